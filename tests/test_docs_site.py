@@ -19,6 +19,7 @@ PICTURES = sorted(DOCS.glob("pictures/*.svg"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
+@pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="the archive of the sources has no reports")
 def test_generated_pages_and_pictures_are_current() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/site", "--check"], capture_output=True, text=True, cwd=ROOT, timeout=300

@@ -21,7 +21,10 @@ def generated() -> Iterator[tuple[str, str]]:
     import matrices
     import pictures
     import plots
+    import speed
 
+    readme = DOCS.parent / "README.md"
+    yield "../README.md", speed.readme(readme.read_text(encoding="utf-8"))
     yield "stylesheets/pictures.css", svg.SHEET
     for name, picture in pictures.PICTURES.items():
         yield f"pictures/{name}.svg", str(picture())

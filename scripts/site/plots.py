@@ -15,6 +15,7 @@ REPORTS = {
     # plot: (report, words)
     "amx": ("2026-11-22-native-granite-rapids-amx.json", "level amx, one thread"),
     "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "level amx_bf16, one thread"),
+    "zen5": ("2026-11-23-native-zen5-avx512-bf16.json", "Zen 5, level avx512_bf16, one thread"),
     "two-threads": ("2026-11-22-native-two-threads-granite-rapids-amx-bf16.json", "level amx_bf16, two threads"),
 }
 SENTINELS = {f"#0000{number:02x}": name for number, name in enumerate(svg.THEME, start=1)}
@@ -22,12 +23,12 @@ SENTINELS = {f"#0000{number:02x}": name for number, name in enumerate(svg.THEME,
 PAINT = {name: colour for colour, name in SENTINELS.items()}
 
 
-def _cases(report: str) -> list[dict[str, Any]]:
+def read_cases(report: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / report).read_text(encoding="utf-8"))["cases"]
     return found
 
 
-def _ratio(case: dict[str, Any]) -> float | None:
+def ratio(case: dict[str, Any]) -> float | None:
     """PyTorch's time divided by ours."""
     seconds = {entry["name"]: entry.get("seconds") for entry in case["entries"] if entry["ok"]}
     return seconds["sdpa"] / seconds["undivided"] if seconds.get("sdpa") and seconds.get("undivided") else None
@@ -101,7 +102,7 @@ def _errors(name: str, report: str) -> str:
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), PAINT["ink"]),
         "axes.edgecolor": PAINT["line"], "grid.color": PAINT["line"], "legend.labelcolor": PAINT["ink"],
     }  # fmt: skip
-    cases = [case for case in _cases(report) if case["suite"] == "forward" and "2048" in case["name"]]
+    cases = [case for case in read_cases(report) if case["suite"] == "forward" and "2048" in case["name"]]
     with plt.rc_context(style):
         figure, axis = plt.subplots(figsize=(8, 0.9 + 0.3 * len(cases)), layout="constrained")
         for y, case in enumerate(cases):
@@ -138,9 +139,9 @@ def plots() -> dict[str, str]:
     for machine, (report, words) in REPORTS.items():
         for suite, heading in SUITES.items():
             rows = [
-                (case["name"], ratio, bool(case.get("rate", {}).get("contended")))
-                for case in _cases(report)
-                if case["suite"] == suite and (ratio := _ratio(case)) is not None
+                (case["name"], times, bool(case.get("rate", {}).get("contended")))
+                for case in read_cases(report)
+                if case["suite"] == suite and (times := ratio(case)) is not None
             ]
             # ratios of another order of magnitude would hide all others: the table in benchmarks/README.md has them
             rows = [row for row in rows if row[1] < 20]
