@@ -24,6 +24,7 @@ PAINT = {name: colour for colour, name in SENTINELS.items()}
 
 
 def read_cases(report: str) -> list[dict[str, Any]]:
+    """The cases of a report in `benchmarks/`."""
     found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / report).read_text(encoding="utf-8"))["cases"]
     return found
 
