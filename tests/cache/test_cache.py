@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
         r"lengths must be at most the new tokens in k \(2\)",
     ),
     "lengths-negative": (lambda c: c.append(K, V, lengths=[1, -1, 2]), r"lengths\[1\] must be at least 0"),
-    "lengths-floats": (lambda c: c.append(K, V, lengths=torch.rand(3)), "lengths must be an int tensor"),
+    "lengths-floats": (lambda c: c.append(K, V, lengths=torch.rand(3)), "lengths must be a list of 3 ints"),
     "lengths-a-number": (lambda c: c.append(K, V, lengths=2), "lengths must be a list of 3 ints"),
     "q-of-another-batch": (lambda c: c.attend(Q[:2]), "q must have the batch size of the cache"),
     "q-of-another-size": (lambda c: c.attend(Q[..., :4]), "q must have the head size of the cache"),

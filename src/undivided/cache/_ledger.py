@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from undivided.cache._prefixes import PrefixIndex
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 
@@ -135,16 +136,17 @@ class Pages:
         self.references = [0] * num_pages
         self.unused = list(range(num_pages - 1, -1, -1))  # taken from the end: page 0 first
         self.evicted = [0] * batch  # tokens that each sequence had at its last eviction; fewer must not remain
+        self.prefixes: PrefixIndex | None = None
         self.changes = 0  # of the tables, so that copies of them can be refreshed
 
     def plan(self, counts: Counts) -> Plan:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
         needs = self._needs(lengths, counts)
         needed = sum(grow + copy for _, grow, copy in needs)
-        if needed > len(self.unused):
+        if needed > len(self.unused) and not self._reclaim(needed - len(self.unused)):
             raise InputError(
                 self.argument,
-                f"fit into the {len(self.unused)} free pages of {self.num_pages} (page_size {self.page_size})",
+                f"fit into the {self.free_pages} free pages of {self.num_pages} (page_size {self.page_size})",
                 f"tokens that need {needed}",
                 hint=self.hint,
             )
@@ -160,6 +162,37 @@ class Pages:
                 pages[-1] = copies[-1][1]
             tables[n] = pages + [next(following) for _ in range(grow)]
         return Plan(lengths, copies, tables, fresh)
+
+    @property
+    def free_pages(self) -> int:
+        """The number of pages that no sequence uses; the index of prefixes gives its own up if they are needed."""
+        kept = 0 if self.prefixes is None else self.prefixes.droppable(self.references)
+        return len(self.unused) + kept
+
+    def _reclaim(self, count: int) -> bool:
+        """Free so many pages of the index, or none if it has fewer; whether it had enough."""
+        if self.prefixes is None or self.prefixes.droppable(self.references) < count:
+            return False
+        self._release(self.prefixes.drop(self.references, count))
+        return True
+
+    def remember(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Index the full pages that hold these tokens, the first ones of a sequence."""
+        assert self.prefixes is not None
+        for page in self.prefixes.add(tokens, self.tables[sequence]):
+            self.references[page] += 1
+
+    def match(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Give an empty sequence the pages of the longest indexed prefix; the number of its tokens."""
+        assert self.prefixes is not None and not self.lengths[sequence]
+        pages = self.prefixes.find(tokens)
+        for page in pages:
+            self.references[page] += 1
+        count = len(pages) * self.page_size
+        self.tables[sequence] = pages
+        self.lengths = (*self.lengths[:sequence], count, *self.lengths[sequence + 1 :])
+        self.changes += 1
+        return count
 
     def _needs(self, lengths: Counts, counts: Counts) -> list[tuple[int, int, bool]]:
         """(sequence, pages to add, whether to copy its last page) for each sequence that needs pages."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,9 @@ from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages
-from undivided.cache._storage import Heads, Storage
+from undivided.cache._prefixes import PrefixIndex
+from undivided.cache._storage import Heads, Storage, checked_token_ids
+from undivided.errors import InputError
 from undivided.masks import Mask
 
 
@@ -70,13 +74,15 @@ class PagedKVCache(Cache):
         self.num_pages, self.page_size = (as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1))
         batch = as_integer("batch", batch, 1)
         storage = Storage(self.num_pages, self.page_size, heads, torch.device(device))
-        super().__init__(Pages(self.num_pages, self.page_size, batch), storage, batch, layout)
+        ledger = Pages(self.num_pages, self.page_size, batch)
+        ledger.prefixes = PrefixIndex(self.page_size)
+        super().__init__(ledger, storage, batch, layout)
         self._table: tuple[int, Tensor] | None = None
 
     @property
     def free_pages(self) -> int:
         """The number of pages that no sequence uses."""
-        return len(self._ledger.unused)
+        return self._ledger.free_pages
 
     @property
     def block_table(self) -> Tensor:
@@ -88,6 +94,69 @@ class PagedKVCache(Cache):
         if known is None or known[0] != self._ledger.changes:
             known = self._table = self._ledger.changes, _attend.table(self._ledger.tables, self.device)
         return known[1]
+
+    @outside_of_graphs
+    def remember(self, tokens: Sequence[int] | Tensor, i: int) -> None:
+        """Index the full pages of sequence i by the tokens they hold, so that `match` finds them.
+
+        The pages stay after `free`; the least recently used ones are given up when the pool needs pages.
+
+        Args:
+            tokens: token ids of sequence i from its start, at most as many as are cached: a list of ints or an int
+                tensor [n]. Two sequences with equal tokens must have equal keys and values.
+            i: index of the sequence.
+
+        Raises:
+            InputError: the sequence does not exist or has fewer tokens. The cache is unchanged.
+
+        >>> import torch, undivided
+        >>> cache = undivided.PagedKVCache(8, page_size=4, kv_heads=1, head_dim=8, batch=1, dtype=torch.float32)
+        >>> cache.append(torch.randn(1, 6, 1, 8), torch.randn(1, 6, 1, 8))
+        >>> cache.remember([5, 3, 8, 8, 1, 2], 0)
+        >>> cache.free(0)
+        >>> cache.match([5, 3, 8, 8, 9], 0), cache.lengths
+        (4, (4,))
+        """
+        sequence = self._sequence("i", i)
+        ids = checked_token_ids("tokens", tokens)
+        if len(ids) > self.lengths[sequence]:
+            raise InputError(
+                "tokens", f"be at most the {self.lengths[sequence]} cached tokens of sequence {i}", len(ids)
+            )
+        self._ledger.remember(sequence, ids)
+
+    @outside_of_graphs
+    def match(self, tokens: Sequence[int] | Tensor, i: int) -> int:
+        """Start sequence i with the pages that already hold the first tokens of a prompt.
+
+        Only full pages match, and never the last token of the prompt: its query computes the first new token. Append
+        the other tokens as usual.
+
+        Args:
+            tokens: token ids of the prompt, as for `remember`.
+            i: index of an empty sequence.
+
+        Returns:
+            The number of tokens that the cache has already, a multiple of the page size, or 0.
+
+        Raises:
+            InputError: the sequence does not exist or is not empty.
+
+        Source: Kwon et al. 2023 (arXiv:2309.06180), shared prefixes of PagedAttention.
+
+        >>> import torch, undivided
+        >>> cache = undivided.PagedKVCache(8, page_size=4, kv_heads=1, head_dim=8, batch=1, dtype=torch.float32)
+        >>> cache.match([5, 3, 8, 8, 9], 0)
+        0
+        """
+        sequence = self._sequence("i", i)
+        ids = checked_token_ids("tokens", tokens)
+        if self.lengths[sequence]:
+            hint = f"free({i}) first"
+            raise InputError("i", "be an empty sequence", f"one of {self.lengths[sequence]} tokens", hint)
+        count = self._ledger.match(sequence, ids[:-1])
+        self._last = None
+        return count
 
     @outside_of_graphs
     def evict(self, mask: Mask) -> int:

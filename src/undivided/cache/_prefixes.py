@@ -1,0 +1,113 @@
+"""An index of full pages by the tokens that they and all pages before them hold, so that a new sequence can share them.
+
+It holds a reference to each of its pages, so that they outlive their sequences, and gives up the least recently used
+ones when the pool has no free page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A page in the index, after its parent's page.
+
+    Args:
+        parent: the node of the page before; None for the first page of a sequence.
+        tokens: the token ids of the page.
+        page: its number.
+        children: number of nodes whose parent it is.
+    """
+
+    parent: Node | None
+    tokens: Tokens
+    page: int
+    children: int = 0
+
+
+class PrefixIndex:
+    """Pages by their tokens and those before them, the least recently used first."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._nodes: OrderedDict[tuple[Node | None, Tokens], Node] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def add(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
+        """Index the full pages of a sequence; the pages that were not indexed before.
+
+        Args:
+            tokens: the token ids of the sequence from its start.
+            pages: its pages; a negative entry, an evicted page, ends what can be indexed.
+        """
+        added: list[int] = []
+        parent: Node | None = None
+        for of_page, page in zip(self._page_tokens(tokens), pages, strict=False):
+            if page < 0:
+                break
+            node = self._nodes.get((parent, of_page))
+            if node is None:
+                node = self._nodes[parent, of_page] = Node(parent, of_page, page)
+                if parent is not None:
+                    parent.children += 1
+                added.append(page)
+            parent = node
+        self._use(parent)
+        return added
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The pages of the longest indexed prefix."""
+        pages: list[int] = []
+        parent: Node | None = None
+        for of_page in self._page_tokens(tokens):
+            node = self._nodes.get((parent, of_page))
+            if node is None:
+                break
+            pages.append(node.page)
+            parent = node
+        self._use(parent)
+        return pages
+
+    def drop(self, references: Sequence[int], count: int) -> list[int]:
+        """Forget up to `count` pages that nothing but the index refers to, least recently used first."""
+        dropped: list[int] = []
+        while len(dropped) < count:
+            unused = (n for n in self if not n.children and references[n.page] == 1)
+            node = next(unused, None)
+            if node is None:
+                break
+            del self._nodes[node.parent, node.tokens]
+            if node.parent is not None:
+                node.parent.children -= 1
+            dropped.append(node.page)
+        return dropped
+
+    def droppable(self, references: Sequence[int]) -> int:
+        """The number of pages that `drop` can forget: those without a page after them that a sequence uses."""
+        held: set[int] = set()
+        for node in self:
+            above: Node | None = node if references[node.page] > 1 else None
+            while above is not None and id(above) not in held:
+                held.add(id(above))
+                above = above.parent
+        return len(self) - len(held)
+
+    def _page_tokens(self, tokens: Sequence[int]) -> Iterator[Tokens]:
+        size = self.page_size
+        return (tuple(tokens[at : at + size]) for at in range(0, len(tokens) - size + 1, size))
+
+    def _use(self, node: Node | None) -> None:
+        """Mark a node and those before it as used last, the first page as the latest of all."""
+        while node is not None:
+            self._nodes.move_to_end((node.parent, node.tokens))
+            node = node.parent
