@@ -226,7 +226,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     assert "__version__" not in undivided.__all__
 
 
-SCRIPTS = [*sorted((ROOT / "scripts").glob("*")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted(path for path in (ROOT / "scripts").glob("*") if path.is_file()), ROOT / ".ci" / "run"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())

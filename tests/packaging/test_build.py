@@ -72,10 +72,13 @@ def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(wheel_withou
     assert "undivided doctor" in output
 
 
-def test_the_wheel_has_every_module(wheel_without_compiler: Path, unpacked: Path) -> None:
+def test_the_wheel_has_every_module_and_example(wheel_without_compiler: Path, unpacked: Path) -> None:
     with zipfile.ZipFile(wheel_without_compiler) as archive:
         names = {name for name in archive.namelist() if name.endswith(".py")}
-    assert names == {path.relative_to(unpacked / "src").as_posix() for path in unpacked.glob("src/**/*.py")}
+    modules = {path.relative_to(unpacked / "src").as_posix() for path in unpacked.glob("src/**/*.py")}
+    examples = {f"undivided/{path.relative_to(unpacked).as_posix()}" for path in unpacked.glob("examples/*.py")}
+    assert examples
+    assert names == modules | examples
 
 
 def test_the_pure_wheel_runs_and_says_what_is_missing(wheel_without_compiler: Path, tmp_path: Path) -> None:
