@@ -53,3 +53,13 @@ def test_a_large_tensor_is_not_compared() -> None:
     with torch.inference_mode():
         mask = masks.dense(torch.ones(40, 40, dtype=torch.bool))
     assert mask.state() is None
+
+
+def test_a_tensor_whose_memory_was_freed_is_an_input_error() -> None:
+    q = torch.randn(3, 6, 2, 8)
+    for name in ("lengths", "sinks"):
+        tensor, mask = built(name)
+        tensor.untyped_storage().resize_(0)
+        assert mask.state() is None
+        with torch.inference_mode(), pytest.raises(undivided.InputError, match="bytes in memory"):
+            undivided.attention(q, q, q, layout="bshd", mask=mask)

@@ -109,8 +109,12 @@ def _values(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
     for tensor in tensors:
         if not tensor.is_inference():
             found.append(tensor._version)
-        elif tensor.numel() <= _MAX_COMPARED_VALUES and type(tensor) is Tensor and readable(tensor):
+        elif type(tensor) is Tensor and readable(tensor) and _is_small_and_in_memory(tensor):
             found.append(tensor.tolist())
         else:
             return None
     return tuple(found)
+
+
+def _is_small_and_in_memory(tensor: Tensor) -> bool:
+    return tensor.numel() <= _MAX_COMPARED_VALUES and missing_memory(tensor) is None
