@@ -63,3 +63,9 @@ def test_a_tensor_whose_memory_was_freed_is_an_input_error() -> None:
         assert mask.state() is None
         with torch.inference_mode(), pytest.raises(undivided.InputError, match="bytes in memory"):
             undivided.attention(q, q, q, layout="bshd", mask=mask)
+
+
+def test_a_zero_tensor_without_memory_is_not_compared() -> None:
+    with torch.inference_mode():
+        mask = masks.dense(torch._efficientzerotensor((4, 4), dtype=torch.bool))
+    assert mask.state() is None

@@ -117,4 +117,7 @@ def _values(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
 
 
 def _is_small_and_in_memory(tensor: Tensor) -> bool:
-    return tensor.numel() <= _MAX_COMPARED_VALUES and missing_memory(tensor) is None
+    """Zero tensors have a storage, and no memory."""
+    if not tensor.numel():
+        return True
+    return tensor.numel() <= _MAX_COMPARED_VALUES and bool(tensor.data_ptr()) and missing_memory(tensor) is None
