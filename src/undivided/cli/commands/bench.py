@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from undivided.backends import get
-from undivided.benchmarking import DTYPES, SUITES, execute, markdown, plan, tables
+from undivided.benchmarking import DTYPES, SUITES, Plan, execute, markdown, plan, tables
 from undivided.benchmarking.catalogue import GPU_SUITES
 from undivided.benchmarking.competitors import OTHERS, selectable_backends
 from undivided.benchmarking.ranks import add
@@ -115,37 +115,14 @@ def bench(
         refuse_together("--from", runs | {"--json": as_json if as_json and str(as_json) != "-" else None})
         _present(read_report("--from", source), as_json is not None, plot, old)
         return
-    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
-        known = "cpu or cuda" if torch.cuda.is_available() else "cpu (this machine has no CUDA device)"
-        raise InputError("--device", f"be {known}", repr(device))
-    for name in backend or ():
-        get(name)  # raises for an unknown name, even if the suites time no backend by name
-    all_suites = SUITES if device == "cpu" else GPU_SUITES
-    suites = all_suites if not suite or "all" in suite else tuple(suite)
-    planned = plan(suites, dtype or tuple(DTYPES), filter, quick)
-    if not planned.single and not planned.small:  # overhead and memory take none of these options
-        refuse_together(
-            ", ".join(suites),
-            {
-                "--dtype": dtype,
-                "--backend": backend,
-                "--competitor": competitor,
-                "--threads": threads,
-                "--ranks": ranks,
-            },
-        )
-    ours = ("native",) if device == "cpu" and ranks is None else selectable_backends(device)
-    settings = Settings(backend or ours, _others(competitor), device)
-    settings = settings.hurried() if quick else settings
+    _check_device(device)
+    planned = _plan(device, suite, dtype, filter, quick, runs)
+    settings = _settings(device, backend, competitor, quick, ranks)
     to_stdout = as_json is not None and str(as_json) == "-"
     report_path = None if to_stdout else as_json
     if ranks is None and report_path is not None and device != "cpu":
         ranks = report_path.with_suffix(".ranks.json")
-    for flag, path in (("--json", report_path), ("--ranks", ranks)):  # fail before minutes are spent
-        if path is not None:
-            file_to_write(flag, path)
-    if ranks is not None:
-        read(ranks)
+    _check_files(report_path, ranks)
     with progress(planned.steps) as step:
         report = execute(planned, settings, threads, step)
     _save(report, report_path, ranks)
@@ -154,6 +131,44 @@ def bench(
         complain(f"{name}: {why}")
     if _wrong(report) or report["failed"]:
         raise typer.Exit(1)
+
+
+def _check_device(device: str) -> None:
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        known = "cpu or cuda" if torch.cuda.is_available() else "cpu (this machine has no CUDA device)"
+        raise InputError("--device", f"be {known}", repr(device))
+
+
+def _plan(
+    device: str, suite: list[str] | None, dtype: list[str] | None, text: str, quick: bool, options: dict[str, object]
+) -> Plan:
+    """What to run; InputError if an option was given that these suites do not use."""
+    suites = (SUITES if device == "cpu" else GPU_SUITES) if not suite or "all" in suite else tuple(suite)
+    planned = plan(suites, dtype or tuple(DTYPES), text, quick)
+    if not planned.single and not planned.small:  # overhead and memory take none of these options
+        unused = ("--dtype", "--backend", "--competitor", "--threads", "--ranks")
+        refuse_together(", ".join(suites), {name: options[name] for name in unused})
+    return planned
+
+
+def _settings(
+    device: str, backend: list[str] | None, competitor: list[str] | None, quick: bool, ranks: Path | None
+) -> Settings:
+    """The implementations to time, and how long."""
+    for name in backend or ():
+        get(name)  # raises for an unknown name, even if the suites time no backend by name
+    ours = ("native",) if device == "cpu" and ranks is None else selectable_backends(device)
+    settings = Settings(backend or ours, _others(competitor), device)
+    return settings.hurried() if quick else settings
+
+
+def _check_files(report: Path | None, ranks: Path | None) -> None:
+    """InputError if a result could not be written, before minutes are spent."""
+    for flag, path in (("--json", report), ("--ranks", ranks)):
+        if path is not None:
+            file_to_write(flag, path)
+    if ranks is not None:
+        read(ranks)
 
 
 def _present(report: dict[str, Any], as_json: bool, plot: Path | None, old: dict[str, Any] | None) -> None:

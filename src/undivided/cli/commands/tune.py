@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from rich.table import Table
 
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._paths import file_to_write
 from undivided.cli._terminal import console, print_json, print_table, progress, table
 from undivided.errors import InputError
 from undivided.kernels.triton import config
+
+if TYPE_CHECKING:
+    from undivided.benchmarking.tuning import TuneResult
 
 
 def tune(
@@ -45,27 +49,32 @@ def tune(
     from undivided.benchmarking.tuning import tune as measure
 
     dtypes = [DTYPES[one] for one in dtype or [Dtype.bf16]]
-    rows: list[dict[str, Any]] = []
     with progress(3 * len(dtypes) * len(widths), as_json) as step:
         results = list(measure(device, dtypes, widths, length=length, turns=turns, step=step))
     path = config.remember(
         architecture(torch.device(device)), {(one.name, one.itemsize, one.width): one.tile for one in results}
     )
-    for one in results:
-        rows.append(
-            {
-                "pass": one.name,
-                "bits": 8 * one.itemsize,
-                "head_dim": one.width,
-                "tile": one.tile._asdict(),
-                "seconds": one.seconds,
-                "before": one.before,
-                "right_candidates": one.tried,
-            }
-        )
     if as_json:
-        print_json({"file": str(path), "tiles": rows})
+        print_json({"file": str(path), "tiles": [_as_json(one) for one in results]})
         return
+    screen = console()
+    print_table(screen, _table(results))
+    screen.print(str(path))
+
+
+def _as_json(one: TuneResult) -> dict[str, Any]:
+    return {
+        "pass": one.name,
+        "bits": 8 * one.itemsize,
+        "head_dim": one.width,
+        "tile": one.tile._asdict(),
+        "seconds": one.seconds,
+        "before": one.before,
+        "right_candidates": one.tried,
+    }
+
+
+def _table(results: list[TuneResult]) -> Table:
     printed = table(
         "pass",
         "bits",
@@ -88,9 +97,7 @@ def tune(
             f"{1e6 * one.seconds:.0f} us",
             f"{1e6 * one.before:.0f} us",
         )
-    screen = console()
-    print_table(screen, printed)
-    screen.print(str(path))
+    return printed
 
 
 def _is_here(device: str) -> bool:
