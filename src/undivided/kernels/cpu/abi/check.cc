@@ -68,7 +68,8 @@ bool has_valid_tensors(const Attention& a) {
 
 // Reads the ranges: a key outside of the tensor must not be in any of them.
 bool has_valid_ranges(const Attention& a) {
-  if (a.band) return !a.ranges && a.first >= -2 * kMaxSize && a.last <= 2 * kMaxSize;
+  const auto is_end = [](int64_t key) { return -2 * kMaxSize <= key && key <= 2 * kMaxSize; };
+  if (a.band) return !a.ranges && is_end(a.first) && is_end(a.last);
   if (!a.ranges) return true;
   if ((a.columns != 2 && a.columns != 4) || !Reach().axis(a.batch, a.ranges_b).axis(a.q_len, a.columns).fits())
     return false;
@@ -85,9 +86,10 @@ bool has_valid_ranges(const Attention& a) {
 bool has_valid_options(const Attention& a) {
   if (!isfinite(a.scale) || !isfinite(a.softcap) || a.softcap < 0) return false;
   if (a.bias && !is_type(a.bias_dtype)) return false;
-  if (a.slopes && !(a.row_position && a.key_position)) return false;
+  const bool has_positions = a.key_position || a.kv_len == 0;  // a tensor without elements has no address
+  if (a.slopes && !(a.row_position && has_positions)) return false;
   if (a.dropout < 0 || a.dropout > 1 << 16) return false;
-  if (a.dropout && !(a.dropout_row && a.dropout_sequence && a.key_position)) return false;
+  if (a.dropout && !(a.dropout_row && a.dropout_sequence && has_positions)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
   return Reach().axis(b, a.bias_b).axis(h, a.bias_h).axis(rows, a.bias_q).axis(keys, a.bias_k).fits() &&
          Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(keys, a.dense_k).fits() &&
@@ -124,7 +126,7 @@ bool is_valid(const Attention& a, const Gradients& g) {
   if ((g.sinks || g.slopes) && !fits_written(b, g.rows_b, h, g.rows_h, rows, 1, 1)) return false;
   if (!g.bias) return true;
   const bool sums_rows = (b > 1 && !g.bias_b) || (h > 1 && !g.bias_h), sums_keys = keys > 1 && !g.bias_k;
-  return a.bias && !(sums_rows && sums_keys);
+  return (a.bias || is_empty(a) || a.kv_len == 0) && !(sums_rows && sums_keys);
 }
 
 }  // namespace undivided
