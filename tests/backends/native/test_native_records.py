@@ -79,6 +79,8 @@ BAD: list[dict[str, Any]] = [
     {"out": 0},
     {"q_s": -8},
     {"out_s": 0},
+    {"out_s": 7},
+    {"out_h": 16},
     {"k_s": 1 << 62},
     {"bias_k": -(1 << 63)},
     {"ranges": "BAD_RANGES"},

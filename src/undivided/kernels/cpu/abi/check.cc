@@ -2,6 +2,9 @@
 
 #include <math.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace undivided {
 namespace {
 
@@ -21,11 +24,6 @@ class Reach {
     if (size > 1) elements_ += (double)(size - 1) * (double)stride;
     return *this;
   }
-  // The same for a tensor that is written: no two elements may share an address.
-  Reach& written_axis(int64_t size, int64_t stride) {
-    if (size > 1 && stride == 0) fits_ = false;
-    return axis(size, stride);
-  }
   bool fits() const { return fits_ && elements_ < kMaxElements; }
 
  private:
@@ -36,8 +34,21 @@ class Reach {
 bool fits(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, int64_t s, int64_t dim) {
   return Reach().axis(batch, b).axis(heads, h).axis(length, s).axis(dim, 1).fits();
 }
+
+// The same for a tensor that is written, by threads in any order: each axis steps over all of those with smaller
+// strides, so that no two elements share an address.
 bool fits_written(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, int64_t s, int64_t dim) {
-  return Reach().written_axis(batch, b).written_axis(heads, h).written_axis(length, s).axis(dim, 1).fits();
+  struct Axis {
+    int64_t size, stride;
+  } axes[] = {{batch, b}, {heads, h}, {length, s}, {dim, 1}};
+  std::sort(std::begin(axes), std::end(axes), [](const Axis& x, const Axis& y) { return x.stride < y.stride; });
+  double last = 0;  // offset of the last element
+  for (const Axis& axis : axes) {
+    if (axis.size <= 1) continue;
+    if ((double)axis.stride <= last) return false;
+    last += (double)(axis.size - 1) * (double)axis.stride;
+  }
+  return fits(batch, b, heads, h, length, s, dim);
 }
 
 bool has_valid_sizes(const Attention& a) {
