@@ -119,6 +119,14 @@ class Backend:
         """Why it is chosen only if requested by name, although it could run; None if it is chosen without a request."""
         return None
 
+    def notes(self, call: Call, tensors: Tensors) -> list[str]:
+        """Facts for `explain` that depend on the tensors' values, such as keys that sequences share."""
+        return []
+
+    def last_notes(self, problem: Problem) -> list[str]:
+        """As `notes`, for the last call of this thread, which had this problem."""
+        return []
+
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention. Autograd does not record here.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +56,7 @@ class Decision:
         machine: the machine that it is for.
         policy: what the caller allows.
         chosen: the backend that runs; None if none may.
+        notes: what the backend found in the tensors' values, such as the keys that sequences share.
 
     >>> import torch, undivided
     >>> q = torch.randn(1, 8, 2, 16)
@@ -68,6 +69,7 @@ class Decision:
     machine: Machine
     policy: Policy
     chosen: Backend | None
+    notes: tuple[str, ...] = ()
 
     @property
     def backend(self) -> Backend:
@@ -121,7 +123,12 @@ class Decision:
 
     def __str__(self) -> str:
         head = f"{self.chosen.name} runs" if self.chosen else "no backend can run this problem"
-        lines = [head, f"  problem: {self.problem}", f"  machine: {self.machine}"]
+        lines = [
+            head,
+            f"  problem: {self.problem}",
+            f"  machine: {self.machine}",
+            *(f"  note: {n}" for n in self.notes),
+        ]
         width = max(len(v.backend.name) for v in self.verdicts)
         for verdict in self.verdicts:
             name, backend = verdict.backend.name.ljust(width), verdict.backend
@@ -177,7 +184,11 @@ def last_decision() -> Decision | None:
     >>> undivided.last_decision().backend.name
     'reference'
     """
-    return _last.decision
+    decision = _last.decision
+    if decision is None or decision.chosen is None:
+        return decision
+    notes = decision.chosen.last_notes(decision.problem)
+    return replace(decision, notes=tuple(notes)) if notes else decision
 
 
 def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:

@@ -43,6 +43,7 @@ class Case:
         sinks: whether there are sinks.
         return_lse: also return the lse, and send a gradient through it.
         page_size: keys and values are page pools; kv_len is then max_pages * page_size (times the documents in thd).
+        shared_pages: with page_size, the number of pages from the first one on that all sequences share.
         needs: the arguments that need a gradient; None is all that can have one.
         magnitude: the scale of q and k.
         dtypes: the dtypes in which the case is tried.
@@ -74,6 +75,7 @@ class Case:
     dropout_seed: int = 1234
     return_lse: bool = False
     page_size: int | None = None
+    shared_pages: int = 0
     needs: tuple[str, ...] | None = None
     magnitude: float = 1.0
     dtypes: tuple[torch.dtype, ...] = FULL_AND_HALF

@@ -220,7 +220,8 @@ def _with_page_starts(case: Case, mask: Mask | None) -> Mask | None:
 
 
 def _paged(case: Case, k: Tensor, v: Tensor, dead_keys: Tensor, poison: bool) -> dict[str, Tensor]:
-    """Page pools in a shuffled order with three unused pages, and the block table.
+    """Page pools in a shuffled order with three unused pages, and the block table. Shared pages are those of the first
+    sequence; the others' pages in their place are unused.
 
     With poison, the unused pages are NaN, and entries of the block table for pages without a real key are -1.
     """
@@ -234,6 +235,11 @@ def _paged(case: Case, k: Tensor, v: Tensor, dead_keys: Tensor, poison: bool) ->
         pool[order] = x.reshape(pages, case.page_size, *x.shape[2:])
         arguments[name] = pool
     table = order.to(torch.int32).reshape(rows, -1)
+    if case.shared_pages:
+        replaced = table[1:, : case.shared_pages].flatten()
+        for pool in arguments.values():
+            pool[replaced] = torch.nan if poison else 0.0
+        table[1:, : case.shared_pages] = table[0, : case.shared_pages].clone()
     if poison:
         unused = dead_keys.reshape(rows, -1, case.page_size).all(-1)
         table = table.masked_fill(unused, -1)

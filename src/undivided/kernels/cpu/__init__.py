@@ -67,6 +67,9 @@ class Library:
         self._backward.argtypes, self._backward.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int
         self._peak = library.undivided_peak
         self._peak.argtypes, self._peak.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_double
+        self._shared_keys = library.undivided_shared_keys
+        self._shared_keys.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+        self._shared_keys.restype = ctypes.c_int64
         library.undivided_level.restype = ctypes.c_char_p
         self.level: str = library.undivided_level().decode()
         """The instruction set in use, one of `LEVELS`."""
@@ -99,6 +102,14 @@ class Library:
             return _PAIRWISE if status == _NON_FINITE else attempt + 1
         _check(status)
         return None
+
+    def shared_keys(self, record: bytes | None) -> list[tuple[int, int, int]]:
+        """(sequences, first key, keys) of the keys that a forward reads once for several sequences, the first 16; None:
+        those of this thread's last forward."""
+        limit = 16
+        found = (ctypes.c_int64 * (3 * limit))()
+        count = min(self._shared_keys(record, found, limit), limit)
+        return [(found[3 * i], found[3 * i + 1], found[3 * i + 2]) for i in range(count)]
 
     def is_forked(self) -> bool:
         """Whether this process was forked from one that had imported the package: its threads are not PyTorch's."""
