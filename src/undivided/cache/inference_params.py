@@ -16,12 +16,13 @@ from undivided.cache._attend import CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages, Slots
+from undivided.cache._prompts import Prompts
 from undivided.cache._storage import Heads, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
 
 
-class InferenceParams:
+class InferenceParams(Prompts):
     """The key/value caches of all layers of a model, and the sequences of the batch.
 
     Before each iteration, `pre_step` receives the sequences of the batch and the number of their new tokens. Then the
@@ -30,8 +31,8 @@ class InferenceParams:
 
         out = inference_params.attend(self.layer_number, q, k, v, mask=masks.causal())
 
-    Beyond TransformerEngine: any number of new tokens per step, sequences in any order, fewer pages than all sequences
-    could need, `fork`, `truncate`, `evict`, and any device.
+    Beyond TransformerEngine: any number of new tokens per step, sequences in any order, fewer pages than they all could
+    need, `fork`, `truncate`, `match`, `evict`, and any device.
 
     Axes: b sequences of the step, s new tokens, t packed new tokens, h query heads, g key/value heads, d head size.
 
@@ -366,10 +367,7 @@ class InferenceParams:
         Raises:
             InputError: not paged, or not such a mask.
         """
-        ledger = self._batch.ledger
-        if not isinstance(ledger, Pages):
-            raise InputError("is_paged", "be True to evict pages", False)
-        released = _eviction.evict(ledger, mask)
+        released = _eviction.evict(self._batch.paged_ledger("evict pages"), mask)
         self._set_step(None)
         return released
 
