@@ -32,8 +32,9 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
 
 // Finds the keys that a forward of this problem reads once for several sequences; null: that this thread's last forward
 // read so. Writes (sequences, first key, keys) for each of the first `limit` parts, and returns the number of parts, or
-// -1 if there is not enough memory.
+// -1 if the record is bad or there is not enough memory.
 EXPORT int64_t undivided_shared_keys(const Attention* a, int64_t* found, int64_t limit) {
+  if (a && !is_valid(*a)) return -1;
   try {
     const std::vector<SharedKeys> parts = a ? shared_keys(*a) : last_shared_keys();
     for (size_t i = 0; i < parts.size() && (int64_t)i < limit; i++) {
