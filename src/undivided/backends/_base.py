@@ -59,6 +59,7 @@ class Limits:
     features: a subset of `FEATURES`.
     compute_capability: (lowest, highest), None if unlimited; only on CUDA.
     packages: required packages: (name, lowest version or None, first version that no longer works or None).
+    batch_invariant: a row's result can be made to depend on its own query, keys and values only.
     """
 
     devices: frozenset[str]
@@ -70,6 +71,7 @@ class Limits:
     features: frozenset[str] = frozenset()
     compute_capability: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
     packages: tuple[tuple[str, Version | None, Version | None], ...] = ()
+    batch_invariant: bool = False
     notes: dict[str, str] = field(default_factory=dict)
     """Why a feature or mask kind is missing, added in brackets to its reason."""
 
@@ -190,6 +192,8 @@ def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[st
         reasons.append(f"{problem.align.replace('_', '-')} alignment, and the two differ here")
     for feature in sorted(problem.features - limits.features):
         reasons.append(_with_note(f"no support for {FEATURES[feature]}", limits.notes.get(feature)))
+    if problem.batch_invariant and not limits.batch_invariant:
+        reasons.append("batch-invariant results (its order of sums depends on the batch)")
     return reasons
 
 

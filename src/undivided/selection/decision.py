@@ -193,12 +193,20 @@ def last_decision() -> Decision | None:
 
 def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     """The Decision for exactly this problem, also if no backend can run it. Caches nothing and raises nothing."""
-    if policy.deterministic and not problem.deterministic:
-        problem = problem._replace(deterministic=True)
+    problem = _with_demands(problem, policy)
     for backend in _in_order(problem, machine, policy):
         if not _objections(backend, problem, machine, policy):
             return Decision(problem, machine, policy, backend)
     return Decision(problem, machine, policy, None)
+
+
+def _with_demands(problem: Problem, policy: Policy) -> Problem:
+    """The problem with the policy's demands on its result."""
+    if policy.deterministic and not problem.deterministic:
+        problem = problem._replace(deterministic=True)
+    if policy.batch_invariant and not problem.batch_invariant:
+        problem = problem._replace(batch_invariant=True)
+    return problem
 
 
 def selection_key(problem: Problem) -> Problem:
@@ -244,10 +252,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
     key = (selection_key(problem), policy, id(machine))
     known = _by_class.get(key)
     if known is not None and known.machine is machine:
-        exact = (
-            problem if problem.deterministic == known.problem.deterministic else problem._replace(deterministic=True)
-        )
-        return Decision(exact, machine, policy, known.chosen)
+        return Decision(_with_demands(problem, policy), machine, policy, known.chosen)
     decision = decide(problem, machine, policy)
     name = "no backend" if decision.chosen is None else decision.chosen.name
     log.log(decision, f"{name} for {problem}", policy.log)

@@ -47,6 +47,7 @@ class Native(Backend):
         masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES - {"strided"},
+        batch_invariant=True,
         notes={"strided": "its rows are contiguous"},
     )
 
@@ -64,6 +65,8 @@ class Native(Backend):
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, and whether the library loads."""
         reasons = limit_reasons(self.limits, problem, machine)
+        if problem.batch_invariant and "document_ids" in problem.mask.kinds:
+            reasons.append("batch-invariant results for document ids (masks.documents says where each one starts)")
         if problem.device == "cpu" and (missing := self.unavailable(machine)) is not None:
             reasons.append(missing)
         return reasons
@@ -74,7 +77,7 @@ class Native(Backend):
         if isinstance(library, str) or not _has_readable_pages(call, tensors):
             return []
         views = _kernel_views(call, tensors)
-        records = Records(call, tensors, (*views, views[0], UNREAD), paged=True)
+        records = Records(call, tensors, (*views, views[0], UNREAD), forward=True)
         return _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
 
     def last_notes(self, problem: Problem) -> list[str]:
@@ -103,7 +106,7 @@ class Native(Backend):
             library.forward(plain_record(call, tensors, at, strides, out, out_strides, lse, pages))
             return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
-        records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), paged=True)
+        records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), forward=True)
         for rows in records.slices():
             library.forward(records.record(rows))
         return Result(out, lse)

@@ -93,6 +93,22 @@ bool has_valid_ranges(const Attention& a) {
   return largest <= a.kv_len;
 }
 
+// Reads the first keys: no row sees an earlier one.
+bool has_valid_first_keys(const Attention& a) {
+  if (!a.first_key) return true;
+  if (!a.batch_invariant || !a.ranges || !Reach().axis(a.batch, a.first_key_b).axis(a.q_len, 1).fits()) return false;
+  const int64_t step = a.pages ? a.page_size : 1;
+  for (int64_t b = 0; b < (a.first_key_b || a.ranges_b ? a.batch : 1); b++)
+    for (int64_t i = 0; i < a.q_len; i++) {
+      const int64_t first = a.first_key[b * a.first_key_b + i];
+      if (first < 0 || first > a.kv_len || first % step) return false;
+      const int32_t* range = a.ranges + b * a.ranges_b + i * a.columns;
+      for (int64_t x = 0; x < a.columns; x += 2)
+        if (range[x] < range[x + 1] && range[x] < first) return false;
+    }
+  return true;
+}
+
 // The strides of absent tensors are checked too: the kernels multiply them before they look at the pointer.
 bool has_valid_options(const Attention& a) {
   if (!isfinite(a.scale) || !isfinite(a.softcap) || a.softcap < 0) return false;
@@ -115,7 +131,7 @@ bool is_empty(const Attention& a) { return a.batch == 0 || a.heads == 0 || a.q_l
 
 bool is_valid(const Attention& a) {
   if (a.size != (int64_t)sizeof(Attention) || !has_valid_sizes(a)) return false;
-  return is_empty(a) || (has_valid_tensors(a) && has_valid_ranges(a) && has_valid_options(a));
+  return is_empty(a) || (has_valid_tensors(a) && has_valid_ranges(a) && has_valid_first_keys(a) && has_valid_options(a));
 }
 
 bool is_valid(const Attention& a, const Gradients& g) {

@@ -172,7 +172,7 @@ const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int a
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
-  if (use_small_forward(a)) return &kernels_avx512_bf16;
+  if (use_small_forward(a) || a.batch_invariant) return &kernels_avx512_bf16;
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
   return amx_or_vectors<Half>(a, use_amx, attempt);
 }

@@ -21,7 +21,7 @@ bool are_side_by_side(const Attention& a) {
 }  // namespace
 
 bool is_decoding(const Attention& a) {
-  return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
+  return !a.batch_invariant && !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
 }
 
 void Decoding::add(const Attention& a) {

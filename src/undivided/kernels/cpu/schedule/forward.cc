@@ -1,5 +1,8 @@
 // Runs a forward: a problem as chunks of keys if it is decoding, otherwise as blocks of rows; a pack with each document
 // as it would run alone.
+//
+// With batch_invariant every row runs in a block of rows, with its sequence's keys in blocks that start at the first of
+// them: its sums then have the same order whatever the number of rows, the batch, the pack, or the pages.
 #include <stdint.h>
 
 #include <algorithm>
@@ -147,7 +150,8 @@ Path path_of(const Attention& pack, const DocumentExtent& d) {
 class Pack {
  public:
   explicit Pack(const Attention& a) {
-    if (is_decoding(a)) return;
+    if (a.batch_invariant && a.first_key) cut_sequences(a);
+    if (a.batch_invariant || is_decoding(a)) return;
     std::vector<DocumentExtent> parts;
     for (const DocumentExtent& d : find_extents(a)) {
       const Path path = path_of(a, d);
@@ -160,18 +164,32 @@ class Pack {
     }
     if (parts.size() < 2) return;
     ranges_.resize((size_t)(a.q_len * a.columns));
-    for (DocumentExtent d : parts) {
-      d.keys = d.seen;
-      int32_t* ranges = ranges_.data() + d.row * a.columns;
-      shift_ranges(a, d, ranges);
-      problems_.push_back(attention_of(a, d, ranges));
-    }
+    for (const DocumentExtent& d : parts) add(a, d, ranges_.data());
   }
 
   const std::vector<Attention>& problems() const { return problems_; }
   Path path(size_t i) const { return paths_[i]; }
 
  private:
+  // Each sequence runs alone, so that its key blocks start at its first key.
+  void cut_sequences(const Attention& a) {
+    const int64_t size = a.q_len * a.columns;
+    ranges_.resize((size_t)(a.batch * size));
+    for (int64_t b = 0; b < a.batch; b++) {
+      const Attention sequence = sequence_of(a, b);
+      for (const DocumentExtent& d : extents_by_first_key(sequence)) {
+        add(sequence, d, ranges_.data() + b * size);
+        paths_.push_back(Path::kBlocks);
+      }
+    }
+  }
+  void add(const Attention& a, DocumentExtent d, int32_t* ranges) {
+    d.keys = d.seen;
+    ranges += d.row * a.columns;
+    shift_ranges(a, d, ranges);
+    problems_.push_back(attention_of(a, d, ranges));
+  }
+
   std::vector<Path> paths_;
   std::vector<int32_t> ranges_;
   std::vector<Attention> problems_;
