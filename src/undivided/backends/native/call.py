@@ -1,6 +1,7 @@
 """The native kernel's arguments: a call and its tensors as the flat records of its C ABI.
 
-The kernel checks nothing. Sizes, strides and ranges are already validated, ranges are clamped to the keys, and the
+Sizes, strides and ranges are already validated, and ranges are clamped to the keys; the library refuses other records
+with a status (abi/check.cc). It cannot check that the memory behind a pointer is as large as the sizes say: the
 caller keeps every tensor that a record points to alive until the kernel returns.
 """
 

@@ -1,4 +1,5 @@
 // The library's entry points. Only kernels.cc is compiled with instruction set flags; no other .cc file is.
+#include "abi/check.h"
 #include "schedule/schedule.h"
 
 using namespace undivided;
@@ -7,7 +8,7 @@ using namespace undivided;
 
 // Computes attention for one problem and returns a Status.
 EXPORT int undivided_forward(const Attention* a) {
-  if (a->size != (int64_t)sizeof(Attention) || a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
+  if (!is_valid(*a)) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
   try {
     return run_forward(*a);
@@ -18,8 +19,7 @@ EXPORT int undivided_forward(const Attention* a) {
 
 // Computes the gradients of one problem from its forward's out and lse and returns a Status.
 EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
-  if (a->size != (int64_t)sizeof(Attention) || g->size != (int64_t)sizeof(Gradients)) return kBadRecord;
-  if (a->dtype < kFloat32 || a->dtype > kFloat16) return kBadRecord;
+  if (!is_valid(*a, *g)) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->kv_heads == 0) return kOk;
   try {
     return run_backward(*a, *g);

@@ -29,7 +29,8 @@ namespace {
 [[maybe_unused]] static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st) {
   for (int v = 0; v < p.vectors(); v++) {
     IVec bound[4];
-    for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + v * kLanes);
+    for (int i = 0; i < 4; i++)
+      bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop[i / 2] : p.start[i / 2]) + v * kLanes);
     for (int64_t j = 0; j < keys; j++) {
       IVec key = isplat((int32_t)(start + j));
       IVec allowed = is_within(key, bound[0], bound[1], bound[2], bound[3]);

@@ -121,7 +121,7 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
     slope[i] = -a.slopes[b * a.slopes_b + at.head[i] * a.slopes_h + at.row[i] * a.slopes_q];
     position[i] = a.row_position[b * a.row_position_b + at.row[i]];
   }
-  for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop : p.start)[i / 2] + first);
+  for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop[i / 2] : p.start[i / 2]) + first);
   for (int i = 0; i < kLanes; i++)
     if (first + i >= p.rows) bound[1][i] = bound[3][i] = 0;  // lanes beyond the last row see nothing
   const bool covered = first + kLanes <= p.rows && p.covers(start, stop);

@@ -1,6 +1,7 @@
 // Arithmetic of sizes, and a scratch buffer cut into arrays.
 #pragma once
 
+#include "abi/fence.h"
 #include "simd/vec.h"
 
 namespace {
@@ -17,7 +18,8 @@ struct Arena {
 
   char* allocate(int64_t size) {
     char* piece = base + bytes;
-    bytes += round_up(size, 64);
+    bytes += round_up(size, 64) + kFenceBytes;
+    if (kFenceBytes && base) fence(piece, size, base + bytes);
     return piece;
   }
 };

@@ -33,9 +33,10 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HVec __attribute__((vector_size(kLanes * 2)));
-typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+// aligned(1): the rows of 16-bit tensors, of which two numbers are one lane, may start at any even address
+typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef HVec UnalignedHVec __attribute__((aligned(2), may_alias));
-typedef IVec UnalignedIVec __attribute__((aligned(4), may_alias));
+typedef IVec UnalignedIVec __attribute__((aligned(1), may_alias));
 
 struct BFloat16 {
   uint16_t bits;

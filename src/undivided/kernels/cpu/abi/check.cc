@@ -1,0 +1,130 @@
+#include "abi/check.h"
+
+#include <math.h>
+
+namespace undivided {
+namespace {
+
+constexpr int64_t kMaxSize = INT32_MAX;                      // of an axis: keys and rows are numbered in 32 bits
+constexpr double kMaxElements = (double)((int64_t)1 << 58);  // so that byte offsets fit in 64 bits
+constexpr int64_t kMaxThreads = 1 << 16;
+
+bool is_size(int64_t n) { return 0 <= n && n <= kMaxSize; }
+bool is_head_size(int64_t n) { return 1 <= n && n <= 1 << 20; }
+bool is_type(int64_t type) { return kFloat32 <= type && type <= kFloat16; }
+
+// A tensor whose strides stay within 64-bit offsets.
+class Reach {
+ public:
+  Reach& axis(int64_t size, int64_t stride) {
+    if (stride < 0) fits_ = false;
+    if (size > 1) elements_ += (double)(size - 1) * (double)stride;
+    return *this;
+  }
+  // The same for a tensor that is written: no two elements may share an address.
+  Reach& written_axis(int64_t size, int64_t stride) {
+    if (size > 1 && stride == 0) fits_ = false;
+    return axis(size, stride);
+  }
+  bool fits() const { return fits_ && elements_ < kMaxElements; }
+
+ private:
+  double elements_ = 0;
+  bool fits_ = true;
+};
+
+bool fits(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, int64_t s, int64_t dim) {
+  return Reach().axis(batch, b).axis(heads, h).axis(length, s).axis(dim, 1).fits();
+}
+bool fits_written(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, int64_t s, int64_t dim) {
+  return Reach().written_axis(batch, b).written_axis(heads, h).written_axis(length, s).axis(dim, 1).fits();
+}
+
+bool has_valid_sizes(const Attention& a) {
+  if (!is_type(a.dtype) || a.threads < 1 || a.threads > kMaxThreads) return false;
+  if (!is_size(a.batch) || !is_size(a.heads) || !is_size(a.kv_heads) || !is_size(a.q_len) || !is_size(a.kv_len))
+    return false;
+  if (!is_head_size(a.qk_dim) || !is_head_size(a.v_dim)) return false;
+  if (a.kv_heads ? a.heads % a.kv_heads != 0 : a.heads != 0) return false;
+  const double rows = (double)a.batch * (double)a.heads * (double)a.q_len;
+  return rows * (double)(a.qk_dim + a.v_dim) < kMaxElements && rows * (double)(a.kv_len + 1) < kMaxElements * 1024 &&
+         (double)a.heads * (double)a.q_len <= (double)kMaxSize * 1024;
+}
+
+bool has_valid_tensors(const Attention& a) {
+  if (!a.q || !a.out || (a.kv_len && (!a.k || !a.v))) return false;
+  if (!fits(a.batch, a.q_b, a.heads, a.q_h, a.q_len, a.q_s, a.qk_dim)) return false;
+  if (!fits_written(a.batch, a.out_b, a.heads, a.out_h, a.q_len, a.out_s, a.v_dim)) return false;
+  if (a.lse && !fits_written(a.batch, a.lse_b, a.heads, a.lse_h, a.q_len, 1, 1)) return false;
+  if (a.pages) {
+    if (a.page_size < 1 || a.page_size > kMaxSize || !is_size(a.page_count) || (a.kv_len && !a.page_count))
+      return false;
+    if (!Reach().axis(a.batch, a.pages_b).axis(a.kv_len / a.page_size + 1, 1).fits()) return false;
+  }
+  const int64_t outer = a.pages ? a.page_count : a.batch, inner = a.pages ? a.page_size : a.kv_len;
+  return fits(outer, a.k_b, a.kv_heads, a.k_h, inner, a.k_s, a.qk_dim) &&
+         fits(outer, a.v_b, a.kv_heads, a.v_h, inner, a.v_s, a.v_dim);
+}
+
+// Reads the ranges: a key outside of the tensor must not be in any of them.
+bool has_valid_ranges(const Attention& a) {
+  if (a.band) return !a.ranges && a.first >= -2 * kMaxSize && a.last <= 2 * kMaxSize;
+  if (!a.ranges) return true;
+  if ((a.columns != 2 && a.columns != 4) || !Reach().axis(a.batch, a.ranges_b).axis(a.q_len, a.columns).fits())
+    return false;
+  uint32_t largest = 0;  // negative numbers are larger than any key
+  for (int64_t b = 0; b < (a.ranges_b ? a.batch : 1); b++) {
+    const int32_t* ranges = a.ranges + b * a.ranges_b;
+    for (int64_t i = 0; i < a.q_len * a.columns; i++)
+      largest = largest > (uint32_t)ranges[i] ? largest : (uint32_t)ranges[i];
+  }
+  return largest <= a.kv_len;
+}
+
+// The strides of absent tensors are checked too: the kernels multiply them before they look at the pointer.
+bool has_valid_options(const Attention& a) {
+  if (!isfinite(a.scale) || !isfinite(a.softcap) || a.softcap < 0) return false;
+  if (a.bias && !is_type(a.bias_dtype)) return false;
+  if (a.slopes && !(a.row_position && a.key_position)) return false;
+  if (a.dropout < 0 || a.dropout > 1 << 16) return false;
+  if (a.dropout && !(a.dropout_row && a.dropout_sequence && a.key_position)) return false;
+  const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
+  return Reach().axis(b, a.bias_b).axis(h, a.bias_h).axis(rows, a.bias_q).axis(keys, a.bias_k).fits() &&
+         Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(keys, a.dense_k).fits() &&
+         Reach().axis(b, a.slopes_b).axis(h, a.slopes_h).axis(rows, a.slopes_q).fits() &&
+         Reach().axis(b, a.row_position_b).axis(b, a.key_position_b).fits() &&
+         Reach().axis(b, a.dropout_row_b).axis(b, a.dropout_sequence_b).fits();
+}
+
+bool is_empty(const Attention& a) { return a.batch == 0 || a.heads == 0 || a.q_len == 0; }
+
+}  // namespace
+
+bool is_valid(const Attention& a) {
+  if (a.size != (int64_t)sizeof(Attention) || !has_valid_sizes(a)) return false;
+  return is_empty(a) || (has_valid_tensors(a) && has_valid_ranges(a) && has_valid_options(a));
+}
+
+bool is_valid(const Attention& a, const Gradients& g) {
+  if (g.size != (int64_t)sizeof(Gradients) || !is_valid(a)) return false;
+  if ((g.type != kFloat32 && g.type != a.dtype) || (g.accumulate && g.type != kFloat32) || g.attempt < 0) return false;
+  if (a.pages) return false;
+  if (!is_empty(a) && (!g.grad_out || !a.lse)) return false;
+  const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
+  const bool stays =
+      fits(b, g.grad_out_b, h, g.grad_out_h, rows, g.grad_out_s, a.v_dim) &&
+      fits(b, g.grad_lse_b, h, g.grad_lse_h, rows, 1, 1) && fits(b, g.dq_b, h, g.dq_h, rows, g.dq_s, a.qk_dim) &&
+      fits(b, g.dk_b, a.kv_heads, g.dk_h, keys, g.dk_s, a.qk_dim) &&
+      fits(b, g.dv_b, a.kv_heads, g.dv_h, keys, g.dv_s, a.v_dim) && fits(b, g.rows_b, h, g.rows_h, rows, 1, 1) &&
+      Reach().axis(b, g.bias_b).axis(h, g.bias_h).axis(rows, g.bias_q).axis(keys, g.bias_k).fits();
+  if (!stays) return false;
+  if (g.dq && !fits_written(b, g.dq_b, h, g.dq_h, rows, g.dq_s, a.qk_dim)) return false;
+  if (g.dk && !fits_written(b, g.dk_b, a.kv_heads, g.dk_h, keys, g.dk_s, a.qk_dim)) return false;
+  if (g.dv && !fits_written(b, g.dv_b, a.kv_heads, g.dv_h, keys, g.dv_s, a.v_dim)) return false;
+  if ((g.sinks || g.slopes) && !fits_written(b, g.rows_b, h, g.rows_h, rows, 1, 1)) return false;
+  if (!g.bias) return true;
+  const bool sums_rows = (b > 1 && !g.bias_b) || (h > 1 && !g.bias_h), sums_keys = keys > 1 && !g.bias_k;
+  return a.bias && !(sums_rows && sums_keys);
+}
+
+}  // namespace undivided

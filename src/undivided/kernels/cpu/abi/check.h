@@ -1,0 +1,13 @@
+// Whether the records of a call describe a problem that the kernels can run.
+#pragma once
+
+#include "abi/attention.h"
+
+namespace undivided {
+
+// False if sizes, strides, ranges or optional fields contradict each other, or if a required pointer is null. What a
+// pointer points to cannot be checked, except the ranges, which are read.
+bool is_valid(const Attention& a);
+bool is_valid(const Attention& a, const Gradients& g);
+
+}  // namespace undivided

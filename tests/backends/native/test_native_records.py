@@ -1,0 +1,110 @@
+"""The library refuses records that do not describe a problem, instead of reading or writing out of bounds."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from undivided.kernels import cpu
+
+pytestmark = pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native kernel is not built")
+BAD_RECORD = 1
+
+
+def fields(**changed: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The fields of a problem with 1 sequence, 2 heads on 1, 3 rows, 5 keys, and the tensors that they point to."""
+    q, out = torch.randn(1, 2, 3, 8), torch.empty(1, 2, 3, 8)
+    k, v = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
+    ranges = torch.tensor([[0, 5], [1, 4], [5, 5]], dtype=torch.int32)
+    bad_ranges = torch.tensor([[0, 5], [-1, 4], [0, 6]], dtype=torch.int32)
+    table = torch.zeros(8, dtype=torch.int32)
+    record: dict[str, Any] = dict.fromkeys(cpu.FIELDS, 0)
+    record |= {"size": cpu.RECORD.size, "batch": 1, "heads": 2, "kv_heads": 1, "q_len": 3, "kv_len": 5, "qk_dim": 8}
+    record |= {"v_dim": 8, "threads": 1, "scale": 0.3, "columns": 2, "survivor_scale": 1.0}
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        record[name] = tensor.data_ptr()
+        record |= {f"{name}_{axis}": tensor.stride(n) for n, axis in enumerate("bhs")}
+    addresses = {"RANGES": ranges.data_ptr(), "BAD_RANGES": bad_ranges.data_ptr(), "TABLE": table.data_ptr()}
+    record |= {name: addresses.get(value, value) for name, value in changed.items()}
+    return record, [q, k, v, out, ranges, bad_ranges, table]
+
+
+def status(record: dict[str, Any]) -> int:
+    library = ctypes.CDLL(str(cpu.path()))
+    library.undivided_forward.argtypes = [ctypes.c_char_p]
+    return int(library.undivided_forward(cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS))))
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"ranges": "RANGES"},
+    {"band": 1, "first": -3, "last": 1},
+    {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1},
+    {"batch": 0, "q": 0},
+]
+
+
+@pytest.mark.parametrize("changed", GOOD, ids=str)
+def test_good_records_run(changed: dict[str, Any]) -> None:
+    record, held = fields(**changed)
+    assert status(record) == 0
+    assert held[3].isfinite().all() or changed.get("batch") == 0
+
+
+BAD: list[dict[str, Any]] = [
+    {"size": cpu.RECORD.size - 8},
+    {"dtype": 3},
+    {"dtype": -1},
+    {"batch": -1},
+    {"heads": 3, "kv_heads": 2},
+    {"kv_heads": 0},
+    {"q_len": 1 << 31},
+    {"kv_len": -5},
+    {"qk_dim": 0},
+    {"v_dim": -8},
+    {"v_dim": 1 << 40},
+    {"threads": 0},
+    {"scale": math.nan},
+    {"scale": math.inf},
+    {"softcap": -1.0},
+    {"q": 0},
+    {"v": 0},
+    {"out": 0},
+    {"q_s": -8},
+    {"out_s": 0},
+    {"k_s": 1 << 62},
+    {"bias_k": -(1 << 63)},
+    {"ranges": "BAD_RANGES"},
+    {"ranges": "RANGES", "columns": 3},
+    {"ranges": "RANGES", "band": 1},
+    {"pages": "TABLE", "page_size": 0, "page_count": 1},
+    {"pages": "TABLE", "page_size": 5, "page_count": -1},
+    {"pages": "TABLE", "page_size": 5, "page_count": 0},
+    {"bias": "TABLE", "bias_dtype": 7},
+    {"slopes": "TABLE"},
+    {"dropout": 1 << 17},
+    {"dropout": 100},
+]
+
+
+@pytest.mark.parametrize("changed", BAD, ids=str)
+def test_bad_records_are_refused(changed: dict[str, Any]) -> None:
+    record, held = fields(**changed)
+    held[3].fill_(7)
+    assert status(record) == BAD_RECORD
+    assert (held[3] == 7).all()
+
+
+def test_random_records_are_refused() -> None:
+    """Records of random bits, of the right size: nothing is read through their pointers."""
+    library = ctypes.CDLL(str(cpu.path()))
+    library.undivided_forward.argtypes = [ctypes.c_char_p]
+    make = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        bits = torch.randint(-(1 << 62), 1 << 62, (len(cpu.FIELDS),), generator=make).tolist()
+        assert library.undivided_forward(struct.pack(f"{len(bits)}q", cpu.RECORD.size, *bits[1:])) == BAD_RECORD
