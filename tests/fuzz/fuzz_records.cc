@@ -120,7 +120,7 @@ void place(Attention& a, FuzzedDataProvider& data, Memory& memory) {
   a.out = memory.allocate(width, {{a.batch, a.out_b}, {a.heads, a.out_h}, {a.q_len, a.out_s}, {a.v_dim, 1}});
   a.lse = (float*)memory.allocate(4, {{a.batch, a.lse_b}, {a.heads, a.lse_h}, {a.q_len, 1}});
   if (chance()) {
-    const int64_t columns = a.page_size > 0 && a.kv_len > 0 ? (a.kv_len + a.page_size - 1) / a.page_size : 1;
+    const int64_t columns = a.page_size > 0 && a.kv_len > 0 ? (a.kv_len - 1) / a.page_size + 1 : 1;
     a.pages = (const int32_t*)memory.allocate(4, {{a.batch, a.pages_b}, {columns, 1}});
   }
   const int64_t outer = a.pages ? a.page_count : a.batch, inner = a.pages ? a.page_size : a.kv_len;

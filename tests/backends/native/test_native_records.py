@@ -46,6 +46,8 @@ GOOD: list[dict[str, Any]] = [
     {"band": 1, "first": -3, "last": 1},
     {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1},
     {"batch": 0, "q": 0},
+    {"kv_len": 0, "k": 0, "v": 0, "slopes": "TABLE", "row_position": "TABLE"},
+    {"band": 1, "first": 1 << 31, "last": 1 << 31},  # no row sees a key
 ]
 
 
@@ -77,6 +79,8 @@ BAD: list[dict[str, Any]] = [
     {"out": 0},
     {"q_s": -8},
     {"out_s": 0},
+    {"out_s": 7},
+    {"out_h": 16},
     {"k_s": 1 << 62},
     {"bias_k": -(1 << 63)},
     {"ranges": "BAD_RANGES"},

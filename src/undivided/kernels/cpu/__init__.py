@@ -42,7 +42,10 @@ GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
 _OUT_OF_RANGE, _NON_FINITE = 3, 4
 _PAIRWISE = 3
 """The attempt at gradients that computes each row with its own keys only."""
-STATUS = {1: "the library belongs to another version of the package", 2: "not enough memory for its scratch buffers"}
+STATUS = {
+    1: "its arguments are out of range, or it belongs to another version of the package",
+    2: "not enough memory for its scratch buffers",
+}
 
 
 def _load_before_a_fork() -> None:

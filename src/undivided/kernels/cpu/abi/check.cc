@@ -2,6 +2,9 @@
 
 #include <math.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace undivided {
 namespace {
 
@@ -21,11 +24,6 @@ class Reach {
     if (size > 1) elements_ += (double)(size - 1) * (double)stride;
     return *this;
   }
-  // The same for a tensor that is written: no two elements may share an address.
-  Reach& written_axis(int64_t size, int64_t stride) {
-    if (size > 1 && stride == 0) fits_ = false;
-    return axis(size, stride);
-  }
   bool fits() const { return fits_ && elements_ < kMaxElements; }
 
  private:
@@ -36,8 +34,21 @@ class Reach {
 bool fits(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, int64_t s, int64_t dim) {
   return Reach().axis(batch, b).axis(heads, h).axis(length, s).axis(dim, 1).fits();
 }
+
+// The same for a tensor that is written, by threads in any order: each axis steps over all of those with smaller
+// strides, so that no two elements share an address.
 bool fits_written(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, int64_t s, int64_t dim) {
-  return Reach().written_axis(batch, b).written_axis(heads, h).written_axis(length, s).axis(dim, 1).fits();
+  struct Axis {
+    int64_t size, stride;
+  } axes[] = {{batch, b}, {heads, h}, {length, s}, {dim, 1}};
+  std::sort(std::begin(axes), std::end(axes), [](const Axis& x, const Axis& y) { return x.stride < y.stride; });
+  double last = 0;  // offset of the last element
+  for (const Axis& axis : axes) {
+    if (axis.size <= 1) continue;
+    if ((double)axis.stride <= last) return false;
+    last += (double)(axis.size - 1) * (double)axis.stride;
+  }
+  return fits(batch, b, heads, h, length, s, dim);
 }
 
 bool has_valid_sizes(const Attention& a) {
@@ -68,7 +79,8 @@ bool has_valid_tensors(const Attention& a) {
 
 // Reads the ranges: a key outside of the tensor must not be in any of them.
 bool has_valid_ranges(const Attention& a) {
-  if (a.band) return !a.ranges && a.first >= -2 * kMaxSize && a.last <= 2 * kMaxSize;
+  const auto is_end = [](int64_t key) { return -2 * kMaxSize <= key && key <= 2 * kMaxSize; };
+  if (a.band) return !a.ranges && is_end(a.first) && is_end(a.last);
   if (!a.ranges) return true;
   if ((a.columns != 2 && a.columns != 4) || !Reach().axis(a.batch, a.ranges_b).axis(a.q_len, a.columns).fits())
     return false;
@@ -85,9 +97,10 @@ bool has_valid_ranges(const Attention& a) {
 bool has_valid_options(const Attention& a) {
   if (!isfinite(a.scale) || !isfinite(a.softcap) || a.softcap < 0) return false;
   if (a.bias && !is_type(a.bias_dtype)) return false;
-  if (a.slopes && !(a.row_position && a.key_position)) return false;
+  const bool has_positions = a.key_position || a.kv_len == 0;  // a tensor without elements has no address
+  if (a.slopes && !(a.row_position && has_positions)) return false;
   if (a.dropout < 0 || a.dropout > 1 << 16) return false;
-  if (a.dropout && !(a.dropout_row && a.dropout_sequence && a.key_position)) return false;
+  if (a.dropout && !(a.dropout_row && a.dropout_sequence && has_positions)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
   return Reach().axis(b, a.bias_b).axis(h, a.bias_h).axis(rows, a.bias_q).axis(keys, a.bias_k).fits() &&
          Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(keys, a.dense_k).fits() &&
@@ -124,7 +137,7 @@ bool is_valid(const Attention& a, const Gradients& g) {
   if ((g.sinks || g.slopes) && !fits_written(b, g.rows_b, h, g.rows_h, rows, 1, 1)) return false;
   if (!g.bias) return true;
   const bool sums_rows = (b > 1 && !g.bias_b) || (h > 1 && !g.bias_h), sums_keys = keys > 1 && !g.bias_k;
-  return a.bias && !(sums_rows && sums_keys);
+  return (a.bias || is_empty(a) || a.kv_len == 0) && !(sums_rows && sums_keys);
 }
 
 }  // namespace undivided

@@ -72,7 +72,7 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
     p.start[0][r] = p.start[1][r] = p.stop[1][r] = 0;
     p.stop[0][r] = (int32_t)a.kv_len;
     if (a.band) {
-      p.start[0][r] = (int32_t)larger_of(0, row + a.first);
+      p.start[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.first));
       p.stop[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.last));
     }
     if (!a.ranges) continue;
