@@ -8,6 +8,7 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
     _masks.py       the pattern as a Mask, for the sizes and offsets of a call
     _model_mask.py  the Mask in place of a tensor; it becomes dense if a model computes with it
     _attention.py   the attention of a layer
+    _continuous_batching.py   the same over the paged cache of continuous batching
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import inspect
 import torch
 
 from undivided.errors import InputError
+from undivided.integrations.transformers import _continuous_batching
 from undivided.integrations.transformers._attention import attention
 from undivided.integrations.transformers._masks import model_mask
 from undivided.integrations.transformers._model_mask import ModelMask
@@ -67,3 +69,4 @@ def register() -> None:
     # a compiler cannot read closures: it leaves its graph once for each kind of mask
     uncompiled = torch.compiler.disable(model_mask, reason="masks are read from closures")
     AttentionMaskInterface.register(NAME, uncompiled)
+    _continuous_batching.accept(NAME)

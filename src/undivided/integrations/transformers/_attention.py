@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from undivided import masks
 from undivided.errors import InputError
 from undivided.functional import attention as attend
+from undivided.integrations.transformers._continuous_batching import attention as paged_attention
+from undivided.integrations.transformers._continuous_batching import is_paged_cache
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
@@ -18,7 +20,7 @@ from undivided.masks import Mask
 from undivided.run.autograd import autocast
 
 REFUSED = ("head_mask", "cache")
-"""Unsupported keywords of some models that change the result: factors of heads, the cache of continuous batching."""
+"""Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
 
 
 def attention(
@@ -77,6 +79,13 @@ def attention(
     >>> attention(layer, q, k, k)[0].shape
     torch.Size([1, 5, 8, 16])
     """
+    cache = others.get("cache")
+    if is_paged_cache(cache):
+        arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        out = paged_attention(query, key, value, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
+        return out, None
     for name in REFUSED:
         if others.get(name) is not None:
             hint = "attn_implementation='eager' computes this layer"
