@@ -103,6 +103,10 @@ HEADS = _tagged(
     Case("mla-prefill-192-128", heads=2, qk_dim=192, v_dim=128, mask=lambda: masks.causal()),
     Case("mla-decode-576-512-mqa", q_len=1, kv_len=21, kv_heads=1, qk_dim=576, v_dim=512,
          mask=lambda: masks.lengths([21, 9]), needs=()),
+    Case("mla-latents-decode", q_len=1, kv_len=70, heads=16, kv_heads=1, qk_dim=576, v_dim=512, memory="latent",
+         mask=lambda: masks.lengths([70, 9]), scale=0.07, needs=()),
+    Case("mla-latents-prefill", q_len=20, kv_len=33, heads=5, kv_heads=1, qk_dim=96, v_dim=64, memory="latent",
+         mask=lambda: masks.causal("bottom_right"), needs=()),
 )  # fmt: skip
 
 CAUSAL = _tagged(
@@ -284,6 +288,11 @@ PAGED = _tagged(
          mask=lambda: masks.lengths([24, 1, 9])),
     Case("paged-decode-page-of-16-mla", q_len=1, kv_len=32, kv_heads=1, qk_dim=32, v_dim=24, page_size=16, needs=(),
          mask=lambda: masks.lengths([32, 17])),
+    Case("paged-latents-decode", q_len=1, kv_len=96, heads=12, kv_heads=1, qk_dim=96, v_dim=64, page_size=16,
+         memory="latent", mask=lambda: masks.lengths([90, 17]), needs=()),
+    Case("paged-latents-thd", layout="thd", batch=1, q_len=6, kv_len=48, heads=4, kv_heads=1, qk_dim=48, v_dim=32,
+         page_size=8, memory="latent", needs=(),
+         mask=lambda: masks.documents([0, 5, 6], [0, 14, 37]) & masks.causal("bottom_right")),
     Case("paged-empty-sequence", q_len=1, kv_len=12, batch=3, page_size=4, needs=(), return_lse=True,
          mask=lambda: masks.lengths([0, 12, 5])),
     Case("paged-chunked-prefill-causal", layout="sbhd", q_len=5, kv_len=20, page_size=4, needs=(),

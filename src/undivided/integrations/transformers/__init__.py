@@ -8,6 +8,7 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
     _masks.py       the pattern as a Mask, for the sizes and offsets of a call
     _model_mask.py  the Mask in place of a tensor; it becomes dense if a model computes with it
     _attention.py   the attention of a layer
+    _latent.py      latent attention (MLA) over the latents themselves
     _continuous_batching.py   the same over the paged cache of continuous batching
 """
 
@@ -20,11 +21,12 @@ import torch
 from undivided.errors import InputError
 from undivided.integrations.transformers import _continuous_batching
 from undivided.integrations.transformers._attention import attention
+from undivided.integrations.transformers._latent import use_latents
 from undivided.integrations.transformers._masks import model_mask
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import learn
 
-__all__ = ["ModelMask", "attention", "model_mask", "register"]
+__all__ = ["ModelMask", "attention", "model_mask", "register", "use_latents"]
 
 NAME = "undivided"
 

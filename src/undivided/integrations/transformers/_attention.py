@@ -13,6 +13,7 @@ from undivided.errors import InputError
 from undivided.functional import attention as attend
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
+from undivided.integrations.transformers._latent import absorb_queries, expand, expand_output, has_latents, pays_off
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
@@ -80,6 +81,11 @@ def attention(
     torch.Size([1, 5, 8, 16])
     """
     cache = others.get("cache")
+    if has_latents(module):
+        if query.shape[2] and pays_off(module, query.shape[2]) and not is_paged_cache(cache):
+            query = absorb_queries(module, query)
+        else:
+            key, value = expand(module, key)
     if is_paged_cache(cache):
         arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
@@ -114,6 +120,8 @@ def attention(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     out, share = _with_token_sinks(q, k, v, sinks, options)
     weights = _weights(q, k, options) if needs_weights else None
+    if has_latents(module) and key.shape[1] == 1 < query.shape[1]:
+        out = expand_output(module, out)
     return out, weights if weights is None or share is None else weights * share
 
 
