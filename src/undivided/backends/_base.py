@@ -26,8 +26,8 @@ Gradients = Sequence[Tensor | None]
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
 )
-ANY_PART = ALL_MASKS | {"ranges"}
-"""All masks, and row ranges of some rows, keys and heads: what context parallelism runs (`NormalForm.shard`)."""
+ANY_PART = ALL_MASKS | {"ranges", "tree"}
+"""All masks, trees, and row ranges of some rows, keys and heads: what context parallelism runs (`NormalForm.shard`)."""
 ALL_FEATURES = frozenset(FEATURES)
 
 _MASK_WORDS = {
@@ -44,6 +44,7 @@ _MASK_WORDS = {
     "chunks": "chunked attention",
     "dense": "a dense boolean mask",
     "predicate": "a mask predicate",
+    "tree": "a draft tree",
     "ranges": "row ranges of a part of the sequence",
 }
 
