@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import LAYOUTS, Layout
+from undivided.cache._keep import checked_indices, keep
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
@@ -146,6 +147,18 @@ class Batch:
         if as_integer("length", length, 0) > lengths[slot]:
             raise InputError("length", f"be at most the {lengths[slot]} cached tokens of {name!r}", length)
         self.ledger.truncate((*lengths[:slot], length, *lengths[slot + 1 :]))
+
+    def keep(
+        self, indices: Mapping[Hashable, Sequence[int]], counts: Mapping[Hashable, int], storages: Iterable[Storage]
+    ) -> None:
+        """Keep some of the last tokens of sequences, which have these numbers of them."""
+        if not isinstance(indices, Mapping):
+            raise InputError("indices", "map the id of a sequence to a list of ints", type(indices).__name__)
+        kept = {}
+        for name, chosen in indices.items():
+            slot = self._slot("indices", name)
+            kept[slot] = counts[name], checked_indices(f"indices[{name!r}]", chosen, counts[name])
+        self.ledger = keep(self.ledger, storages, kept)
 
     def paged_ledger(self, purpose: str) -> Pages:
         """The ledger, or InputError if the batch is not paged."""

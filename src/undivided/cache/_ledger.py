@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from undivided.cache._prefixes import PrefixIndex
 from undivided.cache._storage import Counts
@@ -68,6 +68,10 @@ class Ledger(Protocol):
 
     def free(self, sequence: int) -> None:
         """Drop a sequence."""
+        ...
+
+    def copy(self) -> Self:
+        """An equal ledger."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -353,6 +353,21 @@ class InferenceParams(Prompts):
             InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
         """
         self._batch.truncate(seq_id, length)
+        self._set_step(None)
+
+    def keep(self, indices: Mapping[Hashable, Sequence[int]]) -> None:
+        """Keep some of the step's new tokens, after the model ran, for example the accepted path of a draft tree.
+
+        Args:
+            indices: which of its new tokens stay, by sequence id: ascending ints, from 0; the others are dropped. A
+                sequence that is missing keeps all.
+
+        Raises:
+            InputError: there is no step, a sequence is not in it, or an index is wrong. Nothing changes.
+        """
+        step = self._current_step()
+        counts = dict(zip(self._batch.slots, step.counts, strict=False))
+        self._batch.keep(indices, counts, self._storages.values())
         self._set_step(None)
 
     def evict(self, mask: Mask) -> int:
