@@ -105,6 +105,16 @@ def test_bad_records_are_refused(changed: dict[str, Any]) -> None:
     assert (held[3] == 7).all()
 
 
+def test_a_backward_without_queries_needs_keys() -> None:
+    """It writes zeros to the gradients of the keys, so that it prepares them."""
+    record, _held = fields(q_len=0, q=0, out=0, k=0)
+    gradients = dict.fromkeys(cpu.GRADIENT_FIELDS, 0) | {"size": cpu.GRADIENT_RECORD.size}
+    library = ctypes.CDLL(str(cpu.path()))
+    library.undivided_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    packed = cpu.GRADIENT_RECORD.pack(*(gradients[name] for name in cpu.GRADIENT_FIELDS))
+    assert library.undivided_backward(cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS)), packed) == BAD_RECORD
+
+
 def test_random_records_are_refused() -> None:
     """Records of random bits, of the right size: nothing is read through their pointers."""
     library = ctypes.CDLL(str(cpu.path()))

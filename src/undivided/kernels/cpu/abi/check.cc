@@ -64,7 +64,7 @@ bool has_valid_sizes(const Attention& a) {
 }
 
 bool has_valid_tensors(const Attention& a) {
-  if (!a.q || !a.out || (a.kv_len && (!a.k || !a.v))) return false;
+  if ((a.q_len && (!a.q || !a.out)) || (a.kv_len && (!a.k || !a.v))) return false;
   if (!fits(a.batch, a.q_b, a.heads, a.q_h, a.q_len, a.q_s, a.qk_dim)) return false;
   if (!fits_written(a.batch, a.out_b, a.heads, a.out_h, a.q_len, a.out_s, a.v_dim)) return false;
   if (a.lse && !fits_written(a.batch, a.lse_b, a.heads, a.lse_h, a.q_len, 1, 1)) return false;
@@ -139,6 +139,7 @@ bool is_valid(const Attention& a, const Gradients& g) {
   if (g.size != (int64_t)sizeof(Gradients) || !is_valid(a)) return false;
   if ((g.type != kFloat32 && g.type != a.dtype) || (g.accumulate && g.type != kFloat32) || g.attempt < 0) return false;
   if (a.pages) return false;
+  if (a.batch && a.heads && a.q_len == 0 && !has_valid_tensors(a)) return false;  // the keys' gradients are written
   if (!is_empty(a) && (!g.grad_out || !a.lse)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
   const bool stays =
