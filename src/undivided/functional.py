@@ -52,6 +52,7 @@ def attention(
     dropout_seed: int | Tensor | None = ...,
     backend: str | None = ...,
     deterministic: bool | None = ...,
+    batch_invariant: bool | None = ...,
     return_lse: Literal[False] = ...,
     pages: Tensor | None = ...,
     context_parallel: ContextParallelLike | None = ...,
@@ -75,6 +76,7 @@ def attention(
     dropout_seed: int | Tensor | None = ...,
     backend: str | None = ...,
     deterministic: bool | None = ...,
+    batch_invariant: bool | None = ...,
     return_lse: Literal[True],
     pages: Tensor | None = ...,
     context_parallel: ContextParallelLike | None = ...,
@@ -97,6 +99,7 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
@@ -128,6 +131,9 @@ def attention(
         backend: the backend or family that must run; the call raises if it cannot. None lets selection choose.
         deterministic: results must repeat bit for bit; None follows torch.use_deterministic_algorithms and
             UNDIVIDED_DETERMINISTIC.
+        batch_invariant: a row's result must depend on its own query, keys and values only: not on the batch, packing,
+            padding, layout, chunks of the prefill, page size or threads. None follows `set_backends` and
+            UNDIVIDED_BATCH_INVARIANT.
         return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32,
             differentiable.
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
@@ -162,13 +168,14 @@ def attention(
         q, k, v = autograd.autocast(q, k, v)
     options = new_tuple(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
     request = new_tuple(
-        Request, (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic)
+        Request,
+        (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic, batch_invariant),
     )
     if context_parallel is not None:
         return _checked(context_parallel).attention(request)
     if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
         return compile.attention(request)
-    decision, call, tensors = prepare(request, policy(backend, deterministic))
+    decision, call, tensors = prepare(request, policy(backend, deterministic, batch_invariant=batch_invariant))
     return autograd.run(decision.backend, call, tensors)
 
 
@@ -188,6 +195,7 @@ def explain(
     dropout_seed: int | Tensor | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
@@ -201,7 +209,8 @@ def explain(
             tensors.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
         q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend,
-            deterministic, return_lse, pages: as for `attention`; tensors on the meta device are enough.
+            deterministic, batch_invariant, return_lse, pages: as for `attention`; tensors on the meta device are
+            enough.
 
     Returns:
         A `Decision`: ``print`` it for the table, read ``.chosen`` (None if no backend can run it) and ``.reasons``.
@@ -231,11 +240,13 @@ def explain(
         Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
         backend,
         deterministic,
+        batch_invariant,
     )
     machine = machine or _this(q, device)
     if context_parallel is not None:
         return _checked(context_parallel).explain(request, machine, device)
-    return decide_request(request, machine, policy(backend, deterministic), device)
+    allowed = policy(backend, deterministic, batch_invariant=batch_invariant)
+    return decide_request(request, machine, allowed, device)
 
 
 def _unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
@@ -261,4 +272,6 @@ def _checked(context_parallel: object) -> ContextParallelLike:
     return cast(ContextParallelLike, context_parallel)
 
 
-_ARGUMENTS = frozenset((*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "context_parallel"))
+_ARGUMENTS = frozenset(
+    (*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "batch_invariant", "context_parallel")
+)

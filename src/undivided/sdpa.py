@@ -97,7 +97,7 @@ def scaled_dot_product_attention(
         if isinstance(scale, Tensor):
             scale = _number(scale)
         options = new_tuple(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None))
-        out = _attend(new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None)))
+        out = _attend(new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None)))
     except InputError as error:
         if torch.compiler.is_compiling():
             raise

@@ -107,6 +107,7 @@ Attention small_problem(FuzzedDataProvider& data) {
   a.k_s = a.qk_dim, a.k_h = a.k_s * length, a.k_b = a.k_h * a.kv_heads;
   a.v_s = a.v_dim, a.v_h = a.v_s * length, a.v_b = a.v_h * a.kv_heads;
   a.bias_dtype = size(0, 2), a.bias_k = 1, a.bias_q = a.kv_len, a.bias_h = 0, a.dense_k = 1, a.dense_q = a.kv_len;
+  a.batch_invariant = size(0, 3) == 0;
   a.slopes_h = 1, a.dropout = data.ConsumeBool() ? size(0, 65536) : 0, a.survivor_scale = 1.5;
   return a;
 }
@@ -134,6 +135,15 @@ void place(Attention& a, FuzzedDataProvider& data, Memory& memory) {
         for (int64_t i = 0; i < a.q_len * a.columns; i++)
           ranges[b * a.ranges_b + i] = (int32_t)((uint32_t)ranges[b * a.ranges_b + i] % ((uint64_t)a.kv_len + 1));
     a.ranges = ranges;
+  }
+  a.first_key = nullptr;
+  if (a.ranges && a.batch_invariant && chance()) {
+    a.first_key_b = a.ranges_b ? a.q_len : 0;
+    int32_t* first = (int32_t*)memory.allocate(4, {{a.batch, a.first_key_b}, {a.q_len, 1}});
+    const int64_t step = a.pages && a.page_size > 0 ? a.page_size : 1;
+    for (int64_t i = 0; first != kNoMemory_ && a.ranges != kNoMemory_ && i < (a.ranges_b ? a.batch : 1) * a.q_len; i++)
+      first[i] = chance() ? first[i] : (int32_t)(a.ranges[i * a.columns] / step * step);
+    a.first_key = first;
   }
   if (chance()) a.sinks = (const float*)memory.allocate(4, {{a.heads, 1}});
   if (chance())

@@ -14,6 +14,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._graphs import outside_of_graphs
+from undivided.cache._keep import checked_indices, keep
 from undivided.cache._ledger import Ledger, Slots
 from undivided.cache._storage import Counts, Memory, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
@@ -227,6 +228,34 @@ class Cache(ABC):
             if after > before:
                 raise InputError(f"lengths[{n}]", f"be at most the {before} cached tokens of sequence {n}", after)
         self._ledger.truncate(remaining)
+        self._last = None
+
+    def keep(self, indices: Sequence[Sequence[int] | Tensor]) -> None:
+        """Keep some of the tokens that were appended last, for example the accepted path of a draft tree.
+
+        Args:
+            indices: for each sequence, which of its tokens of the last `append` stay: ascending ints, from 0; they
+                become its last tokens. The others are dropped. An empty list drops all.
+
+        Raises:
+            InputError: there was no append, or an index is wrong. The cache is unchanged.
+
+        >>> import torch, undivided
+        >>> cache = undivided.KVCache(1, 8, 1, 4, dtype=torch.float32)
+        >>> tree = torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 1, 4)
+        >>> cache.append(tree, tree)
+        >>> cache.keep([[0, 2, 3]])
+        >>> cache.lengths, cache.k[0, :3, 0, 0].tolist()
+        ((3,), [0.0, 2.0, 3.0])
+        """
+        if self._last is None:
+            raise InputError("indices", "be given directly after append", "no append, or another change since it")
+        if len(indices) != self.batch:
+            raise InputError("indices", f"be one list for each of the {self.batch} sequences", len(indices))
+        kept = {
+            n: (count, checked_indices(f"indices[{n}]", indices[n], count)) for n, count in enumerate(self._last[0])
+        }
+        self._ledger = keep(self._ledger, [self._storage], kept)
         self._last = None
 
     def fork(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from undivided.cache._prefixes import PrefixIndex
 from undivided.cache._storage import Counts
@@ -68,6 +68,10 @@ class Ledger(Protocol):
 
     def free(self, sequence: int) -> None:
         """Drop a sequence."""
+        ...
+
+    def copy(self) -> Self:
+        """An equal ledger."""
         ...
 
 
@@ -136,7 +140,7 @@ class Pages:
         self.references = [0] * num_pages
         self.unused = list(range(num_pages - 1, -1, -1))  # taken from the end: page 0 first
         self.evicted = [0] * batch  # tokens that each sequence had at its last eviction; fewer must not remain
-        self.prefixes: PrefixIndex | None = None
+        self.prefixes = PrefixIndex(page_size)
         self.changes = 0  # of the tables, so that copies of them can be refreshed
 
     def plan(self, counts: Counts) -> Plan:
@@ -166,25 +170,23 @@ class Pages:
     @property
     def free_pages(self) -> int:
         """The number of pages that no sequence uses; the index of prefixes gives its own up if they are needed."""
-        kept = 0 if self.prefixes is None else self.prefixes.droppable(self.references)
-        return len(self.unused) + kept
+        return len(self.unused) + self.prefixes.droppable(self.references)
 
     def _reclaim(self, count: int) -> bool:
         """Free so many pages of the index, or none if it has fewer; whether it had enough."""
-        if self.prefixes is None or self.prefixes.droppable(self.references) < count:
+        if self.prefixes.droppable(self.references) < count:
             return False
         self._release(self.prefixes.drop(self.references, count))
         return True
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
         """Index the full pages that hold these tokens, the first ones of a sequence."""
-        assert self.prefixes is not None
         for page in self.prefixes.add(tokens, self.tables[sequence]):
             self.references[page] += 1
 
     def match(self, sequence: int, tokens: Sequence[int]) -> int:
         """Give an empty sequence the pages of the longest indexed prefix; the number of its tokens."""
-        assert self.prefixes is not None and not self.lengths[sequence]
+        assert not self.lengths[sequence]
         pages = self.prefixes.find(tokens)
         for page in pages:
             self.references[page] += 1
@@ -302,9 +304,10 @@ class Pages:
                 self.unused.append(page)
 
     def copy(self) -> Pages:
-        """An equal ledger."""
+        """An equal ledger, with the same index of prefixes."""
         twin = type(self)(0, self.page_size, 0)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
         twin.tables = [list(pages) for pages in self.tables]
         twin.references, twin.unused, twin.evicted = list(self.references), list(self.unused), list(self.evicted)
+        twin.prefixes = self.prefixes
         return twin

@@ -239,6 +239,14 @@ def _size(count: int) -> str:
     power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{count / 1024**power:.{1 if power else 0}f} {units[power]}"
 
+    def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """Write the tokens of some rows of the flattened pools to others, after `copy` of whole pages."""
+        read, write = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
+        tokens = [pool.index_select(0, read) for pool in (self._k_rows, self._v_rows)]
+        self.copy(copies, self.k.shape[1])
+        for pool, moved in zip((self._k_rows, self._v_rows), tokens, strict=True):
+            pool.index_copy_(0, write, moved)
+
 
 def checked_tokens(
     k: Tensor,

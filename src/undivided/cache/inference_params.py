@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumu
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._layers import LayerCaches
 from undivided.cache._ledger import Pages, Slots
+from undivided.cache._prompts import Prompts
 from undivided.cache._storage import Heads, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
 
 
-class InferenceParams(LayerCaches):
+class InferenceParams(LayerCaches, Prompts):
     """The key/value caches of all layers of a model, and the sequences of the batch.
 
     Before each iteration, `pre_step` receives the sequences of the batch and the number of their new tokens. Then the
@@ -31,8 +32,8 @@ class InferenceParams(LayerCaches):
 
         out = inference_params.attend(self.layer_number, q, k, v, mask=masks.causal())
 
-    Beyond TransformerEngine: any number of new tokens per step, sequences in any order, fewer pages than all sequences
-    could need, `fork`, `truncate`, `evict`, and any device.
+    Beyond TransformerEngine: any number of new tokens per step, sequences in any order, fewer pages than they all could
+    need, `fork`, `truncate`, `match`, `evict`, and any device.
 
     Axes: b sequences of the step, s new tokens, t packed new tokens, h query heads, g key/value heads, d head size.
 
@@ -341,6 +342,21 @@ class InferenceParams(LayerCaches):
         self._batch.truncate(seq_id, length)
         self._set_step(None)
 
+    def keep(self, indices: Mapping[Hashable, Sequence[int]]) -> None:
+        """Keep some of the step's new tokens, after the model ran, for example the accepted path of a draft tree.
+
+        Args:
+            indices: which of its new tokens stay, by sequence id: ascending ints, from 0; the others are dropped. A
+                sequence that is missing keeps all.
+
+        Raises:
+            InputError: there is no step, a sequence is not in it, or an index is wrong. Nothing changes.
+        """
+        step = self._current_step()
+        counts = dict(zip(self._batch.slots, step.counts, strict=False))
+        self._batch.keep(indices, counts, self._storages.values())
+        self._set_step(None)
+
     def evict(self, mask: Mask) -> int:
         """As `PagedKVCache.evict`, between two steps.
 
@@ -353,10 +369,7 @@ class InferenceParams(LayerCaches):
         Raises:
             InputError: not paged, or not such a mask.
         """
-        ledger = self._batch.ledger
-        if not isinstance(ledger, Pages):
-            raise InputError("is_paged", "be True to evict pages", False)
-        released = _eviction.evict(ledger, mask)
+        released = _eviction.evict(self._batch.paged_ledger("evict pages"), mask)
         self._set_step(None)
         return released
 

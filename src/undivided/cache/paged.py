@@ -14,7 +14,6 @@ from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages
-from undivided.cache._prefixes import PrefixIndex
 from undivided.cache._storage import Heads, Storage, checked_token_ids
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -78,7 +77,6 @@ class PagedKVCache(Cache):
         batch = as_integer("batch", batch, 1)
         storage = Storage(self.num_pages, self.page_size, heads, torch.device(device))
         ledger = Pages(self.num_pages, self.page_size, batch)
-        ledger.prefixes = PrefixIndex(self.page_size)
         super().__init__(ledger, storage, batch, layout)
         self._table: tuple[int, Tensor] | None = None
 

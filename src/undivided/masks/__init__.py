@@ -38,6 +38,7 @@ from undivided.masks._constructors import (
     predicate,
     prefix,
     sinks,
+    tree,
     window,
 )
 from undivided.masks._drawing import describe_structure as describe
@@ -60,5 +61,6 @@ __all__ = [
     "predicate",
     "prefix",
     "sinks",
+    "tree",
     "window",
 ]

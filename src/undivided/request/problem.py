@@ -30,6 +30,7 @@ class Problem(NamedTuple):
         knows.
     page_size: of a paged key/value cache, or None.
     deterministic: the result must be bit-reproducible.
+    batch_invariant: a row's result must depend on its own query, keys and values only.
     bias_dtype: dtype of the bias, which may differ from that of q; None without a bias.
     usual_slopes: the ALiBi slopes are known to be the usual ones (see `undivided.request.slopes`).
     """
@@ -53,6 +54,7 @@ class Problem(NamedTuple):
     deterministic: bool = False
     bias_dtype: torch.dtype | None = None
     usual_slopes: bool = False
+    batch_invariant: bool = False
 
     @property
     def packed(self) -> bool:
@@ -73,8 +75,9 @@ class Problem(NamedTuple):
         parts.append(f"mask {masks.describe(self.mask)}")
         if self.align in ("top_left", "bottom_right"):
             parts.append(self.align.replace("_", "-"))
-        if self.features:
-            parts.append("needs " + ", ".join(sorted(self.features)))
+        needs = sorted(self.features) + ["batch_invariant"] * self.batch_invariant
+        if needs:
+            parts.append("needs " + ", ".join(needs))
         return "; ".join(parts)
 
 

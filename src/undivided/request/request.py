@@ -77,6 +77,7 @@ class Request(NamedTuple):
     options: Options
     backend: str | None = None
     deterministic: bool | None = None
+    batch_invariant: bool | None = None
 
     @staticmethod
     def from_keywords(
@@ -89,7 +90,9 @@ class Request(NamedTuple):
         alibi_slopes: Tensor | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
+        batch_invariant: bool | None = None,
         **options: Any,
     ) -> Request:
         """A request from the keywords of `attention`; `options` are the fields of `Options`."""
-        return Request(Tensors(q, k, v, bias, sinks, alibi_slopes), Options(**options), backend, deterministic)
+        tensors = Tensors(q, k, v, bias, sinks, alibi_slopes)
+        return Request(tensors, Options(**options), backend, deterministic, batch_invariant)

@@ -59,6 +59,7 @@ class _Spec(NamedTuple):
     return_lse: str
     switches: str = "-"
     """PyTorch's switches when the graph was traced, or "-" for a call that does not depend on them."""
+    batch_invariant: str = "None"
 
     @staticmethod
     def read(text: str) -> _Spec:
@@ -86,6 +87,7 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
         str(request.deterministic),
         "y" if options.return_lse else "n",
         switches,
+        str(request.batch_invariant),
     )
     seed = _seed(options, tensors.q.device)
     numbers = options.scale, options.softcap, float(options.dropout_p)
@@ -133,11 +135,13 @@ def _prepare(*arguments: Any) -> tuple[Backend, Call, Tensors]:
     mask, return_lse = Mask.unflatten(spec.mask, mask_tensors), spec.return_lse == "y"
     options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, seed, return_lse, pages)
     request = Request(Tensors(*arguments[:6]), options)
-    deterministic: Any = {"None": None, "True": True, "False": False}.get(spec.deterministic, spec.deterministic)
+    flags: dict[str, Any] = {"None": None, "True": True, "False": False}
+    deterministic = flags.get(spec.deterministic, spec.deterministic)
+    batch_invariant = flags.get(spec.batch_invariant, spec.batch_invariant)
     switches = ""
     if spec.switches != "-":
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
-    allowed = policy(spec.backend or None, deterministic, switches)
+    allowed = policy(spec.backend or None, deterministic, switches, batch_invariant)
     decision, call, tensors = prepare(request, allowed, spec.needed)
     return decision.backend, call, tensors
 

@@ -74,7 +74,7 @@ def build(
     batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim = case.sizes
     q = draw(batch, q_len, heads, qk_dim, scale=case.magnitude)
     k = draw(batch, kv_len, kv_heads, qk_dim, scale=case.magnitude)
-    v = draw(batch, kv_len, kv_heads, v_dim)
+    v = k[..., :v_dim] if case.memory == "latent" else draw(batch, kv_len, kv_heads, v_dim)
     extras = _extras(case, draw)
     grad_out, grad_lse = draw(batch, q_len, heads, v_dim), draw(batch, heads, q_len).float()
     mask = case.mask() if case.mask is not None else None
@@ -89,6 +89,8 @@ def build(
         arguments |= {"q": q, "k": k, "v": v}
     else:
         arguments |= {"q": _contiguous(q, case), **_paged(case, k, v, dead_keys, poison)}
+    if case.memory == "latent":
+        arguments["v"] = arguments["k"][..., :v_dim]
     for name in _names_with_gradient(case, arguments):
         arguments[name].requires_grad_()
     grad_lse = grad_lse.squeeze(0) if case.layout == "thd" else grad_lse
@@ -188,7 +190,7 @@ def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
 def _store(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
     """q, k, v in the layout of the case, stored as it requires. Gaps between rows are NaN."""
     tensors = [_contiguous(x, case) for x in tensors_BSHD]
-    if case.memory == "contiguous":
+    if case.memory in ("contiguous", "latent"):
         return tuple(tensors)
     if case.memory == "packed-qkv":
         packed = torch.cat(tensors, dim=-2 if case.layout != "bhsd" else 1)
@@ -220,7 +222,8 @@ def _with_page_starts(case: Case, mask: Mask | None) -> Mask | None:
 
 
 def _paged(case: Case, k: Tensor, v: Tensor, dead_keys: Tensor, poison: bool) -> dict[str, Tensor]:
-    """Page pools in a shuffled order with three unused pages, and the block table.
+    """Page pools in a shuffled order with three unused pages, and the block table. Shared pages are those of the first
+    sequence; the others' pages in their place are unused.
 
     With poison, the unused pages are NaN, and entries of the block table for pages without a real key are -1.
     """
@@ -234,6 +237,11 @@ def _paged(case: Case, k: Tensor, v: Tensor, dead_keys: Tensor, poison: bool) ->
         pool[order] = x.reshape(pages, case.page_size, *x.shape[2:])
         arguments[name] = pool
     table = order.to(torch.int32).reshape(rows, -1)
+    if case.shared_pages:
+        replaced = table[1:, : case.shared_pages].flatten()
+        for pool in arguments.values():
+            pool[replaced] = torch.nan if poison else 0.0
+        table[1:, : case.shared_pages] = table[0, : case.shared_pages].clone()
     if poison:
         unused = dead_keys.reshape(rows, -1, case.page_size).all(-1)
         table = table.masked_fill(unused, -1)

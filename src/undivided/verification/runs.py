@@ -83,7 +83,9 @@ def build_request(
     """
     rest = {"layout": layout, **rest}
     detached = {name: _detached(name, tensor) for name, tensor in tensors.items()}
-    known: dict[str, Any] = {name: value for name, value in rest.items() if name != "deterministic"}
+    known: dict[str, Any] = {
+        name: value for name, value in rest.items() if name not in ("deterministic", "batch_invariant")
+    }
     call, leaves = normalise(AttentionRequest.from_keywords(**detached, **known))
     problem, q = call.problem, leaves.q
     out = torch.empty((*q.shape[:-1], problem.v_dim), dtype=problem.dtype, device=q.device)

@@ -82,6 +82,7 @@ BAD: list[dict[str, Any]] = [
     {"out_s": 7},
     {"out_h": 16},
     {"k_s": 1 << 62},
+    {"k_b": 1 << 61},
     {"bias_k": -(1 << 63)},
     {"ranges": "BAD_RANGES"},
     {"ranges": "RANGES", "columns": 3},
@@ -102,6 +103,16 @@ def test_bad_records_are_refused(changed: dict[str, Any]) -> None:
     held[3].fill_(7)
     assert status(record) == BAD_RECORD
     assert (held[3] == 7).all()
+
+
+def test_a_backward_without_queries_needs_keys() -> None:
+    """It writes zeros to the gradients of the keys, so that it prepares them."""
+    record, _held = fields(q_len=0, q=0, out=0, k=0)
+    gradients = dict.fromkeys(cpu.GRADIENT_FIELDS, 0) | {"size": cpu.GRADIENT_RECORD.size}
+    library = ctypes.CDLL(str(cpu.path()))
+    library.undivided_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    packed = cpu.GRADIENT_RECORD.pack(*(gradients[name] for name in cpu.GRADIENT_FIELDS))
+    assert library.undivided_backward(cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS)), packed) == BAD_RECORD
 
 
 def test_random_records_are_refused() -> None:

@@ -45,7 +45,10 @@ _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 6
 _NO_KEYS: tuple[int, ...] = (0,) * 2
 _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
-_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
+_NOT_INVARIANT: tuple[int, ...] = (0,) * 3
+_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(
+    0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT
+)
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
 """Masks that are the same band in every sequence: the kernel computes their ranges itself, without a table."""
@@ -56,7 +59,7 @@ def is_plain(call: Call, tensors: Tensors) -> bool:
     """Whether the mask is ranges only and the call has no optional feature. Most calls are plain and take the shortest
     path."""
     problem = call.problem
-    if problem.features & _OPTIONAL_FEATURES:
+    if problem.features & _OPTIONAL_FEATURES or problem.batch_invariant:
         return False
     return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q).exact
 
@@ -214,16 +217,17 @@ def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int,
 class Records:
     """Creates records for all query rows or for blocks of them; views are q, k, v, out [B, H, S, D], lse [B, H, Sq].
 
-    k and v may be pools of pages.
+    k and v may be pools of pages in a forward.
     """
 
     def __init__(
-        self, call: Call, tensors: Tensors, views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], paged: bool = False
+        self, call: Call, tensors: Tensors, views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], forward: bool = False
     ) -> None:
         problem = call.problem
         self.call, self.tensors = call, tensors
         self.views = tuple([require_memory(view) for view in views])
-        self.table, self.pages = page_fields(call, tensors) if paged else (None, NO_PAGES)
+        self.table, self.pages = page_fields(call, tensors) if forward else (None, NO_PAGES)
+        self.batch_invariant = forward and problem.batch_invariant
         self.sinks = self.bias = self.slopes = self.key_position = None
         self._held: list[Tensor] = []
         if tensors.sinks is not None:
@@ -293,6 +297,7 @@ class Records:
             *slopes,
             *keys,
             *dropout,
+            *self._invariance(rows),
         )
 
     def _ranges(self, rows: slice) -> tuple[int, ...]:
@@ -316,6 +321,20 @@ class Records:
         dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
         self._held = [require_memory(dense)]
         return (dense.data_ptr(), *dense.stride())
+
+    def _invariance(self, rows: slice) -> tuple[int, ...]:
+        """The record's fields from `batch_invariant` on."""
+        if not self.batch_invariant:
+            return _NOT_INVARIANT
+        if self.call.mask.is_full or self.call.problem.mask.kinds <= _BANDS:
+            return (1, 0, 0)
+        first = self.call.normal_form(self.tensors.q).first_key
+        if first is None:
+            return (1, 0, 0)
+        if self.table is not None and bool((first % self.tensors.k.shape[1]).any()):
+            must, size = "start each sequence at a page for batch-invariant results", self.tensors.k.shape[1]
+            raise InputError("mask", must, f"first keys {first.unique().tolist()[:8]} with pages of {size}")
+        return (1, first[:, rows].data_ptr(), batch_stride(first))
 
     def _dropout(self, rows: slice) -> tuple[float, ...]:
         """The record's fields from `dropout` on."""

@@ -8,6 +8,8 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
     _masks.py       the pattern as a Mask, for the sizes and offsets of a call
     _model_mask.py  the Mask in place of a tensor; it becomes dense if a model computes with it
     _attention.py   the attention of a layer
+    _latent.py      latent attention (MLA) over the latents themselves
+    _continuous_batching.py   the same over the paged cache of continuous batching
 
 `Cache` stores keys and values in place, quantised on request, and passes them to the attention as they are.
 
@@ -24,7 +26,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from undivided.errors import InputError
+from undivided.integrations.transformers import _continuous_batching
 from undivided.integrations.transformers._attention import attention
+from undivided.integrations.transformers._latent import use_latents
 from undivided.integrations.transformers._masks import model_mask
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import learn
@@ -32,7 +36,7 @@ from undivided.integrations.transformers._patterns import learn
 if TYPE_CHECKING:
     from undivided.integrations.transformers._cache import Cache
 
-__all__ = ["Cache", "ModelMask", "attention", "model_mask", "register"]
+__all__ = ["Cache", "ModelMask", "attention", "model_mask", "register", "use_latents"]
 
 NAME = "undivided"
 MISSING = "undivided.integrations.transformers needs the transformers library: pip install 'undivided[transformers]'"
@@ -76,6 +80,7 @@ def register() -> None:
     # a compiler cannot read closures: it leaves its graph once for each kind of mask
     uncompiled = torch.compiler.disable(model_mask, reason="masks are read from closures")
     AttentionMaskInterface.register(NAME, uncompiled)
+    _continuous_batching.accept(NAME)
 
 
 if not TYPE_CHECKING:  # or type checkers would accept every name

@@ -12,6 +12,9 @@ from undivided import masks
 from undivided.errors import InputError
 from undivided.functional import attention as attend
 from undivided.integrations.transformers._cached_states import CachedStates
+from undivided.integrations.transformers._continuous_batching import attention as paged_attention
+from undivided.integrations.transformers._continuous_batching import is_paged_cache
+from undivided.integrations.transformers._latent import absorb_queries, expand, expand_output, has_latents, pays_off
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
@@ -19,7 +22,7 @@ from undivided.masks import Mask
 from undivided.run.autograd import autocast
 
 REFUSED = ("head_mask", "cache")
-"""Unsupported keywords of some models that change the result: factors of heads, the cache of continuous batching."""
+"""Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
 
 
 def attention(
@@ -79,6 +82,18 @@ def attention(
     >>> attention(layer, q, k, k)[0].shape
     torch.Size([1, 5, 8, 16])
     """
+    cache = others.get("cache")
+    if has_latents(module):
+        if query.shape[2] and pays_off(module, query.shape[2]) and not is_paged_cache(cache):
+            query = absorb_queries(module, query)
+        else:
+            key, value = expand(module, key)
+    if is_paged_cache(cache):
+        arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        out = paged_attention(query, key, value, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
+        return out, None
     for name in REFUSED:
         if others.get(name) is not None:
             hint = "attn_implementation='eager' computes this layer"
@@ -112,6 +127,8 @@ def attention(
         k, v = key.transpose(1, 2), value.transpose(1, 2)
     out, share = _with_token_sinks(q, k, v, sinks, options)
     weights = _weights(q, key, options) if needs_weights else None
+    if has_latents(module) and key.shape[1] == 1 < query.shape[1]:
+        out = expand_output(module, out)
     return out, weights if weights is None or share is None else weights * share
 
 

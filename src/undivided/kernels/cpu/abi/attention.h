@@ -58,6 +58,12 @@ struct Attention {
   const int32_t* dropout_sequence;  // [B|1, Sq]: b of each row
   int64_t dropout_sequence_b;
   int64_t dropout_head;  // h of the first head
+  // if not 0, a row's result depends on its own query, keys and values only (see schedule/forward.cc)
+  int64_t batch_invariant;
+  // [B|1, Sq]: the first key of each row's sequence, at the start of a page; null: 0. Given only with batch_invariant
+  // and ranges. A row sees no earlier key
+  const int32_t* first_key;
+  int64_t first_key_b;
 };
 
 // The other arguments of the backward. A result whose pointer is null is not computed. Buffers of sums must start at

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kMaxSize = INT32_MAX;                      // of an axis: keys and rows are numbered in 32 bits
 constexpr double kMaxElements = (double)((int64_t)1 << 58);  // so that byte offsets fit in 64 bits
+constexpr int64_t kMaxStride = (int64_t)1 << 58;
 constexpr int64_t kMaxThreads = 1 << 16;
 
 bool is_size(int64_t n) { return 0 <= n && n <= kMaxSize; }
@@ -20,7 +21,7 @@ bool is_type(int64_t type) { return kFloat32 <= type && type <= kFloat16; }
 class Reach {
  public:
   Reach& axis(int64_t size, int64_t stride) {
-    if (stride < 0) fits_ = false;
+    if (stride < 0 || stride >= kMaxStride) fits_ = false;  // also of one element: prefetching multiplies it
     if (size > 1) elements_ += (double)(size - 1) * (double)stride;
     return *this;
   }
@@ -63,7 +64,7 @@ bool has_valid_sizes(const Attention& a) {
 }
 
 bool has_valid_tensors(const Attention& a) {
-  if (!a.q || !a.out || (a.kv_len && (!a.k || !a.v))) return false;
+  if ((a.q_len && (!a.q || !a.out)) || (a.kv_len && (!a.k || !a.v))) return false;
   if (!fits(a.batch, a.q_b, a.heads, a.q_h, a.q_len, a.q_s, a.qk_dim)) return false;
   if (!fits_written(a.batch, a.out_b, a.heads, a.out_h, a.q_len, a.out_s, a.v_dim)) return false;
   if (a.lse && !fits_written(a.batch, a.lse_b, a.heads, a.lse_h, a.q_len, 1, 1)) return false;
@@ -93,6 +94,22 @@ bool has_valid_ranges(const Attention& a) {
   return largest <= a.kv_len;
 }
 
+// Reads the first keys: no row sees an earlier one.
+bool has_valid_first_keys(const Attention& a) {
+  if (!a.first_key) return true;
+  if (!a.batch_invariant || !a.ranges || !Reach().axis(a.batch, a.first_key_b).axis(a.q_len, 1).fits()) return false;
+  const int64_t step = a.pages ? a.page_size : 1;
+  for (int64_t b = 0; b < (a.first_key_b || a.ranges_b ? a.batch : 1); b++)
+    for (int64_t i = 0; i < a.q_len; i++) {
+      const int64_t first = a.first_key[b * a.first_key_b + i];
+      if (first < 0 || first > a.kv_len || first % step) return false;
+      const int32_t* range = a.ranges + b * a.ranges_b + i * a.columns;
+      for (int64_t x = 0; x < a.columns; x += 2)
+        if (range[x] < range[x + 1] && range[x] < first) return false;
+    }
+  return true;
+}
+
 // The strides of absent tensors are checked too: the kernels multiply them before they look at the pointer.
 bool has_valid_options(const Attention& a) {
   if (!isfinite(a.scale) || !isfinite(a.softcap) || a.softcap < 0) return false;
@@ -115,13 +132,14 @@ bool is_empty(const Attention& a) { return a.batch == 0 || a.heads == 0 || a.q_l
 
 bool is_valid(const Attention& a) {
   if (a.size != (int64_t)sizeof(Attention) || !has_valid_sizes(a)) return false;
-  return is_empty(a) || (has_valid_tensors(a) && has_valid_ranges(a) && has_valid_options(a));
+  return is_empty(a) || (has_valid_tensors(a) && has_valid_ranges(a) && has_valid_first_keys(a) && has_valid_options(a));
 }
 
 bool is_valid(const Attention& a, const Gradients& g) {
   if (g.size != (int64_t)sizeof(Gradients) || !is_valid(a)) return false;
   if ((g.type != kFloat32 && g.type != a.dtype) || (g.accumulate && g.type != kFloat32) || g.attempt < 0) return false;
   if (a.pages) return false;
+  if (a.batch && a.heads && a.q_len == 0 && !has_valid_tensors(a)) return false;  // the keys' gradients are written
   if (!is_empty(a) && (!g.grad_out || !a.lse)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
   const bool stays =

@@ -118,10 +118,10 @@ void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
   with_engine<Half>(*c.problem, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }
 template <class Half>
-void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
-           int64_t stride) {
+void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
+           int64_t offset) {
   with_engine<Half>(
-      a, [&](auto e) { merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride); });
+      a, [&](auto e) { merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, offset); });
 }
 
 template <class Half>
@@ -172,7 +172,7 @@ const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int a
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
-  if (use_small_forward(a)) return &kernels_avx512_bf16;
+  if (use_small_forward(a) || a.batch_invariant) return &kernels_avx512_bf16;
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
   return amx_or_vectors<Half>(a, use_amx, attempt);
 }

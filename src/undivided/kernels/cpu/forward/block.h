@@ -209,7 +209,8 @@ class Block {
     for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
       const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
       int64_t stop = round_up(smaller_of(p.segment[s].stop, block_stop), kKeyStep<Mode>);
-      while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, block_stop))  // in the same step
+      while (s + 1 < p.segments &&  // in the same step
+             p.segment[s + 1].start < (fills_gaps(a_) ? block_stop : smaller_of(stop, block_stop)))
         stop = round_up(smaller_of(p.segment[++s].stop, block_stop), kKeyStep<Mode>);
       if constexpr (Mode::kAmx) amx_step<Mode>(a_, block_, p, sums, key_block, start, stop, w_, prefetch, range_check_);
       else panel_step<Mode>(a_, block_, p, sums, key_block, start, stop, w_, prefetch);

@@ -184,15 +184,16 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
 
 constexpr int kMergedChunks = 32;
 
-// Merges one row's chunks, in order, into out and lse. `partials` is the row in the first chunk, which receives the
-// sum; the other chunks follow at distance `stride`.
+// Merges the partial results of one row, in order, into out and lse. They are at `offset` of each place of `partials`;
+// the first one receives the sum.
 template <class T>
-static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
-                      int64_t stride) {
-  const float *max_scores = partials + a.v_dim, *totals = max_scores + 1;
+static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials,
+                      int64_t count, int64_t offset) {
+  const auto max_score_of = [&](int64_t c) { return partials[c][offset + a.v_dim]; };
+  const auto total_of = [&](int64_t c) { return partials[c][offset + a.v_dim + 1]; };
   float max_score = -kInfinity, all = 0;
   for (int64_t c = 0; c < count; c++)
-    max_score = max_scores[c * stride] > max_score ? max_scores[c * stride] : max_score, all += totals[c * stride];
+    max_score = max_score_of(c) > max_score ? max_score_of(c) : max_score, all += total_of(c);
   T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   float* lse = a.lse ? a.lse + batch * a.lse_b + head * a.lse_h + row : nullptr;
   if (is_empty(max_score, all)) {
@@ -200,26 +201,26 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
     memset(out, 0, (size_t)a.v_dim * sizeof(T));
     return;
   }
-  float total = 0, weights[kMergedChunks];
+  float total = 0, weights[kMergedChunks], *sums = partials[0] + offset;
   const float* from[kMergedChunks];
   for (int64_t c = 0; c < count;) {  // in registers, some chunks at a time
     const bool is_first = c == 0;
     int merged = 0;
     for (; c < count && merged < kMergedChunks; c++) {
-      const float weight = expf(max_scores[c * stride] - max_score);
+      const float weight = expf(max_score_of(c) - max_score);
       if (weight == 0 && c > 0 && all == all) continue;  // NaN is not skipped
-      total += totals[c * stride] * weight;
-      from[merged] = partials + c * stride, weights[merged] = weight, merged++;
+      total += total_of(c) * weight;
+      from[merged] = partials[c] + offset, weights[merged] = weight, merged++;
     }
     for (int64_t d = 0; d < a.v_dim; d += kLanes) {
-      Vec sum = is_first ? load(from[0] + d) * weights[0] : load(partials + d);
+      Vec sum = is_first ? load(from[0] + d) * weights[0] : load(sums + d);
       for (int i = is_first; i < merged; i++) sum += load(from[i] + d) * weights[i];
-      store(partials + d, sum);
+      store(sums + d, sum);
     }
   }
   if (lse) *lse = max_score + logf(total);
   const float inverse = 1.0f / (total + (a.sinks ? expf(a.sinks[head] - max_score) : 0.0f));
-  for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(partials + d) * inverse);
+  for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(sums + d) * inverse);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "abi/level.h"
 #include "abi/tuning.h"
@@ -17,6 +18,16 @@ using namespace tuning;
 // Each returns a Status.
 int run_forward(const Attention& a);
 int run_backward(const Attention& a, const Gradients& g);
+
+// Keys [key, key + keys) that some sequences, in increasing order, have in the same pages.
+struct SharedKeys {
+  int64_t key, keys;
+  std::vector<int64_t> sequences;
+};
+// The keys that a forward reads once for several sequences.
+std::vector<SharedKeys> shared_keys(const Attention& a);
+// Those of this thread's last forward.
+const std::vector<SharedKeys>& last_shared_keys();
 
 // How many threads a problem is worth.
 inline int64_t threads_for(const Attention& a) {

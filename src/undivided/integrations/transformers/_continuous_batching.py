@@ -1,0 +1,127 @@
+"""Continuous batching of transformers (``model.generate_batch``): each layer reads the paged cache in place.
+
+The library packs the new tokens of all requests into one row, and stores keys and values in pages of its own cache.
+Full attention reads these pages through a block table, so nothing is gathered. Sliding windows are ring buffers in that
+cache; the library gathers their few keys.
+
+Legend: B requests, T new tokens of all requests, H heads, N key/value heads, D head size, P pages of the longest
+request.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.errors import InputError
+from undivided.functional import attention as attend
+from undivided.masks import Mask
+
+CAUSAL = masks.causal(align="bottom_right")
+SWITCH = "switch_to_cb_friendly_attn"
+"""The manager's method that refuses implementations it does not know."""
+
+
+class Step(NamedTuple):
+    """What the layers of one attention type share in one forward pass.
+
+    Args:
+        offsets: the library's ``cu_seq_lens_q``; a new tensor object begins a new pass.
+        mask: causal or a window, within each request.
+        pages: block table, int32 [B, P]; None if the keys are not read from pages.
+    """
+
+    offsets: Tensor
+    mask: Mask
+    pages: Tensor | None
+
+
+def is_paged_cache(cache: object) -> bool:
+    """Whether this is the cache of continuous batching; its class is not imported, because transformers is optional."""
+    return hasattr(cache, "layer_to_allocator")
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, cache: Any, layer: int, arguments: Any, **options: Any
+) -> Tensor:
+    """The output [1, T, H, D] of a layer, after its new keys and values were written to the cache.
+
+    Args:
+        query: [1, H, T, D].
+        key, value: [1, N, T, D], the new tokens.
+        cache: the ``PagedAttentionCache``.
+        layer: index of the layer.
+        arguments: the library's keywords of the call: cumulative lengths, read and write indices.
+        options: of `undivided.attention`.
+    """
+    if arguments.get("block_table") is not None:
+        raise InputError(
+            "block_table", "be None", "a tensor", hint="ContinuousBatchingConfig(max_blocks_per_request=0)"
+        )
+    allocator = cache.layer_to_allocator[layer]
+    step = _step(cache, allocator, arguments)
+    if step.pages is None:
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=dict(arguments))
+        k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+    else:
+        nothing, written = arguments["write_index"][allocator.index][:0], arguments["write_index"][allocator.index]
+        # with nothing to read, `update` only writes
+        allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, nothing, written)
+        k, v = allocator.get_cache_for_block_table(layer)
+    out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=step.mask, pages=step.pages, **options)
+    return out[None]
+
+
+def _step(cache: Any, allocator: Any, arguments: Any) -> Step:
+    """The mask and block table of this forward pass, computed by the first layer of each attention type."""
+    steps: dict[str, Step] = cache.__dict__.setdefault("_undivided_steps", {})
+    known = steps.get(allocator.layer_type)
+    if known is None or known.offsets is not arguments["cu_seq_lens_q"]:
+        known = steps[allocator.layer_type] = _new_step(allocator, arguments)
+    return known
+
+
+def _new_step(allocator: Any, arguments: Any) -> Step:
+    offsets, kind = arguments["cu_seq_lens_q"], allocator.layer_type
+    max_q, max_kv = arguments["max_length_q"], arguments["max_length_k"][kind]
+    with torch.inference_mode(False):  # the tensors of a mask have version counters
+        cu_q, cu_kv = offsets.clone(), arguments["cu_seq_lens_k"][kind].to(torch.int32, copy=True)
+        documents = masks.documents(cu_q, cu_kv, max_q=max_q, max_kv=max_kv)
+        window = getattr(allocator, "sliding_window", None)
+        read = arguments["read_index"][allocator.index]
+        mask = CAUSAL if window is None else masks.window(window - 1, 0, align="bottom_right")
+        pages = None
+        if window is None and len(read):
+            pages = _block_table(read, cu_kv, allocator.tokens_per_page, max_kv)
+    return Step(offsets, mask & documents, pages)
+
+
+def _block_table(read: Tensor, cu_kv: Tensor, page_size: int, longest: int) -> Tensor:
+    """The page of each request's tokens 0, page_size, ..., from the physical rows of all tokens, without a wait for a
+    GPU."""
+    first = torch.arange(0, longest, page_size, device=read.device)
+    at = cu_kv[:-1, None] + first
+    pages = read[at.clamp(max=len(read) - 1)] // page_size
+    return pages.where(at < cu_kv[1:, None], 0).to(torch.int32)
+
+
+def accept(name: str) -> None:
+    """Let the manager of continuous batching run models with this attention implementation; it knows a fixed list."""
+    try:
+        from transformers.generation.continuous_batching import ContinuousBatchingManager
+    except ImportError:  # an older version
+        return
+    switch = getattr(ContinuousBatchingManager, SWITCH, None)
+    if switch is None or hasattr(switch, "__wrapped__"):
+        return
+
+    @functools.wraps(switch)
+    def switch_others(self: Any, model: Any, *args: Any, **options: Any) -> None:
+        if model.config._attn_implementation != name:
+            switch(self, model, *args, **options)
+
+    setattr(ContinuousBatchingManager, SWITCH, switch_others)

@@ -1,0 +1,108 @@
+"""`generate_batch` of Hugging Face Transformers gives the tokens of `generate`, one request after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+pytest.importorskip("transformers.generation.continuous_batching", reason="this transformers has none")
+
+import transformers_models as models  # beside this file; it imports transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from undivided.errors import InputError
+from undivided.integrations.transformers import _continuous_batching, register
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
+
+NEW = 14
+LENGTHS = (3, 17, 9, 40, 1, 25)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of the calls that attended over the cache."""
+    register()
+    seen: list[dict[str, Any]] = []
+    ours = _continuous_batching.attend
+
+    def recording(*tensors: Any, **options: Any) -> Any:
+        seen.append(options)
+        return ours(*tensors, **options)
+
+    monkeypatch.setattr(_continuous_batching, "attend", recording)
+    return seen
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 50, (length,), generator=generator).tolist() for length in lengths]
+
+
+def batched(network: Any, texts: list[list[int]], **settings: Any) -> list[list[int]]:
+    """The new tokens of each request; the pages are small, and prompts are longer than a step."""
+    settings = {"page_size": 4, "num_blocks": 128, "max_batch_tokens": 24, **settings}
+    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(**settings)
+    results = network.generate_batch(texts, generation_config=greedy, continuous_batching_config=batching)
+    found = {tuple(one.prompt_ids): one for one in results.values()}
+    assert not [one.error for one in found.values() if one.error]
+    return [found[tuple(text)].generated_tokens for text in texts]
+
+
+def one_by_one(name: str, texts: list[list[int]]) -> list[list[int]]:
+    network = models.build(name, "eager")
+    greedy = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return [network.generate(torch.tensor([text]), **greedy)[0, len(text) :].tolist() for text in texts]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma-2", "gemma-3", "gpt-oss"])
+def test_a_batch_gives_the_tokens_of_single_requests(name: str, calls: list[dict[str, Any]]) -> None:
+    """Full attention, windows shorter than the prompts, a softcap, and sinks."""
+    network = models.build(name, "undivided")
+    assert batched(network, prompts()) == one_by_one(name, prompts())
+    assert calls, "the cache was not read through this library"
+    assert network.config._attn_implementation == "undivided"
+
+
+def test_full_attention_reads_the_pages_in_place(calls: list[dict[str, Any]]) -> None:
+    batched(models.build("llama", "undivided"), prompts())
+    paged = [options["pages"] for options in calls if options["pages"] is not None]
+    assert len(paged) >= 2 * (NEW - 1)  # two layers
+    assert all(first is second for first, second in zip(paged[::2], paged[1::2], strict=True)), "one table per step"
+
+
+def test_the_former_prefix_of_paged_implementations_is_accepted() -> None:
+    network = models.build("llama", "paged|undivided")
+    assert batched(network, prompts((5, 9))) == one_by_one("llama", prompts((5, 9)))
+
+
+def test_requests_that_begin_alike_share_pages() -> None:
+    """The second request comes after the first has ended, so that its prefix is found in the cache."""
+    network = models.build("llama", "undivided")
+    common, *ends = prompts((30, 3, 6))
+    texts = [[*common, *end] for end in ends]
+    assert batched(network, texts, max_requests_per_batch=1) == one_by_one("llama", texts)
+
+
+def test_a_cache_with_few_pages_gives_the_same_tokens() -> None:
+    """Requests wait or start again if there are no free pages."""
+    network = models.build("llama", "undivided")
+    assert batched(network, prompts(), num_blocks=20) == one_by_one("llama", prompts())
+
+
+def test_an_unknown_cache_is_refused() -> None:
+    from undivided.integrations.transformers import attention
+
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(InputError, match="cache must be None"):
+        attention(torch.nn.Module(), q, q, q, cache=object())
+
+
+def test_a_block_table_of_the_library_is_refused() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(InputError, match=r"(?s)block_table must be None.*max_blocks_per_request=0"):
+        _continuous_batching.attention(q, q, q, None, 0, {"block_table": q})
