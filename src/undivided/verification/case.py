@@ -15,6 +15,7 @@ import torch
 
 from undivided.arguments.layout import Layout
 from undivided.masks import Mask
+from undivided.quantization import Format
 
 __all__ = ["EVERY_DTYPE", "FULL_AND_HALF", "Case", "Memory"]
 
@@ -42,6 +43,7 @@ class Case:
         alibi: "h", "bh", "usual" (the slopes of Press et al.) or None.
         sinks: whether there are sinks.
         return_lse: also return the lse, and send a gradient through it.
+        quantized: the format of keys and values, or None; then nothing has a gradient.
         page_size: keys and values are page pools; kv_len is then max_pages * page_size (times the documents in thd).
         needs: the arguments that need a gradient; None is all that can have one.
         magnitude: the scale of q and k.
@@ -74,6 +76,7 @@ class Case:
     dropout_seed: int = 1234
     return_lse: bool = False
     page_size: int | None = None
+    quantized: Format | None = None
     needs: tuple[str, ...] | None = None
     magnitude: float = 1.0
     dtypes: tuple[torch.dtype, ...] = FULL_AND_HALF

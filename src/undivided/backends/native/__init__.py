@@ -45,7 +45,7 @@ class Native(Backend):
         dtypes=frozenset(DTYPES),
         masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
-        features=ALL_FEATURES - {"strided"},
+        features=ALL_FEATURES - {"strided", "quantized"},
         notes={"strided": "its rows are contiguous"},
     )
 
