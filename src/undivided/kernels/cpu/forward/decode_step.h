@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/block.h"
+#include "simd/quantized.h"
 
 namespace {
 
@@ -64,8 +65,14 @@ struct StepRows {
     lines += added.lines;
   }
 };
+template <bool>
+struct StepScales {};
+template <>
+struct StepScales<true> {
+  StepRows<float> k_scale, v_scale;
+};
 template <class T>
-struct Step {
+struct Step : StepScales<kIsQuantized<T>> {
   int64_t key, keys;
   StepRows<T> k, v;
 };

@@ -12,6 +12,7 @@ namespace {
 // Whether the heads of a key lie within its row of memory and fill most of it; then all heads are read at every step.
 bool are_side_by_side(const Attention& a) {
   const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
+    if (a.format == kInt4) dim /= 2;  // strides are in bytes
     return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
   };
   return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
@@ -35,9 +36,9 @@ void Decoding::add(const Attention& a) {
 void Decoding::cut() {
   const Attention& any = *sequences_[0].problem;
   heads_ = are_side_by_side(any) ? any.kv_heads : 1;
-  const int64_t key_bytes = heads_ * (any.qk_dim + any.v_dim) * (any.dtype == kFloat32 ? 4 : 2);
+  const int64_t bytes = heads_ * key_bytes(any, any.qk_dim + any.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
-  const int64_t target = std::max(total_keys_ * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / key_bytes);
+  const int64_t target = std::max(total_keys_ * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes);
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
   for (Sequence& s : sequences_) {
     const auto [start, stop] = s.extent;

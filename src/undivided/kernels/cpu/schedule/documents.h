@@ -60,7 +60,11 @@ inline Attention attention_of(const Attention& pack, const DocumentExtent& d, co
   a.q_len = d.rows, a.kv_len = d.keys, a.ranges = ranges;
   advance(a.q, row * a.q_s, size), advance(a.out, row * a.out_s, size), advance(a.lse, row);
   if (a.pages) advance(a.pages, key / a.page_size);
-  else advance(a.k, key * a.k_s, size), advance(a.v, key * a.v_s, size);
+  else {
+    const int64_t key_size = a.format ? 1 : size;
+    advance(a.k, key * a.k_s, key_size), advance(a.v, key * a.v_s, key_size);
+    advance(a.k_scale, key * a.k_scale_s), advance(a.v_scale, key * a.v_scale_s);
+  }
   advance(a.bias, row * a.bias_q + key * a.bias_k, element_size(a.bias_dtype)),
       advance(a.dense, row * a.dense_q + key * a.dense_k);
   advance(a.slopes, row * a.slopes_q), advance(a.row_position, row), advance(a.key_position, key);
