@@ -62,6 +62,7 @@ struct Steps {
     if constexpr (kIsQuantized<T>) {
       step.k_scale.find(key_scales(a, b, h), from, keys, other_heads * a.k_scale_h + scales_of<T>(a.qk_dim));
       step.v_scale.find(value_scales(a, b, h), from, keys, other_heads * a.v_scale_h + scales_of<T>(a.v_dim));
+      step.k_scale.prefetch_all(), step.v_scale.prefetch_all();
     }
   }
   void next(Step<T>& step) {

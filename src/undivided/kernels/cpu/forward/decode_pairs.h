@@ -173,11 +173,11 @@ struct DecodePairs : DecodeVectors<Key> {
     const StepPart<T> values = values_of(a, step, n);
     float scaled[Base::kScores];
     if constexpr (Base::kScalesKeys) {
-      multiply_by_scales(values, state.rows, step.keys, weights, scaled);
+      multiply_by_scales(values, round_up_rows(state.rows), step.keys, weights, scaled);
       weights = scaled;
     }
-    uint32_t pairs[Base::kScores / 2] = {};
-    for (int64_t r = 0; r < state.rows; r++)
+    uint32_t pairs[Base::kScores / 2];
+    for (int64_t r = 0; r < round_up_rows(state.rows); r++)
       for (int64_t j = 0; j < step.keys; j += kLanes)
         store_from_float((BFloat16*)pairs + r * kDecodeStepKeys + j, load(weights + r * kDecodeStepKeys + j));
     for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {

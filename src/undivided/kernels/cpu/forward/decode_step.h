@@ -55,6 +55,10 @@ struct StepRows {
     }
     for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
   }
+  void prefetch_all() const {
+    for (int64_t n = 0; n < regions; n++)
+      for (int64_t i = 0; i < region[n].lines; i++) __builtin_prefetch(region[n].at + i * 64, 0, 2);
+  }
 
  private:
   void add(const T* at, int64_t count) {
