@@ -55,6 +55,8 @@ def attention(
     batch_invariant: bool | None = ...,
     return_lse: Literal[False] = ...,
     pages: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     context_parallel: ContextParallelLike | None = ...,
 ) -> Tensor: ...
 
@@ -79,6 +81,8 @@ def attention(
     batch_invariant: bool | None = ...,
     return_lse: Literal[True],
     pages: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     context_parallel: ContextParallelLike | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -102,6 +106,8 @@ def attention(
     batch_invariant: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
     **unknown: Any,  # not in the overloads, which are what type checkers see; an empty dict costs 20 ns
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -138,6 +144,9 @@ def attention(
             differentiable.
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
             the lengths.
+        k_scale, v_scale: fp32 scales of quantised keys and values (`undivided.quantization`); k and v then hold int8,
+            float8_e4m3fn, float8_e5m2 or, for int4, uint8 [.., D/2], in any layout or in pages. Each scale has the
+            shape of its tensor without the last axis (int4: with D/32 in its place). Nothing may require a gradient.
         context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask
             and the keys of the bias are of the whole sequence, and dropout_seed must be given.
 
@@ -165,15 +174,19 @@ def attention(
             raise error
         raise error.as_also(TypeError)  # Python raises TypeError for an unknown keyword
     if autograd.any_autocast():
-        q, k, v = autograd.autocast(q, k, v)
-    options = new_tuple(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
+        q, k, v = autograd.autocast(q, k, v, k_scale)
+    options = new_tuple(
+        Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale)
+    )
     request = new_tuple(
         Request,
         (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic, batch_invariant),
     )
     if context_parallel is not None:
         return _checked(context_parallel).attention(request)
-    if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
+    if torch.compiler.is_compiling() or is_observed(
+        q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
+    ):
         return compile.attention(request)
     decision, call, tensors = prepare(request, policy(backend, deterministic, batch_invariant=batch_invariant))
     return autograd.run(decision.backend, call, tensors)
@@ -198,6 +211,8 @@ def explain(
     batch_invariant: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
     machine: Machine | None = None,
     **unknown: Any,
@@ -209,7 +224,7 @@ def explain(
             tensors.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
         q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend,
-            deterministic, batch_invariant, return_lse, pages: as for `attention`; tensors on the meta device are
+            deterministic, batch_invariant, return_lse, pages, k_scale, v_scale: as for `attention`; meta tensors are
             enough.
 
     Returns:
@@ -234,10 +249,10 @@ def explain(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-    q, k, v = autograd.autocast(q, k, v)
+    q, k, v = autograd.autocast(q, k, v, k_scale)
     request = Request(
         Tensors(q, k, v, bias, sinks, alibi_slopes),
-        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
+        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale),
         backend,
         deterministic,
         batch_invariant,

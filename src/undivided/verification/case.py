@@ -15,6 +15,7 @@ import torch
 
 from undivided.arguments.layout import Layout
 from undivided.masks import Mask
+from undivided.quantization import Format
 
 __all__ = ["EVERY_DTYPE", "FULL_AND_HALF", "Case", "Memory"]
 
@@ -42,6 +43,7 @@ class Case:
         alibi: "h", "bh", "usual" (the slopes of Press et al.) or None.
         sinks: whether there are sinks.
         return_lse: also return the lse, and send a gradient through it.
+        quantized: the format of keys and values, or None; then nothing has a gradient.
         page_size: keys and values are page pools; kv_len is then max_pages * page_size (times the documents in thd).
         shared_pages: with page_size, the number of pages from the first one on that all sequences share.
         needs: the arguments that need a gradient; None is all that can have one.
@@ -76,6 +78,7 @@ class Case:
     return_lse: bool = False
     page_size: int | None = None
     shared_pages: int = 0
+    quantized: Format | None = None
     needs: tuple[str, ...] | None = None
     magnitude: float = 1.0
     dtypes: tuple[torch.dtype, ...] = FULL_AND_HALF

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.masks import Mask
+from undivided.quantization import FORMATS
 from undivided.verification.case import EVERY_DTYPE, Case
 
 
@@ -320,4 +321,30 @@ PAGED = _tagged(
          mask=lambda: masks.documents([0, 1, 2, 3, 4], [0, 150, 325, 470, 640]) & masks.causal("bottom_right")),
     Case("paged-query-gradient", q_len=3, kv_len=12, page_size=4, needs=("q",),
          mask=lambda: masks.lengths([12, 6], [3, 2]) & masks.causal("bottom_right")),
+)  # fmt: skip
+
+QUANTIZED = _tagged(
+    "quantized",
+    *(Case(f"{format}-{name}", quantized=format, needs=(), qk_dim=32, **case)  # type: ignore[arg-type]
+      for format in FORMATS
+      for name, case in {
+          "decode-gqa": {"q_len": 1, "kv_len": 300, "heads": 8, "kv_heads": 2, "mask": lambda: masks.lengths([300, 41])},
+          "prefill-causal": {"q_len": 67, "layout": "bhsd", "kv_heads": 2, "return_lse": True, "mask": lambda: masks.causal()},
+          "paged-decode": {"q_len": 1, "kv_len": 96, "batch": 3, "heads": 8, "kv_heads": 1, "page_size": 16,
+                           "mask": lambda: masks.lengths([96, 1, 39])},
+          "thd-paged-mixed": {"layout": "thd", "batch": 1, "q_len": 46, "kv_len": 192, "kv_heads": 2, "page_size": 8,
+                              "mask": lambda: masks.documents([0, 1, 6, 46], [0, 31, 48, 101]) & masks.causal("bottom_right")},
+      }.items()),
+    Case("int8-decode-several-rows-sliced", quantized="int8", needs=(), q_len=3, kv_len=160, kv_heads=2, qk_dim=48, v_dim=80,
+         memory="sliced", mask=lambda: masks.causal("bottom_right")),
+    Case("int8-head-size-24-sbhd", quantized="int8", needs=(), layout="sbhd", q_len=5, kv_len=70, qk_dim=24, v_dim=17),
+    Case("fp8_e4m3-thd-documents-alibi", quantized="fp8_e4m3", needs=(), layout="thd", batch=1, q_len=45, alibi="h",
+         mask=lambda: masks.documents([0, 12, 45]) & masks.causal()),
+    Case("fp8_e5m2-window-sinks-softcap", quantized="fp8_e5m2", needs=(), q_len=37, qk_dim=64, softcap=5.0, sinks=True,
+         mask=lambda: masks.window(9, 2)),
+    Case("int4-decode-head-size-128-sliced", quantized="int4", needs=(), q_len=1, kv_len=200, heads=8, kv_heads=2, qk_dim=128,
+         v_dim=64, memory="sliced", return_lse=True, mask=lambda: masks.window(120, 0, "bottom_right")),
+    Case("int8-bias-dense-dropout", quantized="int8", needs=(), bias="1hqk", dropout_p=0.2, mask=lambda: masks.dense(_with_holes(13, 13))),
+    Case("int8-keys-shared-by-the-batch", quantized="int8", needs=(), q_len=1, kv_len=130, batch=3, memory="shared-kv"),
+    Case("int8-no-keys", quantized="int8", needs=(), q_len=5, kv_len=0, return_lse=True),
 )  # fmt: skip

@@ -132,7 +132,7 @@ def run(backend: Backend, request: Request) -> Outcome:
 
 def _attempts(request: Request) -> list[tuple[str, ...]]:
     """The sets of gradients to try, the largest first."""
-    if not request.gradients:
+    if not request.gradients or request.rest.get("k_scale") is not None:
         return [()]
     paged = request.rest.get("pages") is not None
     names = [name for name in NAMES if request.tensors.get(name) is not None and not (paged and name in ("k", "v"))]

@@ -15,7 +15,15 @@ from undivided.arguments.layout import STRIDES
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.native import gradients
-from undivided.backends.native.call import DTYPES, Records, is_plain, page_fields, plain_record, with_addresses
+from undivided.backends.native.call import (
+    DTYPES,
+    Records,
+    contiguous_groups,
+    is_plain,
+    page_fields,
+    plain_record,
+    with_addresses,
+)
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -100,6 +108,8 @@ class Native(Backend):
         features = problem.features
         if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the cost of a property
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
+        if call.k_scale is not None:
+            call = contiguous_groups(call)
         if is_plain(call, tensors):
             _table, pages = page_fields(call, tensors)
             out_strides = STRIDES[problem.layout](out.stride())

@@ -12,7 +12,7 @@ import struct
 import torch
 from torch import Tensor
 
-from undivided.arguments.layout import Strides, kernel_strides
+from undivided.arguments.layout import STRIDES, Strides, kernel_strides
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks.normal_form import DensePairs
@@ -21,6 +21,7 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import UNREAD
 
+_FORMATS = {"int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 MASK_PAIRS = 1 << 24
@@ -46,9 +47,10 @@ _NO_SLOPES: tuple[int, ...] = (0,) * 6
 _NO_KEYS: tuple[int, ...] = (0,) * 2
 _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
 _NOT_INVARIANT: tuple[int, ...] = (0,) * 3
-_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(
-    0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT
-)
+_NO_SCALES: tuple[int, ...] = (0,) * 9
+_PACK_REST = struct.Struct(_FORMAT[_REST:]).pack
+_NO_OPTIONS = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)
+_NOTHING_ELSE = _PACK_REST(*_NO_OPTIONS, *_NO_SCALES)
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
 """Masks that are the same band in every sequence: the kernel computes their ranges itself, without a table."""
@@ -138,9 +140,12 @@ def plain_record(
         *out_strides,
         *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
     )
-    if pages is NO_PAGES and call.mask.is_full:
-        return head + _EVERY_KEY
-    return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + _NOTHING_ELSE
+    if call.k_scale is None:
+        if pages is NO_PAGES and call.mask.is_full:
+            return head + _EVERY_KEY
+        return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + _NOTHING_ELSE
+    rest = _PACK_REST(*_NO_OPTIONS, *scale_fields(call))
+    return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + rest
 
 
 def record(
@@ -203,6 +208,35 @@ def _band(problem: Problem) -> tuple[int, int]:
     first = shift - (far if left is None else min(left, far))
     last = shift + 1 + (far if right is None else min(right, far))
     return first, last
+
+
+def contiguous_groups(call: Call) -> Call:
+    """The call, with scales of int4 whose last axis has stride 1, in memory."""
+    k_scale, v_scale = call.k_scale, call.v_scale
+    assert k_scale is not None and v_scale is not None
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        kept = require_memory(scale)
+        if call.problem.quantized == "int4" and kept.stride(-1) != 1:
+            kept = kept.contiguous()
+        if kept is not scale:
+            call = call.with_problem(call.problem, **{name: kept})
+    return call
+
+
+def scale_fields(call: Call) -> tuple[int, ...]:
+    """The record's fields from `format` on."""
+    problem, k_scale, v_scale = call.problem, call.k_scale, call.v_scale
+    if k_scale is None or v_scale is None:
+        return _NO_SCALES
+    assert problem.quantized is not None
+    strides = STRIDES["bshd" if call.pages is not None else problem.layout]
+    return (
+        _FORMATS[problem.quantized],
+        k_scale.data_ptr(),
+        *strides(k_scale.stride()),
+        v_scale.data_ptr(),
+        *strides(v_scale.stride()),
+    )
 
 
 def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -298,6 +332,7 @@ class Records:
             *keys,
             *dropout,
             *self._invariance(rows),
+            *scale_fields(call),
         )
 
     def _ranges(self, rows: slice) -> tuple[int, ...]:

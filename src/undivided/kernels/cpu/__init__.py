@@ -28,7 +28,8 @@ FIELDS = (
     "bias bias_dtype bias_b bias_h bias_q bias_k dense dense_b dense_h dense_q dense_k "
     "slopes slopes_b slopes_h slopes_q row_position row_position_b key_position key_position_b "
     "dropout seed survivor_scale dropout_row dropout_row_b dropout_sequence dropout_sequence_b dropout_head "
-    "batch_invariant first_key first_key_b"
+    "batch_invariant first_key first_key_b "
+    "format k_scale k_scale_b k_scale_h k_scale_s v_scale v_scale_b v_scale_h v_scale_s"
 ).split()
 DOUBLES = ("scale", "softcap", "survivor_scale")
 """The fields that are doubles; the others are integers and pointers."""

@@ -168,7 +168,7 @@ class Block {
         const int64_t start = larger_of(p.segment[s].start, t), stop = smaller_of(p.segment[s].stop, block_stop);
         if (start >= stop) continue;
         from = smaller_of(from, start), to = larger_of(to, stop);
-        if (Mode::Arith::kPairs || a_.pages) memset(visible + (start - t), 1, (size_t)(stop - start));
+        if (Mode::Arith::kPairs || a_.pages || a_.format) memset(visible + (start - t), 1, (size_t)(stop - start));
       }
     }
     from = round_down(from, kKeyStep<Mode>), to = round_up(to, kKeyStep<Mode>);
@@ -220,8 +220,10 @@ class Block {
   // Prefetches keys [start, stop) within this many steps.
   Prefetch prefetch_keys(int64_t start, int64_t stop, int64_t steps) const {
     Prefetch prefetch;
-    prefetch.add(k_, start, stop, a_.qk_dim);
-    prefetch.add(v_, start, stop, a_.v_dim);
+    if (!a_.format) {  // the types of the rows are those of the caller's memory
+      prefetch.add(k_, start, stop, a_.qk_dim);
+      prefetch.add(v_, start, stop, a_.v_dim);
+    }
     prefetch.pace(steps);
     return prefetch;
   }
@@ -237,7 +239,7 @@ class Block {
       add_rows(prefetch, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
     }
     const Panel& next = w_.panels[smaller_of(i + 1, count_ - 1)];
-    if (next.segments) {
+    if (next.segments && !a_.format) {
       const int64_t stop = smaller_of(round_up(last_key(next), kPackStep), to_);
       prefetch.add(k_, prefetched_to_, stop, a_.qk_dim);
       prefetch.add(v_, prefetched_to_, stop, a_.v_dim);

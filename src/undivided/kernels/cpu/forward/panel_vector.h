@@ -50,6 +50,9 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
     const typename Mode::T* from = key_block.source_v + (start - key_block.start) * key_block.source_v_stride;
     if constexpr (Arith::kPairs)
       interleave(from, key_block.source_v_stride, start, stop, a.v_dim, visible, (uint32_t*)w.v_own);
+    else if (Mode::kConvertsK && a.format)  // already fp32
+      widen((const float*)key_block.v + (start - key_block.start) * v_stride, v_stride, keys, a.v_dim, visible,
+            (float*)w.v_own);
     else widen(from, key_block.source_v_stride, keys, a.v_dim, visible, (float*)w.v_own);
     v = (const typename Mode::PackedV*)w.v_own;
     v_stride = a.v_dim, v_group = 0;

@@ -76,6 +76,7 @@ static void prefetch_next_block(Prefetch& prefetch, const Attention& a, const Ro
   const int64_t visible = a.ranges ? a.ranges[block.batch * a.ranges_b + at * a.columns] : a.band ? at + a.first : 0;
   const int64_t from = larger_of(larger_of(visible, block.key), 0),
                 to = smaller_of(from + kMaxPrefetchRows, smaller_of(a.kv_len, block.key_stop));
+  if (a.format) return;
   prefetch.add(key_rows<T>(a, block.batch, block.kv_head), from, to, a.qk_dim);
   prefetch.add(value_rows<T>(a, block.batch, block.kv_head), from, to, a.v_dim);
 }

@@ -13,6 +13,7 @@ namespace {
 // Whether the heads of a key lie within its row of memory and fill most of it; then all heads are read at every step.
 bool are_side_by_side(const Attention& a) {
   const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
+    if (a.format == kInt4) dim /= 2;  // strides are in bytes
     return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
   };
   return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
@@ -42,11 +43,11 @@ void Decoding::cut(int64_t threads, int attempt) {
   share(threads, attempt);
   const Attention& any = *sequences_[0].problem;
   heads_ = are_side_by_side(any) ? any.kv_heads : 1;
-  const int64_t key_bytes = heads_ * (any.qk_dim + any.v_dim) * (any.dtype == kFloat32 ? 4 : 2);
+  const int64_t bytes = heads_ * key_bytes(any, any.qk_dim + any.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
   int64_t total_keys = 0;
   for (const Sequence& s : sequences_) total_keys += std::max(s.extent.stop - s.extent.start, (int64_t)0);
-  const int64_t target = std::max(total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / key_bytes);
+  const int64_t target = std::max(total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes);
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
   chunks_.clear();
   for (Sequence& s : sequences_) {

@@ -60,7 +60,11 @@ inline Attention attention_of(const Attention& pack, const DocumentExtent& d, co
   a.q_len = d.rows, a.kv_len = d.keys, a.ranges = ranges;
   advance(a.q, row * a.q_s, size), advance(a.out, row * a.out_s, size), advance(a.lse, row);
   if (a.pages) advance(a.pages, key / a.page_size);
-  else advance(a.k, key * a.k_s, size), advance(a.v, key * a.v_s, size);
+  else {
+    const int64_t key_size = a.format ? 1 : size;
+    advance(a.k, key * a.k_s, key_size), advance(a.v, key * a.v_s, key_size);
+    advance(a.k_scale, key * a.k_scale_s), advance(a.v_scale, key * a.v_scale_s);
+  }
   advance(a.bias, row * a.bias_q + key * a.bias_k, element_size(a.bias_dtype)),
       advance(a.dense, row * a.dense_q + key * a.dense_k);
   advance(a.slopes, row * a.slopes_q), advance(a.row_position, row), advance(a.key_position, key);
@@ -76,7 +80,11 @@ inline Attention sequence_of(const Attention& batch, int64_t b) {
   a.batch = 1;
   advance(a.q, b * a.q_b, size), advance(a.out, b * a.out_b, size), advance(a.lse, b * a.lse_b);
   if (a.pages) advance(a.pages, b * a.pages_b);
-  else advance(a.k, b * a.k_b, size), advance(a.v, b * a.v_b, size);
+  else {
+    const int64_t key_size = a.format ? 1 : size;
+    advance(a.k, b * a.k_b, key_size), advance(a.v, b * a.v_b, key_size);
+    advance(a.k_scale, b * a.k_scale_b), advance(a.v_scale, b * a.v_scale_b);
+  }
   advance(a.ranges, b * a.ranges_b), advance(a.first_key, b * a.first_key_b);
   advance(a.bias, b * a.bias_b, element_size(a.bias_dtype)), advance(a.dense, b * a.dense_b);
   advance(a.slopes, b * a.slopes_b), advance(a.row_position, b * a.row_position_b);

@@ -88,9 +88,9 @@ int run(Work& work, int64_t threads) {
   std::vector<Unit> units = cut(work, bytes, has_memory);
   if (!has_memory) return kNoMemory;
   // the chunks of a batch are adjacent in memory, and nearly equal
-  const Shares shares =
-      work.prefill.empty() && work.decoding.shared().empty() ? even_shares((int64_t)units.size(), threads)
-                                                             : distribute(units, threads);
+  const Shares shares = work.prefill.empty() && work.decoding.shared().empty()
+                            ? even_shares((int64_t)units.size(), threads)
+                            : distribute(units, threads);
   for (size_t i = 0; i + 1 < units.size(); i++)
     if (units[i].blocks && units[i].blocks == units[i + 1].blocks) {
       std::vector<RowBlock>& blocks = units[i].blocks->blocks();
@@ -142,8 +142,7 @@ Path path_of(const Attention& pack, const DocumentExtent& d) {
   a.q_len = d.rows, a.kv_len = d.seen;
   const int64_t average_keys = d.pairs / d.rows;
   if (average_keys >= kMinDecodeKeys && is_decoding(a)) return Path::kChunks;
-  return d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys ? Path::kBlocks
-                                                                                  : Path::kBesideOthers;
+  return d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys ? Path::kBlocks : Path::kBesideOthers;
 }
 
 // The documents of a pack as problems; neighbours that run beside each other are one.

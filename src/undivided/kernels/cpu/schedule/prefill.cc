@@ -49,8 +49,9 @@ Division divide(const Attention& a, bool has_partials) {
   d.share = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.share ? a.kv_heads : a.heads, d.rows = d.share ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
-  d.parts =
-      a.v_dim % 16 || a.batch_invariant ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
+  d.parts = a.v_dim % 16 || a.batch_invariant
+                ? 1
+                : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
   d.has_partials = has_partials || d.parts > 1;
   return d;
 }

@@ -38,6 +38,12 @@ inline int64_t threads_for(const Attention& a) {
 // Floats of a row's partial result: Dv sums, the largest score, the sum of the weights, rounded up to 16.
 inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
 
+// Bytes of `dim` numbers of a key or value.
+inline int64_t key_bytes(const Attention& a, int64_t dim) {
+  if (a.format) return a.format == kInt4 ? dim / 2 : dim;
+  return dim * (a.dtype == kFloat32 ? 4 : 2);
+}
+
 // From the first to the last key that some row of a sequence sees.
 struct KeyExtent {
   int64_t start, stop;
