@@ -10,7 +10,7 @@ cache has pools of scales beside those of the quantised values; new tokens are q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,10 @@ from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.errors import InputError
-from undivided.quantization import FORMATS, dequantize, quantize
+from undivided.quantization import Format, check_format, check_head_size, dequantize, empty, quantize
 from undivided.request.checks import DTYPES
 
 Counts = tuple[int, ...]
-
-GROUP = 32
-"""Elements per scale in int4."""
 
 
 class Heads(NamedTuple):
@@ -36,7 +33,7 @@ class Heads(NamedTuple):
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-    format: str | None = None
+    format: Format | None = None
 
     @staticmethod
     def checked(
@@ -196,6 +193,14 @@ class Storage:
         for part in self._parts:
             part[target, :rows] = part[source, :rows]
 
+    def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """Write the tokens of some rows of the flattened pools to others, after `copy` of whole pages."""
+        read, write = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
+        tokens = [part.index_select(0, read) for part in self._rows]
+        self.copy(copies, self.k.shape[1])
+        for part, moved in zip(self._rows, tokens, strict=True):
+            part.index_copy_(0, write, moved)
+
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of these pages, int [.., n], as k and v [.., n, R, N, D] in the dtype of the tokens."""
         return self.pools.each(lambda pool: pool[pages]).as_dtype(self.heads.dtype)
@@ -221,11 +226,7 @@ def _pool(shape: tuple[int, int, int], dim: int, heads: Heads, device: torch.dev
     """An uninitialised pool for this head size, and its scales if it is quantised."""
     if heads.format is None:
         return torch.empty(*shape, dim, dtype=heads.dtype, device=device), None
-    like = quantize(torch.zeros(1, dim), heads.format)
-    values, scale = (
-        torch.empty(*shape, *part.shape[1:], dtype=part.dtype, device=device) for part in (like.values, like.scale)
-    )
-    return values, scale
+    return empty(heads.format, (*shape, dim), device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -238,14 +239,6 @@ def _size(count: int) -> str:
     units = ("B", "KiB", "MiB", "GiB")
     power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{count / 1024**power:.{1 if power else 0}f} {units[power]}"
-
-    def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """Write the tokens of some rows of the flattened pools to others, after `copy` of whole pages."""
-        read, write = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
-        tokens = [pool.index_select(0, read) for pool in (self._k_rows, self._v_rows)]
-        self.copy(copies, self.k.shape[1])
-        for pool, moved in zip((self._k_rows, self._v_rows), tokens, strict=True):
-            pool.index_copy_(0, write, moved)
 
 
 def checked_tokens(
@@ -280,22 +273,20 @@ def checked_tokens(
     return NewTokens(k, v, checked_counts(lengths_name, lengths, batch, k.shape[1], f"new tokens in {k_name}"), False)
 
 
-def check_quantize(format: object) -> str | None:
+def check_quantize(format: object) -> Format | None:
     """The format of a cache, or None; InputError if it is unknown."""
-    if format is not None and format not in FORMATS:
-        raise InputError("quantize", f"be None or one of {', '.join(map(repr, FORMATS))}", repr(format))
-    return format  # type: ignore[return-value]
+    if format is not None:
+        check_format("quantize", format)
+    return cast(Format | None, format)
 
 
-def _check_quantized_sizes(format: str, dims: dict[str, int], dtype: torch.dtype) -> None:
+def _check_quantized_sizes(format: Format, dims: dict[str, int], dtype: torch.dtype) -> None:
     """InputError unless keys and values of this dtype and these head sizes can be stored in the format."""
     if dtype == torch.float64:
         hint = "dtype=torch.float32, the dtype of the queries and of the new tokens"
         raise InputError("dtype", "not be float64 in a quantised cache", dtype, hint=hint)
     for name, dim in dims.items():
-        if format == "int4" and dim % GROUP:
-            hint = "quantize='int8' takes any head size"
-            raise InputError(name, f"be a multiple of {GROUP} with quantize='int4'", dim, hint=hint)
+        check_head_size(name, dim, format)
 
 
 def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,12 +87,13 @@ def attention(
         if query.shape[2] and pays_off(module, query.shape[2]) and not is_paged_cache(cache):
             query = absorb_queries(module, query)
         else:
-            key, value = expand(module, key)
+            key, value = expand(module, cast(Tensor, key))
     if is_paged_cache(cache):
         arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
         layer: int = module.layer_idx  # type: ignore[assignment]
-        out = paged_attention(query, key, value, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
+        states = cast(Tensor, key), cast(Tensor, value)
+        out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
         return out, None
     for name in REFUSED:
         if others.get(name) is not None:

@@ -45,9 +45,12 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
     >>> cache = Cache(quantize="int8", max_len=64)
     >>> model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=8, past_key_values=cache).shape
     torch.Size([1, 13])
-    >>> print(cache)
-    Cache(quantize='int8', layers=2, tokens=12, memory=36.0 KiB (values 32.0 KiB, scales 4.0 KiB), 0.56 of bfloat16's 64.0 KiB)
+    >>> print(cache.memory)
+    19.4 KiB (values 17.2 KiB, scales 2.2 KiB), 0.56 of bfloat16's 34.5 KiB
     """
+
+    layers: Any
+    layer_class_to_replicate: Any
 
     def __init__(self, config: Any = None, *, quantize: str | None = None, max_len: int | None = None) -> None:
         check_quantize(quantize)

@@ -78,17 +78,17 @@ class _Stored:
         )
         count = new.k.shape[1]
         if self._end + count > storage.k.shape[1]:
-            self._move(_with_room(self._end - self._start + count))
-            storage = self.storage
+            storage = self._move(_with_room(self._end - self._start + count))
         storage.fill(self._end, new)
         self._end += count
         return count
 
-    def _move(self, page_size: int, rows: Tensor | None = None) -> None:
-        """Copy the cached tokens of these rows of the batch, or of all, to the start of a new storage."""
+    def _move(self, page_size: int, rows: Tensor | None = None) -> Storage:
+        """A new storage, which starts with the cached tokens of these rows of the batch, or of all."""
         assert self.storage is not None
         self.storage = self.storage.moved(self._start, self._end, page_size, rows)
         self._start, self._end = 0, self._end - self._start
+        return self.storage
 
     def _states(self, start: int) -> tuple[States, States]:
         """Keys and values from this token of the storage on, ``[B, N, S, D]``: views, or quantised states."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class TensorLike(ABC):
     def dense(self) -> Tensor:
         """The tensor that a model computes with."""
 
-    def contiguous(self) -> ModelMask:
+    def contiguous(self) -> Self:
         """This object, because it has no memory layout.
 
         Returns:
