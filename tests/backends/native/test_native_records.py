@@ -56,6 +56,7 @@ GOOD: list[dict[str, Any]] = [
     {"batch": 0, "q": 0},
     {"kv_len": 0, "k": 0, "v": 0, "slopes": "TABLE", "row_position": "TABLE"},
     {"band": 1, "first": 1 << 31, "last": 1 << 31},  # no row sees a key
+    {"kv_len": 1, "k_s": 1 << 62, "v_s": 1 << 62},  # the stride of a single key is not used
     INT8,
     INT8 | {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1},
     INT8 | {"kv_len": 0, "k": 0, "v": 0, "k_scale": 0, "v_scale": 0},

@@ -1,6 +1,8 @@
 // Rows of quantised keys or values as numbers of another type, for the key blocks of prefill.
 #pragma once
 
+#include <type_traits>
+
 #include "mask/pages.h"
 #include "simd/quantized.h"
 
@@ -29,20 +31,14 @@ static void dequantize_rows(const Rows<T>& rows, const Rows<float>& scales, int6
     else memset(to, 0, (size_t)columns * sizeof(To));
   }
 }
+// Keys [start, stop) and their values.
 template <class To>
-static void dequantize_keys(const Attention& a, int64_t batch, int64_t head, int64_t start, int64_t stop,
-                            const uint8_t* visible, To* to) {
+static void dequantize(const Attention& a, int64_t batch, int64_t head, int64_t start, int64_t stop,
+                       const uint8_t* visible, To* k, To* v) {
   with_format(a.format, [&](auto type) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
-    dequantize_rows(key_rows<T>(a, batch, head), key_scales(a, batch, head), start, stop, a.qk_dim, visible, to);
-  });
-}
-template <class To>
-static void dequantize_values(const Attention& a, int64_t batch, int64_t head, int64_t start, int64_t stop,
-                              const uint8_t* visible, To* to) {
-  with_format(a.format, [&](auto type) {
-    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
-    dequantize_rows(value_rows<T>(a, batch, head), value_scales(a, batch, head), start, stop, a.v_dim, visible, to);
+    dequantize_rows(key_rows<T>(a, batch, head), key_scales(a, batch, head), start, stop, a.qk_dim, visible, k);
+    dequantize_rows(value_rows<T>(a, batch, head), value_scales(a, batch, head), start, stop, a.v_dim, visible, v);
   });
 }
 

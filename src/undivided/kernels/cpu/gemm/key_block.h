@@ -153,17 +153,13 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, K
   const uint8_t* visible = key_block.visible + first;
   if (a.format) {
     if constexpr (Mode::kConvertsK) {
-      dequantize_keys(a, block.batch, block.kv_head, start, stop, visible,
-                      (float*)key_block.space.k + first * a.qk_dim);
-      dequantize_values(a, block.batch, block.kv_head, start, stop, visible,
-                        (float*)key_block.space.v + first * a.v_dim);
+      dequantize(a, block.batch, block.kv_head, start, stop, visible, (float*)key_block.space.k + first * a.qk_dim,
+                 (float*)key_block.space.v + first * a.v_dim);
       key_block.packed_to = stop;
       return;
     } else if constexpr (!Mode::kAmx) {
-      dequantize_keys(a, block.batch, block.kv_head, start, stop, visible,
-                      (T*)key_block.space.k_rows + first * a.qk_dim);
-      dequantize_values(a, block.batch, block.kv_head, start, stop, visible,
-                        (T*)key_block.space.v_rows + first * a.v_dim);
+      dequantize(a, block.batch, block.kv_head, start, stop, visible, (T*)key_block.space.k_rows + first * a.qk_dim,
+                 (T*)key_block.space.v_rows + first * a.v_dim);
     }
   } else if (key_block.gathers_pages) {
     gather_pages(key_rows<T>(a, block.batch, block.kv_head), start, stop, a.qk_dim, visible,

@@ -22,7 +22,9 @@ class Prefetch {
       int64_t end = stop;
       if (rows.pages) end = start / rows.page_size * rows.page_size + rows.page_size;
       if (end > stop) end = stop;
-      add(rows(start), rows.stride * (int64_t)sizeof(T), end - start, columns * (int64_t)sizeof(T));
+      // unsigned: the stride of a single row may be any number
+      const int64_t stride = (int64_t)((uint64_t)rows.stride * sizeof(T));
+      add(rows(start), stride, end - start, columns * (int64_t)sizeof(T));
       start = end;
     }
   }
