@@ -157,9 +157,12 @@ void place(Attention& a, FuzzedDataProvider& data, Memory& memory) {
   if (a.ranges && a.batch_invariant && chance()) {
     a.first_key_b = a.ranges_b ? a.q_len : 0;
     int32_t* first = (int32_t*)memory.allocate(4, {{a.batch, a.first_key_b}, {a.q_len, 1}});
-    const int64_t step = a.pages && a.page_size > 0 ? a.page_size : 1;
-    for (int64_t i = 0; first != kNoMemory_ && a.ranges != kNoMemory_ && i < (a.ranges_b ? a.batch : 1) * a.q_len; i++)
-      first[i] = chance() ? first[i] : (int32_t)(a.ranges[i * a.columns] / step * step);
+    const int64_t step = a.pages && a.page_size > 0 ? a.page_size : 1, rows = a.ranges_b ? a.batch : 1;
+    for (int64_t b = 0; first != kNoMemory_ && a.ranges != kNoMemory_ && b < rows; b++)
+      for (int64_t i = 0; i < a.q_len; i++) {
+        int32_t& key = first[b * a.first_key_b + i];
+        key = chance() ? key : (int32_t)(a.ranges[b * a.ranges_b + i * a.columns] / step * step);
+      }
     a.first_key = first;
   }
   if (chance()) a.sinks = (const float*)memory.allocate(4, {{a.heads, 1}});
