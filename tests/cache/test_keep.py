@@ -106,3 +106,19 @@ def test_wrong_indices_are_refused_and_change_nothing(kind: str) -> None:
     assert cache.lengths == (3, 3, 3)
     cache.keep([[0, 1, 2], torch.tensor([2]), []])
     assert cache.lengths == (3, 1, 0)
+
+
+def test_a_freed_sequence_leaves_its_place_and_pages() -> None:
+    params = undivided.InferenceParams(
+        max_batch_size=1, max_sequence_length=32, num_heads_kv=KV_HEADS, head_dim_k=DIM, dtype=torch.float32,
+        is_paged=True, page_size=4, total_num_pages=4,
+    )  # fmt: skip
+    params.pre_step(OrderedDict(a=9))
+    with pytest.raises(InputError, match="at most max_batch_size=1"):
+        params.match([1, 2], "b")
+    with pytest.raises(InputError, match="seq_id must be the id of a sequence"):
+        params.free("b")
+    params.free("a")
+    assert params.match([1, 2], "b") == 0
+    params.pre_step(OrderedDict(b=16))
+    assert dict(params.sequences) == {"b": 16}

@@ -148,6 +148,11 @@ class Batch:
             raise InputError("length", f"be at most the {lengths[slot]} cached tokens of {name!r}", length)
         self.ledger.truncate((*lengths[:slot], length, *lengths[slot + 1 :]))
 
+    def free(self, name: Hashable) -> None:
+        """Drop a sequence."""
+        self.ledger.free(self._slot("seq_id", name))
+        del self.slots[name]
+
     def keep(
         self, indices: Mapping[Hashable, Sequence[int]], counts: Mapping[Hashable, int], storages: Iterable[Storage]
     ) -> None:

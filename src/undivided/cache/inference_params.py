@@ -342,6 +342,20 @@ class InferenceParams(LayerCaches, Prompts):
         self._batch.truncate(seq_id, length)
         self._set_step(None)
 
+    def free(self, seq_id: Hashable) -> None:
+        """End a sequence between two steps, for example to start another with `match` or `fork` in its place.
+
+        A sequence that is missing from `pre_step` ends there, too.
+
+        Args:
+            seq_id: id of the sequence.
+
+        Raises:
+            InputError: the sequence does not exist.
+        """
+        self._batch.free(seq_id)
+        self._set_step(None)
+
     def keep(self, indices: Mapping[Hashable, Sequence[int]]) -> None:
         """Keep some of the step's new tokens, after the model ran, for example the accepted path of a draft tree.
 

@@ -94,7 +94,6 @@ BAD: list[dict[str, Any]] = [
     {"out_s": 7},
     {"out_h": 16},
     {"k_s": 1 << 62},
-    {"k_b": 1 << 61},
     {"bias_k": -(1 << 63)},
     {"ranges": "BAD_RANGES"},
     {"ranges": "RANGES", "columns": 3},

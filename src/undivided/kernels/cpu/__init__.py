@@ -45,7 +45,7 @@ _OUT_OF_RANGE, _NON_FINITE = 3, 4
 _PAIRWISE = 3
 """The attempt at gradients that computes each row with its own keys only."""
 STATUS = {
-    1: "an argument is out of range (a stride of 2^58?), or the library belongs to another version of the package",
+    1: "an argument is out of range, or the library belongs to another version of the package",
     2: "not enough memory for its scratch buffers",
 }
 

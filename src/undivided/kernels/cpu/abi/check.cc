@@ -10,7 +10,6 @@ namespace {
 
 constexpr int64_t kMaxSize = INT32_MAX;                      // of an axis: keys and rows are numbered in 32 bits
 constexpr double kMaxElements = (double)((int64_t)1 << 58);  // so that byte offsets fit in 64 bits
-constexpr int64_t kMaxStride = (int64_t)1 << 58;
 constexpr int64_t kMaxThreads = 1 << 16;
 
 bool is_size(int64_t n) { return 0 <= n && n <= kMaxSize; }
@@ -21,7 +20,7 @@ bool is_type(int64_t type) { return kFloat32 <= type && type <= kFloat16; }
 class Reach {
  public:
   Reach& axis(int64_t size, int64_t stride) {
-    if (stride < 0 || stride >= kMaxStride) fits_ = false;  // also of one element: prefetching multiplies it
+    if (stride < 0) fits_ = false;
     if (size > 1) elements_ += (double)(size - 1) * (double)stride;
     return *this;
   }

@@ -264,7 +264,7 @@ class Block {
     int64_t row = block_.row + p.first, left = p.rows;
     while (left > 0) {
       const int64_t at = row % a_.q_len, some = smaller_of(left, a_.q_len - at);
-      prefetch.add(base + (block_.first_head + row / a_.q_len) * h + at * s, s * (int64_t)sizeof(T), some,
+      prefetch.add(base + (block_.first_head + row / a_.q_len) * h + at * s, stride_in_bytes<T>(s), some,
                    columns * (int64_t)sizeof(T));
       row += some, left -= some;
     }
