@@ -12,8 +12,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import LAYOUTS, Layout
-from undivided.cache._keep import checked_indices, keep
-from undivided.cache._ledger import Pages, Slots
+from undivided.cache._ledger import Pages, Slots, checked_indices, keep
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
 

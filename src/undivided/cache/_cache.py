@@ -14,8 +14,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._keep import checked_indices, keep
-from undivided.cache._ledger import Ledger, Slots
+from undivided.cache._ledger import Ledger, Slots, checked_indices, keep
 from undivided.cache._storage import Counts, Memory, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
 from undivided.masks import Mask

@@ -6,12 +6,15 @@ refused request has no effect. Tokens are written to the rows of the plan, then 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeVar
 
+from torch import Tensor
+
+from undivided.arguments.checks import as_integer
 from undivided.cache._prefixes import PrefixIndex
-from undivided.cache._storage import Counts
+from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
 
 EVICTED = -1
@@ -311,3 +314,49 @@ class Pages:
         twin.references, twin.unused, twin.evicted = list(self.references), list(self.unused), list(self.evicted)
         twin.prefixes = self.prefixes
         return twin
+
+
+L = TypeVar("L", bound=Ledger)
+
+
+def checked_indices(argument: str, indices: object, drafted: int) -> list[int]:
+    """The indices, if they ascend within the drafted tokens; otherwise InputError."""
+    values = indices.tolist() if isinstance(indices, Tensor) else indices
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputError(argument, "be a list of ints", type(indices).__name__)
+    found = [as_integer(f"{argument}[{n}]", value, 0) for n, value in enumerate(values)]
+    for n, index in enumerate(found):
+        if index >= drafted:
+            raise InputError(f"{argument}[{n}]", f"be one of the {drafted} tokens that were appended last", index)
+        if n and index <= found[n - 1]:
+            raise InputError(argument, "ascend, as a path from the root does", found)
+    return found
+
+
+def keep(ledger: L, storages: Iterable[Storage], kept: Mapping[int, tuple[int, Sequence[int]]]) -> L:
+    """The ledger after the last tokens of some sequences were compacted in every storage.
+
+    Args:
+        ledger: unchanged.
+        kept: by sequence: the number of its last tokens, and which of them stay.
+
+    Raises:
+        InputError: pages of these tokens were evicted, or shared pages cannot be copied. Nothing changes.
+    """
+    lengths, counts = list(ledger.lengths), [0] * len(ledger.lengths)
+    for sequence, (drafted, indices) in kept.items():
+        lengths[sequence] -= drafted
+        counts[sequence] = len(indices)
+    after = ledger.copy()
+    after.truncate(tuple(lengths))
+    plan, now = after.plan(tuple(counts)), Plan(ledger.lengths)
+    source: list[int] = []
+    target: list[int] = []
+    for sequence, (drafted, indices) in kept.items():
+        rows = ledger.rows(now, sequence, drafted)
+        source += [rows[index] for index in indices]
+        target += after.rows(plan, sequence, len(indices))
+    for storage in storages:
+        storage.move(source, target, plan.copies)
+    after.commit(plan)
+    return after

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +14,15 @@ from undivided.arguments.layout import Layout
 from undivided.cache import _attend, _eviction
 from undivided.cache._attend import CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
+from undivided.cache._between_steps import BetweenSteps
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._layers import LayerCaches
 from undivided.cache._ledger import Pages, Slots
-from undivided.cache._prompts import Prompts
 from undivided.cache._storage import Heads, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
 
 
-class InferenceParams(LayerCaches, Prompts):
+class InferenceParams(BetweenSteps):
     """The key/value caches of all layers of a model, and the sequences of the batch.
 
     Before each iteration, `pre_step` receives the sequences of the batch and the number of their new tokens. Then the
@@ -315,61 +314,6 @@ class InferenceParams(LayerCaches, Prompts):
             int32 [max_batch_size], 0 after the last sequence.
         """
         return self._seqlens_pre_step
-
-    def fork(self, src: Hashable, dst: Hashable) -> None:
-        """Start sequence dst as a copy of src, between two steps. Pages are shared until one of the two changes.
-
-        Args:
-            src: id of a sequence in the batch.
-            dst: a new id.
-
-        Raises:
-            InputError: src does not exist, dst exists, or there are max_batch_size sequences. Nothing changes.
-        """
-        self._batch.fork(src, dst, self._storages.values())
-        self._set_step(None)
-
-    def truncate(self, seq_id: Hashable, length: int) -> None:
-        """Drop the last tokens of a sequence, between two steps, for example after a rejected draft.
-
-        Args:
-            seq_id: id of the sequence.
-            length: number of tokens that remain, int.
-
-        Raises:
-            InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
-        """
-        self._batch.truncate(seq_id, length)
-        self._set_step(None)
-
-    def free(self, seq_id: Hashable) -> None:
-        """End a sequence between two steps, for example to start another with `match` or `fork` in its place.
-
-        A sequence that is missing from `pre_step` ends there, too.
-
-        Args:
-            seq_id: id of the sequence.
-
-        Raises:
-            InputError: the sequence does not exist.
-        """
-        self._batch.free(seq_id)
-        self._set_step(None)
-
-    def keep(self, indices: Mapping[Hashable, Sequence[int]]) -> None:
-        """Keep some of the step's new tokens, after the model ran, for example the accepted path of a draft tree.
-
-        Args:
-            indices: which of its new tokens stay, by sequence id: ascending ints, from 0; the others are dropped. A
-                sequence that is missing keeps all.
-
-        Raises:
-            InputError: there is no step, a sequence is not in it, or an index is wrong. Nothing changes.
-        """
-        step = self._current_step()
-        counts = dict(zip(self._batch.slots, step.counts, strict=False))
-        self._batch.keep(indices, counts, self._storages.values())
-        self._set_step(None)
 
     def evict(self, mask: Mask) -> int:
         """As `PagedKVCache.evict`, between two steps.

@@ -38,12 +38,12 @@ from undivided.masks._constructors import (
     predicate,
     prefix,
     sinks,
-    tree,
     window,
 )
 from undivided.masks._drawing import describe_structure as describe
 from undivided.masks._mask import Mask
 from undivided.masks._structure import Structure
+from undivided.masks._trees import tree
 from undivided.masks.normal_form import NormalForm
 
 __all__ = [

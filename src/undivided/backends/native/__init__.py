@@ -15,15 +15,8 @@ from undivided.arguments.layout import STRIDES
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.native import gradients
-from undivided.backends.native.call import (
-    DTYPES,
-    Records,
-    contiguous_groups,
-    is_plain,
-    page_fields,
-    plain_record,
-    with_addresses,
-)
+from undivided.backends.native.call import DTYPES, Records, is_plain, page_fields, plain_record, with_addresses
+from undivided.backends.native.scales import contiguous_groups
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.request.call import Call

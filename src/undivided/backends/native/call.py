@@ -210,19 +210,6 @@ def _band(problem: Problem) -> tuple[int, int]:
     return first, last
 
 
-def contiguous_groups(call: Call) -> Call:
-    """The call, with scales of int4 whose last axis has stride 1, in memory."""
-    k_scale, v_scale = call.k_scale, call.v_scale
-    assert k_scale is not None and v_scale is not None
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        kept = require_memory(scale)
-        if call.problem.quantized == "int4" and kept.stride(-1) != 1:
-            kept = kept.contiguous()
-        if kept is not scale:
-            call = call.with_problem(call.problem, **{name: kept})
-    return call
-
-
 def scale_fields(call: Call) -> tuple[int, ...]:
     """The record's fields from `format` on."""
     problem, k_scale, v_scale = call.problem, call.k_scale, call.v_scale

@@ -1,24 +1,29 @@
-"""`Prompts`: the prefix index of `InferenceParams`, which is used between two steps."""
+"""`BetweenSteps`: what changes the sequences of `InferenceParams` between two steps."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from undivided.cache._graphs import outside_of_graphs
+from undivided.cache._layers import LayerCaches
 from undivided.cache._storage import checked_token_ids
 
 if TYPE_CHECKING:
     from undivided.cache._batch import Batch, Step
 
 
-class Prompts(ABC):
-    """Prompts that begin as earlier ones: `remember` and `match`."""
+class BetweenSteps(LayerCaches, ABC):
+    """Sequences that start from others, lose tokens, or end."""
 
     _batch: Batch
+
+    @abstractmethod
+    def _current_step(self) -> Step:
+        """The step; InputError if there is none."""
 
     @abstractmethod
     def _set_step(self, step: Step | None) -> None:
@@ -79,3 +84,58 @@ class Prompts(ABC):
         count = self._batch.match(checked_token_ids("tokens", tokens), seq_id)
         self._set_step(None)
         return count
+
+    def fork(self, src: Hashable, dst: Hashable) -> None:
+        """Start sequence dst as a copy of src, between two steps. Pages are shared until one of the two changes.
+
+        Args:
+            src: id of a sequence in the batch.
+            dst: a new id.
+
+        Raises:
+            InputError: src does not exist, dst exists, or there are max_batch_size sequences. Nothing changes.
+        """
+        self._batch.fork(src, dst, self._storages.values())
+        self._set_step(None)
+
+    def truncate(self, seq_id: Hashable, length: int) -> None:
+        """Drop the last tokens of a sequence, between two steps, for example after a rejected draft.
+
+        Args:
+            seq_id: id of the sequence.
+            length: number of tokens that remain, int.
+
+        Raises:
+            InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
+        """
+        self._batch.truncate(seq_id, length)
+        self._set_step(None)
+
+    def free(self, seq_id: Hashable) -> None:
+        """End a sequence between two steps, for example to start another with `match` or `fork` in its place.
+
+        A sequence that is missing from `pre_step` ends there, too.
+
+        Args:
+            seq_id: id of the sequence.
+
+        Raises:
+            InputError: the sequence does not exist.
+        """
+        self._batch.free(seq_id)
+        self._set_step(None)
+
+    def keep(self, indices: Mapping[Hashable, Sequence[int]]) -> None:
+        """Keep some of the step's new tokens, after the model ran, for example the accepted path of a draft tree.
+
+        Args:
+            indices: which of its new tokens stay, by sequence id: ascending ints, from 0; the others are dropped. A
+                sequence that is missing keeps all.
+
+        Raises:
+            InputError: there is no step, a sequence is not in it, or an index is wrong. Nothing changes.
+        """
+        step = self._current_step()
+        counts = dict(zip(self._batch.slots, step.counts, strict=False))
+        self._batch.keep(indices, counts, self._storages.values())
+        self._set_step(None)
