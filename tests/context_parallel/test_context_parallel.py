@@ -23,7 +23,7 @@ from undivided.verification.inputs import Inputs, build
 from undivided.verification.oracle import Upstream
 
 WORLDS: dict[str, int | tuple[int, int]] = {"ring": 4, "all_gather": 3, "all_to_all": 4, "ring+all_to_all": (2, 2)}
-UNPAGED = [case for case in CASES.values() if case.page_size is None]
+UNPAGED = [case for case in CASES.values() if case.page_size is None and case.quantized is None]
 TURNS = dict(zip([case.name for case in UNPAGED], itertools.cycle(itertools.product(WORLDS, PLACEMENTS)), strict=False))
 
 

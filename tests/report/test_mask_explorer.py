@@ -45,9 +45,13 @@ def node(program: str, data: Any) -> Any:
 needs_node = pytest.mark.skipif(NODE is None, reason="Node.js is not installed: apt-get install nodejs")
 
 
+NOT_DRAWN = {"tree"}
+"""Constructors that the explorer does not know; it names those that it does."""
+
+
 def test_the_expressions_hold_every_constructor_and_every_kind_of_row() -> None:
     text = " ".join(one.text for one in EXPRESSIONS)
-    assert all(name in text for name in CALLS)
+    assert all(name in text for name in CALLS if name not in NOT_DRAWN)
     assert len(EXPRESSIONS) >= 60
     rows = [exact(one) for one in EXPRESSIONS]
     assert sum([] in one for one in rows) >= 20, "expressions with rows that have no keys"

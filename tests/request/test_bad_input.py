@@ -914,18 +914,18 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "explain-unknown": (
         lambda: explain(Q, Q, Q, layout="bshd", softcapp=1),
         (
-            "explain must be given only its own arguments (alibi_slopes, backend, bias, context_parallel, "
-            "deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, return_lse, scale, sinks, "
-            "softcap, v_scale), got ['softcapp']"
+            "explain must be given only its own arguments (alibi_slopes, backend, batch_invariant, bias, "
+            "context_parallel, deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, "
+            "return_lse, scale, sinks, softcap, v_scale), got ['softcapp']"
         ),
         "softcap=",
     ),
     "explain-foreign-keyword": (
         lambda: explain(Q, Q, Q, layout="bshd", window_size=(3, 0)),
         (
-            "explain must be given only its own arguments (alibi_slopes, backend, bias, context_parallel, "
-            "deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, return_lse, scale, sinks, "
-            "softcap, v_scale), got ['window_size']"
+            "explain must be given only its own arguments (alibi_slopes, backend, batch_invariant, bias, "
+            "context_parallel, deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, "
+            "return_lse, scale, sinks, softcap, v_scale), got ['window_size']"
         ),
         "mask=masks.window(left, right)",
     ),

@@ -42,7 +42,8 @@ bool fits_written(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t le
     int64_t size, stride;
   } axes[] = {{batch, b}, {heads, h}, {length, s}, {dim, 1}};
   std::sort(std::begin(axes), std::end(axes), [](const Axis& x, const Axis& y) { return x.stride < y.stride; });
-  double last = 0;  // offset of the last element
+  if (!batch || !heads || !length || !dim) return true;  // nothing is written
+  double last = 0;                                       // offset of the last element
   for (const Axis& axis : axes) {
     if (axis.size <= 1) continue;
     if ((double)axis.stride <= last) return false;

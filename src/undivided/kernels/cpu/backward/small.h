@@ -105,7 +105,8 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
     const auto [q, grad] = row_pointers<T>(p, block, r);
     h.q[n] = as_floats(q, a.qk_dim, n, w.q), h.grad[n] = as_floats(grad, a.v_dim, n, w.grad);
     for (int side = 0; side < 2; side++) h.start[side][n] = h.start[side][r], h.stop[side][n] = h.stop[side][r];
-    h.visible[n] = {h.visible[r].start - h.first_key, h.visible[r].stop - h.first_key};
+    const Segment own = h.visible[r];  // empty if the keys that the row sees are not in this part of the keys
+    h.visible[n] = own.start < own.stop ? Segment{own.start - h.first_key, own.stop - h.first_key} : Segment{0, 0};
     h.rows++;
   }
 }
