@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from undivided import _interpreter as _interpreter  # isort: skip  (first: it raises before PyTorch is imported)
 from undivided import masks
 from undivided._version import __version__ as __version__
 from undivided.backends._table import backends
@@ -72,7 +73,7 @@ _LAZY = {
     "replace_sdpa": "integrations.torch_sdpa",
     "verify": "verification",
 }
-_LAZY_PACKAGES = ("cache", "context_parallel", "diagnosis", "integrations", "nn", "verification")
+_LAZY_PACKAGES = ("cache", "context_parallel", "diagnosis", "integrations", "nn", "quantization", "verification")
 
 
 if not TYPE_CHECKING:  # or type checkers would accept every name

@@ -52,8 +52,11 @@ def attention(
     dropout_seed: int | Tensor | None = ...,
     backend: str | None = ...,
     deterministic: bool | None = ...,
+    batch_invariant: bool | None = ...,
     return_lse: Literal[False] = ...,
     pages: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     context_parallel: ContextParallelLike | None = ...,
 ) -> Tensor: ...
 
@@ -75,8 +78,11 @@ def attention(
     dropout_seed: int | Tensor | None = ...,
     backend: str | None = ...,
     deterministic: bool | None = ...,
+    batch_invariant: bool | None = ...,
     return_lse: Literal[True],
     pages: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
     context_parallel: ContextParallelLike | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -97,8 +103,11 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
     **unknown: Any,  # not in the overloads, which are what type checkers see; an empty dict costs 20 ns
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -128,10 +137,16 @@ def attention(
         backend: the backend or family that must run; the call raises if it cannot. None lets selection choose.
         deterministic: results must repeat bit for bit; None follows torch.use_deterministic_algorithms and
             UNDIVIDED_DETERMINISTIC.
+        batch_invariant: a row's result must depend on its own query, keys and values only: not on the batch, packing,
+            padding, layout, chunks of the prefill, page size or threads. None follows `set_backends` and
+            UNDIVIDED_BATCH_INVARIANT.
         return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32,
             differentiable.
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
             the lengths.
+        k_scale, v_scale: fp32 scales of quantised keys and values (`undivided.quantization`); k and v then hold int8,
+            float8_e4m3fn, float8_e5m2 or, for int4, uint8 [.., D/2], in any layout or in pages. Each scale has the
+            shape of its tensor without the last axis (int4: with D/32 in its place). Nothing may require a gradient.
         context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask
             and the keys of the bias are of the whole sequence, and dropout_seed must be given.
 
@@ -159,16 +174,21 @@ def attention(
             raise error
         raise error.as_also(TypeError)  # Python raises TypeError for an unknown keyword
     if autograd.any_autocast():
-        q, k, v = autograd.autocast(q, k, v)
-    options = new_tuple(Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages))
+        q, k, v = autograd.autocast(q, k, v, k_scale)
+    options = new_tuple(
+        Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale)
+    )
     request = new_tuple(
-        Request, (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic)
+        Request,
+        (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic, batch_invariant),
     )
     if context_parallel is not None:
         return _checked(context_parallel).attention(request)
-    if torch.compiler.is_compiling() or is_observed(q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages):
+    if torch.compiler.is_compiling() or is_observed(
+        q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
+    ):
         return compile.attention(request)
-    decision, call, tensors = prepare(request, policy(backend, deterministic))
+    decision, call, tensors = prepare(request, policy(backend, deterministic, batch_invariant=batch_invariant))
     return autograd.run(decision.backend, call, tensors)
 
 
@@ -188,8 +208,11 @@ def explain(
     dropout_seed: int | Tensor | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
     machine: Machine | None = None,
     **unknown: Any,
@@ -201,7 +224,8 @@ def explain(
             tensors.
         context_parallel: as for `attention`; the answer is for this rank's largest piece of work.
         q, k, v, layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, backend,
-            deterministic, return_lse, pages: as for `attention`; tensors on the meta device are enough.
+            deterministic, batch_invariant, return_lse, pages, k_scale, v_scale: as for `attention`; meta tensors are
+            enough.
 
     Returns:
         A `Decision`: ``print`` it for the table, read ``.chosen`` (None if no backend can run it) and ``.reasons``.
@@ -225,17 +249,19 @@ def explain(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-    q, k, v = autograd.autocast(q, k, v)
+    q, k, v = autograd.autocast(q, k, v, k_scale)
     request = Request(
         Tensors(q, k, v, bias, sinks, alibi_slopes),
-        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages),
+        Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale),
         backend,
         deterministic,
+        batch_invariant,
     )
     machine = machine or _this(q, device)
     if context_parallel is not None:
         return _checked(context_parallel).explain(request, machine, device)
-    return decide_request(request, machine, policy(backend, deterministic), device)
+    allowed = policy(backend, deterministic, batch_invariant=batch_invariant)
+    return decide_request(request, machine, allowed, device)
 
 
 def _unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
@@ -261,4 +287,6 @@ def _checked(context_parallel: object) -> ContextParallelLike:
     return cast(ContextParallelLike, context_parallel)
 
 
-_ARGUMENTS = frozenset((*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "context_parallel"))
+_ARGUMENTS = frozenset(
+    (*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "batch_invariant", "context_parallel")
+)

@@ -96,8 +96,8 @@ def scaled_dot_product_attention(
             mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
         if isinstance(scale, Tensor):
             scale = _number(scale)
-        options = new_tuple(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None))
-        out = _attend(new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None)))
+        options = new_tuple(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None, None, None))
+        out = _attend(new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None)))
     except InputError as error:
         if torch.compiler.is_compiling():
             raise

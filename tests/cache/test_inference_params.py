@@ -195,6 +195,63 @@ def test_prompts_share_their_pages() -> None:
     assert len(model.params._batch.ledger.unused) == 11 - 4 - 3
 
 
+def matched(model: Model, prompt: list[int], name: object, source: object) -> int:
+    """Start a sequence with the indexed pages of a prompt, whose tokens are those of `source`."""
+    known = model.params.match(prompt, name)
+    if known:
+        model.seen[name] = [[t[:known] for t in layer] for layer in model.seen[source]]
+    return known
+
+
+def test_a_prompt_that_begins_as_another_is_computed_from_there() -> None:
+    model, prompt = Model(new_params(True)), list(range(11))
+    assert matched(model, prompt, "a", "a") == 0
+    model.step({"a": 11})
+    model.params.remember(prompt, "a")
+    assert matched(model, [*range(9), 77, 78], "b", "a") == 8
+    model.step({"a": 1, "b": 3})
+    assert model.params.page_table[0, :2].tolist() == model.params.page_table[1, :2].tolist()
+    assert dict(model.params.sequences) == {"a": 12, "b": 11}
+    assert matched(model, prompt[:8], "c", "a") == 4  # the last token of a prompt is always computed
+    model.step({"c": 4, "a": 1})
+
+
+def test_pages_of_a_prompt_outlive_their_sequence_until_they_are_needed() -> None:
+    model, prompts = Model(new_params(True)), [list(range(16)), list(range(50, 66))]
+    for name, prompt in zip("ab", prompts, strict=True):
+        model.step({name: 16})
+        model.params.remember(prompt, name)
+    model.step({"b": 0, "c": 20})  # "c" needs 5 pages of 11, so the last 2 of "a" are given up
+    model.step({"b": 0})
+    seen = model.seen["b"]
+    model.params.pre_step({})
+    model.seen = {"b": seen}
+    assert matched(model, [*prompts[1], 0], "d", "b") == 16
+    model.step({"d": 1})
+    assert model.params.match([*prompts[0], 0], "e") == 8
+    model.params.reset()
+    assert model.params.match([*prompts[1], 0], "d") == 0
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_prompts_that_are_refused(paged: bool) -> None:
+    model = Model(new_params(paged))
+    model.step({"a": 3, "b": 3, "c": 0})
+    before = state(model.params)
+    cases = [
+        (lambda: model.params.match([1, 2], "a"), "seq_id must not be the id of a sequence in the batch"),
+        (lambda: model.params.match([1, 2], "d"), "seq_id must be one of at most max_batch_size=3"),
+        (lambda: model.params.remember([1, 2], "d"), "seq_id must be the id of a sequence"),
+        (lambda: model.params.remember([1] * 4, "a"), "tokens must be at most the 3 cached tokens of 'a'"),
+        (lambda: model.params.match("ab", "e"), "tokens must be a list of ints"),
+    ]
+    for call, message in cases:
+        with pytest.raises(InputError, match=message if paged or "list" in message else "is_paged must be True"):
+            call()
+        assert state(model.params) == before
+    model.step({"b": 1, "a": 4})
+
+
 def test_memory_is_allocated_on_the_device_of_the_first_keys() -> None:
     params = InferenceParams(2, 8, KV_HEADS, DIM, torch.float32)
     params.allocate_memory(1)

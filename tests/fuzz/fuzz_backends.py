@@ -31,6 +31,7 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.cli._mask_words import parse
+from undivided.verification.report import Row
 
 EDGES = tuple(sorted({1, 2, 3, 5, 7, 9, *(n + d for n in (16, 32, 48, 64, 128, 192, 256, 320) for d in (-1, 0, 1))}))
 HEAD_SIZES = (1, 8, 16, 17, 31, 32, 40, 63, 64, 65, 80, 96, 127, 128, 129, 192, 256)
@@ -210,9 +211,24 @@ def _paged(spec: Spec, make: torch.Generator) -> dict[str, Tensor]:
 
 BACKENDS = ["native", "reference", "torch_flash"]
 """FlexAttention would compile for each problem, half a second on average."""
-SLACK = 2
+SLACK, SLACK_OF_FEW, FEW_ROWS, FEW_KEYS = 2, 4, 32, 8
 """Times the budget, which is a statistic: the error of a problem of few numbers exceeds it by chance."""
+SLACK_OF_NOISE, NO_DIGITS = 64, 0.1
+"""For gradients that nearly cancel: few rows or keys, or large scores, whose weights the backward recomputes from the
+log-sum-exp (an error of its size times 2^-24). From the second budget on, plain attention has no digit right."""
 REFUSED = "the problem is refused"
+
+
+def _is_wrong(spec: Spec, row: Row) -> bool:
+    few = sum(spec.q_lens) * spec.heads < FEW_ROWS
+    if row.quantity in ("out", "lse"):
+        return row.error > (SLACK_OF_FEW if few else SLACK) * row.budget
+    if row.budget > NO_DIGITS:
+        return False
+    if few or spec.factor > 1 or max(spec.kv_lens) < FEW_KEYS or "chunks(1," in spec.mask:
+        eps = torch.finfo(DTYPES[spec.dtype]).eps
+        return row.error > max(SLACK_OF_NOISE * row.budget, SLACK_OF_NOISE * eps)
+    return row.error > SLACK * row.budget
 
 
 def failure(spec: Spec, backends: list[str] | None = None) -> str:
@@ -227,9 +243,7 @@ def failure(spec: Spec, backends: list[str] | None = None) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         torch.set_num_threads(before)
-    rounding = 8 * torch.finfo(DTYPES[spec.dtype]).eps  # of the sum of dO * O, where a row sees one key and dS is 0
-    floor = {"dq": rounding, "dk": rounding}
-    wrong = [row for row in report.failures if row.error > max(SLACK * row.budget, floor.get(row.quantity, 0))]
+    wrong = [row for row in report.failures if _is_wrong(spec, row)]
     return "\n".join(f"{row.backend} {row.quantity}: {row.error:.1e} of {row.budget:.1e} {row.note}" for row in wrong)
 
 

@@ -107,6 +107,14 @@ Attention small_problem(FuzzedDataProvider& data) {
   a.k_s = a.qk_dim, a.k_h = a.k_s * length, a.k_b = a.k_h * a.kv_heads;
   a.v_s = a.v_dim, a.v_h = a.v_s * length, a.v_b = a.v_h * a.kv_heads;
   a.bias_dtype = size(0, 2), a.bias_k = 1, a.bias_q = a.kv_len, a.bias_h = 0, a.dense_k = 1, a.dense_q = a.kv_len;
+  a.batch_invariant = size(0, 3) == 0;
+  if (data.ConsumeIntegralInRange(0, 3) == 0) {
+    a.format = size(1, 4);
+    if (a.format == kInt4) a.qk_dim = 32 * size(1, 2), a.v_dim = 32 * size(1, 2);
+    const int64_t k_groups = a.format == kInt4 ? a.qk_dim / 32 : 1, v_groups = a.format == kInt4 ? a.v_dim / 32 : 1;
+    a.k_scale_s = k_groups, a.k_scale_h = a.k_scale_s * length, a.k_scale_b = a.k_scale_h * a.kv_heads;
+    a.v_scale_s = v_groups, a.v_scale_h = a.v_scale_s * length, a.v_scale_b = a.v_scale_h * a.kv_heads;
+  }
   a.slopes_h = 1, a.dropout = data.ConsumeBool() ? size(0, 65536) : 0, a.survivor_scale = 1.5;
   return a;
 }
@@ -124,8 +132,18 @@ void place(Attention& a, FuzzedDataProvider& data, Memory& memory) {
     a.pages = (const int32_t*)memory.allocate(4, {{a.batch, a.pages_b}, {columns, 1}});
   }
   const int64_t outer = a.pages ? a.page_count : a.batch, inner = a.pages ? a.page_size : a.kv_len;
-  a.k = memory.allocate(width, {{outer, a.k_b}, {a.kv_heads, a.k_h}, {inner, a.k_s}, {a.qk_dim, 1}});
-  a.v = memory.allocate(width, {{outer, a.v_b}, {a.kv_heads, a.v_h}, {inner, a.v_s}, {a.v_dim, 1}});
+  const int64_t key_width = a.format ? 1 : width, packed = a.format == kInt4 ? 2 : 1;
+  a.k = memory.allocate(key_width, {{outer, a.k_b}, {a.kv_heads, a.k_h}, {inner, a.k_s}, {a.qk_dim / packed, 1}});
+  a.v = memory.allocate(key_width, {{outer, a.v_b}, {a.kv_heads, a.v_h}, {inner, a.v_s}, {a.v_dim / packed, 1}});
+  a.k_scale = a.v_scale = nullptr;
+  if (a.format) {
+    auto scales = [&](int64_t b, int64_t h, int64_t s, int64_t dim) {
+      const int64_t groups = a.format == kInt4 ? dim / kGroupSize : 1;
+      return (const float*)memory.allocate(4, {{outer, b}, {a.kv_heads, h}, {inner, s}, {groups, 1}});
+    };
+    a.k_scale = scales(a.k_scale_b, a.k_scale_h, a.k_scale_s, a.qk_dim);
+    a.v_scale = scales(a.v_scale_b, a.v_scale_h, a.v_scale_s, a.v_dim);
+  }
   if (!a.band && data.ConsumeBool()) {
     int32_t* ranges = (int32_t*)memory.allocate(4, {{a.batch, a.ranges_b}, {a.q_len, a.columns}, {a.columns, 1}});
     const bool in_range = !chance();
@@ -134,6 +152,18 @@ void place(Attention& a, FuzzedDataProvider& data, Memory& memory) {
         for (int64_t i = 0; i < a.q_len * a.columns; i++)
           ranges[b * a.ranges_b + i] = (int32_t)((uint32_t)ranges[b * a.ranges_b + i] % ((uint64_t)a.kv_len + 1));
     a.ranges = ranges;
+  }
+  a.first_key = nullptr;
+  if (a.ranges && a.batch_invariant && chance()) {
+    a.first_key_b = a.ranges_b ? a.q_len : 0;
+    int32_t* first = (int32_t*)memory.allocate(4, {{a.batch, a.first_key_b}, {a.q_len, 1}});
+    const int64_t step = a.pages && a.page_size > 0 ? a.page_size : 1, rows = a.ranges_b ? a.batch : 1;
+    for (int64_t b = 0; first != kNoMemory_ && a.ranges != kNoMemory_ && b < rows; b++)
+      for (int64_t i = 0; i < a.q_len; i++) {
+        int32_t& key = first[b * a.first_key_b + i];
+        key = chance() ? key : (int32_t)(a.ranges[b * a.ranges_b + i * a.columns] / step * step);
+      }
+    a.first_key = first;
   }
   if (chance()) a.sinks = (const float*)memory.allocate(4, {{a.heads, 1}});
   if (chance())
@@ -248,6 +278,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
       break;
     case 10:
       g.grad_out = nullptr;
+      break;
+    case 11:
+      a.k_scale = nullptr;
+      break;
+    case 12:
+      a.v_scale = nullptr;
       break;
   }
   if (!undivided::is_valid(a)) {

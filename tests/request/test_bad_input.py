@@ -915,8 +915,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         lambda: explain(Q, Q, Q, layout="bshd", softcapp=1),
         (
             "explain must be given only its own arguments (alibi_slopes, backend, bias, context_parallel, "
-            "deterministic, dropout_p, dropout_seed, layout, machine, mask, pages, return_lse, scale, sinks, "
-            "softcap), got ['softcapp']"
+            "deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, return_lse, scale, sinks, "
+            "softcap, v_scale), got ['softcapp']"
         ),
         "softcap=",
     ),
@@ -924,8 +924,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         lambda: explain(Q, Q, Q, layout="bshd", window_size=(3, 0)),
         (
             "explain must be given only its own arguments (alibi_slopes, backend, bias, context_parallel, "
-            "deterministic, dropout_p, dropout_seed, layout, machine, mask, pages, return_lse, scale, sinks, "
-            "softcap), got ['window_size']"
+            "deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, return_lse, scale, sinks, "
+            "softcap, v_scale), got ['window_size']"
         ),
         "mask=masks.window(left, right)",
     ),

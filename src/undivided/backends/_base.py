@@ -26,8 +26,8 @@ Gradients = Sequence[Tensor | None]
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
 )
-ANY_PART = ALL_MASKS | {"ranges"}
-"""All masks, and row ranges of some rows, keys and heads: what context parallelism runs (`NormalForm.shard`)."""
+ANY_PART = ALL_MASKS | {"ranges", "tree"}
+"""All masks, trees, and row ranges of some rows, keys and heads: what context parallelism runs (`NormalForm.shard`)."""
 ALL_FEATURES = frozenset(FEATURES)
 
 _MASK_WORDS = {
@@ -44,6 +44,7 @@ _MASK_WORDS = {
     "chunks": "chunked attention",
     "dense": "a dense boolean mask",
     "predicate": "a mask predicate",
+    "tree": "a draft tree",
     "ranges": "row ranges of a part of the sequence",
 }
 
@@ -59,6 +60,7 @@ class Limits:
     features: a subset of `FEATURES`.
     compute_capability: (lowest, highest), None if unlimited; only on CUDA.
     packages: required packages: (name, lowest version or None, first version that no longer works or None).
+    batch_invariant: a row's result can be made to depend on its own query, keys and values only.
     """
 
     devices: frozenset[str]
@@ -70,6 +72,7 @@ class Limits:
     features: frozenset[str] = frozenset()
     compute_capability: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
     packages: tuple[tuple[str, Version | None, Version | None], ...] = ()
+    batch_invariant: bool = False
     notes: dict[str, str] = field(default_factory=dict)
     """Why a feature or mask kind is missing, added in brackets to its reason."""
 
@@ -118,6 +121,14 @@ class Backend:
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
         """Why it is chosen only if requested by name, although it could run; None if it is chosen without a request."""
         return None
+
+    def notes(self, call: Call, tensors: Tensors) -> list[str]:
+        """Facts for `explain` that depend on the tensors' values, such as keys that sequences share."""
+        return []
+
+    def last_notes(self, problem: Problem) -> list[str]:
+        """As `notes`, for the last call of this thread, which had this problem."""
+        return []
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention. Autograd does not record here.
@@ -182,6 +193,8 @@ def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[st
         reasons.append(f"{problem.align.replace('_', '-')} alignment, and the two differ here")
     for feature in sorted(problem.features - limits.features):
         reasons.append(_with_note(f"no support for {FEATURES[feature]}", limits.notes.get(feature)))
+    if problem.batch_invariant and not limits.batch_invariant:
+        reasons.append("batch-invariant results (its order of sums depends on the batch)")
     return reasons
 
 

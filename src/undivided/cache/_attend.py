@@ -29,7 +29,7 @@ from undivided.cache._masks import (
     with_cached_lengths,
     with_documents,
 )
-from undivided.cache._storage import Counts, Heads
+from undivided.cache._storage import Counts, Heads, Pools
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
@@ -44,14 +44,13 @@ class CachedSequences(NamedTuple):
     """The cached sequences of a call.
 
     Args:
-        k, v: [B, R, N, Dk] and [B, R, N, Dv], or pools of pages [P, R, N, D].
+        pools: keys and values, [B, R, N, D], or pools of pages, [P, R, N, D], and their scales if they are quantised.
         lengths: tokens of each sequence.
         pages: block table of the pools, int32 [B, pages of the longest].
         tables: the pages of each sequence if any were evicted, otherwise None.
     """
 
-    k: Tensor
-    v: Tensor
+    pools: Pools
     lengths: Counts
     pages: Tensor | None = None
     tables: Sequence[Sequence[int]] | None = None
@@ -70,7 +69,7 @@ def attend(
         check_mask(checked_mask(mask), layout)
     if cached.tables is not None:
         counts = (q.shape[_AXIS[layout]],) * len(cached.lengths) if q_counts is None else q_counts
-        _eviction.check_hidden(mask, cached.tables, cached.lengths, counts, cached.k.shape[1])
+        _eviction.check_hidden(mask, cached.tables, cached.lengths, counts, cached.pools.k.shape[1])
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":
@@ -80,6 +79,8 @@ def attend(
         k, v, mask = _contiguous_inputs(cached, layout, q_counts, mask)
     else:
         k, v, mask = _paged_inputs(cached, q_counts, mask, options)
+    if cached.pools.k_scale is not None:
+        options["k_scale"], options["v_scale"] = _scales(cached, layout)
     if mask is EVERY:
         mask = None  # less work per step
     out: Output = attention(q, k, v, layout=layout, mask=mask, pages=cached.pages, **options)
@@ -90,7 +91,7 @@ def _contiguous_inputs(
     cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys up to the longest sequence, and their mask. Sequences of equal length need no lengths in the mask."""
-    k, v, lengths, _, _ = cached
+    (k, v, *_), lengths, _, _ = cached
     longest = max(lengths)
     k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
@@ -102,7 +103,7 @@ def _paged_inputs(
     cached: CachedSequences, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The pools, and a mask of whole pages: masks and biases per pair are extended to the end of the last page."""
-    k, v, lengths, pages, _ = cached
+    (k, v, *_), lengths, pages, _ = cached
     assert pages is not None
     longest, extent = max(lengths), pages.shape[1] * k.shape[1]
     if longest != extent and mask.kinds & PER_KEY:
@@ -117,7 +118,7 @@ def _packed_inputs(
     cached: CachedSequences, q_counts: Counts, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys for packed queries, and a mask of documents; the keys of each start at its own slot or page."""
-    k, v, lengths, pages, _ = cached
+    (k, v, *_), lengths, pages, _ = cached
     if options.get("bias") is not None:
         hint = "a cache in layout 'bshd', with padding"
         raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
@@ -127,6 +128,17 @@ def _packed_inputs(
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     build = functools.partial(with_documents, mask, lengths, q_counts, k.device, slot)
     return k, v, mask.cached(("cache", lengths, q_counts, k.device, slot), build)
+
+
+def _scales(cached: CachedSequences, layout: Layout) -> tuple[Tensor, ...]:
+    """The scales of the keys and values that the call reads, with the axes of those."""
+    scales = cached.pools.scales
+    if cached.pages is not None:
+        return scales
+    if layout == "thd":
+        return tuple([scale.flatten(0, 1) for scale in scales])
+    longest = max(cached.lengths)
+    return tuple([_layout.restore(scale[:, :longest], layout) for scale in scales])
 
 
 def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import LAYOUTS, Layout
-from undivided.cache._ledger import Pages, Slots
+from undivided.cache._ledger import Pages, Slots, checked_indices, keep
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
 
@@ -117,16 +117,27 @@ class Batch:
     def fork(self, src: Hashable, dst: Hashable, storages: Iterable[Storage]) -> None:
         """Start sequence dst as a copy of src."""
         slot = self._slot("src", src)
-        if dst in self.slots:
-            raise InputError("dst", "not be the id of a sequence in the batch", repr(dst))
-        if len(self.slots) == self.max_sequences:
-            raise InputError("dst", f"be one of at most max_batch_size={self.max_sequences} sequences", repr(dst))
-        slots = self._assign_slots([*self.slots, dst])
+        slots = self._slots_with("dst", dst)
         pairs = [(slot, slots[dst])]
         for storage in storages:
             storage.copy(*self.ledger.fork_copies(pairs))
         self.ledger.fork(pairs)
         self.slots = slots
+
+    def remember(self, tokens: list[int], name: Hashable) -> None:
+        """Index the full pages of a sequence, which begins with these tokens."""
+        ledger, slot = self.paged_ledger("share the pages of a prompt"), self._slot("seq_id", name)
+        if len(tokens) > ledger.lengths[slot]:
+            must = f"be at most the {ledger.lengths[slot]} cached tokens of {name!r}"
+            raise InputError("tokens", must, len(tokens))
+        ledger.remember(slot, tokens)
+
+    def match(self, tokens: list[int], name: Hashable) -> int:
+        """Start a sequence with the indexed pages of a prompt; the number of their tokens."""
+        ledger, slots = self.paged_ledger("share the pages of a prompt"), self._slots_with("seq_id", name)
+        count = ledger.match(slots[name], tokens[:-1])
+        self.slots = slots
+        return count
 
     def truncate(self, name: Hashable, length: int) -> None:
         """Drop the last tokens of a sequence."""
@@ -135,6 +146,37 @@ class Batch:
         if as_integer("length", length, 0) > lengths[slot]:
             raise InputError("length", f"be at most the {lengths[slot]} cached tokens of {name!r}", length)
         self.ledger.truncate((*lengths[:slot], length, *lengths[slot + 1 :]))
+
+    def free(self, name: Hashable) -> None:
+        """Drop a sequence."""
+        self.ledger.free(self._slot("seq_id", name))
+        del self.slots[name]
+
+    def keep(
+        self, indices: Mapping[Hashable, Sequence[int]], counts: Mapping[Hashable, int], storages: Iterable[Storage]
+    ) -> None:
+        """Keep some of the last tokens of sequences, which have these numbers of them."""
+        if not isinstance(indices, Mapping):
+            raise InputError("indices", "map the id of a sequence to a list of ints", type(indices).__name__)
+        kept = {}
+        for name, chosen in indices.items():
+            slot = self._slot("indices", name)
+            kept[slot] = counts[name], checked_indices(f"indices[{name!r}]", chosen, counts[name])
+        self.ledger = keep(self.ledger, storages, kept)
+
+    def paged_ledger(self, purpose: str) -> Pages:
+        """The ledger, or InputError if the batch is not paged."""
+        if not isinstance(self.ledger, Pages):
+            raise InputError("is_paged", f"be True to {purpose}", False)
+        return self.ledger
+
+    def _slots_with(self, argument: str, name: Hashable) -> dict[Hashable, int]:
+        """The slots with one for a new sequence."""
+        if name in self.slots:
+            raise InputError(argument, "not be the id of a sequence in the batch", repr(name))
+        if len(self.slots) == self.max_sequences:
+            raise InputError(argument, f"be one of at most max_batch_size={self.max_sequences} sequences", repr(name))
+        return self._assign_slots([*self.slots, name])
 
     def _slot(self, argument: str, name: Hashable) -> int:
         if name not in self.slots:

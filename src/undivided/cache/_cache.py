@@ -14,8 +14,8 @@ from undivided.arguments.layout import Layout
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._ledger import Ledger, Slots
-from undivided.cache._storage import Counts, Storage, checked_counts, checked_tokens, packed_counts
+from undivided.cache._ledger import Ledger, Slots, checked_indices, keep
+from undivided.cache._storage import Counts, Memory, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.request.checks import check_layout
@@ -44,7 +44,10 @@ class Cache(ABC):
 
     @property
     def k(self) -> Tensor:
-        """The memory of the keys, for custom kernels: [B, max_len, N, Dk], or pages [num_pages, page_size, N, Dk]."""
+        """The memory of the keys, for custom kernels: [B, max_len, N, Dk], or pages [num_pages, page_size, N, Dk].
+
+        Of a quantised cache, the quantised keys; int4 has Dk / 2 bytes per head.
+        """
         return self._storage.k
 
     @property
@@ -53,13 +56,36 @@ class Cache(ABC):
         return self._storage.v
 
     @property
+    def k_scale(self) -> Tensor | None:
+        """The scales of a quantised cache's keys: fp32, `k` without its last axis; int4 has one per 32 elements.
+
+        None if the cache is not quantised.
+        """
+        return self._storage.pools.k_scale
+
+    @property
+    def v_scale(self) -> Tensor | None:
+        """The scales of the values: as `k_scale`."""
+        return self._storage.pools.v_scale
+
+    @property
+    def quantize(self) -> str | None:
+        """The format of the cached keys and values, or None."""
+        return self._storage.heads.format
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes of the values and scales, and those of the same cache in bfloat16; `print` shows them."""
+        return self._storage.memory
+
+    @property
     def device(self) -> torch.device:
         """The device of keys and values."""
         return self._storage.k.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of keys and values."""
+        """The dtype of the new keys and values, and of the queries."""
         return self._storage.heads.dtype
 
     @outside_of_graphs
@@ -70,7 +96,8 @@ class Cache(ABC):
 
         Args:
             k: new keys in the cache's layout: [B, S, N, Dk] in "bshd", [S, B, N, Dk] in "sbhd", [B, N, S, Dk] in
-                "bhsd", [T, N, Dk] in "thd"; in the cache's dtype (any dtype under autocast).
+                "bhsd", [T, N, Dk] in "thd"; in the cache's dtype (any dtype under autocast), never quantised: a
+                quantised cache quantises them here.
             v: new values, as k with head size Dv.
             lengths: number of real tokens of each sequence, which come first: a list of B ints or an int tensor [B]
                 (reading a tensor on a GPU waits for it). None: all S. In "thd", the tokens of each sequence.
@@ -200,6 +227,34 @@ class Cache(ABC):
             if after > before:
                 raise InputError(f"lengths[{n}]", f"be at most the {before} cached tokens of sequence {n}", after)
         self._ledger.truncate(remaining)
+        self._last = None
+
+    def keep(self, indices: Sequence[Sequence[int] | Tensor]) -> None:
+        """Keep some of the tokens that were appended last, for example the accepted path of a draft tree.
+
+        Args:
+            indices: for each sequence, which of its tokens of the last `append` stay: ascending ints, from 0; they
+                become its last tokens. The others are dropped. An empty list drops all.
+
+        Raises:
+            InputError: there was no append, or an index is wrong. The cache is unchanged.
+
+        >>> import torch, undivided
+        >>> cache = undivided.KVCache(1, 8, 1, 4, dtype=torch.float32)
+        >>> tree = torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 1, 4)
+        >>> cache.append(tree, tree)
+        >>> cache.keep([[0, 2, 3]])
+        >>> cache.lengths, cache.k[0, :3, 0, 0].tolist()
+        ((3,), [0.0, 2.0, 3.0])
+        """
+        if self._last is None:
+            raise InputError("indices", "be given directly after append", "no append, or another change since it")
+        if len(indices) != self.batch:
+            raise InputError("indices", f"be one list for each of the {self.batch} sequences", len(indices))
+        kept = {
+            n: (count, checked_indices(f"indices[{n}]", indices[n], count)) for n, count in enumerate(self._last[0])
+        }
+        self._ledger = keep(self._ledger, [self._storage], kept)
         self._last = None
 
     def fork(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:

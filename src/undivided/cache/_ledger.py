@@ -6,12 +6,15 @@ refused request has no effect. Tokens are written to the rows of the plan, then 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self, TypeVar
 
+from torch import Tensor
+
+from undivided.arguments.checks import as_integer
 from undivided.cache._prefixes import PrefixIndex
-from undivided.cache._storage import Counts
+from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
 
 EVICTED = -1
@@ -68,6 +71,10 @@ class Ledger(Protocol):
 
     def free(self, sequence: int) -> None:
         """Drop a sequence."""
+        ...
+
+    def copy(self) -> Self:
+        """An equal ledger."""
         ...
 
 
@@ -136,7 +143,7 @@ class Pages:
         self.references = [0] * num_pages
         self.unused = list(range(num_pages - 1, -1, -1))  # taken from the end: page 0 first
         self.evicted = [0] * batch  # tokens that each sequence had at its last eviction; fewer must not remain
-        self.prefixes: PrefixIndex | None = None
+        self.prefixes = PrefixIndex(page_size)
         self.changes = 0  # of the tables, so that copies of them can be refreshed
 
     def plan(self, counts: Counts) -> Plan:
@@ -166,25 +173,23 @@ class Pages:
     @property
     def free_pages(self) -> int:
         """The number of pages that no sequence uses; the index of prefixes gives its own up if they are needed."""
-        kept = 0 if self.prefixes is None else self.prefixes.droppable(self.references)
-        return len(self.unused) + kept
+        return len(self.unused) + self.prefixes.droppable(self.references)
 
     def _reclaim(self, count: int) -> bool:
         """Free so many pages of the index, or none if it has fewer; whether it had enough."""
-        if self.prefixes is None or self.prefixes.droppable(self.references) < count:
+        if self.prefixes.droppable(self.references) < count:
             return False
         self._release(self.prefixes.drop(self.references, count))
         return True
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
         """Index the full pages that hold these tokens, the first ones of a sequence."""
-        assert self.prefixes is not None
         for page in self.prefixes.add(tokens, self.tables[sequence]):
             self.references[page] += 1
 
     def match(self, sequence: int, tokens: Sequence[int]) -> int:
         """Give an empty sequence the pages of the longest indexed prefix; the number of its tokens."""
-        assert self.prefixes is not None and not self.lengths[sequence]
+        assert not self.lengths[sequence]
         pages = self.prefixes.find(tokens)
         for page in pages:
             self.references[page] += 1
@@ -302,9 +307,56 @@ class Pages:
                 self.unused.append(page)
 
     def copy(self) -> Pages:
-        """An equal ledger."""
+        """An equal ledger, with the same index of prefixes."""
         twin = type(self)(0, self.page_size, 0)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
         twin.tables = [list(pages) for pages in self.tables]
         twin.references, twin.unused, twin.evicted = list(self.references), list(self.unused), list(self.evicted)
+        twin.prefixes = self.prefixes
         return twin
+
+
+L = TypeVar("L", bound=Ledger)
+
+
+def checked_indices(argument: str, indices: object, drafted: int) -> list[int]:
+    """The indices, if they ascend within the drafted tokens; otherwise InputError."""
+    values = indices.tolist() if isinstance(indices, Tensor) else indices
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputError(argument, "be a list of ints", type(indices).__name__)
+    found = [as_integer(f"{argument}[{n}]", value, 0) for n, value in enumerate(values)]
+    for n, index in enumerate(found):
+        if index >= drafted:
+            raise InputError(f"{argument}[{n}]", f"be one of the {drafted} tokens that were appended last", index)
+        if n and index <= found[n - 1]:
+            raise InputError(argument, "ascend, as a path from the root does", found)
+    return found
+
+
+def keep(ledger: L, storages: Iterable[Storage], kept: Mapping[int, tuple[int, Sequence[int]]]) -> L:
+    """The ledger after the last tokens of some sequences were compacted in every storage.
+
+    Args:
+        ledger: unchanged.
+        kept: by sequence: the number of its last tokens, and which of them stay.
+
+    Raises:
+        InputError: pages of these tokens were evicted, or shared pages cannot be copied. Nothing changes.
+    """
+    lengths, counts = list(ledger.lengths), [0] * len(ledger.lengths)
+    for sequence, (drafted, indices) in kept.items():
+        lengths[sequence] -= drafted
+        counts[sequence] = len(indices)
+    after = ledger.copy()
+    after.truncate(tuple(lengths))
+    plan, now = after.plan(tuple(counts)), Plan(ledger.lengths)
+    source: list[int] = []
+    target: list[int] = []
+    for sequence, (drafted, indices) in kept.items():
+        rows = ledger.rows(now, sequence, drafted)
+        source += [rows[index] for index in indices]
+        target += after.rows(plan, sequence, len(indices))
+    for storage in storages:
+        storage.move(source, target, plan.copies)
+    after.commit(plan)
+    return after

@@ -3,13 +3,14 @@
 Legend: P pages, R rows (tokens) of a page, B sequences, S new tokens, T new tokens of all sequences, N key/value heads,
 D head size (Dk, Dv).
 
-A contiguous cache is a pool whose page b holds sequence b and is as long as the longest possible sequence.
+A contiguous cache is a pool whose page b holds sequence b and is as long as the longest possible sequence. A quantised
+cache has pools of scales beside those of the quantised values; new tokens are quantised when they are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,18 +20,20 @@ from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.errors import InputError
+from undivided.quantization import Format, check_format, check_head_size, dequantize, empty, quantize
 from undivided.request.checks import DTYPES
 
 Counts = tuple[int, ...]
 
 
 class Heads(NamedTuple):
-    """The sizes and the dtype of a cached token."""
+    """The sizes and the dtype of a cached token, and the format of its keys and values if they are quantised."""
 
     kv_heads: int
     head_dim: int
     value_dim: int
     dtype: torch.dtype
+    format: Format | None = None
 
     @staticmethod
     def checked(
@@ -39,13 +42,17 @@ class Heads(NamedTuple):
         value_dim: int | None,
         dtype: object,
         names: tuple[str, str, str] = ("kv_heads", "head_dim", "value_dim"),
+        quantize: object = None,
     ) -> Heads:
-        """The heads; InputError if a size is not positive or attention does not support the dtype."""
+        """The heads; InputError if a size is not positive, or dtype or format are not supported."""
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise InputError("dtype", "be torch.float16, bfloat16, float32 or float64", dtype)
         sizes = (kv_heads, head_dim, head_dim if value_dim is None else value_dim)
         heads, dim, v_dim = (as_integer(name, size, 1) for name, size in zip(names, sizes, strict=True))
-        return Heads(heads, dim, v_dim, dtype)
+        format = check_quantize(quantize)
+        if format is not None:
+            _check_quantized_sizes(format, dict(zip(names[1:], (dim, v_dim), strict=True)), dtype)
+        return Heads(heads, dim, v_dim, dtype, format)
 
 
 class NewTokens(NamedTuple):
@@ -78,38 +85,160 @@ class NewTokens(NamedTuple):
         return k.index_select(0, index), v.index_select(0, index)
 
 
+class Memory(NamedTuple):
+    """The bytes of a cache.
+
+    Args:
+        values: bytes of the keys and values.
+        scales: bytes of their scales; 0 if the cache is not quantised.
+        bfloat16: bytes that the same cache would have in bfloat16.
+
+    >>> print(Memory(2_097_152, 131_072, 4_194_304))
+    2.1 MiB (values 2.0 MiB, scales 128.0 KiB), 0.53 of bfloat16's 4.0 MiB
+    """
+
+    values: int
+    scales: int
+    bfloat16: int
+
+    def __str__(self) -> str:
+        total = self.values + self.scales
+        parts = f" (values {_size(self.values)}, scales {_size(self.scales)})" if self.scales else ""
+        return f"{_size(total)}{parts}, {total / max(self.bfloat16, 1):.2f} of bfloat16's {_size(self.bfloat16)}"
+
+
+class Pools(NamedTuple):
+    """The pools of one layer.
+
+    Args:
+        k, v: [P, R, N, Dk] and [P, R, N, Dv]; if quantised, with the dtype and the last axis of the format.
+        k_scale, v_scale: their scales, fp32 [P, R, N], in int4 [P, R, N, groups]; None if they are not quantised.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """The scales of keys and values; empty if they are not quantised."""
+        return tuple([scale for scale in self[2:] if scale is not None])
+
+    def pages(self, start: int, stop: int) -> Pools:
+        """Views of these pages."""
+        return self.each(lambda pool: pool[start:stop])
+
+    def tokens(self, start: int, stop: int) -> Pools:
+        """Views of these tokens of every page."""
+        return self.each(lambda pool: pool[:, start:stop])
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Pools:
+        """The results of a function for each pool."""
+        return Pools(function(self.k), function(self.v), *map(function, self.scales))
+
+    def as_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values that are not quantised."""
+        if self.k_scale is None or self.v_scale is None:
+            return self.k, self.v
+        return dequantize(self.k, self.k_scale, dtype), dequantize(self.v, self.v_scale, dtype)
+
+
 class Storage:
-    """The pools of one layer: k [P, R, N, Dk] and v [P, R, N, Dv], uninitialised."""
+    """The pools of one layer, uninitialised."""
 
     def __init__(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> None:
         self.heads = heads
         with torch.inference_mode(False):  # an inference tensor cannot be written to outside of inference mode
             shape = (pages, page_size, heads.kv_heads)
-            self.k = torch.empty(*shape, heads.head_dim, dtype=heads.dtype, device=device)
-            self.v = torch.empty(*shape, heads.value_dim, dtype=heads.dtype, device=device)
-            self._k_rows, self._v_rows = self.k.flatten(0, 1), self.v.flatten(0, 1)
+            (k, k_scale), (v, v_scale) = (_pool(shape, d, heads, device) for d in (heads.head_dim, heads.value_dim))
+            self.pools = Pools(k, v, k_scale, v_scale)
+            self.k, self.v = k, v
+            self._parts = (k, v, *self.pools.scales)
+            self._rows = tuple(_as_bytes(part.flatten(0, 1)) for part in self._parts)
+
+    @property
+    def description(self) -> str:
+        """The format and the bytes, for `repr`."""
+        format = "" if self.heads.format is None else f"quantize={self.heads.format!r}, "
+        return f"{format}memory={self.memory}"
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes of the pools."""
+        values = self.k.nbytes + self.v.nbytes
+        tokens = self.k.shape[0] * self.k.shape[1] * self.heads.kv_heads
+        wide = 2 * tokens * (self.heads.head_dim + self.heads.value_dim)
+        return Memory(values, sum(scale.nbytes for scale in self.pools.scales), wide)
 
     def fill(self, position: int, new: NewTokens) -> None:
         """Write the tokens of sequence b to page b from ``position`` on. All are real, and their number is equal."""
         k, v = new.k, new.v
         if new.packed:
             k, v = (t.squeeze(0).unflatten(0, (len(new.counts), -1)) for t in (k, v))
-        self.k[:, position : position + k.shape[1]] = k
-        self.v[:, position : position + k.shape[1]] = v
+        end = position + k.shape[1]
+        for part, tokens in zip(self._parts, self._encoded(k, v), strict=True):
+            part[:, position:end] = tokens
 
     def write(self, rows: Tensor, new: NewTokens) -> None:
         """Write the real tokens to these rows of the flattened pools, int64 [T]."""
-        k, v = new.rows()
-        self._k_rows.index_copy_(0, rows, k.to(self.heads.dtype))
-        self._v_rows.index_copy_(0, rows, v.to(self.heads.dtype))
+        for part, tokens in zip(self._rows, self._encoded(*new.rows()), strict=True):
+            part.index_copy_(0, rows, _as_bytes(tokens).to(part.dtype))
 
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
         """Copy the first rows of a page to another page for each pair (from, to), all at once."""
         if not pages or not rows:
             return
         source, target = torch.tensor(pages, dtype=torch.int64, device=self.k.device).unbind(1)
-        for pool in (self.k, self.v):
-            pool[target, :rows] = pool[source, :rows]
+        for part in self._parts:
+            part[target, :rows] = part[source, :rows]
+
+    def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """Write the tokens of some rows of the flattened pools to others, after `copy` of whole pages."""
+        read, write = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
+        tokens = [part.index_select(0, read) for part in self._rows]
+        self.copy(copies, self.k.shape[1])
+        for part, moved in zip(self._rows, tokens, strict=True):
+            part.index_copy_(0, write, moved)
+
+    def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """A copy of these pages, int [.., n], as k and v [.., n, R, N, D] in the dtype of the tokens."""
+        return self.pools.each(lambda pool: pool[pages]).as_dtype(self.heads.dtype)
+
+    def moved(self, start: int, stop: int, page_size: int, pages: Tensor | None = None) -> Storage:
+        """A storage of another page size with a copy of these tokens of every page, or of the pages given, int64."""
+        count = self.k.shape[0] if pages is None else len(pages)
+        new = Storage(count, page_size, self.heads, self.k.device)
+        for source, target in zip(self._parts, new._parts, strict=True):
+            tokens = source[:, start:stop]
+            target[:, : stop - start] = tokens if pages is None else tokens[pages]
+        return new
+
+    def _encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The tokens in the form of each part."""
+        if self.heads.format is None:
+            return k, v
+        keys, values = quantize(k, self.heads.format), quantize(v, self.heads.format)
+        return keys.values, values.values, keys.scale, values.scale
+
+
+def _pool(shape: tuple[int, int, int], dim: int, heads: Heads, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """An uninitialised pool for this head size, and its scales if it is quantised."""
+    if heads.format is None:
+        return torch.empty(*shape, dim, dtype=heads.dtype, device=device), None
+    return empty(heads.format, (*shape, dim), device)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes if its dtype is an 8-bit float, which PyTorch cannot index."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest binary unit."""
+    units = ("B", "KiB", "MiB", "GiB")
+    power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{count / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
 def checked_tokens(
@@ -142,6 +271,22 @@ def checked_tokens(
     if lengths is None:
         return NewTokens(k, v, (k.shape[1],) * batch, False)
     return NewTokens(k, v, checked_counts(lengths_name, lengths, batch, k.shape[1], f"new tokens in {k_name}"), False)
+
+
+def check_quantize(format: object) -> Format | None:
+    """The format of a cache, or None; InputError if it is unknown."""
+    if format is not None:
+        check_format("quantize", format)
+    return cast(Format | None, format)
+
+
+def _check_quantized_sizes(format: Format, dims: dict[str, int], dtype: torch.dtype) -> None:
+    """InputError unless keys and values of this dtype and these head sizes can be stored in the format."""
+    if dtype == torch.float64:
+        hint = "dtype=torch.float32, the dtype of the queries and of the new tokens"
+        raise InputError("dtype", "not be float64 in a quantised cache", dtype, hint=hint)
+    for name, dim in dims.items():
+        check_head_size(name, dim, format)
 
 
 def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:

@@ -28,6 +28,8 @@ class KVCache(Cache):
         device: device of keys and values.
         layout: layout of the arguments and results of `append` and `attend`: "bshd", "sbhd", "bhsd" or "thd". The
             memory is always [B, max_len, N, D].
+        quantize: format in which keys and values are stored: "int8", "fp8_e4m3", "fp8_e5m2" or "int4" (head sizes that
+            are multiples of 32). None: `dtype`. New tokens are quantised by `append`, and `attend` reads them in place.
 
     Raises:
         InputError: an argument is wrong.
@@ -41,6 +43,8 @@ class KVCache(Cache):
     >>> cache.append(k[:, :1], v[:, :1])                         # one new token each
     >>> cache.attend(torch.randn(2, 1, 8, 16)).shape, cache.lengths
     (torch.Size([2, 1, 8, 16]), (6, 4))
+    >>> print(undivided.KVCache(1, 4096, kv_heads=8, head_dim=128, dtype=torch.bfloat16, quantize="int8").memory)
+    8.2 MiB (values 8.0 MiB, scales 256.0 KiB), 0.52 of bfloat16's 16.0 MiB
     """
 
     def __init__(
@@ -54,19 +58,20 @@ class KVCache(Cache):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         layout: Layout = "bshd",
+        quantize: str | None = None,
     ) -> None:
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype)
+        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize)
         batch, self.max_len = as_integer("batch", batch, 1), as_integer("max_len", max_len, 1)
         storage = Storage(batch, self.max_len, heads, torch.device(device))
         super().__init__(Slots(batch, self.max_len), storage, batch, layout)
 
     def _cached_sequences(self) -> CachedSequences:
-        return CachedSequences(self._storage.k, self._storage.v, self._ledger.lengths)
+        return CachedSequences(self._storage.pools, self._ledger.lengths)
 
     def __repr__(self) -> str:
         heads = self._storage.heads
         return (
             f"KVCache(batch={self.batch}, max_len={self.max_len}, kv_heads={heads.kv_heads}, "
             f"head_dim={heads.head_dim}, "
-            f"lengths={list(self.lengths)})"
+            f"lengths={list(self.lengths)}, {self._storage.description})"
         )

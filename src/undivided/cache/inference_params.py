@@ -14,6 +14,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache import _attend, _eviction
 from undivided.cache._attend import CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
+from undivided.cache._between_steps import BetweenSteps
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Heads, Storage, checked_tokens
@@ -21,7 +22,7 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 
 
-class InferenceParams:
+class InferenceParams(BetweenSteps):
     """The key/value caches of all layers of a model, and the sequences of the batch.
 
     Before each iteration, `pre_step` receives the sequences of the batch and the number of their new tokens. Then the
@@ -30,8 +31,8 @@ class InferenceParams:
 
         out = inference_params.attend(self.layer_number, q, k, v, mask=masks.causal())
 
-    Beyond TransformerEngine: any number of new tokens per step, sequences in any order, fewer pages than all sequences
-    could need, `fork`, `truncate`, `evict`, and any device.
+    Beyond TransformerEngine: any number of new tokens per step, sequences in any order, fewer pages than they all could
+    need, `fork`, `truncate`, `match`, `evict`, and any device.
 
     Axes: b sequences of the step, s new tokens, t packed new tokens, h query heads, g key/value heads, d head size.
 
@@ -49,6 +50,8 @@ class InferenceParams:
         qkv_format: default format of the tensors that layers pass: "bshd", "sbhd" or "thd".
         custom_cache_manager: only None is accepted.
         device: device of the caches. None: the device of the first keys.
+        quantize: format in which keys and values are stored, as in `KVCache`. `attend` and the layers of this library
+            read it in place; `step` is refused.
 
     Raises:
         InputError: an argument is wrong or missing.
@@ -88,6 +91,7 @@ class InferenceParams:
         custom_cache_manager: Any = None,
         *,
         device: torch.device | str | None = None,
+        quantize: str | None = None,
     ) -> None:
         for name, value in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("dtype", dtype)):
             if value is None:
@@ -96,7 +100,7 @@ class InferenceParams:
             raise InputError("custom_cache_manager", "be None", type(custom_cache_manager).__name__)
         assert num_heads_kv is not None and head_dim_k is not None
         names = "num_heads_kv", "head_dim_k", "head_dim_v"
-        self._heads = Heads.checked(num_heads_kv, head_dim_k, head_dim_v, dtype, names)
+        super().__init__(Heads.checked(num_heads_kv, head_dim_k, head_dim_v, dtype, names, quantize))
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = as_integer("max_sequence_length", max_sequence_length, 1)
         if not isinstance(is_paged, bool):
@@ -107,29 +111,8 @@ class InferenceParams:
         if max_ctx_len is not None and as_integer("max_ctx_len", max_ctx_len, 1) > self.max_sequence_length:
             raise InputError("max_ctx_len", f"be at most max_sequence_length ({max_sequence_length})", max_ctx_len)
         self.device = None if device is None else torch.device(device)
-        self._storages: dict[int, Storage] = {}
         self._layers: set[int] = set()
         self.reset()
-
-    @property
-    def num_heads_kv(self) -> int:
-        """Key/value heads."""
-        return self._heads.kv_heads
-
-    @property
-    def head_dim_k(self) -> int:
-        """Head size of queries and keys."""
-        return self._heads.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Head size of values."""
-        return self._heads.value_dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the cached keys and values."""
-        return self._heads.dtype
 
     def reset(self) -> None:
         """Drop all sequences. The memory stays allocated."""
@@ -200,14 +183,19 @@ class InferenceParams:
             "thd_2bshd", depending on the format of the queries.
 
         Raises:
-            InputError: the tokens do not match `pre_step`.
+            InputError: the tokens do not match `pre_step`, or the caches are quantised.
         """
+        if self.quantize is not None:
+            hint = (
+                "attend(layer_number, q, k, v) reads the cache in place; convert_paged_to_nonpaged gives a plain copy"
+            )
+            raise InputError("quantize", "be None for step(), which returns the caches", repr(self.quantize), hint)
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         storage = self._write(layer_number, new_k, new_v, format)
         k, v = storage.k, storage.v
         if not self.is_paged:
             cached = self._cached_sequences(storage)
-            k, v = (cached.k, cached.v) if cached.pages is None else (pool[cached.pages[:, 0]] for pool in (k, v))
+            k, v = cached.pools[:2] if cached.pages is None else (pool[cached.pages[:, 0]] for pool in (k, v))
         output = "bshd" if format == "bshd" else f"{format}_2bshd"
         return k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, output
 
@@ -299,10 +287,9 @@ class InferenceParams:
         step = self._current_step()
         first, count = step.slots[0], len(step.slots)
         if not self.is_paged and step.slots == tuple(range(first, first + count)):
-            return CachedSequences(storage.k[first : first + count], storage.v[first : first + count], step.after)
-        return CachedSequences(
-            storage.k, storage.v, step.after, self.page_table, self._batch.evicted_tables(step.slots)
-        )
+            return CachedSequences(storage.pools.pages(first, first + count), step.after)
+        evicted = self._batch.evicted_tables(step.slots)
+        return CachedSequences(storage.pools, step.after, self.page_table, evicted)
 
     @property
     def page_table(self) -> Tensor:
@@ -328,32 +315,6 @@ class InferenceParams:
         """
         return self._seqlens_pre_step
 
-    def fork(self, src: Hashable, dst: Hashable) -> None:
-        """Start sequence dst as a copy of src, between two steps. Pages are shared until one of the two changes.
-
-        Args:
-            src: id of a sequence in the batch.
-            dst: a new id.
-
-        Raises:
-            InputError: src does not exist, dst exists, or there are max_batch_size sequences. Nothing changes.
-        """
-        self._batch.fork(src, dst, self._storages.values())
-        self._set_step(None)
-
-    def truncate(self, seq_id: Hashable, length: int) -> None:
-        """Drop the last tokens of a sequence, between two steps, for example after a rejected draft.
-
-        Args:
-            seq_id: id of the sequence.
-            length: number of tokens that remain, int.
-
-        Raises:
-            InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
-        """
-        self._batch.truncate(seq_id, length)
-        self._set_step(None)
-
     def evict(self, mask: Mask) -> int:
         """As `PagedKVCache.evict`, between two steps.
 
@@ -366,15 +327,12 @@ class InferenceParams:
         Raises:
             InputError: not paged, or not such a mask.
         """
-        ledger = self._batch.ledger
-        if not isinstance(ledger, Pages):
-            raise InputError("is_paged", "be True to evict pages", False)
-        released = _eviction.evict(ledger, mask)
+        released = _eviction.evict(self._batch.paged_ledger("evict pages"), mask)
         self._set_step(None)
         return released
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """A contiguous copy of the keys and values of the batch.
+        """A contiguous copy of the keys and values of the batch, in `dtype` also if the caches are quantised.
 
         Args:
             layer_number: number of the layer.
@@ -389,12 +347,14 @@ class InferenceParams:
         if layer_number not in self._storages:
             raise InputError("layer_number", "be that of a layer with a cache", layer_number)
         storage = self._storages[layer_number]
-        return storage.k[self.page_table].flatten(1, 2), storage.v[self.page_table].flatten(1, 2)
+        k, v = storage.gather(self.page_table)
+        return k.flatten(1, 2), v.flatten(1, 2)
 
     def __repr__(self) -> str:
         paged = f", total_num_pages={self.total_num_pages}, page_size={self.page_size}" if self.is_paged else ""
+        quantized = f", quantize={self.quantize!r}, memory={self.memory}" if self.quantize else ""
         return (
             f"InferenceParams(max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}, "
             f"num_heads_kv={self.num_heads_kv}, head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, "
-            f"dtype={self.dtype}{paged}, sequences={dict(self.sequences)})"
+            f"dtype={self.dtype}{paged}{quantized}, sequences={dict(self.sequences)})"
         )

@@ -14,7 +14,6 @@ from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import Pages
-from undivided.cache._prefixes import PrefixIndex
 from undivided.cache._storage import Heads, Storage, checked_token_ids
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -37,6 +36,8 @@ class PagedKVCache(Cache):
         device: device of keys and values.
         layout: layout of the arguments and results of `append` and `attend`: "bshd", "sbhd", "bhsd" or "thd". The
             memory is always [num_pages, page_size, N, D].
+        quantize: format in which keys and values are stored, as in `KVCache`. Shared, copied and evicted pages have
+            their scales beside them.
 
     Raises:
         InputError: an argument is wrong.
@@ -69,13 +70,13 @@ class PagedKVCache(Cache):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         layout: Layout = "bshd",
+        quantize: str | None = None,
     ) -> None:
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype)
+        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize)
         self.num_pages, self.page_size = (as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1))
         batch = as_integer("batch", batch, 1)
         storage = Storage(self.num_pages, self.page_size, heads, torch.device(device))
         ledger = Pages(self.num_pages, self.page_size, batch)
-        ledger.prefixes = PrefixIndex(self.page_size)
         super().__init__(ledger, storage, batch, layout)
         self._table: tuple[int, Tensor] | None = None
 
@@ -194,11 +195,12 @@ class PagedKVCache(Cache):
     def _cached_sequences(self) -> CachedSequences:
         ledger = self._ledger
         tables = ledger.tables if any(ledger.evicted) else None
-        return CachedSequences(self._storage.k, self._storage.v, ledger.lengths, self.block_table, tables)
+        return CachedSequences(self._storage.pools, ledger.lengths, self.block_table, tables)
 
     def __repr__(self) -> str:
         heads = self._storage.heads
         return (
             f"PagedKVCache(num_pages={self.num_pages}, page_size={self.page_size}, kv_heads={heads.kv_heads}, "
-            f"head_dim={heads.head_dim}, lengths={list(self.lengths)}, free_pages={self.free_pages})"
+            f"head_dim={heads.head_dim}, lengths={list(self.lengths)}, free_pages={self.free_pages}, "
+            f"{self._storage.description})"
         )

@@ -13,6 +13,7 @@ from undivided.errors import InputError
 
 CALLS = (
     "causal", "window", "lengths", "documents", "document_ids", "prefix", "sinks", "chunks", "dense", "predicate",
+    "tree",
 )  # fmt: skip
 
 

@@ -110,6 +110,13 @@ def check_local(request: Request) -> None:
             hint="q, k and v may be meta tensors for undivided.explain; lengths, offsets and ids may not",
         )
     check_ranks(q, k, v, layout, None)
+    if options.k_scale is not None or options.v_scale is not None:
+        raise InputError(
+            "k_scale" if options.k_scale is not None else "v_scale",
+            "be None under context parallelism: the ranks exchange keys and values in the dtype of q",
+            "a tensor",
+            hint="undivided.quantization.dequantize(k, k_scale, q.dtype)",
+        )
     check_kinds(q, k, v)
     heads = _layout.sizes(q.shape, layout)[2]
     check_extras(q, bias, sinks, slopes, heads)

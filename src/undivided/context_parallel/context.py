@@ -130,7 +130,7 @@ class ContextParallel(ShardedTokens):
             out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
-        allowed = policy(request.backend, request.deterministic)
+        allowed = self._policy(request)
         global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request, allowed))
         out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
@@ -262,7 +262,16 @@ class ContextParallel(ShardedTokens):
             for piece, part in zip(round_.pieces, parts, strict=True)
         ]
         problem = max(pieces, key=lambda pair: pair[0])[1] if pieces else global_request.problem
-        return decide(problem, machine, policy(request.backend, request.deterministic))
+        return decide(problem, machine, self._policy(request))
+
+    @staticmethod
+    def _policy(request: Request) -> Policy:
+        """The backends that the caller allows; InputError if results must not depend on the batch."""
+        allowed = policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
+        if allowed.batch_invariant:
+            must = "be False under context parallelism, whose partial results are merged in an order of the ranks"
+            raise InputError("batch_invariant", must, "True")
+        return allowed
 
     def _group_axes(self) -> tuple[CountingCommunicator, CountingCommunicator]:
         """The communicators (ring, heads); raises InputError if there is no group."""

@@ -43,6 +43,7 @@ from undivided.masks._constructors import (
 from undivided.masks._drawing import describe_structure as describe
 from undivided.masks._mask import Mask
 from undivided.masks._structure import Structure
+from undivided.masks._trees import tree
 from undivided.masks.normal_form import NormalForm
 
 __all__ = [
@@ -60,5 +61,6 @@ __all__ = [
     "predicate",
     "prefix",
     "sinks",
+    "tree",
     "window",
 ]

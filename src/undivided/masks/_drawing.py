@@ -17,7 +17,7 @@ from torch import Tensor
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._fields import MaskFields
-from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Part, Prefix
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Part, Prefix, Tree
 from undivided.masks._predicate import Predicate
 from undivided.masks._structure import Structure
 from undivided.masks.normal_form import NormalForm
@@ -124,6 +124,8 @@ def _describe_part(part: Part, align: str) -> str:
             )
         case Dense():
             return _call("dense", _value(part.tensor))
+        case Tree():
+            return _call("tree", _value(part.parents[0] if len(part.parents) == 1 else part.parents))
         case Predicate():
             return _call("predicate", getattr(part.fn, "__name__", type(part.fn).__name__))
     return part.name
@@ -159,6 +161,9 @@ def natural_sizes(mask: MaskFields) -> tuple[int, int, int, int]:
                     part.ids_q.shape[1],
                     part.ids_kv.shape[1],
                 )
+            case Tree():
+                batch, q_len = max(batch, len(part.parents)), part.parents.shape[1]
+                kv_len = max(kv_len, q_len)
             case Dense():
                 batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
                 q_len, kv_len = part.tensor.shape[2:]

@@ -293,6 +293,35 @@ class Dense(Part):
             )
 
 
+@dataclass(frozen=True, eq=False)
+class Tree(Part):
+    """The parent of each drafted token among the queries of its sequence, int ``[B|1, Sq]``; -1 for a root."""
+
+    name: ClassVar[str] = "tree"
+    parents: Tensor
+
+    def fields(self) -> tuple[Field, ...]:
+        return (self.parents,)
+
+    def check_values(self) -> None:
+        own = torch.arange(self.parents.shape[1], device=self.parents.device)
+        wrong = (self.parents < -1) | (self.parents >= own)
+        if bool(wrong.any()):
+            row, node = wrong.nonzero()[0].tolist()
+            raise InputError(
+                "parents",
+                "be -1, or the index of an earlier query of the same sequence",
+                f"parents[{row}, {node}] = {int(self.parents[row, node])}",
+                "number the nodes so that every parent comes before its children",
+            )
+
+    def check_call(self, call: Call) -> None:
+        rows, nodes = self.parents.shape
+        if nodes != call.q_len or rows not in (1, call.batch):
+            shape = f"[{call.q_len}] or [{call.batch}, {call.q_len}]"
+            raise InputError(call.argument, f"have tree(parents) of shape {shape}", list(self.parents.shape))
+
+
 def check_entries(call: Call, what: str, value: Field, count: int, unit: str) -> None:
     """Raise InputError unless a tensor has one entry per batch element or sequence."""
     if isinstance(value, Tensor) and value.shape[0] != count:

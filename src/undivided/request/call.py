@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from undivided.arguments.layout import Strides
+from undivided.arguments.layout import Strides, restore
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm
+from undivided.quantization import unchecked_dequantize
 from undivided.request.problem import Problem
+from undivided.request.request import Tensors, gather_pages
 
 
 class CheckedMask:
@@ -33,7 +36,7 @@ class Call:
 
     problem: the problem that selection decided on. mask: includes the lengths of a paged cache, if there is one.
     scale: 1/sqrt(Dk) if the request had none. dropout_seed: drawn if the request had none. pages: the
-    block table of k and v, or None.
+    block table of k and v, or None. k_scale, v_scale: the scales of quantised k and v, or None.
     needs: which of `Tensors` need a gradient.
     """
 
@@ -49,6 +52,8 @@ class Call:
     """Caches the mask's normal form for repeated calls."""
     strides: Strides | None = field(default=None, repr=False)
     """Those of the tensors that were prepared with the call, for its first run; None: read them."""
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     def normal_form(self, like: Tensor) -> NormalForm:
         """The mask's row ranges and positions for these sizes on the device of `like`, built at the first use."""
@@ -59,6 +64,19 @@ class Call:
             sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
             checked.form = self.mask.normal_form(*sizes, like.device)
         return checked.form
+
+    def dense_tensors(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+        """The tensors with k and v in the problem's layout: pages gathered in order, and quantised numbers in `dtype`.
+        Those that are neither paged nor quantised keep their dtype."""
+        layout = self.problem.layout
+        tensors = tensors.without_pages(self.pages, layout)
+        if self.k_scale is None or self.v_scale is None:
+            return tensors
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if self.pages is not None:
+            k_scale, v_scale = (restore(gather_pages(pool, self.pages, layout), layout) for pool in (k_scale, v_scale))
+        k = unchecked_dequantize(tensors.k, k_scale, dtype)
+        return tensors._replace(k=k, v=unchecked_dequantize(tensors.v, v_scale, dtype))
 
     def with_problem(self, problem: Problem, **changes: Any) -> Call:
         """A copy of the call with another problem, for other tensors, and with other changed fields."""

@@ -18,6 +18,7 @@ from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.quantization import format_of, head_size
 from undivided.request.foreign import mask_hint
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -82,18 +83,21 @@ def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor |
             )
 
 
+def check_float(name: str, tensor: Tensor) -> None:
+    """InputError unless it has one of `DTYPES`."""
+    if tensor.dtype not in DTYPES:
+        raise InputError(name, "be float16, bfloat16, float32 or float64", str(tensor.dtype))
+
+
 def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
     """InputError unless q, k and v share a supported dtype and a device."""
-    if q.dtype not in DTYPES:
-        raise InputError("q", "be float16, bfloat16, float32 or float64", str(q.dtype))
+    check_float("q", q)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            raise InputError(
-                name,
-                f"have the dtype of q ({q.dtype})",
-                str(tensor.dtype),
-                hint=f"{name}.to(q.dtype), or run under torch.autocast",
-            )
+            hint = f"{name}.to(q.dtype), or run under torch.autocast"
+            if format_of(tensor.dtype) is not None:
+                hint = "quantised keys and values require k_scale= and v_scale= (undivided.quantization.quantize)"
+            raise InputError(name, f"have the dtype of q ({q.dtype})", str(tensor.dtype), hint=hint)
         if tensor.device != q.device:
             raise InputError(
                 name, f"be on the device of q ({q.device})", str(tensor.device), hint=f"{name}.to(q.device)"
@@ -103,8 +107,9 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     """InputError unless the sizes of q, k and v fit together in this layout."""
     batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
-    k_batch, kv_len, kv_heads, k_dim = _layout.sizes(k.shape, layout)
-    v_batch, v_len, v_heads, v_dim = _layout.sizes(v.shape, layout)
+    k_batch, kv_len, kv_heads, _ = _layout.sizes(k.shape, layout)
+    v_batch, v_len, v_heads, _ = _layout.sizes(v.shape, layout)
+    k_dim, v_dim = head_size(k), head_size(v)
     hint = _layout_hint(q, k, v, layout)
     if qk_dim == 0 or v_dim == 0 or heads == 0:
         name, tensor = ("v", v) if v_dim == 0 else ("q", q)
@@ -176,8 +181,8 @@ def check_pages(
         raise InputError("pages", f"have one row per sequence of q ({batch})", list(pages.shape))
     if k.shape[:3] != v.shape[:3]:
         raise InputError("v", f"have the pages, page size and heads of k {list(k.shape[:3])}", list(v.shape))
-    if k.shape[3] != qk_dim:
-        raise InputError("k", f"have the head size of q ({qk_dim})", f"{k.shape[3]} in {list(k.shape)}")
+    if head_size(k) != qk_dim:
+        raise InputError("k", f"have the head size of q ({qk_dim})", f"{head_size(k)} in {list(k.shape)}")
     if pages.device != q.device:
         raise InputError("pages", f"be on the device of q ({q.device})", str(pages.device))
     page_size, kv_heads = k.shape[1], k.shape[2]

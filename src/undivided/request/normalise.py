@@ -19,6 +19,7 @@ from undivided.arguments.layout import LAYOUTS, Strides
 from undivided.arguments.tensors import span, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.quantization import head_size
 from undivided.request.call import Call, CheckedMask
 from undivided.request.checks import (
     check_bias,
@@ -37,6 +38,7 @@ from undivided.request.checks import (
     checked_seed,
 )
 from undivided.request.problem import Problem
+from undivided.request.quantized import check_quantized, check_scale_tensors
 from undivided.request.request import Request, Tensors
 from undivided.request.slopes import are_usual
 
@@ -70,7 +72,7 @@ def normalise(
     """
     tensors, options = request.tensors, request.options
     q, k, v, bias, sinks, slopes = tensors
-    layout, mask, scale, softcap, dropout_p, seed, _, pages = options
+    layout, mask, scale, softcap, dropout_p, seed, _, pages, k_scale, v_scale = options
     if layout not in LAYOUTS:
         check_layout(layout)
     if needs is None:
@@ -114,6 +116,8 @@ def normalise(
         for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes), ("pages", pages)):
             if tensor is not None:
                 check_memory(name, tensor)
+    if k_scale is not None and v_scale is not None:
+        check_scale_tensors(k_scale, v_scale)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
         # the key is the id of `known`: hashing the signature costs five times as much; the mask keeps `known` alive
@@ -132,7 +136,11 @@ def normalise(
         scale = problem.qk_dim**-0.5
     if softcap is not None:
         softcap = float(softcap)
-    return Call(problem, mask or masks.FULL, scale, softcap, dropout_p, seed, pages, needs, checked, strides), tensors
+    mask = mask or masks.FULL
+    call = Call(
+        problem, mask, scale, softcap, dropout_p, seed, pages, needs, checked, strides, k_scale, v_scale
+    )  # by position: keywords cost twice as much
+    return call, tensors
 
 
 def check_kinds_and_sizes(request: Request) -> None:
@@ -159,8 +167,8 @@ def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
 
 
 def _spans(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    size = q.itemsize
-    return span(q) * size, span(k) * size, span(v) * size, size
+    size = q.itemsize  # of k and v too, unless they are quantised: then their offsets count as larger than they are
+    return span(q) * size, span(k) * k.itemsize, span(v) * v.itemsize, size
 
 
 def _with_concrete_sizes(problem: Problem) -> Problem:
@@ -178,7 +186,7 @@ _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, 
 def _signature(request: Request, facts: Facts) -> object:
     """Everything that `describe` reads, as a dictionary key."""
     q, k, v, bias, sinks, slopes = request.tensors
-    layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
+    layout, _, _, softcap, dropout_p, _, return_lse, pages, k_scale, v_scale = request.options
     try:
         key: tuple[object, ...] = (
             layout,
@@ -197,13 +205,14 @@ def _signature(request: Request, facts: Facts) -> object:
             return_lse,
             *facts,
         )
-        if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is None:
+        if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is k_scale is v_scale is None:
             return key
         if softcap is not None or dropout_p != 0:  # checked here, because the key has only whether they are given
             check_scalars(softcap, dropout_p, return_lse)
         kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
         usual = slopes is not None and are_usual(slopes)
-        return (*key, *kinds, usual, softcap is None, bool(dropout_p))
+        scales = [None if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in (k_scale, v_scale)]
+        return (*key, *kinds, usual, softcap is None, bool(dropout_p), *scales)
     except (AttributeError, TypeError, RuntimeError):
         _check_tensors(request)
         check_scalars(softcap, dropout_p, return_lse)
@@ -211,7 +220,9 @@ def _signature(request: Request, facts: Facts) -> object:
 
 
 def _check_tensors(request: Request) -> None:
-    for name, tensor in (*zip(Tensors._fields, request.tensors, strict=True), ("pages", request.options.pages)):
+    options = request.options
+    optional = (("pages", options.pages), ("k_scale", options.k_scale), ("v_scale", options.v_scale))
+    for name, tensor in (*zip(Tensors._fields, request.tensors, strict=True), *optional):
         if tensor is not None or name in ("q", "k", "v"):
             check_tensor(name, tensor)
 
@@ -219,12 +230,16 @@ def _check_tensors(request: Request) -> None:
 def describe(request: Request, facts: Facts) -> Problem:
     """The problem of a request. Checks everything except the mask (checked later) and scale and seed (values)."""
     q, k, v, bias, sinks, slopes = request.tensors
-    layout, _, _, softcap, dropout_p, _, return_lse, pages = request.options
+    layout, _, _, softcap, dropout_p, _, return_lse, pages, k_scale, v_scale = request.options
     device, needs, _ = facts
     _check_tensors(request)
     check_scalars(softcap, dropout_p, return_lse)
     check_ranks(q, k, v, layout, pages)
-    check_kinds(q, k, v)
+    quantized = None
+    if k_scale is v_scale is None:
+        check_kinds(q, k, v)
+    else:
+        quantized = check_quantized(q, k, v, k_scale, v_scale, needs)
     batch, q_len, heads, qk_dim = _layout.sizes(q.shape, layout)
     page_size = None
     if pages is None:
@@ -243,7 +258,7 @@ def describe(request: Request, facts: Facts) -> Problem:
         q_len=q_len,
         kv_len=kv_len,
         qk_dim=qk_dim,
-        v_dim=v.shape[-1],
+        v_dim=head_size(v),
         mask=masks.FULL.structure,
         align=None,
         features=_features(request, facts, heads != kv_heads),
@@ -251,6 +266,7 @@ def describe(request: Request, facts: Facts) -> Problem:
         bias=None if bias is None else check_bias(bias, layout, batch, heads, q_len, kv_len),
         bias_dtype=None if bias is None else bias.dtype,
         usual_slopes=slopes is not None and are_usual(slopes),
+        quantized=quantized,
     )
 
 
@@ -267,10 +283,11 @@ def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
         "softcap": options.softcap is not None,
         "dropout": options.dropout_p > 0,
         "gqa": grouped,
-        "value_dim": v.shape[-1] != q.shape[-1],
+        "value_dim": head_size(v) != q.shape[-1],
         "lse": options.return_lse,
         "lse_grad": options.return_lse and any(needs),
         "paged": options.pages is not None,
+        "quantized": options.k_scale is not None,
         "flipped": flipped,
         "strided": not all(t.stride(-1) == 1 or t.shape[-1] == 1 or t.numel() == 0 for t in (q, k, v)),
     }

@@ -12,13 +12,14 @@ import torch
 from undivided import masks
 from undivided.arguments.layout import Layout
 from undivided.masks import Structure
+from undivided.quantization import Format
 
 
 class Problem(NamedTuple):
     """The request without its tensors: validated when it is built, then never changed.
 
     device: "cpu", "cuda", ...: the device that it runs on.
-    dtype: of q, k, v and the result.
+    dtype: of q, k, v and the result; only of q and the result if k and v are quantised.
     layout: of q, k, v and the result.
     batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim: sizes; in thd q_len and kv_len are the totals of all
         documents.
@@ -30,8 +31,10 @@ class Problem(NamedTuple):
         knows.
     page_size: of a paged key/value cache, or None.
     deterministic: the result must be bit-reproducible.
+    batch_invariant: a row's result must depend on its own query, keys and values only.
     bias_dtype: dtype of the bias, which may differ from that of q; None without a bias.
     usual_slopes: the ALiBi slopes are known to be the usual ones (see `undivided.request.slopes`).
+    quantized: the format of quantised k and v, or None.
     """
 
     device: str
@@ -53,6 +56,8 @@ class Problem(NamedTuple):
     deterministic: bool = False
     bias_dtype: torch.dtype | None = None
     usual_slopes: bool = False
+    batch_invariant: bool = False
+    quantized: Format | None = None
 
     @property
     def packed(self) -> bool:
@@ -70,11 +75,14 @@ class Problem(NamedTuple):
         if self.v_dim != self.qk_dim:
             kv += f"/{self.v_dim}"
         parts = [f"{q} (BxSxHxD), {kv}", f"{str(self.dtype).removeprefix('torch.')} {self.layout} on {self.device}"]
+        if self.quantized is not None:
+            parts.append(f"keys and values in {self.quantized}")
         parts.append(f"mask {masks.describe(self.mask)}")
         if self.align in ("top_left", "bottom_right"):
             parts.append(self.align.replace("_", "-"))
-        if self.features:
-            parts.append("needs " + ", ".join(sorted(self.features)))
+        needs = sorted(self.features) + ["batch_invariant"] * self.batch_invariant
+        if needs:
+            parts.append("needs " + ", ".join(needs))
         return "; ".join(parts)
 
 
@@ -95,6 +103,7 @@ FEATURES: dict[str, str] = {
     "partial": "the gradient of a part of the keys, from the output and log-sum-exp of all keys",
     "some_heads": "dropout for heads that do not start at the first",
     "paged": "paged keys and values",
+    "quantized": "quantised keys and values",
     "flipped": "a scale of 0 or below",
     "strided": "a last axis whose stride is not 1",
 }

@@ -22,7 +22,7 @@ class Tensors(NamedTuple):
 
     q [.., H, Dk], k [.., N, Dk] and v [.., N, Dv] have the request's layout; with pages, k and v are pools
     [pages, page_size, N, D]. bias is broadcastable to [B, H, Sq, Sk], sinks is [H], alibi_slopes is [H] or
-    [sequences, H].
+    [sequences, H]. Quantised k and v have the dtype and the last axis of their format.
     """
 
     q: Tensor
@@ -41,12 +41,12 @@ class Tensors(NamedTuple):
         """The tensors with k and v in `layout`: copies of the pages of every sequence, in order."""
         if pages is None:
             return self
-        k, v = (_layout.restore(_gather_pages(pool, pages, layout), layout) for pool in (self.k, self.v))
+        k, v = (_layout.restore(gather_pages(pool, pages, layout), layout) for pool in (self.k, self.v))
         return self._replace(k=k, v=v)
 
 
-def _gather_pages(pool: Tensor, pages: Tensor, layout: Layout) -> Tensor:
-    """The pages of every sequence, in order: [B, max_pages * page_size, N, D], or one long row for thd."""
+def gather_pages(pool: Tensor, pages: Tensor, layout: Layout) -> Tensor:
+    """The pages of every sequence, in order: [B, max_pages * page_size, N, ..], or one long row for thd."""
     rows = pool[pages.clamp(0, max(pool.shape[0] - 1, 0))].flatten(1, 2)
     return rows.flatten(0, 1).unsqueeze(0) if layout == "thd" else rows
 
@@ -62,6 +62,8 @@ class Options(NamedTuple):
     dropout_seed: int | Tensor | None = None
     return_lse: bool = False
     pages: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class Request(NamedTuple):
@@ -77,6 +79,7 @@ class Request(NamedTuple):
     options: Options
     backend: str | None = None
     deterministic: bool | None = None
+    batch_invariant: bool | None = None
 
     @staticmethod
     def from_keywords(
@@ -89,7 +92,9 @@ class Request(NamedTuple):
         alibi_slopes: Tensor | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
+        batch_invariant: bool | None = None,
         **options: Any,
     ) -> Request:
         """A request from the keywords of `attention`; `options` are the fields of `Options`."""
-        return Request(Tensors(q, k, v, bias, sinks, alibi_slopes), Options(**options), backend, deterministic)
+        tensors = Tensors(q, k, v, bias, sinks, alibi_slopes)
+        return Request(tensors, Options(**options), backend, deterministic, batch_invariant)

@@ -109,13 +109,16 @@ def backward(
     return backend.backward(call, tensors, result, grad_out, grad_lse)
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, cast under autocast as for scaled_dot_product_attention: all but float64, to the autocast dtype."""
+def autocast(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, cast under autocast as for scaled_dot_product_attention: all but float64, to the autocast dtype.
+    Quantised k and v, which have a scale, stay as they are."""
     if not any_autocast() or not isinstance(q, Tensor) or q.is_meta:
         return q, k, v
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
+    if k_scale is not None:
+        return _cast("q", q, dtype), k, v
     q, k, v = (_cast(name, t, dtype) for name, t in (("q", q), ("k", k), ("v", v)))
     return q, k, v
 

@@ -26,6 +26,7 @@ from undivided.arguments.layout import Layout
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.quantization import head_size
 from undivided.request.call import Call
 from undivided.request.checks import check_seed, checked_mask
 from undivided.request.normalise import check_kinds_and_sizes
@@ -42,7 +43,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
     "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p"
 )
-_library.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(f"attention({_ARGUMENTS}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
 _library.define(
     f"attention_backward({_ARGUMENTS}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) -> Tensor[]"
 )
@@ -59,6 +60,7 @@ class _Spec(NamedTuple):
     return_lse: str
     switches: str = "-"
     """PyTorch's switches when the graph was traced, or "-" for a call that does not depend on them."""
+    batch_invariant: str = "None"
 
     @staticmethod
     def read(text: str) -> _Spec:
@@ -86,10 +88,12 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
         str(request.deterministic),
         "y" if options.return_lse else "n",
         switches,
+        str(request.batch_invariant),
     )
     seed = _seed(options, tensors.q.device)
     numbers = options.scale, options.softcap, float(options.dropout_p)
-    call = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers)
+    scales = options.k_scale, options.v_scale
+    call = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers, *scales)
     if torch.compiler.is_compiling():
         out, lse = torch.ops.undivided.attention(*call)
     else:
@@ -116,7 +120,9 @@ def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     try:
         out, lse = torch.ops.undivided.attention(*call)
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
-        kinds = sorted({type(t).__name__ for t in (*call[:6], *call[6], *call[7:9]) if isinstance(t, Tensor)})
+        kinds = sorted(
+            {type(t).__name__ for t in (*call[:6], *call[6], *call[7:9], *call[13:]) if isinstance(t, Tensor)}
+        )
         raise InputError(
             "q, k, v and the other tensors",
             "be of classes that take undivided::attention together",
@@ -128,16 +134,18 @@ def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 def _prepare(*arguments: Any) -> tuple[Backend, Call, Tensors]:
     """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
-    mask_tensors, seed, pages, spec_text, scale, softcap, dropout_p = arguments[6:]
+    mask_tensors, seed, pages, spec_text, scale, softcap, dropout_p, *scales = arguments[6:]
     spec = _Spec.read(spec_text)
     mask, return_lse = Mask.unflatten(spec.mask, mask_tensors), spec.return_lse == "y"
-    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, seed, return_lse, pages)
+    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, seed, return_lse, pages, *scales)
     request = Request(Tensors(*arguments[:6]), options)
-    deterministic: Any = {"None": None, "True": True, "False": False}.get(spec.deterministic, spec.deterministic)
+    flags: dict[str, Any] = {"None": None, "True": True, "False": False}
+    deterministic = flags.get(spec.deterministic, spec.deterministic)
+    batch_invariant = flags.get(spec.batch_invariant, spec.batch_invariant)
     switches = ""
     if spec.switches != "-":
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
-    allowed = policy(spec.backend or None, deterministic, switches)
+    allowed = policy(spec.backend or None, deterministic, switches, batch_invariant)
     decision, call, tensors = prepare(request, allowed, spec.needed)
     return decision.backend, call, tensors
 
@@ -171,7 +179,7 @@ def _as_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor:
 @torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     spec = _Spec.read(rest[6])
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], head_size(v)))
     batch, length, heads, _ = _layout.sizes(q.shape, cast(Layout, spec.layout))
     shape = (heads, length) if spec.layout == "thd" else (batch, heads, length)
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
@@ -186,7 +194,7 @@ def _gradient_shapes(*arguments: Any) -> list[Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors = [*inputs[:6], *inputs[6], inputs[7], inputs[8], *output]
     ctx.save_for_backward(*tensors)
-    ctx.mask_tensors, ctx.rest = len(inputs[6]), inputs[9:]
+    ctx.mask_tensors, ctx.rest = len(inputs[6]), inputs[9:13]
     ctx.set_materialize_grads(False)
     if _Spec.read(inputs[9]).return_lse != "y":
         ctx.mark_non_differentiable(output[1])
@@ -204,7 +212,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     )
     needed = _Spec.read(ctx.rest[0]).needed
     gradients = [next(found) if n else None for n in needed]
-    return (*gradients, [None] * len(mask), None, None, None, None, None, None)
+    return (*gradients, [None] * len(mask), *[None] * 8)  # 8: the arguments after the mask
 
 
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)

@@ -45,7 +45,9 @@ def _register() -> dict[Any, Any]:
 
 
 def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
-    return 2 * _pairs(q, k, rest) * (q[-1] + v[-1])
+    v_scale = rest[11]
+    packed = v_scale is not None and len(v_scale) == len(v)  # two numbers in each byte of v
+    return 2 * _pairs(q, k, rest) * (q[-1] + v[-1] * (2 if packed else 1))
 
 
 def _backward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.normalise import normalise
@@ -41,5 +43,8 @@ def decide_request(request: Request, machine: Machine, allowed: Policy, device: 
         machine: the machine to decide for.
         device: replaces the device of the tensors; None keeps it.
     """
-    call, _ = normalise(request, device=device)
-    return decide(call.problem, machine, allowed)
+    call, tensors = normalise(request, device=device)
+    decision = decide(call.problem, machine, allowed)
+    if decision.chosen is None or not machine.probed:
+        return decision
+    return replace(decision, notes=tuple(decision.chosen.notes(call, tensors)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +56,7 @@ class Decision:
         machine: the machine that it is for.
         policy: what the caller allows.
         chosen: the backend that runs; None if none may.
+        notes: what the backend found in the tensors' values, such as the keys that sequences share.
 
     >>> import torch, undivided
     >>> q = torch.randn(1, 8, 2, 16)
@@ -68,6 +69,7 @@ class Decision:
     machine: Machine
     policy: Policy
     chosen: Backend | None
+    notes: tuple[str, ...] = ()
 
     @property
     def backend(self) -> Backend:
@@ -121,7 +123,12 @@ class Decision:
 
     def __str__(self) -> str:
         head = f"{self.chosen.name} runs" if self.chosen else "no backend can run this problem"
-        lines = [head, f"  problem: {self.problem}", f"  machine: {self.machine}"]
+        lines = [
+            head,
+            f"  problem: {self.problem}",
+            f"  machine: {self.machine}",
+            *(f"  note: {n}" for n in self.notes),
+        ]
         width = max(len(v.backend.name) for v in self.verdicts)
         for verdict in self.verdicts:
             name, backend = verdict.backend.name.ljust(width), verdict.backend
@@ -177,17 +184,29 @@ def last_decision() -> Decision | None:
     >>> undivided.last_decision().backend.name
     'reference'
     """
-    return _last.decision
+    decision = _last.decision
+    if decision is None or decision.chosen is None:
+        return decision
+    notes = decision.chosen.last_notes(decision.problem)
+    return replace(decision, notes=tuple(notes)) if notes else decision
 
 
 def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     """The Decision for exactly this problem, also if no backend can run it. Caches nothing and raises nothing."""
-    if policy.deterministic and not problem.deterministic:
-        problem = problem._replace(deterministic=True)
+    problem = _with_demands(problem, policy)
     for backend in _in_order(problem, machine, policy):
         if not _objections(backend, problem, machine, policy):
             return Decision(problem, machine, policy, backend)
     return Decision(problem, machine, policy, None)
+
+
+def _with_demands(problem: Problem, policy: Policy) -> Problem:
+    """The problem with the policy's demands on its result."""
+    if policy.deterministic and not problem.deterministic:
+        problem = problem._replace(deterministic=True)
+    if policy.batch_invariant and not problem.batch_invariant:
+        problem = problem._replace(batch_invariant=True)
+    return problem
 
 
 def selection_key(problem: Problem) -> Problem:
@@ -233,10 +252,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
     key = (selection_key(problem), policy, id(machine))
     known = _by_class.get(key)
     if known is not None and known.machine is machine:
-        exact = (
-            problem if problem.deterministic == known.problem.deterministic else problem._replace(deterministic=True)
-        )
-        return Decision(exact, machine, policy, known.chosen)
+        return Decision(_with_demands(problem, policy), machine, policy, known.chosen)
     decision = decide(problem, machine, policy)
     name = "no backend" if decision.chosen is None else decision.chosen.name
     log.log(decision, f"{name} for {problem}", policy.log)

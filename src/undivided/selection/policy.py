@@ -25,6 +25,7 @@ class Policy(NamedTuple):
     allowed_by: the setting that `allowed` is from.
     disabled: (name or family, the setting) pairs that must not run.
     deterministic: results must repeat bit for bit.
+    batch_invariant: a row's result depends on its own query, keys and values only.
     log: "" (nothing), "info" (each new Decision) or "debug" (and its reasons).
     """
 
@@ -33,6 +34,7 @@ class Policy(NamedTuple):
     allowed_by: str = ""
     disabled: tuple[tuple[str, str], ...] = ()
     deterministic: bool = False
+    batch_invariant: bool = False
     log: str = ""
 
 
@@ -42,6 +44,7 @@ class _Switch(NamedTuple):
     allowed: tuple[str, ...] | None = None
     allowed_by: str = ""
     disabled: tuple[tuple[str, str], ...] = ()
+    batch_invariant: bool | None = None
 
 
 class _Block(NamedTuple):
@@ -60,7 +63,7 @@ def _current_switch() -> _Switch:
     return _process if block is None else block.switch
 
 
-def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
+def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool | None = None) -> None:
     """Allow only these backends or families, in this order, for the whole process.
 
     It replaces the setting of an earlier call; with no arguments every backend is allowed again. A `use_backends` block
@@ -70,9 +73,11 @@ def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
         names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none
             for all.
         disable: backends or families that must not run, str.
+        batch_invariant: the default of `attention`'s argument; None follows UNDIVIDED_BATCH_INVARIANT.
 
     Raises:
-        InputError: a name that no backend or family has. The setting is then unchanged.
+        InputError: a name that no backend or family has, or batch_invariant is not a bool. The setting is then
+            unchanged.
 
     >>> import torch, undivided
     >>> q = torch.randn(1, 8, 2, 16)
@@ -85,7 +90,8 @@ def set_backends(*names: str, disable: Sequence[str] = ()) -> None:
     if isinstance(disable, str):
         raise InputError("disable", "be a list of names", repr(disable), hint=f"disable=[{disable!r}]")
     disabled = tuple((name, "set_backends(disable=...)") for name in _known(disable, "disable"))
-    _process = _Switch(_known(names) or None, "set_backends", disabled)
+    _check_flag("batch_invariant", batch_invariant)
+    _process = _Switch(_known(names) or None, "set_backends", disabled, batch_invariant)
 
 
 class use_backends:
@@ -139,9 +145,9 @@ class use_backends:
         return block
 
     def __enter__(self) -> use_backends:
-        switch = _Switch(self._names or None, "use_backends")
+        around = _current_switch()
+        switch = _Switch(self._names or None, "use_backends", (), around.batch_invariant)
         if self._disabled is not None:
-            around = _current_switch()
             disabled = tuple((name, "use_backends.disable") for name in self._disabled)
             switch = around._replace(disabled=around.disabled + disabled)
         _block.set(_Block(switch, _block.get()))
@@ -164,11 +170,12 @@ def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
     return tuple(names)
 
 
-# os.environ.get encodes and decodes at every call (1 us each, for nine variables). The encoded names are looked up in
+# os.environ.get encodes and decodes at every call (1 us each, for ten variables). The encoded names are looked up in
 # its inner dictionary instead; os.environ.get is the fallback.
 _VARIABLES = (
     "UNDIVIDED_BACKENDS",
     "UNDIVIDED_DETERMINISTIC",
+    "UNDIVIDED_BATCH_INVARIANT",
     "UNDIVIDED_LOG",
     "NVTE_FLASH_ATTN",
     "NVTE_FUSED_ATTN",
@@ -190,17 +197,23 @@ def environment() -> Environment:
     return tuple(map(os.environ.get, _VARIABLES))
 
 
-def policy(backend: str | None = None, deterministic: bool | None = None, switches: str = "") -> Policy:
+def policy(
+    backend: str | None = None,
+    deterministic: bool | None = None,
+    switches: str = "",
+    batch_invariant: bool | None = None,
+) -> Policy:
     """The policy of this call; `switches` are PyTorch's (see `switches.read`), for calls that depend on them."""
-    if deterministic is not None and deterministic is not True and deterministic is not False:
-        raise InputError("deterministic", "be True, False or None", repr(deterministic))
+    _check_flag("deterministic", deterministic)
+    _check_flag("batch_invariant", batch_invariant)
     if deterministic is None and torch._C._get_deterministic_algorithms():
         deterministic = True
     block = _block.get()
     switch, values = _process if block is None else block.switch, environment()
-    if backend is None and deterministic is None and not values and not switches:  # as in most calls
+    settings = backend, deterministic, batch_invariant
+    if settings == _NO_SETTINGS and not values and not switches:  # as in most calls
         return _plain_policy(switch)
-    key = (backend, deterministic, switch, values, switches)
+    key = (*settings, switch, values, switches)
     try:
         found = _policies.get(key)
     except TypeError:  # such as a list; the check below names the argument
@@ -208,8 +221,16 @@ def policy(backend: str | None = None, deterministic: bool | None = None, switch
     if found is None:
         if len(_policies) >= _MAX_POLICIES:
             _policies.clear()
-        found = _policies[key] = _read_policy(backend, deterministic, key[2], switches)
+        found = _policies[key] = _read_policy(*settings, switch, switches)
     return found
+
+
+_NO_SETTINGS = (None, None, None)
+
+
+def _check_flag(argument: str, value: object) -> None:
+    if value is not None and value is not True and value is not False:
+        raise InputError(argument, "be True, False or None", repr(value))
 
 
 def _plain_policy(switch: _Switch) -> Policy:
@@ -217,7 +238,7 @@ def _plain_policy(switch: _Switch) -> Policy:
     global _last_plain
     last = _last_plain
     if last is None or last[0] is not switch:
-        last = _last_plain = switch, _read_policy(None, None, switch)
+        last = _last_plain = switch, _read_policy(*_NO_SETTINGS, switch)
     return last[1]
 
 
@@ -226,7 +247,9 @@ _last_plain: tuple[_Switch, Policy] | None = None
 _MAX_POLICIES = 256
 
 
-def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switch, switches: str = "") -> Policy:
+def _read_policy(
+    backend: str | None, deterministic: bool | None, batch_invariant: bool | None, switch: _Switch, switches: str = ""
+) -> Policy:
     if backend is not None:
         _known((backend,))
     disabled = list(switch.disabled)
@@ -242,7 +265,11 @@ def _read_policy(backend: str | None, deterministic: bool | None, switch: _Switc
     if deterministic is None:
         allows_other = _flag("NVTE_ALLOW_NONDETERMINISTIC_ALGO", True)
         deterministic = _flag("UNDIVIDED_DETERMINISTIC", False) or not allows_other
-    return Policy(backend, allowed, allowed_by, tuple(disabled), deterministic, _log_level())
+    if batch_invariant is None:
+        batch_invariant = switch.batch_invariant
+    if batch_invariant is None:
+        batch_invariant = _flag("UNDIVIDED_BATCH_INVARIANT", False)
+    return Policy(backend, allowed, allowed_by, tuple(disabled), deterministic, batch_invariant, _log_level())
 
 
 def _split_names(text: str) -> tuple[str, ...]:

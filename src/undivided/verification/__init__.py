@@ -44,8 +44,11 @@ def verify(
     dropout_seed: int | Tensor | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backends: Sequence[str] | None = None,
     gradients: bool = True,
     **unknown: Any,
@@ -59,8 +62,9 @@ def verify(
     Args:
         q, k, v: floating-point tensors in `layout`, as for `attention`. They and all other tensors stay unchanged:
             gradients are taken of views of them, with random upstream gradients.
-        layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, deterministic, return_lse,
-            pages: as for `attention`. Without a seed, all backends use the same random one.
+        layout, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, deterministic,
+            batch_invariant, return_lse, pages, k_scale, v_scale: as for `attention`. Without a seed, all backends use
+            the same random one.
         backend: the only backend to run, as for `attention`.
         backends: names or families of the backends to run; None is all.
         gradients: check the gradients of q, k, v, bias, sinks and alibi_slopes, whether or not they require one. A
@@ -92,13 +96,13 @@ def verify(
     selected = _select([backend] if backend is not None else backends)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if torch.is_autocast_enabled(device):
-        q, k, v = autograd.autocast(q, k, v)
+        q, k, v = autograd.autocast(q, k, v, k_scale)
     if dropout_p and dropout_seed is None:
         dropout_seed = int(torch.randint(2**62, ()))  # the same pattern for all backends
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        options = Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages)._asdict()
-        rest = {**options, "deterministic": deterministic}
+        options = Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale)
+        rest = {**options._asdict(), "deterministic": deterministic, "batch_invariant": batch_invariant}
         request = build_request(tensors, rest.pop("layout"), rest, gradients)
         outcomes = {candidate.name: run(candidate, request) for candidate in selected}
     return Report(
@@ -114,7 +118,9 @@ def _check_arguments(q: object, unknown: Mapping[str, object]) -> None:
         hint = "undivided.explain takes meta tensors, and runs nothing"
         raise InputError("q", "hold values, because verify computes with them", "a meta tensor", hint)
     if unknown:
-        known = ", ".join(sorted({*Tensors._fields[3:], *Options._fields, "backend", "deterministic"}))
+        known = ", ".join(
+            sorted({*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "batch_invariant"})
+        )
         raise InputError(
             "verify", f"get only arguments of attention ({known}), backends= or gradients=", sorted(unknown)
         )

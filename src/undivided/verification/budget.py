@@ -178,5 +178,5 @@ def _rounding(name: str, call: Call, tensors: Tensors) -> float:
     dtypes = [problem.dtype]
     if name[1:] in NAMES:
         tensor = tensors[NAMES.index(name[1:])]
-        dtypes += [] if tensor is None else [tensor.dtype]
+        dtypes += [] if tensor is None or not tensor.is_floating_point() else [tensor.dtype]
     return max(torch.finfo(dtype).eps for dtype in dtypes)

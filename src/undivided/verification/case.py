@@ -15,10 +15,11 @@ import torch
 
 from undivided.arguments.layout import Layout
 from undivided.masks import Mask
+from undivided.quantization import Format
 
 __all__ = ["EVERY_DTYPE", "FULL_AND_HALF", "Case", "Memory"]
 
-Memory = Literal["contiguous", "packed-qkv", "sliced", "strided-last", "shared-kv"]
+Memory = Literal["contiguous", "packed-qkv", "sliced", "strided-last", "shared-kv", "latent"]
 
 FULL_AND_HALF = (torch.float32, torch.bfloat16)
 EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -35,14 +36,16 @@ class Case:
         mask: builds the mask; None is every pair.
         memory: how q, k and v are stored: "contiguous" in the layout; "packed-qkv" (views of one projection); "sliced"
             (every second row of a larger buffer, not aligned); "strided-last" (the stride of the last axis is not 1);
-            "shared-kv" (one key/value row expanded over the batch, stride 0).
+            "shared-kv" (one key/value row expanded over the batch, stride 0); "latent" (v is the first columns of k).
         bias: its axes, or None. bias_dtype: None is the dtype of q. bias_holes: a tenth of the entries is -inf, and one
             whole row.
         scale, softcap, dropout_p, dropout_seed: as for `attention`.
         alibi: "h", "bh", "usual" (the slopes of Press et al.) or None.
         sinks: whether there are sinks.
         return_lse: also return the lse, and send a gradient through it.
+        quantized: the format of keys and values, or None; then nothing has a gradient.
         page_size: keys and values are page pools; kv_len is then max_pages * page_size (times the documents in thd).
+        shared_pages: with page_size, the number of pages from the first one on that all sequences share.
         needs: the arguments that need a gradient; None is all that can have one.
         magnitude: the scale of q and k.
         dtypes: the dtypes in which the case is tried.
@@ -74,6 +77,8 @@ class Case:
     dropout_seed: int = 1234
     return_lse: bool = False
     page_size: int | None = None
+    shared_pages: int = 0
+    quantized: Format | None = None
     needs: tuple[str, ...] | None = None
     magnitude: float = 1.0
     dtypes: tuple[torch.dtype, ...] = FULL_AND_HALF

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.masks import Mask
+from undivided.quantization import FORMATS
 from undivided.verification.case import EVERY_DTYPE, Case
 
 
@@ -103,6 +104,10 @@ HEADS = _tagged(
     Case("mla-prefill-192-128", heads=2, qk_dim=192, v_dim=128, mask=lambda: masks.causal()),
     Case("mla-decode-576-512-mqa", q_len=1, kv_len=21, kv_heads=1, qk_dim=576, v_dim=512,
          mask=lambda: masks.lengths([21, 9]), needs=()),
+    Case("mla-latents-decode", q_len=1, kv_len=70, heads=16, kv_heads=1, qk_dim=576, v_dim=512, memory="latent",
+         mask=lambda: masks.lengths([70, 9]), scale=0.07, needs=()),
+    Case("mla-latents-prefill", q_len=20, kv_len=33, heads=5, kv_heads=1, qk_dim=96, v_dim=64, memory="latent",
+         mask=lambda: masks.causal("bottom_right"), needs=()),
 )  # fmt: skip
 
 CAUSAL = _tagged(
@@ -211,6 +216,11 @@ ARBITRARY = _tagged(
          mask=lambda: masks.dense(_with_holes(13, 13)) & masks.causal() & _right_padded([13, 7])),
     Case("dense-thd", layout="thd", batch=1, mask=lambda: masks.documents([0, 5, 13]) & masks.dense(_with_holes(13, 13))),
     Case("predicate-even-distances", mask=lambda: masks.predicate(_even_distance)),
+    Case("tree-after-a-prefix", q_len=6, kv_len=30, kv_heads=2, mask=lambda: masks.tree([-1, 0, 0, 2, 1, 3])),
+    Case("tree-of-each-sequence-lengths", q_len=4, kv_len=21, kv_heads=2, return_lse=True,
+         mask=lambda: masks.tree(torch.tensor([[-1, 0, 0, 1], [-1, -1, 1, -1]])) & masks.lengths([21, 9], [4, 3])),
+    Case("tree-thd", layout="thd", batch=1, q_len=7, kv_len=40, kv_heads=2,
+         mask=lambda: masks.tree([-1, 0, 0, 2, -1, 0, 0]) & masks.documents([0, 4, 7], [0, 25, 40])),
     Case("predicate-by-head-and-batch-causal", layout="sbhd",
          mask=lambda: masks.predicate(_by_head_and_batch) & masks.causal()),
     Case("predicate-and-window-tall", batch=1, q_len=70, heads=2,
@@ -284,6 +294,13 @@ PAGED = _tagged(
          mask=lambda: masks.lengths([24, 1, 9])),
     Case("paged-decode-page-of-16-mla", q_len=1, kv_len=32, kv_heads=1, qk_dim=32, v_dim=24, page_size=16, needs=(),
          mask=lambda: masks.lengths([32, 17])),
+    Case("paged-latents-decode", q_len=1, kv_len=96, heads=12, kv_heads=1, qk_dim=96, v_dim=64, page_size=16,
+         memory="latent", mask=lambda: masks.lengths([90, 17]), needs=()),
+    Case("paged-latents-thd", layout="thd", batch=1, q_len=6, kv_len=48, heads=4, kv_heads=1, qk_dim=48, v_dim=32,
+         page_size=8, memory="latent", needs=(),
+         mask=lambda: masks.documents([0, 5, 6], [0, 14, 37]) & masks.causal("bottom_right")),
+    Case("paged-tree", q_len=5, kv_len=32, kv_heads=2, page_size=8, needs=(),
+         mask=lambda: masks.tree([-1, 0, 0, 2, 2]) & masks.lengths([30, 11])),
     Case("paged-empty-sequence", q_len=1, kv_len=12, batch=3, page_size=4, needs=(), return_lse=True,
          mask=lambda: masks.lengths([0, 12, 5])),
     Case("paged-chunked-prefill-causal", layout="sbhd", q_len=5, kv_len=20, page_size=4, needs=(),
@@ -292,6 +309,42 @@ PAGED = _tagged(
          mask=lambda: masks.lengths([20, 7]) & masks.window(5, 0, "bottom_right")),
     Case("paged-thd-mixed-prefill-and-decode", layout="thd", batch=1, q_len=6, kv_len=24, kv_heads=2, page_size=4, needs=(),
          mask=lambda: masks.documents([0, 1, 6], [0, 11, 18]) & masks.causal("bottom_right")),
+    Case("paged-shared-prefix-decode", q_len=1, kv_len=192, batch=5, heads=8, kv_heads=2, page_size=16, shared_pages=9,
+         needs=(), return_lse=True, mask=lambda: masks.lengths([192, 145, 150, 160, 144])),
+    Case("paged-shared-prefix-drafts-sinks-softcap", q_len=3, kv_len=176, batch=3, heads=4, kv_heads=2, page_size=16,
+         shared_pages=10, needs=(), sinks=True, softcap=9.0,
+         mask=lambda: masks.lengths([176, 163, 170]) & masks.causal("bottom_right")),
+    Case("paged-shared-prefix-window", q_len=1, kv_len=192, batch=4, heads=8, kv_heads=2, page_size=16, shared_pages=10,
+         needs=(), mask=lambda: masks.lengths([192, 170, 161, 180]) & masks.window(60, 0, "bottom_right")),
+    Case("paged-shared-prefix-thd", layout="thd", batch=1, q_len=4, kv_len=704, heads=8, kv_heads=2, page_size=16,
+         shared_pages=9, needs=(),
+         mask=lambda: masks.documents([0, 1, 2, 3, 4], [0, 150, 325, 470, 640]) & masks.causal("bottom_right")),
     Case("paged-query-gradient", q_len=3, kv_len=12, page_size=4, needs=("q",),
          mask=lambda: masks.lengths([12, 6], [3, 2]) & masks.causal("bottom_right")),
+)  # fmt: skip
+
+QUANTIZED = _tagged(
+    "quantized",
+    *(Case(f"{format}-{name}", quantized=format, needs=(), qk_dim=32, **case)  # type: ignore[arg-type]
+      for format in FORMATS
+      for name, case in {
+          "decode-gqa": {"q_len": 1, "kv_len": 300, "heads": 8, "kv_heads": 2, "mask": lambda: masks.lengths([300, 41])},
+          "prefill-causal": {"q_len": 67, "layout": "bhsd", "kv_heads": 2, "return_lse": True, "mask": lambda: masks.causal()},
+          "paged-decode": {"q_len": 1, "kv_len": 96, "batch": 3, "heads": 8, "kv_heads": 1, "page_size": 16,
+                           "mask": lambda: masks.lengths([96, 1, 39])},
+          "thd-paged-mixed": {"layout": "thd", "batch": 1, "q_len": 46, "kv_len": 192, "kv_heads": 2, "page_size": 8,
+                              "mask": lambda: masks.documents([0, 1, 6, 46], [0, 31, 48, 101]) & masks.causal("bottom_right")},
+      }.items()),
+    Case("int8-decode-several-rows-sliced", quantized="int8", needs=(), q_len=3, kv_len=160, kv_heads=2, qk_dim=48, v_dim=80,
+         memory="sliced", mask=lambda: masks.causal("bottom_right")),
+    Case("int8-head-size-24-sbhd", quantized="int8", needs=(), layout="sbhd", q_len=5, kv_len=70, qk_dim=24, v_dim=17),
+    Case("fp8_e4m3-thd-documents-alibi", quantized="fp8_e4m3", needs=(), layout="thd", batch=1, q_len=45, alibi="h",
+         mask=lambda: masks.documents([0, 12, 45]) & masks.causal()),
+    Case("fp8_e5m2-window-sinks-softcap", quantized="fp8_e5m2", needs=(), q_len=37, qk_dim=64, softcap=5.0, sinks=True,
+         mask=lambda: masks.window(9, 2)),
+    Case("int4-decode-head-size-128-sliced", quantized="int4", needs=(), q_len=1, kv_len=200, heads=8, kv_heads=2, qk_dim=128,
+         v_dim=64, memory="sliced", return_lse=True, mask=lambda: masks.window(120, 0, "bottom_right")),
+    Case("int8-bias-dense-dropout", quantized="int8", needs=(), bias="1hqk", dropout_p=0.2, mask=lambda: masks.dense(_with_holes(13, 13))),
+    Case("int8-keys-shared-by-the-batch", quantized="int8", needs=(), q_len=1, kv_len=130, batch=3, memory="shared-kv"),
+    Case("int8-no-keys", quantized="int8", needs=(), q_len=5, kv_len=0, return_lse=True),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from undivided.verification.case_tables import (
     PADDED,
     PAGED,
     PLAIN,
+    QUANTIZED,
     SCORES,
     SIZES,
 )
@@ -40,7 +41,7 @@ def _catalogue(*groups: Iterable[Case]) -> Mapping[str, Case]:
 
 
 CASES: Mapping[str, Case] = _catalogue(
-    PLAIN, MEMORY, SIZES, HEADS, CAUSAL, PADDED, PACKED, ARBITRARY, SCORES, DROPOUT, PAGED
+    PLAIN, MEMORY, SIZES, HEADS, CAUSAL, PADDED, PACKED, ARBITRARY, SCORES, DROPOUT, PAGED, QUANTIZED
 )
 """All cases by name."""
 

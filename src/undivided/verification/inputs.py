@@ -18,6 +18,7 @@ import undivided.functional
 from undivided.arguments import layout
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.quantization import Format, quantize
 from undivided.request.slopes import usual_slopes
 from undivided.verification.cases import Case
 
@@ -74,7 +75,7 @@ def build(
     batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim = case.sizes
     q = draw(batch, q_len, heads, qk_dim, scale=case.magnitude)
     k = draw(batch, kv_len, kv_heads, qk_dim, scale=case.magnitude)
-    v = draw(batch, kv_len, kv_heads, v_dim)
+    v = k[..., :v_dim] if case.memory == "latent" else draw(batch, kv_len, kv_heads, v_dim)
     extras = _extras(case, draw)
     grad_out, grad_lse = draw(batch, q_len, heads, v_dim), draw(batch, heads, q_len).float()
     mask = case.mask() if case.mask is not None else None
@@ -84,11 +85,16 @@ def build(
         k, v = (x.masked_fill(dead_keys[..., None, None], torch.nan) for x in (k, v))
         grad_lse = grad_lse.masked_fill(dead_rows[:, None], torch.nan)
     arguments = {"layout": case.layout, "mask": mask, "return_lse": case.return_lse, **extras}
-    if case.page_size is None:
-        q, k, v = _store(case, q, k, v)
-        arguments |= {"q": q, "k": k, "v": v}
+    if case.quantized is not None:
+        keys = _quantized(case.quantized, {"k": k, "v": v}, dead_keys if poison else None)
     else:
-        arguments |= {"q": _contiguous(q, case), **_paged(case, k, v, dead_keys, poison)}
+        keys = {"k": k, "v": v}
+    if case.page_size is None:
+        arguments |= dict(zip(("q", *keys), _store(case, q, *keys.values()), strict=True))
+    else:
+        arguments |= {"q": _contiguous(q, case), **_paged(case, keys, dead_keys, poison)}
+    if case.memory == "latent":
+        arguments["v"] = arguments["k"][..., :v_dim]
     for name in _names_with_gradient(case, arguments):
         arguments[name].requires_grad_()
     grad_lse = grad_lse.squeeze(0) if case.layout == "thd" else grad_lse
@@ -185,10 +191,32 @@ def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
     return layout.restore(x_BSHD, case.layout).contiguous()
 
 
+def _quantized(format: Format, tensors: Mapping[str, Tensor], dead_keys: Tensor | None) -> dict[str, Tensor]:
+    """Quantised keys and values [B, Sk, N, ..], and their scales; of `dead_keys`, any values and scales of NaN."""
+    found: dict[str, Tensor] = {}
+    for name, x in tensors.items():
+        found[name], found[f"{name}_scale"] = quantize(x, format)
+        if dead_keys is not None:
+            found[name].view(torch.uint8)[dead_keys] = _ANY_BYTE
+            found[f"{name}_scale"][dead_keys] = torch.nan
+    return found
+
+
+_ANY_BYTE = 0x7F
+"""NaN in both types of 8 bits, and the largest int8."""
+
+
+def _unused(like: Tensor, shape: tuple[int, ...], poison: bool = True) -> Tensor:
+    """Memory that must not be read: NaN, or any integers; 0 without poison."""
+    if like.itemsize == 1:
+        return torch.full(shape, _ANY_BYTE if poison else 0, dtype=torch.uint8, device=like.device).view(like.dtype)
+    return like.new_full(shape, torch.nan if poison else 0.0)
+
+
 def _store(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
     """q, k, v in the layout of the case, stored as it requires. Gaps between rows are NaN."""
     tensors = [_contiguous(x, case) for x in tensors_BSHD]
-    if case.memory == "contiguous":
+    if case.memory in ("contiguous", "latent"):
         return tuple(tensors)
     if case.memory == "packed-qkv":
         packed = torch.cat(tensors, dim=-2 if case.layout != "bhsd" else 1)
@@ -205,7 +233,7 @@ def _store(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
 
 def _sliced(x: Tensor) -> Tensor:
     """The same values as every second row of a larger buffer, with an offset of 3 entries."""
-    buffer = x.new_full((*(2 * size + 1 for size in x.shape[:-1]), x.shape[-1] + 5), torch.nan)
+    buffer = _unused(x, (*(2 * size + 1 for size in x.shape[:-1]), x.shape[-1] + 5))
     slices = (*(slice(1, None, 2) for _ in x.shape[:-1]), slice(3, 3 + x.shape[-1]))
     buffer[slices] = x
     return buffer[slices]
@@ -219,21 +247,27 @@ def _with_page_starts(case: Case, mask: Mask | None) -> Mask | None:
     return mask.with_padded_kv(torch.arange(rows + 1) * (case.sizes[2] // rows))
 
 
-def _paged(case: Case, k: Tensor, v: Tensor, dead_keys: Tensor, poison: bool) -> dict[str, Tensor]:
-    """Page pools in a shuffled order with three unused pages, and the block table.
+def _paged(case: Case, keys: Mapping[str, Tensor], dead_keys: Tensor, poison: bool) -> dict[str, Tensor]:
+    """Page pools in a shuffled order with three unused pages, and the block table. Shared pages are those of the first
+    sequence; the others' pages in their place are unused.
 
     With poison, the unused pages are NaN, and entries of the block table for pages without a real key are -1.
     """
     assert case.page_size is not None
     rows = _sequences(case)
-    pages = k.shape[0] * k.shape[1] // case.page_size
-    order = torch.randperm(pages + 3, generator=torch.Generator().manual_seed(7))[:pages].to(k.device)
+    pages = dead_keys.numel() // case.page_size
+    order = torch.randperm(pages + 3, generator=torch.Generator().manual_seed(7))[:pages].to(dead_keys.device)
     arguments: dict[str, Tensor] = {}
-    for name, x in (("k", k), ("v", v)):
-        pool = x.new_full((pages + 3, case.page_size, *x.shape[2:]), torch.nan if poison else 0.0)
+    for name, x in keys.items():
+        pool = _unused(x, (pages + 3, case.page_size, *x.shape[2:]), poison)
         pool[order] = x.reshape(pages, case.page_size, *x.shape[2:])
         arguments[name] = pool
     table = order.to(torch.int32).reshape(rows, -1)
+    if case.shared_pages:
+        replaced = table[1:, : case.shared_pages].flatten()
+        for pool in arguments.values():
+            pool[replaced] = torch.nan if poison else 0.0
+        table[1:, : case.shared_pages] = table[0, : case.shared_pages].clone()
     if poison:
         unused = dead_keys.reshape(rows, -1, case.page_size).all(-1)
         table = table.masked_fill(unused, -1)

@@ -131,7 +131,7 @@ def kv_span(piece: Piece, problem: Problem) -> slice:
 def piece_leaves(piece: Piece, call: Call, tensors: Tensors, precision: torch.dtype) -> Leaves:
     """Copies of the inputs of a piece in a precision, as leaves that require gradients."""
     problem = call.problem
-    q, k, v = tensors.without_pages(call.pages, call.problem.layout).heads_first(call.problem.layout)
+    q, k, v = call.dense_tensors(tensors, precision).heads_first(problem.layout)
     kv = (piece.batch, kv_span(piece, problem))
     slopes, bias, sinks = tensors.alibi_slopes, tensors.bias, tensors.sinks
     row_slopes = None

@@ -83,7 +83,9 @@ def build_request(
     """
     rest = {"layout": layout, **rest}
     detached = {name: _detached(name, tensor) for name, tensor in tensors.items()}
-    known: dict[str, Any] = {name: value for name, value in rest.items() if name != "deterministic"}
+    known: dict[str, Any] = {
+        name: value for name, value in rest.items() if name not in ("deterministic", "batch_invariant")
+    }
     call, leaves = normalise(AttentionRequest.from_keywords(**detached, **known))
     problem, q = call.problem, leaves.q
     out = torch.empty((*q.shape[:-1], problem.v_dim), dtype=problem.dtype, device=q.device)
@@ -130,7 +132,7 @@ def run(backend: Backend, request: Request) -> Outcome:
 
 def _attempts(request: Request) -> list[tuple[str, ...]]:
     """The sets of gradients to try, the largest first."""
-    if not request.gradients:
+    if not request.gradients or request.rest.get("k_scale") is not None:
         return [()]
     paged = request.rest.get("pages") is not None
     names = [name for name in NAMES if request.tensors.get(name) is not None and not (paged and name in ("k", "v"))]

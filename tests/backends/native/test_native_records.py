@@ -29,9 +29,15 @@ def fields(**changed: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
         record[name] = tensor.data_ptr()
         record |= {f"{name}_{axis}": tensor.stride(n) for n, axis in enumerate("bhs")}
-    addresses = {"RANGES": ranges.data_ptr(), "BAD_RANGES": bad_ranges.data_ptr(), "TABLE": table.data_ptr()}
+    scales = torch.ones(1, 1, 5)
+    addresses = {
+        "SCALES": scales.data_ptr(),
+        "RANGES": ranges.data_ptr(),
+        "BAD_RANGES": bad_ranges.data_ptr(),
+        "TABLE": table.data_ptr(),
+    }
     record |= {name: addresses.get(value, value) for name, value in changed.items()}
-    return record, [q, k, v, out, ranges, bad_ranges, table]
+    return record, [q, k, v, out, ranges, bad_ranges, table, scales]
 
 
 def status(record: dict[str, Any]) -> int:
@@ -39,6 +45,8 @@ def status(record: dict[str, Any]) -> int:
     library.undivided_forward.argtypes = [ctypes.c_char_p]
     return int(library.undivided_forward(cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS))))
 
+
+INT8 = {"format": 1, "k_scale": "SCALES", "v_scale": "SCALES", "k_scale_s": 1, "v_scale_s": 1}
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -48,6 +56,10 @@ GOOD: list[dict[str, Any]] = [
     {"batch": 0, "q": 0},
     {"kv_len": 0, "k": 0, "v": 0, "slopes": "TABLE", "row_position": "TABLE"},
     {"band": 1, "first": 1 << 31, "last": 1 << 31},  # no row sees a key
+    {"kv_len": 1, "k_s": 1 << 62, "v_s": 1 << 62},  # the stride of a single key is not used
+    INT8,
+    INT8 | {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1},
+    INT8 | {"kv_len": 0, "k": 0, "v": 0, "k_scale": 0, "v_scale": 0},
 ]
 
 
@@ -93,6 +105,15 @@ BAD: list[dict[str, Any]] = [
     {"slopes": "TABLE"},
     {"dropout": 1 << 17},
     {"dropout": 100},
+    INT8 | {"format": 5},
+    INT8 | {"format": -1},
+    INT8 | {"format": 0},
+    INT8 | {"k_scale": 0},
+    INT8 | {"v_scale": 0},
+    INT8 | {"k_scale_s": -1},
+    INT8 | {"v_scale_h": -1},
+    INT8 | {"k_scale_b": 1 << 62, "batch": 2},
+    INT8 | {"format": 4},  # head sizes that are not whole groups
 ]
 
 
@@ -102,6 +123,16 @@ def test_bad_records_are_refused(changed: dict[str, Any]) -> None:
     held[3].fill_(7)
     assert status(record) == BAD_RECORD
     assert (held[3] == 7).all()
+
+
+def test_a_backward_without_queries_needs_keys() -> None:
+    """It writes zeros to the gradients of the keys, so that it prepares them."""
+    record, _held = fields(q_len=0, q=0, out=0, k=0)
+    gradients = dict.fromkeys(cpu.GRADIENT_FIELDS, 0) | {"size": cpu.GRADIENT_RECORD.size}
+    library = ctypes.CDLL(str(cpu.path()))
+    library.undivided_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    packed = cpu.GRADIENT_RECORD.pack(*(gradients[name] for name in cpu.GRADIENT_FIELDS))
+    assert library.undivided_backward(cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS)), packed) == BAD_RECORD
 
 
 def test_random_records_are_refused() -> None:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.layout import STRIDES
+from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.native import gradients
 from undivided.backends.native.call import DTYPES, Records, is_plain, page_fields, plain_record, with_addresses
+from undivided.backends.native.scales import contiguous_groups
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -46,6 +48,7 @@ class Native(Backend):
         masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES - {"strided"},
+        batch_invariant=True,
         notes={"strided": "its rows are contiguous"},
     )
 
@@ -63,9 +66,27 @@ class Native(Backend):
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, and whether the library loads."""
         reasons = limit_reasons(self.limits, problem, machine)
+        if problem.batch_invariant and "document_ids" in problem.mask.kinds:
+            reasons.append("batch-invariant results for document ids (masks.documents says where each one starts)")
         if problem.device == "cpu" and (missing := self.unavailable(machine)) is not None:
             reasons.append(missing)
         return reasons
+
+    def notes(self, call: Call, tensors: Tensors) -> list[str]:
+        """The keys that are read once for several sequences, because their block tables begin with the same pages."""
+        library = cpu.load()
+        if isinstance(library, str) or not _has_readable_pages(call, tensors):
+            return []
+        views = _kernel_views(call, tensors)
+        records = Records(call, tensors, (*views, views[0], UNREAD), forward=True)
+        return _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
+
+    def last_notes(self, problem: Problem) -> list[str]:
+        """As `notes`, of this thread's last forward."""
+        library = cpu.load()
+        if "paged" not in problem.features or isinstance(library, str):
+            return []
+        return _shared_notes(library.shared_keys(None))
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """One call of the kernel, or one per block of rows if the mask is more than ranges."""
@@ -80,13 +101,15 @@ class Native(Backend):
         features = problem.features
         if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the cost of a property
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
+        if call.k_scale is not None:
+            call = contiguous_groups(call)
         if is_plain(call, tensors):
             _table, pages = page_fields(call, tensors)
             out_strides = STRIDES[problem.layout](out.stride())
             library.forward(plain_record(call, tensors, at, strides, out, out_strides, lse, pages))
             return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
-        records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), paged=True)
+        records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), forward=True)
         for rows in records.slices():
             library.forward(records.record(rows))
         return Result(out, lse)
@@ -129,6 +152,20 @@ def _kernel_views(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]
         return tensors.heads_first(call.problem.layout)
     q = layout.heads_first(tensors.q, call.problem.layout)
     return q, tensors.k.transpose(1, 2), tensors.v.transpose(1, 2)
+
+
+def _has_readable_pages(call: Call, tensors: Tensors) -> bool:
+    """Whether the call has a block table, values on the CPU, and a mask of ranges."""
+    if call.pages is None or call.problem.device != "cpu":
+        return False
+    given = (tensors.q, tensors.k, tensors.v, call.pages)
+    if any(has_dispatch(tensor) or not tensor.is_cpu for tensor in given):
+        return False
+    return call.normal_form(tensors.q).exact
+
+
+def _shared_notes(parts: list[tuple[int, int, int]]) -> list[str]:
+    return [f"{count} sequences share keys {key} to {key + keys - 1}" for count, key, keys in parts]
 
 
 def _new_output(problem: Problem, q: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import struct
 import torch
 from torch import Tensor
 
-from undivided.arguments.layout import Strides, kernel_strides
+from undivided.arguments.layout import STRIDES, Strides, kernel_strides
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks.normal_form import DensePairs
@@ -21,6 +21,7 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import UNREAD
 
+_FORMATS = {"int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 MASK_PAIRS = 1 << 24
@@ -45,7 +46,11 @@ _NO_DENSE: tuple[int, ...] = (0,) * 5
 _NO_SLOPES: tuple[int, ...] = (0,) * 6
 _NO_KEYS: tuple[int, ...] = (0,) * 2
 _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
-_NOTHING_ELSE = struct.Struct(_FORMAT[_REST:]).pack(0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT)
+_NOT_INVARIANT: tuple[int, ...] = (0,) * 3
+_NO_SCALES: tuple[int, ...] = (0,) * 9
+_PACK_REST = struct.Struct(_FORMAT[_REST:]).pack
+_NO_OPTIONS = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)
+_NOTHING_ELSE = _PACK_REST(*_NO_OPTIONS, *_NO_SCALES)
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
 """Masks that are the same band in every sequence: the kernel computes their ranges itself, without a table."""
@@ -56,7 +61,7 @@ def is_plain(call: Call, tensors: Tensors) -> bool:
     """Whether the mask is ranges only and the call has no optional feature. Most calls are plain and take the shortest
     path."""
     problem = call.problem
-    if problem.features & _OPTIONAL_FEATURES:
+    if problem.features & _OPTIONAL_FEATURES or problem.batch_invariant:
         return False
     return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q).exact
 
@@ -135,9 +140,12 @@ def plain_record(
         *out_strides,
         *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
     )
-    if pages is NO_PAGES and call.mask.is_full:
-        return head + _EVERY_KEY
-    return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + _NOTHING_ELSE
+    if call.k_scale is None:
+        if pages is NO_PAGES and call.mask.is_full:
+            return head + _EVERY_KEY
+        return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + _NOTHING_ELSE
+    rest = _PACK_REST(*_NO_OPTIONS, *scale_fields(call))
+    return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + rest
 
 
 def record(
@@ -202,6 +210,22 @@ def _band(problem: Problem) -> tuple[int, int]:
     return first, last
 
 
+def scale_fields(call: Call) -> tuple[int, ...]:
+    """The record's fields from `format` on."""
+    problem, k_scale, v_scale = call.problem, call.k_scale, call.v_scale
+    if k_scale is None or v_scale is None:
+        return _NO_SCALES
+    assert problem.quantized is not None
+    strides = STRIDES["bshd" if call.pages is not None else problem.layout]
+    return (
+        _FORMATS[problem.quantized],
+        k_scale.data_ptr(),
+        *strides(k_scale.stride()),
+        v_scale.data_ptr(),
+        *strides(v_scale.stride()),
+    )
+
+
 def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
     """The block table, which must be kept alive until the call returns, and the record's fields that point to it."""
     if call.pages is None:
@@ -214,16 +238,17 @@ def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int,
 class Records:
     """Creates records for all query rows or for blocks of them; views are q, k, v, out [B, H, S, D], lse [B, H, Sq].
 
-    k and v may be pools of pages.
+    k and v may be pools of pages in a forward.
     """
 
     def __init__(
-        self, call: Call, tensors: Tensors, views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], paged: bool = False
+        self, call: Call, tensors: Tensors, views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], forward: bool = False
     ) -> None:
         problem = call.problem
         self.call, self.tensors = call, tensors
         self.views = tuple([require_memory(view) for view in views])
-        self.table, self.pages = page_fields(call, tensors) if paged else (None, NO_PAGES)
+        self.table, self.pages = page_fields(call, tensors) if forward else (None, NO_PAGES)
+        self.batch_invariant = forward and problem.batch_invariant
         self.sinks = self.bias = self.slopes = self.key_position = None
         self._held: list[Tensor] = []
         if tensors.sinks is not None:
@@ -293,6 +318,8 @@ class Records:
             *slopes,
             *keys,
             *dropout,
+            *self._invariance(rows),
+            *scale_fields(call),
         )
 
     def _ranges(self, rows: slice) -> tuple[int, ...]:
@@ -316,6 +343,20 @@ class Records:
         dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
         self._held = [require_memory(dense)]
         return (dense.data_ptr(), *dense.stride())
+
+    def _invariance(self, rows: slice) -> tuple[int, ...]:
+        """The record's fields from `batch_invariant` on."""
+        if not self.batch_invariant:
+            return _NOT_INVARIANT
+        if self.call.mask.is_full or self.call.problem.mask.kinds <= _BANDS:
+            return (1, 0, 0)
+        first = self.call.normal_form(self.tensors.q).first_key
+        if first is None:
+            return (1, 0, 0)
+        if self.table is not None and bool((first % self.tensors.k.shape[1]).any()):
+            must, size = "start each sequence at a page for batch-invariant results", self.tensors.k.shape[1]
+            raise InputError("mask", must, f"first keys {first.unique().tolist()[:8]} with pages of {size}")
+        return (1, first[:, rows].data_ptr(), batch_stride(first))
 
     def _dropout(self, rows: slice) -> tuple[float, ...]:
         """The record's fields from `dropout` on."""

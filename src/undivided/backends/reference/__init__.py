@@ -99,7 +99,7 @@ def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | 
 
 def score_blocks(call: Call, tensors: Tensors) -> Iterator[tuple[Block, Tensor]]:
     """The masked scores, block by block, for users that need scores and not outputs."""
-    tensors = tensors.without_pages(call.pages, call.problem.layout)
+    tensors = call.dense_tensors(tensors, lse_dtype(call.problem.dtype))
     for block in _blocks(call, tensors):
         yield block, scores(block, call, tensors, _slices(block, call, tensors)).score
 
@@ -241,7 +241,7 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
 def composite(call: Call, tensors: Tensors) -> Result:
     """The reference without in-place writes, so that forward mode, vmap and higher derivatives work."""
     problem = call.problem
-    tensors = tensors.without_pages(call.pages, problem.layout)
+    tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
     blocks = list(_blocks(call, tensors))
     if not blocks:
         return _empty_result(call, tensors).in_layout(problem.layout)
@@ -298,7 +298,7 @@ class Reference(Backend):
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention, block by block."""
         problem = call.problem
-        tensors = tensors.without_pages(call.pages, problem.layout)
+        tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
         result = _empty_result(call, tensors)
         out_BHSD = result.out.transpose(1, 2)
         for block in _blocks(call, tensors):
@@ -312,7 +312,7 @@ class Reference(Backend):
     ) -> Gradients:
         """The gradient of `attend`, block by block, accumulated in the precision of the softmax."""
         problem = call.problem
-        tensors = tensors.without_pages(call.pages, problem.layout)
+        tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
         sums = Accumulators(call, tensors)
         grad_out_BHSD = layout.heads_first(grad_out, problem.layout)
         out_BHSD = layout.heads_first(result.out, problem.layout)
@@ -342,7 +342,7 @@ class Reference(Backend):
         """The derivative of `backward` along grad_gradients: for the inputs, for grad_out and for grad_lse."""
         problem = call.problem
         precision = lse_dtype(problem.dtype)
-        tensors = tensors.without_pages(call.pages, problem.layout)
+        tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
         sums = Accumulators(call, tensors)
         outer = Tensors._make(
             g if g is not None else None if t is None else torch.zeros_like(t)

@@ -43,7 +43,7 @@ class Triton(Backend):
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
-        features=ALL_FEATURES - {"strided"},
+        features=ALL_FEATURES - {"strided", "quantized"},
         compute_capability=((8, 0), None),
         packages=(("triton", (3, 4), None),),
         notes={"strided": "its rows are contiguous"},

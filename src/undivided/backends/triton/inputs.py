@@ -28,7 +28,7 @@ MASK_PAIRS = 1 << 28
 """Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 256 MiB of bool."""
 
 
-_HOLES = frozenset({"padded", "document_ids", "dense", "predicate"})
+_HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree"})
 """Kinds of mask under which unused memory, which may hold NaN, may lie between used keys."""
 _ENDS = frozenset({"lengths", "q_lengths", "starts", "documents"})
 """Kinds under which it lies only before or after the used keys."""

@@ -31,6 +31,7 @@ VARIABLES = {
     "UNDIVIDED_BACKENDS": "the only backends or families that may run, in this order",
     "UNDIVIDED_LOG": "info prints each new Decision on stderr, debug adds the reasons",
     "UNDIVIDED_DETERMINISTIC": "1 requires results that repeat bit for bit",
+    "UNDIVIDED_BATCH_INVARIANT": "1 requires results that do not depend on the batch",
     "UNDIVIDED_ISA": "the instruction set of the native kernel",
     "UNDIVIDED_TUNED": "the file with tiles that `undivided tune` measured",
     "UNDIVIDED_RANKS": "the file with your own measurements, which order the backends",

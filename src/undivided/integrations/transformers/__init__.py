@@ -8,25 +8,38 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
     _masks.py       the pattern as a Mask, for the sizes and offsets of a call
     _model_mask.py  the Mask in place of a tensor; it becomes dense if a model computes with it
     _attention.py   the attention of a layer
+    _latent.py      latent attention (MLA) over the latents themselves
     _continuous_batching.py   the same over the paged cache of continuous batching
+
+`Cache` stores keys and values in place, quantised on request, and passes them to the attention as they are.
+
+    _cache.py, _cache_layers.py   the cache and its layers
+    _cached_states.py             quantised keys or values in place of a tensor
+    _tensor_like.py               what they share with the mask
 """
 
 from __future__ import annotations
 
 import inspect
+from typing import TYPE_CHECKING
 
 import torch
 
 from undivided.errors import InputError
 from undivided.integrations.transformers import _continuous_batching
 from undivided.integrations.transformers._attention import attention
+from undivided.integrations.transformers._latent import use_latents
 from undivided.integrations.transformers._masks import model_mask
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import learn
 
-__all__ = ["ModelMask", "attention", "model_mask", "register"]
+if TYPE_CHECKING:
+    from undivided.integrations.transformers._cache import Cache
+
+__all__ = ["Cache", "ModelMask", "attention", "model_mask", "register", "use_latents"]
 
 NAME = "undivided"
+MISSING = "undivided.integrations.transformers needs the transformers library: pip install 'undivided[transformers]'"
 
 
 def register() -> None:
@@ -53,9 +66,7 @@ def register() -> None:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
     except ImportError as error:
-        raise ImportError(
-            "undivided.integrations.transformers needs the transformers library: pip install 'undivided[transformers]'"
-        ) from error
+        raise ImportError(MISSING) from error
     parameters = set(inspect.signature(masking_utils.sdpa_mask).parameters)
     if not {"q_length", "q_offset", "kv_length", "kv_offset", "mask_function"} <= parameters:
         raise InputError(
@@ -70,3 +81,17 @@ def register() -> None:
     uncompiled = torch.compiler.disable(model_mask, reason="masks are read from closures")
     AttentionMaskInterface.register(NAME, uncompiled)
     _continuous_batching.accept(NAME)
+
+
+if not TYPE_CHECKING:  # or type checkers would accept every name
+
+    def __getattr__(name: str) -> object:
+        """`Cache`, which is imported at first use because its base class is part of transformers."""
+        if name != "Cache":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from undivided.integrations.transformers._cache import Cache
+        except ImportError as error:
+            raise ImportError(MISSING) from error
+        globals()[name] = Cache
+        return Cache

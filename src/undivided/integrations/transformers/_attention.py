@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from undivided import masks
 from undivided.errors import InputError
 from undivided.functional import attention as attend
+from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
+from undivided.integrations.transformers._latent import absorb_queries, expand, expand_output, has_latents, pays_off
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
@@ -26,8 +28,8 @@ REFUSED = ("head_mask", "cache")
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
     attention_mask: ModelMask | Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -50,7 +52,8 @@ def attention(
     Args:
         module: the layer; its ``is_causal`` applies if there is no mask.
         query: ``[B, H, Sq, D]``, floating point.
-        key, value: ``[B, N, Sk, D]``, where N divides H; they are never expanded.
+        key, value: ``[B, N, Sk, D]``, where N divides H; they are never expanded. Those of a quantised `Cache` are
+            read in place.
         attention_mask: the result of `model_mask`; or a tensor ``[B|1, H|1, Sq|1, Sk]``: bool, True = attend, or a
             bias.
         dropout: probability; layers pass 0 in evaluation.
@@ -80,11 +83,17 @@ def attention(
     torch.Size([1, 5, 8, 16])
     """
     cache = others.get("cache")
+    if has_latents(module):
+        if query.shape[2] and pays_off(module, query.shape[2]) and not is_paged_cache(cache):
+            query = absorb_queries(module, query)
+        else:
+            key, value = expand(module, cast(Tensor, key))
     if is_paged_cache(cache):
         arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
         layer: int = module.layer_idx  # type: ignore[assignment]
-        out = paged_attention(query, key, value, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
+        states = cast(Tensor, key), cast(Tensor, value)
+        out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
         return out, None
     for name in REFUSED:
         if others.get(name) is not None:
@@ -111,14 +120,21 @@ def attention(
     needs_weights = output_attentions or _collects_weights()
     if dropout and needs_weights:  # output and weights must drop the same entries
         options["dropout_seed"] = torch.empty((), dtype=torch.int64, device=query.device).random_()
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q = query.transpose(1, 2)
+    if isinstance(key, CachedStates) and isinstance(value, CachedStates):
+        k, v = key.quantized, value.quantized
+        options |= {"k_scale": key.scale, "v_scale": value.scale}
+    else:
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
     out, share = _with_token_sinks(q, k, v, sinks, options)
-    weights = _weights(q, k, options) if needs_weights else None
+    weights = _weights(q, key, options) if needs_weights else None
+    if has_latents(module) and key.shape[1] == 1 < query.shape[1]:
+        out = expand_output(module, out)
     return out, weights if weights is None or share is None else weights * share
 
 
 def _mask_and_bias(
-    given: ModelMask | Tensor | None, query: Tensor, key: Tensor, causal: bool
+    given: ModelMask | Tensor | None, query: Tensor, key: Tensor | CachedStates, causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
     """(mask, bias) from a layer's ``attention_mask``; None has the meaning of PyTorch's function."""
     q_len, kv_len = query.shape[2], key.shape[2]
@@ -192,8 +208,10 @@ def _collects_weights() -> bool:
     return collector is not None and any("attentions" in name for name in collector.get() or ())
 
 
-def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+def _weights(q: Tensor, key: Tensor | CachedStates, options: dict[str, Any]) -> Tensor:
     """The attention weights ``[B, H, Sq, Sk]``: the attention over an identity matrix as values."""
+    k: Tensor = key.transpose(1, 2)
+    options = {name: value for name, value in options.items() if name not in ("k_scale", "v_scale")}
     batch, kv_len, kv_heads, _ = k.shape
     q, k, _ = autocast(q, k, k)
     identity = torch.eye(kv_len, dtype=q.dtype, device=q.device)[None, :, None, :]

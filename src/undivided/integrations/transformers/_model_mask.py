@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from undivided.integrations.transformers._patterns import Pattern
+from undivided.integrations.transformers._tensor_like import TensorLike
 from undivided.masks import Mask
 
 
@@ -35,7 +34,7 @@ class Sizes(NamedTuple):
         return self.diagonal + self.q_len
 
 
-class ModelMask:
+class ModelMask(TensorLike):
     """An undivided `Mask` in place of the 4-D mask tensor of other attention implementations.
 
     A model that only passes it to its layers keeps the mask's structure. If the model computes with it (a slice, a
@@ -54,9 +53,6 @@ class ModelMask:
     >>> mask.shape, torch.where(mask, 0, -1).tolist()
     (torch.Size([1, 1, 2, 2]), [[[[0, -1], [0, 0]]]])
     """
-
-    ndim = 4
-    requires_grad = False
 
     def __init__(
         self, mask: Mask, pattern: Pattern, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bool
@@ -88,91 +84,5 @@ class ModelMask:
         sizes = self.sizes
         return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len, self.device)
 
-    def contiguous(self) -> ModelMask:
-        """This object, because it has no memory layout.
-
-        Returns:
-            This object.
-        """
-        return self
-
-    detach = contiguous
-
-    def to(self, *args: Any, **options: Any) -> Any:
-        """The mask on another device or in another dtype.
-
-        Args:
-            args, options: as for ``Tensor.to``.
-
-        Returns:
-            This object if device and dtype are its own; otherwise the dense mask, converted.
-        """
-        here = (self.dtype, self.device, str(self.device), None)
-        stays = all(one in here for one in (*args, *options.values()) if not isinstance(one, bool))
-        return self if stays else self.dense.to(*args, **options)
-
-    def dim(self) -> int:
-        """The number of axes.
-
-        Returns:
-            4.
-        """
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        """The shape, or one entry of it.
-
-        Args:
-            dim: the axis, int; None for all.
-
-        Returns:
-            A ``torch.Size``, or an int.
-        """
-        return self.shape if dim is None else self.shape[dim]
-
-    def __getitem__(self, index: Any) -> Any:
-        """This object for a slice of everything, else a part of the dense mask."""
-        each = index if isinstance(index, tuple) else (index,)
-        if len(each) <= 4 and all(
-            isinstance(one, slice) and one.indices(size) == (0, size, 1)
-            for one, size in zip(each, self.shape, strict=False)
-        ):
-            return self
-        return self.dense[index]
-
-    def __getattr__(self, name: str) -> Any:
-        """Any other attribute or method of tensors, from the dense mask."""
-        if name.startswith("_"):  # copying and pickling look for such names
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.dense, name)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """The result of a PyTorch function for the dense mask."""
-        args, kwargs = tree_map(_dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __hash__(self) -> int:
-        return id(self)
-
     def __repr__(self) -> str:
         return f"<ModelMask {list(self.shape)}: {self.mask!r}>"
-
-
-def _dense(value: object) -> object:
-    return value.dense if isinstance(value, ModelMask) else value
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def apply(self: ModelMask, *others: Any) -> Any:
-        return getattr(self.dense, name)(*map(_dense, others))
-
-    return apply
-
-
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv and rand or ror xor rxor eq ne lt le gt ge invert neg len iter bool"
-).split():
-    setattr(ModelMask, f"__{_name}__", _operator(f"__{_name}__"))

@@ -27,7 +27,9 @@ FIELDS = (
     "ranges ranges_b columns band first last pages pages_b page_size page_count sinks "
     "bias bias_dtype bias_b bias_h bias_q bias_k dense dense_b dense_h dense_q dense_k "
     "slopes slopes_b slopes_h slopes_q row_position row_position_b key_position key_position_b "
-    "dropout seed survivor_scale dropout_row dropout_row_b dropout_sequence dropout_sequence_b dropout_head"
+    "dropout seed survivor_scale dropout_row dropout_row_b dropout_sequence dropout_sequence_b dropout_head "
+    "batch_invariant first_key first_key_b "
+    "format k_scale k_scale_b k_scale_h k_scale_s v_scale v_scale_b v_scale_h v_scale_s"
 ).split()
 DOUBLES = ("scale", "softcap", "survivor_scale")
 """The fields that are doubles; the others are integers and pointers."""
@@ -43,7 +45,7 @@ _OUT_OF_RANGE, _NON_FINITE = 3, 4
 _PAIRWISE = 3
 """The attempt at gradients that computes each row with its own keys only."""
 STATUS = {
-    1: "its arguments are out of range, or it belongs to another version of the package",
+    1: "an argument is out of range, or the library belongs to another version of the package",
     2: "not enough memory for its scratch buffers",
 }
 
@@ -70,6 +72,9 @@ class Library:
         self._backward.argtypes, self._backward.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int
         self._peak = library.undivided_peak
         self._peak.argtypes, self._peak.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_double
+        self._shared_keys = library.undivided_shared_keys
+        self._shared_keys.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+        self._shared_keys.restype = ctypes.c_int64
         library.undivided_level.restype = ctypes.c_char_p
         self.level: str = library.undivided_level().decode()
         """The instruction set in use, one of `LEVELS`."""
@@ -102,6 +107,14 @@ class Library:
             return _PAIRWISE if status == _NON_FINITE else attempt + 1
         _check(status)
         return None
+
+    def shared_keys(self, record: bytes | None) -> list[tuple[int, int, int]]:
+        """(sequences, first key, keys) of the keys that a forward reads once for several sequences, the first 16; None:
+        those of this thread's last forward."""
+        limit = 16
+        found = (ctypes.c_int64 * (3 * limit))()
+        count = min(self._shared_keys(record, found, limit), limit)
+        return [(found[3 * i], found[3 * i + 1], found[3 * i + 2]) for i in range(count)]
 
     def is_forked(self) -> bool:
         """Whether this process was forked from one that had imported the package: its threads are not PyTorch's."""

@@ -70,6 +70,18 @@ class NormalForm:
         table = self.table
         return table.data_ptr(), table.stride(0) if table.shape[0] > 1 else 0, table.shape[2]
 
+    @cached_property
+    def first_key(self) -> Tensor | None:
+        """Raw index of the first key of each row's sequence, contiguous int32 ``[B|1, Sq]``; None if all are 0."""
+        geometry = self.geometry
+        if geometry is None or not isinstance(geometry.kv_start, Tensor):
+            return None
+        first = geometry.per_row(geometry.kv_start)
+        if not isinstance(first, Tensor):
+            return None
+        rows = first.shape[0], geometry.q_len
+        return first.expand(rows).clamp(0, self.kv_len).to(torch.int32).contiguous()
+
     @property
     def q_len(self) -> int:
         """Number of query rows."""

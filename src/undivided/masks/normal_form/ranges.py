@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import readable
-from undivided.masks._parts import Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size
+from undivided.masks._parts import Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size, Tree
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form.bounds import tidy
 from undivided.masks.normal_form.intervals import NormalForm
 from undivided.masks.normal_form.pairs import DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
 from undivided.masks.normal_form.positions import Geometry, private_copy
 from undivided.masks.normal_form.predicate_pairs import PredicatePairs
+from undivided.masks.normal_form.tree_pairs import TreePairs
 
 # Forms of masks without tensors, shared by all equal masks: each layer of a model may build its own masks.causal().
 # 64 forms of at most 2 x 64 Ki tokens take less than 100 MB, and usually 1 MB.
@@ -90,6 +91,8 @@ def build(
             base = _within_raw(geometry, base, found)
             if not readable(whole) or not bool(whole.all()):
                 extras.append(pairs)
+        elif isinstance(part, Tree):
+            extras.append(TreePairs.for_call(part.parents, geometry))
     evaluated = _evaluated_parts(parts, geometry)
     if evaluated:
         base = _within_raw(geometry, base, _row_hull(evaluated, geometry, heads))

@@ -58,6 +58,20 @@ struct Attention {
   const int32_t* dropout_sequence;  // [B|1, Sq]: b of each row
   int64_t dropout_sequence_b;
   int64_t dropout_head;  // h of the first head
+  // if not 0, a row's result depends on its own query, keys and values only (see schedule/forward.cc)
+  int64_t batch_invariant;
+  // [B|1, Sq]: the first key of each row's sequence, at the start of a page; null: 0. Given only with batch_invariant
+  // and ranges. A row sees no earlier key
+  const int32_t* first_key;
+  int64_t first_key_b;
+  // If format is not 0, k and v hold numbers of a Format, strides of k and v are in bytes, and each number is multiplied
+  // by its scale: one per key and head, or one per kGroupSize numbers, contiguous, for kInt4. Strides of scales are in
+  // floats. With pages, scales are pools of pages too.
+  int64_t format;
+  const float* k_scale;
+  int64_t k_scale_b, k_scale_h, k_scale_s;
+  const float* v_scale;
+  int64_t v_scale_b, v_scale_h, v_scale_s;
 };
 
 // The other arguments of the backward. A result whose pointer is null is not computed. Buffers of sums must start at
@@ -84,6 +98,9 @@ struct Gradients {
   int64_t bias_b, bias_h, bias_q, bias_k;
 };
 
+// kInt4: number 2 i is in the low 4 bits of byte i, number 2 i + 1 in the high ones, both stored as value + 8.
+enum Format { kNotQuantized = 0, kInt8 = 1, kFloat8E4M3 = 2, kFloat8E5M2 = 3, kInt4 = 4 };
+enum { kGroupSize = 32 };
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 // kOutOfRange (returned by the backward only): some numbers do not fit the number types of this attempt. The results,
 // buffers of sums included, are invalid, and the caller runs the problem again with the next attempt. kNonFinite

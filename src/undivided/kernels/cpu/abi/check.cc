@@ -62,8 +62,19 @@ bool has_valid_sizes(const Attention& a) {
          (double)a.heads * (double)a.q_len <= (double)kMaxSize * 1024;
 }
 
+// outer, inner: the sizes of the first axis of k, and of its axis of keys.
+bool has_valid_scales(const Attention& a, int64_t outer, int64_t inner) {
+  if (a.format == kNotQuantized) return !a.k_scale && !a.v_scale;
+  if (a.format < kNotQuantized || a.format > kInt4 || (a.kv_len && (!a.k_scale || !a.v_scale))) return false;
+  const bool has_groups = a.format == kInt4;
+  if (has_groups && (a.qk_dim % kGroupSize || a.v_dim % kGroupSize)) return false;
+  return fits(outer, a.k_scale_b, a.kv_heads, a.k_scale_h, inner, a.k_scale_s,
+              has_groups ? a.qk_dim / kGroupSize : 1) &&
+         fits(outer, a.v_scale_b, a.kv_heads, a.v_scale_h, inner, a.v_scale_s, has_groups ? a.v_dim / kGroupSize : 1);
+}
+
 bool has_valid_tensors(const Attention& a) {
-  if (!a.q || !a.out || (a.kv_len && (!a.k || !a.v))) return false;
+  if ((a.q_len && (!a.q || !a.out)) || (a.kv_len && (!a.k || !a.v))) return false;
   if (!fits(a.batch, a.q_b, a.heads, a.q_h, a.q_len, a.q_s, a.qk_dim)) return false;
   if (!fits_written(a.batch, a.out_b, a.heads, a.out_h, a.q_len, a.out_s, a.v_dim)) return false;
   if (a.lse && !fits_written(a.batch, a.lse_b, a.heads, a.lse_h, a.q_len, 1, 1)) return false;
@@ -74,7 +85,7 @@ bool has_valid_tensors(const Attention& a) {
   }
   const int64_t outer = a.pages ? a.page_count : a.batch, inner = a.pages ? a.page_size : a.kv_len;
   return fits(outer, a.k_b, a.kv_heads, a.k_h, inner, a.k_s, a.qk_dim) &&
-         fits(outer, a.v_b, a.kv_heads, a.v_h, inner, a.v_s, a.v_dim);
+         fits(outer, a.v_b, a.kv_heads, a.v_h, inner, a.v_s, a.v_dim) && has_valid_scales(a, outer, inner);
 }
 
 // Reads the ranges: a key outside of the tensor must not be in any of them.
@@ -91,6 +102,22 @@ bool has_valid_ranges(const Attention& a) {
       largest = largest > (uint32_t)ranges[i] ? largest : (uint32_t)ranges[i];
   }
   return largest <= a.kv_len;
+}
+
+// Reads the first keys: no row sees an earlier one.
+bool has_valid_first_keys(const Attention& a) {
+  if (!a.first_key) return true;
+  if (!a.batch_invariant || !a.ranges || !Reach().axis(a.batch, a.first_key_b).axis(a.q_len, 1).fits()) return false;
+  const int64_t step = a.pages ? a.page_size : 1;
+  for (int64_t b = 0; b < (a.first_key_b || a.ranges_b ? a.batch : 1); b++)
+    for (int64_t i = 0; i < a.q_len; i++) {
+      const int64_t first = a.first_key[b * a.first_key_b + i];
+      if (first < 0 || first > a.kv_len || first % step) return false;
+      const int32_t* range = a.ranges + b * a.ranges_b + i * a.columns;
+      for (int64_t x = 0; x < a.columns; x += 2)
+        if (range[x] < range[x + 1] && range[x] < first) return false;
+    }
+  return true;
 }
 
 // The strides of absent tensors are checked too: the kernels multiply them before they look at the pointer.
@@ -115,13 +142,15 @@ bool is_empty(const Attention& a) { return a.batch == 0 || a.heads == 0 || a.q_l
 
 bool is_valid(const Attention& a) {
   if (a.size != (int64_t)sizeof(Attention) || !has_valid_sizes(a)) return false;
-  return is_empty(a) || (has_valid_tensors(a) && has_valid_ranges(a) && has_valid_options(a));
+  return is_empty(a) ||
+         (has_valid_tensors(a) && has_valid_ranges(a) && has_valid_first_keys(a) && has_valid_options(a));
 }
 
 bool is_valid(const Attention& a, const Gradients& g) {
   if (g.size != (int64_t)sizeof(Gradients) || !is_valid(a)) return false;
   if ((g.type != kFloat32 && g.type != a.dtype) || (g.accumulate && g.type != kFloat32) || g.attempt < 0) return false;
-  if (a.pages) return false;
+  if (a.pages || a.format) return false;
+  if (a.batch && a.heads && a.q_len == 0 && !has_valid_tensors(a)) return false;  // the keys' gradients are written
   if (!is_empty(a) && (!g.grad_out || !a.lse)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
   const bool stays =

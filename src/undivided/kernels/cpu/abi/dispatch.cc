@@ -1,4 +1,6 @@
 // The library's entry points. Only kernels.cc is compiled with instruction set flags; no other .cc file is.
+#include <vector>
+
 #include "abi/check.h"
 #include "schedule/schedule.h"
 
@@ -25,6 +27,23 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
     return run_backward(*a, *g);
   } catch (...) {  // std::bad_alloc for the lists of units; nothing else throws
     return kNoMemory;
+  }
+}
+
+// Finds the keys that a forward of this problem reads once for several sequences; null: that this thread's last forward
+// read so. Writes (sequences, first key, keys) for each of the first `limit` parts, and returns the number of parts, or
+// -1 if the record is bad or there is not enough memory.
+EXPORT int64_t undivided_shared_keys(const Attention* a, int64_t* found, int64_t limit) {
+  if (a && !is_valid(*a)) return -1;
+  try {
+    const std::vector<SharedKeys> parts = a ? shared_keys(*a) : last_shared_keys();
+    for (size_t i = 0; i < parts.size() && (int64_t)i < limit; i++) {
+      const SharedKeys& part = parts[i];
+      *found++ = (int64_t)part.sequences.size(), *found++ = part.key, *found++ = part.keys;
+    }
+    return (int64_t)parts.size();
+  } catch (...) {
+    return -1;
   }
 }
 

@@ -66,6 +66,14 @@ INLINE auto with_amx_engine(const Attention& a, F f) {
 // Calls `f` with the engine that decodes this problem.
 template <class Half, class F>
 INLINE auto with_engine(const Attention& a, F f) {
+  if (a.format)
+    return with_format(a.format, [&](auto type) {
+      typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Key;
+#if defined(__AVX512BF16__)
+      if (DecodePairs<Key>::fits(a)) return f(TypeTag<DecodePairs<Key>>());
+#endif
+      return f(TypeTag<DecodeVectors<Key>>());
+    });
 #if defined(UNDIVIDED_AMX)
   if (a.dtype == kBFloat16 && DecodeAmx<BFloat16, 4>::fits(a)) return with_amx_engine<BFloat16>(a, f);
   if constexpr (std::is_same<Half, Float16>::value)
@@ -117,11 +125,11 @@ template <class Half>
 void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
   with_engine<Half>(*c.problem, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }
-template <class Half>
-void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
-           int64_t stride) {
-  with_engine<Half>(
-      a, [&](auto e) { merge_row<typename decltype(e)::type::T>(a, batch, head, row, partials, count, stride); });
+void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
+           int64_t offset) {
+  with_number(a, [&](auto type) {
+    merge_row<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(a, batch, head, row, partials, count, offset);
+  });
 }
 
 template <class Half>
@@ -172,7 +180,7 @@ const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int a
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
-  if (use_small_forward(a)) return &kernels_avx512_bf16;
+  if (use_small_forward(a) || a.batch_invariant || a.format) return &kernels_avx512_bf16;
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
   return amx_or_vectors<Half>(a, use_amx, attempt);
 }
@@ -199,7 +207,7 @@ constexpr undivided::Kernels kernels_named(const char* name) {
   return {
       name,           prefill<Half>,       short_key_limit,  block_rows,        kPackingRows,        kPanel,
       kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
-      merge<Half>,    gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
+      merge,          gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
       key_unit<Half>, finish_rows<Half>,   pairwise_scratch, pairwise,          peak<Half>};
 }
 

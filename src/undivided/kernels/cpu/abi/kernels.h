@@ -96,8 +96,9 @@ struct Kernels {
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   // next_chunk: the chunk that this thread probably takes next, or null; its first keys are prefetched
   void (*chunk)(const KeyChunk&, const KeyChunk* next_chunk, char* scratch);
-  void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
-                int64_t stride);
+  // merges the partial results of a row, which are at offset `offset` of each of `count` places, in order
+  void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
+                int64_t offset);
   const Kernels* (*gradients)(const Attention&, const Gradients&);  // as prefill, for gradients
   int64_t (*row_panels)(int64_t dtype);                             // the largest number of panels of a row block
   // returns the bytes of the shared arrays; base null: only counts

@@ -157,6 +157,10 @@ constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 
 // in L2.
 constexpr int64_t kDecodeStepKeys = 64, kDecodeStepBytes = 128 << 10;
 
+// Keys that sequences share are computed as blocks of all their rows from so many rows per key/value head and so many
+// keys on (schedule/prefixes.cc).
+constexpr int64_t kMinSharedRows = 12, kMinSharedKeys = 128;
+
 // ---- backward: how keys and rows are cut
 
 // A unit's K, V and the sums of their gradients, 8 bytes per column and key, take so much of L2. There are fewer keys

@@ -168,7 +168,7 @@ class Block {
         const int64_t start = larger_of(p.segment[s].start, t), stop = smaller_of(p.segment[s].stop, block_stop);
         if (start >= stop) continue;
         from = smaller_of(from, start), to = larger_of(to, stop);
-        if (Mode::Arith::kPairs || a_.pages) memset(visible + (start - t), 1, (size_t)(stop - start));
+        if (Mode::Arith::kPairs || a_.pages || a_.format) memset(visible + (start - t), 1, (size_t)(stop - start));
       }
     }
     from = round_down(from, kKeyStep<Mode>), to = round_up(to, kKeyStep<Mode>);
@@ -209,7 +209,8 @@ class Block {
     for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
       const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
       int64_t stop = round_up(smaller_of(p.segment[s].stop, block_stop), kKeyStep<Mode>);
-      while (s + 1 < p.segments && p.segment[s + 1].start < smaller_of(stop, block_stop))  // in the same step
+      while (s + 1 < p.segments &&  // in the same step
+             p.segment[s + 1].start < (fills_gaps(a_) ? block_stop : smaller_of(stop, block_stop)))
         stop = round_up(smaller_of(p.segment[++s].stop, block_stop), kKeyStep<Mode>);
       if constexpr (Mode::kAmx) amx_step<Mode>(a_, block_, p, sums, key_block, start, stop, w_, prefetch, range_check_);
       else panel_step<Mode>(a_, block_, p, sums, key_block, start, stop, w_, prefetch);
@@ -219,8 +220,10 @@ class Block {
   // Prefetches keys [start, stop) within this many steps.
   Prefetch prefetch_keys(int64_t start, int64_t stop, int64_t steps) const {
     Prefetch prefetch;
-    prefetch.add(k_, start, stop, a_.qk_dim);
-    prefetch.add(v_, start, stop, a_.v_dim);
+    if (!a_.format) {  // the types of the rows are those of the caller's memory
+      prefetch.add(k_, start, stop, a_.qk_dim);
+      prefetch.add(v_, start, stop, a_.v_dim);
+    }
     prefetch.pace(steps);
     return prefetch;
   }
@@ -236,7 +239,7 @@ class Block {
       add_rows(prefetch, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
     }
     const Panel& next = w_.panels[smaller_of(i + 1, count_ - 1)];
-    if (next.segments) {
+    if (next.segments && !a_.format) {
       const int64_t stop = smaller_of(round_up(last_key(next), kPackStep), to_);
       prefetch.add(k_, prefetched_to_, stop, a_.qk_dim);
       prefetch.add(v_, prefetched_to_, stop, a_.v_dim);
@@ -261,7 +264,7 @@ class Block {
     int64_t row = block_.row + p.first, left = p.rows;
     while (left > 0) {
       const int64_t at = row % a_.q_len, some = smaller_of(left, a_.q_len - at);
-      prefetch.add(base + (block_.first_head + row / a_.q_len) * h + at * s, s * (int64_t)sizeof(T), some,
+      prefetch.add(base + (block_.first_head + row / a_.q_len) * h + at * s, stride_in_bytes<T>(s), some,
                    columns * (int64_t)sizeof(T));
       row += some, left -= some;
     }

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "forward/decode_amx.h"
-#include "forward/decode_vector.h"
+#include "forward/decode_pairs.h"
 
 namespace {
 
@@ -56,8 +56,14 @@ struct Steps {
   void find(const KeyChunk& chunk, int64_t from, int64_t keys, Step<T>& step) const {
     const Attention& a = *chunk.problem;
     step.key = from, step.keys = keys;
-    step.k.find(key_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.k_h + a.qk_dim);
-    step.v.find(value_rows<T>(a, chunk.batch, chunk.kv_head), from, keys, (chunk.kv_heads - 1) * a.v_h + a.v_dim);
+    const int64_t b = chunk.batch, h = chunk.kv_head, other_heads = chunk.kv_heads - 1;
+    step.k.find(key_rows<T>(a, b, h), from, keys, other_heads * a.k_h + stored<T>(a.qk_dim));
+    step.v.find(value_rows<T>(a, b, h), from, keys, other_heads * a.v_h + stored<T>(a.v_dim));
+    if constexpr (kIsQuantized<T>) {
+      step.k_scale.find(key_scales(a, b, h), from, keys, other_heads * a.k_scale_h + scales_of<T>(a.qk_dim));
+      step.v_scale.find(value_scales(a, b, h), from, keys, other_heads * a.v_scale_h + scales_of<T>(a.v_dim));
+      step.k_scale.prefetch_all(), step.v_scale.prefetch_all();
+    }
   }
   void next(Step<T>& step) {
     for (; segment < panel.segments; segment++) {
@@ -72,18 +78,31 @@ struct Steps {
   }
 };
 
+// Calls f with a null pointer to the type of q and out.
+template <class F>
+INLINE void with_number(const Attention& a, F f) {
+  if (a.dtype == kBFloat16) f((const BFloat16*)nullptr);
+  else if (a.dtype == kFloat16) f((const Float16*)nullptr);
+  else f((const float*)nullptr);
+}
+
 template <class Engine>
 static void start_head(const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state, float* q) {
   typedef typename Engine::T T;
   const Attention& a = *chunk.problem;
   const int64_t group = a.heads / a.kv_heads;
-  const T* row[kMaxDecodeRows];
-  for (int64_t r = 0; r < state.rows; r++) {
-    const int64_t at = first + r;
-    row[r] = (const T*)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h +
-             at % a.q_len * a.q_s;
-  }
-  Engine::load_queries(a, row, state.rows, q);
+  auto load = [&](auto type) {
+    typedef decltype(type) Row;
+    Row row[kMaxDecodeRows];
+    for (int64_t r = 0; r < state.rows; r++) {
+      const int64_t at = first + r;
+      row[r] = (Row)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h +
+               at % a.q_len * a.q_s;
+    }
+    Engine::load_queries(a, row, state.rows, q);
+  };
+  if constexpr (kIsQuantized<T>) with_number(a, load);
+  else load((const T*)nullptr);
   Engine::clear_sums(a, state);
   for (int64_t r = 0; r < kRowSlots; r++) state.max_score[r] = -kInfinity, state.total[r] = 0;
 }
@@ -107,7 +126,7 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
     HeadState state = state_of(n);
     start_head<Engine>(chunk, n, first, state, space.q + n * Engine::q_floats(a));
   }
-  const int64_t key_bytes = chunk.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
+  const int64_t key_bytes = chunk.kv_heads * stored<T>(a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
   const int64_t max_keys = larger_of(
       kStepAlignment, smaller_of(kDecodeStepKeys, kDecodeStepBytes / key_bytes / kStepAlignment * kStepAlignment));
   Steps<T> steps = {chunk, p, max_keys};
@@ -154,7 +173,7 @@ template <class Engine>
 static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* scratch) {
   const Attention& a = *chunk.problem;
   typedef DecodeVectors<typename Engine::T> VectorEngine;  // computes each column on its own
-  constexpr bool independent_columns = std::is_same<Engine, VectorEngine>::value;
+  constexpr bool independent_columns = std::is_base_of<VectorEngine, Engine>::value;
   constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
   const int64_t rows = a.heads / a.kv_heads * a.q_len, size = partial_size(a);
   const float natural = score_unit<Direct>(a).natural;
@@ -184,15 +203,16 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
 
 constexpr int kMergedChunks = 32;
 
-// Merges one row's chunks, in order, into out and lse. `partials` is the row in the first chunk, which receives the
-// sum; the other chunks follow at distance `stride`.
+// Merges the partial results of one row, in order, into out and lse. They are at `offset` of each place of `partials`;
+// the first one receives the sum.
 template <class T>
-static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* partials, int64_t count,
-                      int64_t stride) {
-  const float *max_scores = partials + a.v_dim, *totals = max_scores + 1;
+static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials,
+                      int64_t count, int64_t offset) {
+  const auto max_score_of = [&](int64_t c) { return partials[c][offset + a.v_dim]; };
+  const auto total_of = [&](int64_t c) { return partials[c][offset + a.v_dim + 1]; };
   float max_score = -kInfinity, all = 0;
   for (int64_t c = 0; c < count; c++)
-    max_score = max_scores[c * stride] > max_score ? max_scores[c * stride] : max_score, all += totals[c * stride];
+    max_score = max_score_of(c) > max_score ? max_score_of(c) : max_score, all += total_of(c);
   T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
   float* lse = a.lse ? a.lse + batch * a.lse_b + head * a.lse_h + row : nullptr;
   if (is_empty(max_score, all)) {
@@ -200,26 +220,26 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
     memset(out, 0, (size_t)a.v_dim * sizeof(T));
     return;
   }
-  float total = 0, weights[kMergedChunks];
+  float total = 0, weights[kMergedChunks], *sums = partials[0] + offset;
   const float* from[kMergedChunks];
   for (int64_t c = 0; c < count;) {  // in registers, some chunks at a time
     const bool is_first = c == 0;
     int merged = 0;
     for (; c < count && merged < kMergedChunks; c++) {
-      const float weight = expf(max_scores[c * stride] - max_score);
+      const float weight = expf(max_score_of(c) - max_score);
       if (weight == 0 && c > 0 && all == all) continue;  // NaN is not skipped
-      total += totals[c * stride] * weight;
-      from[merged] = partials + c * stride, weights[merged] = weight, merged++;
+      total += total_of(c) * weight;
+      from[merged] = partials[c] + offset, weights[merged] = weight, merged++;
     }
     for (int64_t d = 0; d < a.v_dim; d += kLanes) {
-      Vec sum = is_first ? load(from[0] + d) * weights[0] : load(partials + d);
+      Vec sum = is_first ? load(from[0] + d) * weights[0] : load(sums + d);
       for (int i = is_first; i < merged; i++) sum += load(from[i] + d) * weights[i];
-      store(partials + d, sum);
+      store(sums + d, sum);
     }
   }
   if (lse) *lse = max_score + logf(total);
   const float inverse = 1.0f / (total + (a.sinks ? expf(a.sinks[head] - max_score) : 0.0f));
-  for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(partials + d) * inverse);
+  for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(sums + d) * inverse);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/block.h"
+#include "simd/quantized.h"
 
 namespace {
 
@@ -54,6 +55,10 @@ struct StepRows {
     }
     for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
   }
+  void prefetch_all() const {
+    for (int64_t n = 0; n < regions; n++)
+      for (int64_t i = 0; i < region[n].lines; i++) __builtin_prefetch(region[n].at + i * 64, 0, 2);
+  }
 
  private:
   void add(const T* at, int64_t count) {
@@ -64,8 +69,14 @@ struct StepRows {
     lines += added.lines;
   }
 };
+template <bool>
+struct StepScales {};
+template <>
+struct StepScales<true> {
+  StepRows<float> k_scale, v_scale;
+};
 template <class T>
-struct Step {
+struct Step : StepScales<kIsQuantized<T>> {
   int64_t key, keys;
   StepRows<T> k, v;
 };

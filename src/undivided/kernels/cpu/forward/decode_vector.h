@@ -29,9 +29,52 @@ struct Load<BFloat16> {
   }
 };
 
-// Scores of R query rows and kLanes / R keys.
+template <>
+struct Load<Int4> {
+  static constexpr int kVecs = 2;
+};
+
+// Rows of K or V of the n-th head, and their scales.
+template <class T>
+struct StepPart {
+  const T* const* row;
+  int64_t offset;
+  const float* const* scale;
+  int64_t scale_offset;
+
+  // Loads from number d of row j on.
+  INLINE void load_at(const StepPart& part, int64_t j, int64_t d, Vec (&y)[Load<T>::kVecs]) {
+    const T* at = number_at(part.row[j] + part.offset, d);
+    if constexpr (kHasGroups<T>) load_int4(at, part.scale[j][part.scale_offset + d / kGroupSize], y[0], y[1]);
+    else Load<T>::at(at, y);
+  }
+};
+template <class T>
+INLINE StepPart<T> keys_of(const Attention& a, const Step<T>& step, int64_t n) {
+  if constexpr (kIsQuantized<T>) return {step.k.row, n * a.k_h, step.k_scale.row, n * a.k_scale_h};
+  else return {step.k.row, n * a.k_h, nullptr, 0};
+}
+template <class T>
+INLINE StepPart<T> values_of(const Attention& a, const Step<T>& step, int64_t n) {
+  if constexpr (kIsQuantized<T>) return {step.v.row, n * a.v_h, step.v_scale.row, n * a.v_scale_h};
+  else return {step.v.row, n * a.v_h, nullptr, 0};
+}
+
+// Multiplies numbers [row][key] by the scale of each key.
+template <class T>
+static void multiply_by_scales(const StepPart<T>& part, int64_t rows, int64_t keys, const float* from, float* to) {
+  float scale[kDecodeStepKeys];
+  for (int64_t j = 0; j < round_up(keys, kLanes); j++) scale[j] = part.scale[j][part.scale_offset];
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      const int64_t at = r * kDecodeStepKeys + j;
+      store(to + at, load(from + at) * load(scale + j));
+    }
+}
+
+// Scores of R query rows and kLanes / R keys, from key `first` on.
 template <int R, class T>
-INLINE Vec decode_scores(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim) {
+INLINE Vec decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t first, int64_t dim) {
   constexpr int keys = kLanes / R, vecs = Load<T>::kVecs;
   Vec acc[kLanes] = {};
   int64_t d = 0;
@@ -39,42 +82,43 @@ INLINE Vec decode_scores(const float* q, int64_t q_stride, const T* const* k, in
 #pragma GCC unroll 16
     for (int j = 0; j < keys; j++) {
       Vec y[vecs];
-      Load<T>::at(k[j] + offset + d, y);
+      StepPart<T>::load_at(k, first + j, d, y);
 #pragma GCC unroll 2
       for (int u = 0; u < vecs; u++)
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d + u * kLanes) * y[u];
     }
   }
-  if (d < dim)
+  if constexpr (vecs > 1 && !kHasGroups<T>)
+    if (d < dim)
 #pragma GCC unroll 16
-    for (int j = 0; j < keys; j++) {
-      Vec y = load_as_float(k[j] + offset + d);
+      for (int j = 0; j < keys; j++) {
+        Vec y = load_as_float(k.row[first + j] + k.offset + d);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d) * y;
-    }
+        for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d) * y;
+      }
   return lane_sums(acc);
 }
 
 // Scores of R rows and all keys of a step, scores[row][key]; the table of keys is padded to a multiple of kLanes.
 template <int R, class T>
-static void decode_score_step(const float* q, int64_t q_stride, const T* const* k, int64_t offset, int64_t dim,
-                              int64_t keys, float* scores, StepPrefetch& shared) {
+static void decode_score_step(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t dim, int64_t keys,
+                              float* scores, StepPrefetch& shared) {
   constexpr int group = kLanes / R;
   StepPrefetch prefetch = shared;
   for (int64_t j = 0; j < keys; j += group) {
     prefetch.step();
     float found[kLanes];
-    store(found, decode_scores<R>(q, q_stride, k + j, offset, dim));
+    store(found, decode_scores<R>(q, q_stride, k, j, dim));
     for (int r = 0; r < R; r++) memcpy(scores + r * kDecodeStepKeys + j, found + r * group, group * 4);
   }
   shared = prefetch;
 }
 
-// sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns.
+// sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns from `first` on.
 template <int R, int Loads, class T>
-INLINE void decode_value_columns(const float* weights, const T* const* v, int64_t offset, int64_t keys, float* sums_of,
-                                 int64_t stride, StepPrefetch& shared) {
+INLINE void decode_value_columns(const float* weights, const StepPart<T>& v, int64_t first, int64_t keys,
+                                 float* sums_of, int64_t stride, StepPrefetch& shared) {
   constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
   StepPrefetch prefetch = shared;
   Vec acc[R][columns];
@@ -84,11 +128,10 @@ INLINE void decode_value_columns(const float* weights, const T* const* v, int64_
     for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
   for (int64_t j = 0; j < keys; j++) {
     if (j % kKeysPerPrefetch == 0) prefetch.step();
-    const T* row = v[j] + offset;
 #pragma GCC unroll 8
     for (int l = 0; l < Loads; l++) {
       Vec y[vecs];
-      Load<T>::at(row + l * vecs * kLanes, y);
+      StepPart<T>::load_at(v, j, first + l * vecs * kLanes, y);
 #pragma GCC unroll 2
       for (int u = 0; u < vecs; u++)
 #pragma GCC unroll 8
@@ -109,21 +152,23 @@ constexpr int value_loads() {
   return limit < 1 ? 1 : limit > 8 / vecs ? 8 / vecs : limit;
 }
 template <int R, class T>
-static void decode_value_step(const float* weights, const T* const* v, int64_t offset, int64_t dim, int64_t keys,
-                              float* sums_of, int64_t stride, StepPrefetch& prefetch) {
+static void decode_value_step(const float* weights, const StepPart<T>& v, int64_t dim, int64_t keys, float* sums_of,
+                              int64_t stride, StepPrefetch& prefetch) {
   constexpr int vecs = Load<T>::kVecs, loads = value_loads<R, T>();
   constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
   int64_t d = 0;
   for (; d + wide <= dim; d += wide)
-    decode_value_columns<R, loads>(weights, v, offset + d, keys, sums_of + d, stride, prefetch);
+    decode_value_columns<R, loads>(weights, v, d, keys, sums_of + d, stride, prefetch);
   for (; d + narrow <= dim; d += narrow)
-    decode_value_columns<R, 1>(weights, v, offset + d, keys, sums_of + d, stride, prefetch);
-  for (; d < dim; d += kLanes)
-    for (int r = 0; r < R; r++) {
-      Vec acc = load(sums_of + r * stride + d);
-      for (int64_t j = 0; j < keys; j++) acc += weights[r * kDecodeStepKeys + j] * load_as_float(v[j] + offset + d);
-      store(sums_of + r * stride + d, acc);
-    }
+    decode_value_columns<R, 1>(weights, v, d, keys, sums_of + d, stride, prefetch);
+  if constexpr (vecs > 1 && !kHasGroups<T>)
+    for (; d < dim; d += kLanes)
+      for (int r = 0; r < R; r++) {
+        Vec acc = load(sums_of + r * stride + d);
+        for (int64_t j = 0; j < keys; j++)
+          acc += weights[r * kDecodeStepKeys + j] * load_as_float(v.row[j] + v.offset + d);
+        store(sums_of + r * stride + d, acc);
+      }
 }
 
 // Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass.
@@ -142,16 +187,21 @@ INLINE void for_each_pass(int64_t rows, F f) {
   }
 }
 
-// `dim` elements as fp32, in the order of Load.
-template <class T>
+// `dim` elements as fp32, in the order of Load<Key>.
+template <class Key, class T>
 INLINE void load_row(const T* from, int64_t dim, float* to) {
-  constexpr int vecs = Load<T>::kVecs;
+  constexpr int vecs = Load<Key>::kVecs;
   int64_t d = 0;
-  for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
-    Vec x[vecs];
-    Load<T>::at(from + d, x);
-    for (int u = 0; u < vecs; u++) store(to + d + u * kLanes, x[u]);
-  }
+  if constexpr (!std::is_same<Key, T>::value) {
+    for (; d < dim; d += vecs * kLanes)
+      for (int i = 0; i < vecs * kLanes; i++) to[d + i % vecs * kLanes + i / vecs] = to_float(from[d + i]);
+    return;
+  } else
+    for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
+      Vec x[vecs];
+      Load<T>::at(from + d, x);
+      for (int u = 0; u < vecs; u++) store(to + d + u * kLanes, x[u]);
+    }
   if (d < dim) store(to + d, load_as_float(from + d));
 }
 
@@ -166,18 +216,21 @@ INLINE void restore_order(const float* from, int64_t dim, float* to) {
   memcpy(to + d, from + d, (size_t)(dim - d) * 4);
 }
 
-// The vector engine. Queries and sums are rows in fp32, in the order of Load.
-template <class Half>
+// The vector engine. Queries and sums are rows in fp32, in the order of Load. Numbers of 8 bits are multiplied as they
+// are, and the scale of a key multiplies its scores and its weights.
+template <class Key>
 struct DecodeVectors {
-  typedef Half T;
+  typedef Key T;  // of K and V
+  static constexpr bool kScalesKeys = kIsQuantized<T> && !kHasGroups<T>;
   static constexpr int kBits = 0;
   static constexpr int64_t kScores = kMaxDecodeRows * kDecodeStepKeys;
   static bool fits(const Attention& a) { return a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0; }
   static int64_t q_floats(const Attention& a) { return kMaxDecodeRows * a.qk_dim; }
   static int64_t sum_floats(const Attention& a) { return kMaxDecodeRows * a.v_dim; }
 
-  static void load_queries(const Attention& a, const T* const* from, int64_t rows, float* q) {
-    for (int64_t r = 0; r < rows; r++) load_row(from[r], a.qk_dim, q + r * a.qk_dim);
+  template <class Q>
+  static void load_queries(const Attention& a, const Q* const* from, int64_t rows, float* q) {
+    for (int64_t r = 0; r < rows; r++) load_row<T>(from[r], a.qk_dim, q + r * a.qk_dim);
     memset(q + rows * a.qk_dim, 0, (size_t)((round_up_rows(rows) - rows) * a.qk_dim) * 4);
   }
   static void clear_sums(const Attention& a, const HeadState& state) {
@@ -198,23 +251,35 @@ struct DecodeVectors {
     return larger_of(steps, 1);
   }
 
-  static float* to_scores(const HeadState&, float* scores, int64_t) { return scores; }
-  static void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* scores,
-                              StepPrefetch& prefetch) {
-    for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
-      decode_score_step<decltype(count)::value>(state.q + r * a.qk_dim, a.qk_dim, step.k.row, n * a.k_h, a.qk_dim,
-                                                step.keys, scores + r * kDecodeStepKeys, prefetch);
-    });
-  }
-  static void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n,
-                              const float* weights, const float* decay, StepPrefetch& prefetch) {
+  static void scale_sums(const Attention& a, const HeadState& state, const float* decay) {
     for (int64_t r = 0; r < state.rows; r++)
       if (decay[r] != 1.0f)
         for (float *x = state.sums + r * a.v_dim, *stop = x + a.v_dim; x < stop; x += kLanes)
           store(x, load(x) * decay[r]);
+  }
+
+  static float* to_scores(const HeadState&, float* scores, int64_t) { return scores; }
+  static void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* scores,
+                              StepPrefetch& prefetch) {
+    const StepPart<T> keys = keys_of(a, step, n);
     for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
-      decode_value_step<decltype(count)::value>(weights + r * kDecodeStepKeys, step.v.row, n * a.v_h, a.v_dim,
-                                                step.keys, state.sums + r * a.v_dim, a.v_dim, prefetch);
+      decode_score_step<decltype(count)::value>(state.q + r * a.qk_dim, a.qk_dim, keys, a.qk_dim, step.keys,
+                                                scores + r * kDecodeStepKeys, prefetch);
+    });
+    if constexpr (kScalesKeys) multiply_by_scales(keys, state.rows, step.keys, scores, scores);
+  }
+  static void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n,
+                              const float* weights, const float* decay, StepPrefetch& prefetch) {
+    scale_sums(a, state, decay);
+    const StepPart<T> values = values_of(a, step, n);
+    [[maybe_unused]] float scaled[kScalesKeys ? kScores : 1];
+    if constexpr (kScalesKeys) {
+      multiply_by_scales(values, round_up_rows(state.rows), step.keys, weights, scaled);
+      weights = scaled;
+    }
+    for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
+      decode_value_step<decltype(count)::value>(weights + r * kDecodeStepKeys, values, a.v_dim, step.keys,
+                                                state.sums + r * a.v_dim, a.v_dim, prefetch);
     });
   }
   static void store_sums(const Attention& a, const HeadState& state, int64_t r, float* to) {

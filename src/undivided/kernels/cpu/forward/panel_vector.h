@@ -20,6 +20,8 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   const bool has_score_bias = changes_scores(a, block, p.first, p, start, stop);
   uint8_t visible[kBlockKeys];
   if (has_score_bias && !fill_score_bias(a, block, p.first, p, start, stop, w.score_bias, visible)) return;
+  const bool fills = fills_gaps(a) && p.segments > 1 && !has_score_bias;
+  if (fills) mark_segments(p, start, stop, visible);
   // pairs of keys start at even keys: an additional key before or after gets the weight 0
   int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
   int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
@@ -43,11 +45,14 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
 
   const typename Mode::PackedV* v;
   int64_t v_stride = key_block.v_stride, v_group = key_block.v_group;
-  if (has_score_bias && memchr(visible, 0, (size_t)keys)) {
+  if ((has_score_bias || fills) && memchr(visible, 0, (size_t)keys)) {
     // 0 * NaN is NaN: V of keys that no row of the panel sees becomes 0
     const typename Mode::T* from = key_block.source_v + (start - key_block.start) * key_block.source_v_stride;
     if constexpr (Arith::kPairs)
       interleave(from, key_block.source_v_stride, start, stop, a.v_dim, visible, (uint32_t*)w.v_own);
+    else if (Mode::kConvertsK && a.format)  // already fp32
+      widen((const float*)key_block.v + (start - key_block.start) * v_stride, v_stride, keys, a.v_dim, visible,
+            (float*)w.v_own);
     else widen(from, key_block.source_v_stride, keys, a.v_dim, visible, (float*)w.v_own);
     v = (const typename Mode::PackedV*)w.v_own;
     v_stride = a.v_dim, v_group = 0;

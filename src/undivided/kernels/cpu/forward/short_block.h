@@ -172,7 +172,7 @@ class ShortBlock {
                      const ShortPanel& p) const {
     for (int64_t r = 0; r < p.rows;) {
       const int64_t some = smaller_of(p.rows - r, a_.q_len - p.at[r]);
-      prefetch.add((const T*)base + block_.batch * b + p.head[r] * h + p.at[r] * s, s * (int64_t)sizeof(T), some,
+      prefetch.add((const T*)base + block_.batch * b + p.head[r] * h + p.at[r] * s, stride_in_bytes<T>(s), some,
                    columns * (int64_t)sizeof(T));
       r += some;
     }

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kMaxSmallForward = kPanel < kMaxSmallForward32 ? kPanel : kMaxSmallForward32;
 INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForward) {
   const int64_t rows = rows_of_group(a);
-  return !a.pages && is_small(a, limit) &&
+  return !a.pages && !a.batch_invariant && !a.format && is_small(a, limit) &&
          (a.kv_len <= kMinTransposedKeys || rows >= 8 || (a.dtype == kFloat32 && rows * 64 >= a.qk_dim));
 }
 

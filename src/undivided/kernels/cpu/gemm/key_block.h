@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "gemm/amx_pack.h"
+#include "gemm/dequantize.h"
 #include "gemm/split.h"
 #include "mask/pages.h"
 
@@ -62,7 +63,7 @@ INLINE int64_t padded_stride(int64_t columns) { return round_up(columns, 32) + 1
 // Memory for the copies of a key block.
 struct KeyBlockSpace {
   char *k, *v;
-  char *k_rows, *v_rows;  // rows gathered from several pages
+  char *k_rows, *v_rows;  // rows gathered from several pages, or dequantised
   int64_t bytes;
 };
 template <class Mode>
@@ -76,8 +77,9 @@ static KeyBlockSpace layout_key_block(const Attention& a, char* base) {
                                                  : kBlockKeys * padded_stride(a.qk_dim) * 4);
   w.v = arena.allocate(copies ? kBlockKeys * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>)
                               : groups_of(a.v_dim) * kColumnGroup * 4);
-  w.k_rows = arena.allocate(a.pages ? kBlockKeys * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
-  w.v_rows = arena.allocate(a.pages ? kBlockKeys * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
+  const bool gathers = a.pages || (a.format && !Mode::kConvertsK);
+  w.k_rows = arena.allocate(gathers ? kBlockKeys * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
+  w.v_rows = arena.allocate(gathers ? kBlockKeys * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
   w.bytes = arena.bytes;
   return w;
 }
@@ -109,7 +111,7 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
   const Rows<T> k = key_rows<T>(a, block.batch, block.kv_head), v = value_rows<T>(a, block.batch, block.kv_head);
   key_block.start = key_block.packed_to = start, key_block.stop = stop, key_block.space = w;
   // a block within one page is read in place, except on AMX, whose steps reach beyond the visible keys
-  key_block.gathers_pages = !k.is_contiguous(start, stop) || (Mode::kAmx && a.pages);
+  key_block.gathers_pages = !k.is_contiguous(start, stop) || (Mode::kAmx && a.pages) || a.format;
   key_block.source_k = key_block.gathers_pages ? (const T*)w.k_rows : k(start),
   key_block.source_k_stride = key_block.gathers_pages ? a.qk_dim : a.k_s;
   key_block.source_v = key_block.gathers_pages ? (const T*)w.v_rows : v(start),
@@ -149,7 +151,17 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, K
   typedef typename Mode::T T;
   const int64_t start = key_block.packed_to, first = start - key_block.start, count = stop - start;
   const uint8_t* visible = key_block.visible + first;
-  if (key_block.gathers_pages) {
+  if (a.format) {
+    if constexpr (Mode::kConvertsK) {
+      dequantize(a, block.batch, block.kv_head, start, stop, visible, (float*)key_block.space.k + first * a.qk_dim,
+                 (float*)key_block.space.v + first * a.v_dim);
+      key_block.packed_to = stop;
+      return;
+    } else if constexpr (!Mode::kAmx) {
+      dequantize(a, block.batch, block.kv_head, start, stop, visible, (T*)key_block.space.k_rows + first * a.qk_dim,
+                 (T*)key_block.space.v_rows + first * a.v_dim);
+    }
+  } else if (key_block.gathers_pages) {
     gather_pages(key_rows<T>(a, block.batch, block.kv_head), start, stop, a.qk_dim, visible,
                  (T*)key_block.space.k_rows + first * a.qk_dim);
     gather_pages(value_rows<T>(a, block.batch, block.kv_head), start, stop, a.v_dim, visible,

@@ -7,6 +7,12 @@
 
 namespace {
 
+// Unsigned arithmetic, because the stride of a single row may be any number.
+template <class T>
+INLINE int64_t stride_in_bytes(int64_t stride) {
+  return (int64_t)((uint64_t)stride * sizeof(T));
+}
+
 class Prefetch {
  public:
   // Rows of `bytes` each, `stride` bytes apart.
@@ -22,7 +28,7 @@ class Prefetch {
       int64_t end = stop;
       if (rows.pages) end = start / rows.page_size * rows.page_size + rows.page_size;
       if (end > stop) end = stop;
-      add(rows(start), rows.stride * (int64_t)sizeof(T), end - start, columns * (int64_t)sizeof(T));
+      add(rows(start), stride_in_bytes<T>(rows.stride), end - start, columns * (int64_t)sizeof(T));
       start = end;
     }
   }
@@ -71,11 +77,12 @@ template <class T>
 static void prefetch_next_block(Prefetch& prefetch, const Attention& a, const RowBlock& block) {
   const int64_t head = block.first_head + block.row / a.q_len, at = block.row % a.q_len;
   const int64_t rows = smaller_of(smaller_of(block.rows, kMaxPrefetchRows), a.q_len - at);
-  prefetch.add((const T*)a.q + block.batch * a.q_b + head * a.q_h + at * a.q_s, a.q_s * (int64_t)sizeof(T), rows,
+  prefetch.add((const T*)a.q + block.batch * a.q_b + head * a.q_h + at * a.q_s, stride_in_bytes<T>(a.q_s), rows,
                a.qk_dim * (int64_t)sizeof(T));
   const int64_t visible = a.ranges ? a.ranges[block.batch * a.ranges_b + at * a.columns] : a.band ? at + a.first : 0;
   const int64_t from = larger_of(larger_of(visible, block.key), 0),
                 to = smaller_of(from + kMaxPrefetchRows, smaller_of(a.kv_len, block.key_stop));
+  if (a.format) return;
   prefetch.add(key_rows<T>(a, block.batch, block.kv_head), from, to, a.qk_dim);
   prefetch.add(value_rows<T>(a, block.batch, block.kv_head), from, to, a.v_dim);
 }

@@ -98,16 +98,25 @@ INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, 
   accumulate_some<Arith, 0, V>(acc, a, row, next, b, count);
 }
 
+// Elements of a chain of additions: the error of one chain over a head size of 576 would exceed that of plain attention.
+constexpr int64_t kMaxChain = 256;
+
 // st[i][rows] for i < N keys; `step` elements of T make one Scalar.
 template <class Arith, int N, int V, class T>
 INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st) {
-  constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
-  Vec acc[N][V] = {};
-  accumulate<Arith>(acc, k, stride, step, qt, count);
+  constexpr int64_t step = sizeof(typename Arith::Scalar) / sizeof(T), chain = kMaxChain / (Arith::kPairs ? 2 : 1);
+  for (int64_t from = 0; from == 0 || from < count; from += chain) {
+    Vec acc[N][V] = {};
+    accumulate<Arith>(acc, k + from * step, stride, step, qt + from * kPanel,
+                      count - from < chain ? count - from : chain);
 #pragma GCC unroll 8
-  for (int i = 0; i < N; i++)
+    for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) store(st + i * kPanel + v * kLanes, acc[i][v]);
+      for (int v = 0; v < V; v++) {
+        float* s = st + i * kPanel + v * kLanes;
+        store(s, from > 0 ? load(s) + acc[i][v] : acc[i][v]);
+      }
+  }
 }
 
 // A micro-kernel calls step() once per kBroadcasts keys or columns, to prefetch.

@@ -41,6 +41,14 @@ INLINE Rows<T> value_rows(const Attention& a, int64_t batch, int64_t head) {
   return rows_at<T>(a, a.v, a.v_b, a.v_h, a.v_s, batch, head);
 }
 
+// The scales of quantised keys and values, likewise.
+INLINE Rows<float> key_scales(const Attention& a, int64_t batch, int64_t head) {
+  return rows_at<float>(a, a.k_scale, a.k_scale_b, a.k_scale_h, a.k_scale_s, batch, head);
+}
+INLINE Rows<float> value_scales(const Attention& a, int64_t batch, int64_t head) {
+  return rows_at<float>(a, a.v_scale, a.v_scale_b, a.v_scale_h, a.v_scale_s, batch, head);
+}
+
 // Copies rows [start, stop) to consecutive rows of `to`; rows that no query sees become 0.
 template <class T>
 static void gather_pages(const Rows<T>& rows, int64_t start, int64_t stop, int64_t columns, const uint8_t* visible,

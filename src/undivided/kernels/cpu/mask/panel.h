@@ -36,6 +36,10 @@ INLINE IVec is_within(IVec key, Bound start, Bound stop, Bound second_start, Bou
   return ((key >= start) & (key < stop)) | ((key >= second_start) & (key < second_stop));
 }
 
+// Whether the keys between the segments of a key block are computed too, with weights of 0: each row then adds its keys of
+// a block in one step, whatever the other rows of its panel see.
+INLINE bool fills_gaps(const Attention& a) { return a.batch_invariant && a.columns == 4; }
+
 static void find_segments(Panel& p) {
   p.segments = p.next_segment = 0;
   for (int side = 0; side < 2; side++)
@@ -93,6 +97,15 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
   } else {
     p.segment[0] = {0, a.kv_len};
     p.segments = a.kv_len > 0, p.next_segment = 0;
+  }
+}
+
+// Writes which of the keys [start, stop) lie in a segment.
+[[maybe_unused]] static void mark_segments(const Panel& p, int64_t start, int64_t stop, uint8_t* visible) {
+  memset(visible, 0, (size_t)(stop - start));
+  for (int s = 0; s < p.segments; s++) {
+    const int64_t from = larger_of(p.segment[s].start, start), to = smaller_of(p.segment[s].stop, stop);
+    if (from < to) memset(visible + (from - start), 1, (size_t)(to - from));
   }
 }
 

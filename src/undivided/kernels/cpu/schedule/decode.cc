@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 namespace undivided {
@@ -12,6 +13,7 @@ namespace {
 // Whether the heads of a key lie within its row of memory and fill most of it; then all heads are read at every step.
 bool are_side_by_side(const Attention& a) {
   const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
+    if (a.format == kInt4) dim /= 2;  // strides are in bytes
     return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
   };
   return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
@@ -20,33 +22,40 @@ bool are_side_by_side(const Attention& a) {
 }  // namespace
 
 bool is_decoding(const Attention& a) {
-  return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
+  return !a.batch_invariant && !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
 }
 
 void Decoding::add(const Attention& a) {
-  for (int64_t b = 0; b < a.batch; b++) {
-    const KeyExtent extent = key_extent(a, b);
-    sequences_.push_back({&a, b, extent, 0});
-    total_keys_ += std::max(extent.stop - extent.start, (int64_t)0);
+  for (int64_t b = 0; b < a.batch; b++) sequences_.push_back({&a, b, key_extent(a, b), 0});
+}
+
+// Takes the keys that sequences share out of their extents.
+void Decoding::share(int64_t threads, int attempt) {
+  shared_.clear();
+  for (const SharedKeys& shared : find_shared_keys(sequences_)) {
+    shared_.emplace_back(shared, sequences_, threads, attempt);
+    for (int64_t n : shared.sequences) sequences_[(size_t)n].extent.start = shared.key + shared.keys;
   }
 }
 
 // The chunks depend on sizes and lengths only, so that results do not depend on the threads.
-void Decoding::cut() {
+void Decoding::cut(int64_t threads, int attempt) {
+  share(threads, attempt);
   const Attention& any = *sequences_[0].problem;
   heads_ = are_side_by_side(any) ? any.kv_heads : 1;
-  const int64_t key_bytes = heads_ * (any.qk_dim + any.v_dim) * (any.dtype == kFloat32 ? 4 : 2);
+  const int64_t bytes = heads_ * key_bytes(any, any.qk_dim + any.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
-  const int64_t target = std::max(total_keys_ * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / key_bytes);
+  int64_t total_keys = 0;
+  for (const Sequence& s : sequences_) total_keys += std::max(s.extent.stop - s.extent.start, (int64_t)0);
+  const int64_t target = std::max(total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes);
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
+  chunks_.clear();
   for (Sequence& s : sequences_) {
     const auto [start, stop] = s.extent;
     s.chunks = stop > start ? (stop - start + keys - 1) / keys : 0;
     for (int64_t n = 0; n < any.kv_heads; n += heads_)
-      for (int64_t key = start; key < stop; key += keys) {
+      for (int64_t key = start; key < stop; key += keys)
         chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr});
-        floats_ += chunk_floats(*s.problem);
-      }
   }
 }
 
@@ -54,28 +63,56 @@ int64_t Decoding::chunk_floats(const Attention& a) const {
   return heads_ * (a.heads / a.kv_heads * a.q_len) * partial_size(a);
 }
 
-void Decoding::set_partials(float* partials) {
-  partials_ = partials;
-  for (KeyChunk& chunk : chunks_) chunk.partials = partials, partials += chunk_floats(*chunk.problem);
+int64_t Decoding::floats() const {
+  int64_t floats = 0;
+  for (const KeyChunk& chunk : chunks_) floats += chunk_floats(*chunk.problem);
+  for (const SharedProblem& shared : shared_) floats += shared.floats();
+  return floats;
+}
+
+void Decoding::set_memory(float* memory) {
+  for (KeyChunk& chunk : chunks_) chunk.partials = memory, memory += chunk_floats(*chunk.problem);
+  for (SharedProblem& shared : shared_) shared.cut(memory, sequences_), memory += shared.floats();
 }
 
 int64_t Decoding::scratch_bytes() const {
   int64_t bytes = 64;
   for (const Sequence& s : sequences_)
     if (s.batch == 0) bytes = std::max(bytes, kernels().chunk_scratch(*s.problem, heads_));
+  for (const SharedProblem& shared : shared_) bytes = std::max(bytes, shared.blocks().scratch_bytes());
   return bytes;
 }
 
+bool Decoding::is_out_of_range() const {
+  return std::any_of(shared_.begin(), shared_.end(),
+                     [](const SharedProblem& shared) { return shared.blocks().is_out_of_range(); });
+}
+
 void Decoding::merge() {
-  float* partials = partials_;
-  for (const Sequence& s : sequences_) {
+  // the shared keys of each sequence, and its first row there
+  std::vector<std::vector<std::pair<const BlockProblem*, int64_t>>> shared_of(shared_.empty() ? 0 : sequences_.size());
+  for (const SharedProblem& shared : shared_) {
+    int64_t row = 0;
+    for (int64_t n : shared.keys().sequences) {
+      shared_of[(size_t)n].push_back({&shared.blocks(), row});
+      row += sequences_[(size_t)n].rows();
+    }
+  }
+  std::vector<float*> partials;
+  const KeyChunk* chunk = chunks_.data();
+  for (size_t i = 0; i < sequences_.size(); i++) {
+    const Sequence& s = sequences_[i];
     const Attention& a = *s.problem;
-    const int64_t group = a.heads / a.kv_heads, rows = group * a.q_len, per_chunk = chunk_floats(a);
+    const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
     for (int64_t n = 0; n < a.kv_heads; n++) {
-      float* first = partials + n % heads_ * rows * partial_size(a);
-      for (int64_t r = 0; r < rows; r++, first += partial_size(a))
-        kernels().merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, first, s.chunks, per_chunk);
-      if (n % heads_ == heads_ - 1) partials += s.chunks * per_chunk;
+      partials.clear();
+      if (!shared_.empty())
+        for (const auto& [blocks, row] : shared_of[i]) blocks->append_partials(0, n, row, partials);
+      for (int64_t c = 0; c < s.chunks; c++) partials.push_back(chunk[c].partials + n % heads_ * s.rows() * size);
+      for (int64_t r = 0; r < s.rows(); r++)
+        kernels().merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials.data(), (int64_t)partials.size(),
+                        r * size);
+      if (n % heads_ == heads_ - 1) chunk += s.chunks;
     }
   }
 }

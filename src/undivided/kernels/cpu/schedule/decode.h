@@ -3,9 +3,10 @@
 
 #include <stdint.h>
 
+#include <deque>
 #include <vector>
 
-#include "schedule/schedule.h"
+#include "schedule/prefixes.h"
 
 namespace undivided {
 
@@ -16,29 +17,27 @@ bool is_decoding(const Attention& a);
 class Decoding {
  public:
   void add(const Attention& a);  // all sequences of a problem
-  void cut();                    // makes the chunks
-  int64_t partial_floats() const { return floats_; }
-  void set_partials(float* partials);
+  // Makes the chunks, and blocks of the keys that sequences share. threads, attempt: see BlockProblem.
+  void cut(int64_t threads, int attempt);
+  int64_t floats() const;  // of memory
+  void set_memory(float* memory);
   int64_t scratch_bytes() const;
+  bool is_out_of_range() const;
   void merge();
 
+  std::vector<SharedKeys> shared_keys() const { return find_shared_keys(sequences_); }
   bool is_empty() const { return sequences_.empty(); }
   const std::vector<KeyChunk>& chunks() const { return chunks_; }  // by sequence, then head, then key
+  std::deque<SharedProblem>& shared() { return shared_; }
 
  private:
-  struct Sequence {
-    const Attention* problem;
-    int64_t batch;
-    KeyExtent extent;
-    int64_t chunks;  // per unit of heads
-  };
+  void share(int64_t threads, int attempt);
   int64_t chunk_floats(const Attention& a) const;
 
   std::vector<Sequence> sequences_;
   std::vector<KeyChunk> chunks_;
-  int64_t heads_ = 1;  // of a chunk
-  int64_t total_keys_ = 0, floats_ = 0;
-  float* partials_ = nullptr;
+  std::deque<SharedProblem> shared_;  // addresses must not change
+  int64_t heads_ = 1;                 // of a chunk
 };
 
 }  // namespace undivided

@@ -60,12 +60,36 @@ inline Attention attention_of(const Attention& pack, const DocumentExtent& d, co
   a.q_len = d.rows, a.kv_len = d.keys, a.ranges = ranges;
   advance(a.q, row * a.q_s, size), advance(a.out, row * a.out_s, size), advance(a.lse, row);
   if (a.pages) advance(a.pages, key / a.page_size);
-  else advance(a.k, key * a.k_s, size), advance(a.v, key * a.v_s, size);
+  else {
+    const int64_t key_size = a.format ? 1 : size;
+    advance(a.k, key * a.k_s, key_size), advance(a.v, key * a.v_s, key_size);
+    advance(a.k_scale, key * a.k_scale_s), advance(a.v_scale, key * a.v_scale_s);
+  }
   advance(a.bias, row * a.bias_q + key * a.bias_k, element_size(a.bias_dtype)),
       advance(a.dense, row * a.dense_q + key * a.dense_k);
   advance(a.slopes, row * a.slopes_q), advance(a.row_position, row), advance(a.key_position, key);
   advance(a.dropout_row, row), advance(a.dropout_sequence, row);
   ranges_to_band(a);
+  return a;
+}
+
+// One sequence of a batch as a problem of its own.
+inline Attention sequence_of(const Attention& batch, int64_t b) {
+  Attention a = batch;
+  const int64_t size = element_size(a.dtype);
+  a.batch = 1;
+  advance(a.q, b * a.q_b, size), advance(a.out, b * a.out_b, size), advance(a.lse, b * a.lse_b);
+  if (a.pages) advance(a.pages, b * a.pages_b);
+  else {
+    const int64_t key_size = a.format ? 1 : size;
+    advance(a.k, b * a.k_b, key_size), advance(a.v, b * a.v_b, key_size);
+    advance(a.k_scale, b * a.k_scale_b), advance(a.v_scale, b * a.v_scale_b);
+  }
+  advance(a.ranges, b * a.ranges_b), advance(a.first_key, b * a.first_key_b);
+  advance(a.bias, b * a.bias_b, element_size(a.bias_dtype)), advance(a.dense, b * a.dense_b);
+  advance(a.slopes, b * a.slopes_b), advance(a.row_position, b * a.row_position_b);
+  advance(a.key_position, b * a.key_position_b);
+  advance(a.dropout_row, b * a.dropout_row_b), advance(a.dropout_sequence, b * a.dropout_sequence_b);
   return a;
 }
 
@@ -106,6 +130,19 @@ inline std::vector<DocumentExtent> find_extents(const Attention& a) {
   if (documents.empty()) return {};
   d.rows = a.q_len - d.row, d.keys = a.kv_len - d.key;
   documents.push_back(d);
+  return documents;
+}
+
+// The sequences of a problem with batch 1, from the first keys of its rows.
+inline std::vector<DocumentExtent> extents_by_first_key(const Attention& a) {
+  std::vector<DocumentExtent> documents;
+  for (int64_t r = 0; r < a.q_len; r++) {
+    if (r == 0 || a.first_key[r] != a.first_key[r - 1]) documents.push_back({r, 0, a.first_key[r], 0, 0, 0});
+    DocumentExtent& d = documents.back();
+    d.rows++;
+    for (const int32_t* range = a.ranges + r * a.columns; range < a.ranges + (r + 1) * a.columns; range += 2)
+      if (range[0] < range[1]) d.seen = std::max(d.seen, range[1] - d.key), d.pairs += range[1] - range[0];
+  }
   return documents;
 }
 

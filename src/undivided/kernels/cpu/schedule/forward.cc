@@ -1,5 +1,8 @@
 // Runs a forward: a problem as chunks of keys if it is decoding, otherwise as blocks of rows; a pack with each document
 // as it would run alone.
+//
+// With batch_invariant every row runs in a block of rows, with its sequence's keys in blocks that start at the first of
+// them: its sums then have the same order whatever the number of rows, the batch, the pack, or the pages.
 #include <stdint.h>
 
 #include <algorithm>
@@ -12,6 +15,8 @@
 
 namespace undivided {
 namespace {
+
+thread_local std::vector<SharedKeys> last_shared;
 
 // A chunk if `blocks` is null.
 struct Unit {
@@ -49,25 +54,29 @@ int64_t chunk_cost(const KeyChunk& chunk) {
   return chunk.keys * chunk.kv_heads * std::max(a.heads / a.kv_heads * a.q_len, kDecodeRowCost);
 }
 
+void add_units(BlockProblem& p, std::vector<Unit>& units) {
+  for (size_t i = 0; i < p.blocks().size(); i++) units.push_back({&p, (int64_t)i, p.blocks()[i].cost});
+}
+
 // Cuts the problems, and returns their units. Null partial results if there is no memory for them.
 std::vector<Unit> cut(Work& work, int64_t& bytes, bool& has_memory) {
-  if (!work.decoding.is_empty()) work.decoding.cut();
-  int64_t floats = work.decoding.partial_floats();
+  int64_t floats = work.decoding.floats();
   for (const BlockProblem& p : work.prefill) floats += p.partial_floats();
   float* partials = (float*)caller_scratch.reserve(std::max(floats * 4, (int64_t)64));
   has_memory = partials != nullptr;
   std::vector<Unit> units;
   if (!has_memory) return units;
   if (!work.decoding.is_empty()) {
-    work.decoding.set_partials(partials), partials += work.decoding.partial_floats();
+    work.decoding.set_memory(partials), partials += work.decoding.floats();
     bytes = std::max(bytes, work.decoding.scratch_bytes());
     const std::vector<KeyChunk>& chunks = work.decoding.chunks();
     for (size_t i = 0; i < chunks.size(); i++) units.push_back({nullptr, (int64_t)i, chunk_cost(chunks[i])});
+    for (SharedProblem& shared : work.decoding.shared()) add_units(shared.blocks(), units);
   }
   for (BlockProblem& p : work.prefill) {
     p.cut(partials), partials += p.partial_floats();
     bytes = std::max(bytes, p.scratch_bytes());
-    for (size_t i = 0; i < p.blocks().size(); i++) units.push_back({&p, (int64_t)i, p.blocks()[i].cost});
+    add_units(p, units);
   }
   return units;
 }
@@ -79,8 +88,9 @@ int run(Work& work, int64_t threads) {
   std::vector<Unit> units = cut(work, bytes, has_memory);
   if (!has_memory) return kNoMemory;
   // the chunks of a batch are adjacent in memory, and nearly equal
-  const Shares shares =
-      work.prefill.empty() ? even_shares((int64_t)units.size(), threads) : distribute(units, threads);
+  const Shares shares = work.prefill.empty() && work.decoding.shared().empty()
+                            ? even_shares((int64_t)units.size(), threads)
+                            : distribute(units, threads);
   for (size_t i = 0; i + 1 < units.size(); i++)
     if (units[i].blocks && units[i].blocks == units[i + 1].blocks) {
       std::vector<RowBlock>& blocks = units[i].blocks->blocks();
@@ -94,8 +104,8 @@ int run(Work& work, int64_t threads) {
     k.chunk(chunks[(size_t)unit.index], next && !next->blocks ? &chunks[(size_t)next->index] : nullptr, scratch);
   });
   if (status != kOk) return status;
-  work.decoding.merge();
-  bool out_of_range = false;
+  bool out_of_range = work.decoding.is_out_of_range();
+  if (!out_of_range) work.decoding.merge();
   for (BlockProblem& p : work.prefill)
     if (p.is_out_of_range()) out_of_range = true;
     else p.merge();
@@ -105,6 +115,9 @@ int run(Work& work, int64_t threads) {
 // Runs the problems again until all numbers fit. Each attempt repeats a whole problem, so that a row's result does not
 // depend on which block it was in.
 int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
+  last_shared.clear();
+  if (!work.decoding.is_empty()) work.decoding.cut(cut_threads, 0);
+  for (const SharedProblem& shared : work.decoding.shared()) last_shared.push_back(shared.keys());
   int status = run(work, threads);
   std::vector<const Attention*> failed;
   for (int attempt = 1; status == kOutOfRange; attempt++) {
@@ -113,7 +126,9 @@ int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
       if (p.is_out_of_range()) failed.push_back(&p.problem());
     Work again;
     for (const Attention* a : failed) again.prefill.emplace_back(*a, cut_threads, attempt);
-    std::swap(work.prefill, again.prefill), work.decoding = Decoding();
+    std::swap(work.prefill, again.prefill);
+    if (work.decoding.is_out_of_range()) work.decoding.cut(cut_threads, attempt);
+    else work.decoding = Decoding();
     status = run(work, threads);
   }
   caller_scratch.shrink();
@@ -127,14 +142,15 @@ Path path_of(const Attention& pack, const DocumentExtent& d) {
   a.q_len = d.rows, a.kv_len = d.seen;
   const int64_t average_keys = d.pairs / d.rows;
   if (average_keys >= kMinDecodeKeys && is_decoding(a)) return Path::kChunks;
-  return d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys ? Path::kBlocks
-                                                                                  : Path::kBesideOthers;
+  return d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys ? Path::kBlocks : Path::kBesideOthers;
 }
 
 // The documents of a pack as problems; neighbours that run beside each other are one.
 class Pack {
  public:
-  Pack(const Attention& a) {
+  explicit Pack(const Attention& a) {
+    if (a.batch_invariant && a.first_key) cut_sequences(a);
+    if (a.batch_invariant || is_decoding(a)) return;
     std::vector<DocumentExtent> parts;
     for (const DocumentExtent& d : find_extents(a)) {
       const Path path = path_of(a, d);
@@ -147,47 +163,68 @@ class Pack {
     }
     if (parts.size() < 2) return;
     ranges_.resize((size_t)(a.q_len * a.columns));
-    for (DocumentExtent d : parts) {
-      d.keys = d.seen;
-      int32_t* ranges = ranges_.data() + d.row * a.columns;
-      shift_ranges(a, d, ranges);
-      problems_.push_back(attention_of(a, d, ranges));
-    }
+    for (const DocumentExtent& d : parts) add(a, d, ranges_.data());
   }
 
   const std::vector<Attention>& problems() const { return problems_; }
   Path path(size_t i) const { return paths_[i]; }
 
  private:
+  // Each sequence runs alone, so that its key blocks start at its first key.
+  void cut_sequences(const Attention& a) {
+    const int64_t size = a.q_len * a.columns;
+    ranges_.resize((size_t)(a.batch * size));
+    for (int64_t b = 0; b < a.batch; b++) {
+      const Attention sequence = sequence_of(a, b);
+      for (const DocumentExtent& d : extents_by_first_key(sequence)) {
+        add(sequence, d, ranges_.data() + b * size);
+        paths_.push_back(Path::kBlocks);
+      }
+    }
+  }
+  void add(const Attention& a, DocumentExtent d, int32_t* ranges) {
+    d.keys = d.seen;
+    ranges += d.row * a.columns;
+    shift_ranges(a, d, ranges);
+    problems_.push_back(attention_of(a, d, ranges));
+  }
+
   std::vector<Path> paths_;
   std::vector<int32_t> ranges_;
   std::vector<Attention> problems_;
 };
 
+// The sequences that are decoded: all of a problem, some documents of a pack, or none.
+Decoding decoded(const Attention& a, const Pack& pack) {
+  Decoding decoding;
+  if (is_decoding(a)) decoding.add(a);
+  for (size_t i = 0; i < pack.problems().size(); i++)
+    if (pack.path(i) == Path::kChunks) decoding.add(pack.problems()[i]);
+  return decoding;
+}
+
 }  // namespace
 
 int run_forward(const Attention& a) {
-  Work work;
   const int64_t threads = threads_for(a);
-  if (is_decoding(a)) {
-    work.decoding.add(a);
-    return run_attempts(work, threads, threads);
-  }
-  advise_huge_pages(a);
+  if (!is_decoding(a)) advise_huge_pages(a);
   const Pack pack(a);
-  if (pack.problems().empty()) {
-    work.prefill.emplace_back(a, threads, 0);
-    return run_attempts(work, threads, threads);
-  }
+  const std::vector<Attention>& problems = pack.problems();
+  Work work = {decoded(a, pack), {}};
   // many problems keep the threads busy, few have to be cut into more blocks
-  const int64_t count = (int64_t)pack.problems().size() * a.kv_heads,
-                cut_threads = count >= kProblemRounds * threads ? 1 : threads;
-  for (size_t i = 0; i < pack.problems().size(); i++) {
-    const Attention& problem = pack.problems()[i];
-    if (pack.path(i) == Path::kChunks) work.decoding.add(problem);
-    else work.prefill.emplace_back(problem, cut_threads, 0);
-  }
+  const bool has_many = (int64_t)problems.size() * a.kv_heads >= kProblemRounds * threads;
+  const int64_t cut_threads = has_many ? 1 : threads;
+  for (size_t i = 0; i < problems.size(); i++)
+    if (pack.path(i) != Path::kChunks) work.prefill.emplace_back(problems[i], cut_threads, 0);
+  if (problems.empty() && work.decoding.is_empty()) work.prefill.emplace_back(a, cut_threads, 0);
   return run_attempts(work, threads, cut_threads);
 }
+
+std::vector<SharedKeys> shared_keys(const Attention& a) {
+  const Pack pack(a);
+  return decoded(a, pack).shared_keys();
+}
+
+const std::vector<SharedKeys>& last_shared_keys() { return last_shared; }
 
 }  // namespace undivided

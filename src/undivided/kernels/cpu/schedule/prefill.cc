@@ -43,14 +43,16 @@ KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t
 
 // Few rows and many keys would leave threads idle, so the keys are split. The split depends on sizes only, so that
 // results do not depend on the number of threads.
-Division divide(const Attention& a) {
+Division divide(const Attention& a, bool has_partials) {
   Division d;
   const int64_t group = a.heads / a.kv_heads;
   d.share = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.share ? a.kv_heads : a.heads, d.rows = d.share ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
-  d.parts =
-      a.v_dim % 16 ? 1 : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
+  d.parts = a.v_dim % 16 || a.batch_invariant
+                ? 1
+                : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
+  d.has_partials = has_partials || d.parts > 1;
   return d;
 }
 
@@ -64,7 +66,7 @@ struct Span {
 // document.
 std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch, int64_t max_short_keys) {
   const Span whole = {0, d.rows, 0};
-  if (max_short_keys == 0 || d.parts > 1) return {whole};
+  if (max_short_keys == 0 || d.has_partials) return {whole};
   if (!a.ranges) {
     const int64_t longest = a.band ? std::min(a.last - a.first, a.kv_len) : a.kv_len;
     return {{0, d.rows, longest <= max_short_keys ? longest : 0}};
@@ -106,11 +108,11 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
 
 }  // namespace
 
-BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt)
-    : a_(a), k_(*kernels().prefill(a, attempt)), d_(divide(a)), threads_(threads) {}
+BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials)
+    : a_(a), k_(*kernels().prefill(a, attempt)), d_(divide(a, has_partials)), threads_(threads) {}
 
 int64_t BlockProblem::partial_floats() const {
-  return d_.parts > 1 ? a_.batch * d_.heads * d_.parts * d_.rows * partial_size(a_) : 0;
+  return d_.has_partials ? a_.batch * d_.heads * d_.parts * d_.rows * partial_size(a_) : 0;
 }
 
 // Consecutive rows of a span, one head after another, so that a head's keys stay in L2 (2048 and 4096 tokens: up to 7 %
@@ -127,7 +129,7 @@ void BlockProblem::cut(float* partials) {
 
 void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys) {
   const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, short_keys, threads_), stop = row + rows;
-  const KeyParts keys = d_.parts > 1 ? parts_of(a_, k_.block_keys, b, d_.parts) : KeyParts();
+  const KeyParts keys = d_.has_partials ? parts_of(a_, k_.block_keys, b, d_.parts) : KeyParts();
   std::vector<RowBlock> head_blocks;
   for (; row < stop; row += step) {
     rows = std::min(step, stop - row);
@@ -138,7 +140,7 @@ void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys)
   for (int64_t h = 0; h < d_.heads; h++)
     for (RowBlock block : head_blocks) {
       block.first_head = d_.share ? h * group : h, block.kv_head = d_.share ? h : h / group;
-      if (d_.parts == 1) blocks_.push_back(block);
+      if (!d_.has_partials) blocks_.push_back(block);
       else
         for (int64_t part = 0; part < keys.count; part++) {
           block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
@@ -161,17 +163,24 @@ void BlockProblem::run(int64_t block, char* scratch) {
   if (!is_out_of_range_ && !k_.block(a_, blocks_[(size_t)block], scratch)) is_out_of_range_ = true;
 }
 
+void BlockProblem::append_partials(int64_t batch, int64_t head, int64_t row, std::vector<float*>& to) const {
+  const int64_t count = parts_of(a_, k_.block_keys, batch, d_.parts).count;
+  float* partials = partials_ + ((batch * d_.heads + head) * d_.parts * d_.rows + row) * partial_size(a_);
+  for (int64_t part = 0; part < count; part++) to.push_back(partials + part * d_.rows * partial_size(a_));
+}
+
 void BlockProblem::merge() {
-  if (d_.parts == 1) return;
-  const int64_t size = partial_size(a_), group = a_.heads / a_.kv_heads;
-  float* partials = partials_;
-  for (int64_t b = 0; b < a_.batch; b++) {
-    const int64_t count = parts_of(a_, k_.block_keys, b, d_.parts).count;
-    for (int64_t h = 0; h < d_.heads; h++, partials += d_.parts * d_.rows * size)
+  if (!d_.has_partials) return;
+  const int64_t group = a_.heads / a_.kv_heads;
+  std::vector<float*> partials;
+  for (int64_t b = 0; b < a_.batch; b++)
+    for (int64_t h = 0; h < d_.heads; h++) {
+      partials.clear();
+      append_partials(b, h, 0, partials);
       for (int64_t r = 0; r < d_.rows; r++)
-        kernels().merge(a_, b, (d_.share ? h * group : h) + r / a_.q_len, r % a_.q_len, partials + r * size, count,
-                        d_.rows * size);
-  }
+        kernels().merge(a_, b, (d_.share ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
+                        (int64_t)partials.size(), r * partial_size(a_));
+    }
 }
 
 void advise_huge_pages(const Attention& a) {

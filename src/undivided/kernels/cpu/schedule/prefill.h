@@ -15,18 +15,22 @@ struct Division {
   int64_t heads, rows;  // rows of a head
   bool share;           // the heads of a group share a block
   int64_t parts;        // of the keys
+  bool has_partials;    // whether the blocks write partial results
 };
 
 class BlockProblem {
  public:
-  // threads: how many the blocks have to keep busy. attempt: see Kernels::prefill.
-  BlockProblem(const Attention& a, int64_t threads, int attempt);
+  // threads: how many the blocks have to keep busy. attempt: see Kernels::prefill. has_partials: whether the results are
+  // partial even if the keys are not split; they are then merged elsewhere.
+  BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials = false);
 
-  int64_t partial_floats() const;   // of partial results, if the keys are split
-  void cut(float* partials);        // makes the blocks
-  int64_t scratch_bytes() const;    // of the largest block
+  int64_t partial_floats() const;
+  void cut(float* partials);      // makes the blocks
+  int64_t scratch_bytes() const;  // of the largest block
   void run(int64_t block, char* scratch);
-  void merge();                     // the partial results, if the keys are split
+  void merge();  // the partial results, if there are any
+  // Appends the places of a row's partial results; those of the head's next row follow at distance partial_size.
+  void append_partials(int64_t batch, int64_t head, int64_t row, std::vector<float*>& to) const;
   bool is_out_of_range() const { return is_out_of_range_; }
 
   const Attention& problem() const { return a_; }

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "abi/level.h"
 #include "abi/tuning.h"
@@ -18,6 +19,16 @@ using namespace tuning;
 int run_forward(const Attention& a);
 int run_backward(const Attention& a, const Gradients& g);
 
+// Keys [key, key + keys) that some sequences, in increasing order, have in the same pages.
+struct SharedKeys {
+  int64_t key, keys;
+  std::vector<int64_t> sequences;
+};
+// The keys that a forward reads once for several sequences.
+std::vector<SharedKeys> shared_keys(const Attention& a);
+// Those of this thread's last forward.
+const std::vector<SharedKeys>& last_shared_keys();
+
 // How many threads a problem is worth.
 inline int64_t threads_for(const Attention& a) {
   const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kHeadWork);
@@ -26,6 +37,12 @@ inline int64_t threads_for(const Attention& a) {
 
 // Floats of a row's partial result: Dv sums, the largest score, the sum of the weights, rounded up to 16.
 inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
+
+// Bytes of `dim` numbers of a key or value.
+inline int64_t key_bytes(const Attention& a, int64_t dim) {
+  if (a.format) return a.format == kInt4 ? dim / 2 : dim;
+  return dim * (a.dtype == kFloat32 ? 4 : 2);
+}
 
 // From the first to the last key that some row of a sequence sees.
 struct KeyExtent {

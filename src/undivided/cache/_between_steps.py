@@ -1,0 +1,141 @@
+"""`BetweenSteps`: what changes the sequences of `InferenceParams` between two steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from undivided.cache._graphs import outside_of_graphs
+from undivided.cache._layers import LayerCaches
+from undivided.cache._storage import checked_token_ids
+
+if TYPE_CHECKING:
+    from undivided.cache._batch import Batch, Step
+
+
+class BetweenSteps(LayerCaches, ABC):
+    """Sequences that start from others, lose tokens, or end."""
+
+    _batch: Batch
+
+    @abstractmethod
+    def _current_step(self) -> Step:
+        """The step; InputError if there is none."""
+
+    @abstractmethod
+    def _set_step(self, step: Step | None) -> None:
+        """Set the step; None: `pre_step` must follow."""
+
+    @outside_of_graphs
+    def remember(self, tokens: Sequence[int] | Tensor, seq_id: Hashable) -> None:
+        """Index the full pages of a sequence by the tokens they hold, so that `match` finds them.
+
+        Call it after all layers have received the tokens. The pages stay after the sequence has ended; the least
+        recently used ones are given up when the pool needs pages.
+
+        Args:
+            tokens: token ids of the sequence from its start, at most as many as are cached: a list of ints or an int
+                tensor [n]. Two sequences with equal tokens must have equal keys and values in every layer.
+            seq_id: id of a sequence in the batch.
+
+        Raises:
+            InputError: not paged, or the sequence does not exist or has fewer tokens. Nothing changes.
+
+        >>> import torch, undivided
+        >>> params = undivided.InferenceParams(4, 64, 1, 8, torch.float32, is_paged=True, page_size=4)
+        >>> params.pre_step({"a": 6})
+        >>> out = params.attend(1, *(torch.randn(1, 6, 1, 8) for _ in range(3)))
+        >>> params.remember([5, 3, 8, 8, 1, 2], "a")
+        >>> params.match([5, 3, 8, 8, 9], "b")                      # "b" needs to compute the last token only
+        4
+        >>> params.pre_step({"b": 1})                               # "a" has ended
+        >>> params.sequences
+        OrderedDict([('b', 5)])
+        """
+        self._batch.remember(checked_token_ids("tokens", tokens), seq_id)
+
+    @outside_of_graphs
+    def match(self, tokens: Sequence[int] | Tensor, seq_id: Hashable) -> int:
+        """Start a sequence with the pages that already hold the first tokens of a prompt, between two steps.
+
+        Only full pages match, and never the last token of the prompt: its query computes the first new token. Pass the
+        number of the other tokens to the next `pre_step`; the sequence ends if that lacks its id.
+
+        Args:
+            tokens: token ids of the prompt, as for `remember`.
+            seq_id: a new id.
+
+        Returns:
+            The number of tokens that the cache has already, a multiple of the page size, or 0.
+
+        Raises:
+            InputError: not paged, the id exists, or there are max_batch_size sequences. Nothing changes.
+
+        Source: Kwon et al. 2023 (arXiv:2309.06180), shared prefixes of PagedAttention.
+
+        >>> import torch, undivided
+        >>> params = undivided.InferenceParams(4, 64, 1, 8, torch.float32, is_paged=True, page_size=4)
+        >>> params.match([5, 3, 8, 8, 9], "a")
+        0
+        """
+        count = self._batch.match(checked_token_ids("tokens", tokens), seq_id)
+        self._set_step(None)
+        return count
+
+    def fork(self, src: Hashable, dst: Hashable) -> None:
+        """Start sequence dst as a copy of src, between two steps. Pages are shared until one of the two changes.
+
+        Args:
+            src: id of a sequence in the batch.
+            dst: a new id.
+
+        Raises:
+            InputError: src does not exist, dst exists, or there are max_batch_size sequences. Nothing changes.
+        """
+        self._batch.fork(src, dst, self._storages.values())
+        self._set_step(None)
+
+    def truncate(self, seq_id: Hashable, length: int) -> None:
+        """Drop the last tokens of a sequence, between two steps, for example after a rejected draft.
+
+        Args:
+            seq_id: id of the sequence.
+            length: number of tokens that remain, int.
+
+        Raises:
+            InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
+        """
+        self._batch.truncate(seq_id, length)
+        self._set_step(None)
+
+    def free(self, seq_id: Hashable) -> None:
+        """End a sequence between two steps, for example to start another with `match` or `fork` in its place.
+
+        A sequence that is missing from `pre_step` ends there, too.
+
+        Args:
+            seq_id: id of the sequence.
+
+        Raises:
+            InputError: the sequence does not exist.
+        """
+        self._batch.free(seq_id)
+        self._set_step(None)
+
+    def keep(self, indices: Mapping[Hashable, Sequence[int]]) -> None:
+        """Keep some of the step's new tokens, after the model ran, for example the accepted path of a draft tree.
+
+        Args:
+            indices: which of its new tokens stay, by sequence id: ascending ints, from 0; the others are dropped. A
+                sequence that is missing keeps all.
+
+        Raises:
+            InputError: there is no step, a sequence is not in it, or an index is wrong. Nothing changes.
+        """
+        step = self._current_step()
+        counts = dict(zip(self._batch.slots, step.counts, strict=False))
+        self._batch.keep(indices, counts, self._storages.values())
+        self._set_step(None)

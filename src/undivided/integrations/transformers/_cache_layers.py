@@ -1,0 +1,190 @@
+"""The layers of `Cache`: keys and values in one storage that grows, instead of a new tensor for every token.
+
+Legend: B batch, N key/value heads, S tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from undivided.cache._storage import Heads, Storage, checked_tokens
+from undivided.errors import InputError
+from undivided.integrations.transformers._cached_states import CachedStates
+
+ROOM = 64
+"""Tokens by which a storage grows at least."""
+
+States = Tensor | CachedStates
+
+
+class _Stored:
+    """What both kinds of layers do: the tokens from `_start` to `_end` of the storage are cached."""
+
+    def __init__(self, quantize: str | None, max_len: int) -> None:
+        self._quantize, self._max_len = quantize, max_len
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all tokens and their memory."""
+        self.storage: Storage | None = None
+        self._start = self._end = 0
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the memory for states of these shapes, ``[B, N, S, D]``."""
+        batch, heads, count, dim = key_states.shape
+        self.dtype, self.device = value_states.dtype, value_states.device  # keys may be wider under autocast
+        sizes = Heads.checked(heads, dim, value_states.shape[-1], self.dtype, quantize=self._quantize)
+        self.storage = Storage(batch, max(self._max_len, _with_room(count)), sizes, self.device)
+        self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The cached keys, ``[B, N, S, D]``, dequantised."""
+        return self._dense(0)
+
+    @property
+    def values(self) -> Tensor | None:
+        """The cached values, ``[B, N, S, D]``, dequantised."""
+        return self._dense(1)
+
+    def _dense(self, index: int) -> Tensor | None:
+        if self.storage is None:
+            return None
+        pools = self.storage.pools.tokens(self._start, self._end)
+        return pools.as_dtype(self.storage.heads.dtype)[index].transpose(1, 2)
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> int:
+        """Write new tokens, quantised if the cache is; their number."""
+        if self.storage is None:
+            self.lazy_initialization(key_states, value_states)
+        storage = self.storage
+        assert storage is not None
+        names = "key_states", "value_states", "lengths"
+        batch = storage.k.shape[0]
+        new = checked_tokens(
+            key_states,
+            value_states,
+            None,
+            layout="bhsd",
+            batch=batch,
+            heads=storage.heads,
+            device=storage.k.device,
+            names=names,
+        )
+        count = new.k.shape[1]
+        if self._end + count > storage.k.shape[1]:
+            storage = self._move(_with_room(self._end - self._start + count))
+        storage.fill(self._end, new)
+        self._end += count
+        return count
+
+    def _move(self, page_size: int, rows: Tensor | None = None) -> Storage:
+        """A new storage, which starts with the cached tokens of these rows of the batch, or of all."""
+        assert self.storage is not None
+        self.storage = self.storage.moved(self._start, self._end, page_size, rows)
+        self._start, self._end = 0, self._end - self._start
+        return self.storage
+
+    def _states(self, start: int) -> tuple[States, States]:
+        """Keys and values from this token of the storage on, ``[B, N, S, D]``: views, or quantised states."""
+        assert self.storage is not None
+        heads, pools = self.storage.heads, self.storage.pools.tokens(start, self._end)
+        if pools.k_scale is None or pools.v_scale is None:
+            return pools.k.transpose(1, 2), pools.v.transpose(1, 2)
+        k = CachedStates(pools.k, pools.k_scale, heads.head_dim, heads.dtype)
+        return k, CachedStates(pools.v, pools.v_scale, heads.value_dim, heads.dtype)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b of the batch becomes a copy of row ``beam_idx[b]``; rows that stay are not copied."""
+        if self.storage is not None:
+            pairs = [(source, row) for row, source in enumerate(beam_idx.tolist()) if source != row]
+            self.storage.copy(pairs, self._end)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        if self.storage is not None:
+            self._select(torch.arange(self.storage.k.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch: their indices, or a bool for every row."""
+        if self.storage is not None:
+            self._select(torch.arange(self.storage.k.shape[0])[indices.cpu()])
+
+    def _select(self, rows: Tensor) -> None:
+        assert self.storage is not None
+        self._move(self.storage.k.shape[1], rows.to(self.storage.k.device))
+
+    def _remove(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens, ``-tokens_to_remove`` of them."""
+        if tokens_to_remove > 0:
+            hint = f"crop({-tokens_to_remove}) removes the last {tokens_to_remove} tokens"
+            raise InputError("tokens_to_remove", "be at most 0", tokens_to_remove, hint=hint)
+        self._end = max(self._start, self._end + tokens_to_remove)
+
+
+class FullLayer(_Stored, DynamicLayer):  # type: ignore[misc]
+    """All tokens of a layer; `DynamicLayer` defines the interface."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **ignored: Any) -> tuple[States, States]:
+        """Append new tokens; all keys and values, ``[B, N, S, D]``."""
+        self._append(key_states, value_states)
+        return self._states(0)
+
+    def get_seq_length(self) -> int:
+        """The number of cached tokens."""
+        return self._end
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens."""
+        self._remove(tokens_to_remove)
+
+
+class SlidingLayer(_Stored, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """The last tokens of a layer with a window; `DynamicSlidingWindowLayer` defines the interface.
+
+    Tokens that left the window stay in memory until the storage is full; then the others move to its start.
+    """
+
+    def __init__(self, sliding_window: int, quantize: str | None, max_len: int) -> None:
+        self.sliding_window, self.record_past = sliding_window, False
+        self._sliding_window_tensor = torch.tensor(sliding_window)
+        super().__init__(quantize, min(max_len, 2 * sliding_window))
+
+    def reset(self) -> None:
+        """Drop all tokens and their memory."""
+        super().reset()
+        self.cumulative_length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **ignored: Any) -> tuple[States, States]:
+        """Append new tokens; the keys and values that their queries see, ``[B, N, S, D]``."""
+        count = self._append(key_states, value_states)
+        self.cumulative_length += count
+        seen = max(self._start, self._end - count - self.sliding_window + 1)
+        if not self.record_past:
+            self._forget()
+        return self._states(seen)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens, and then all that left the window."""
+        if self.cumulative_length >= self.sliding_window and not self.record_past:
+            hint = "activate_past_recording() before the tokens are appended"
+            what = f"{self.cumulative_length} tokens in a window of {self.sliding_window}"
+            raise InputError("crop", "be called while past tokens are recorded", what, hint=hint)
+        end = self._end
+        self._remove(tokens_to_remove)
+        self.cumulative_length -= end - self._end
+        self._forget()
+
+    def _forget(self) -> None:
+        """Give up the tokens that the next query does not see."""
+        self._start = max(self._start, self._end - self.sliding_window + 1)
+
+
+def _with_room(count: int) -> int:
+    """The tokens of a storage for `count` tokens, so that the cost of growing is constant per token."""
+    return count + max(count // 2, ROOM)

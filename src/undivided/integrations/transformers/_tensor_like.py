@@ -1,0 +1,112 @@
+"""Objects that a model passes to its layers in place of tensors; they become dense if the model computes with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+class TensorLike(ABC):
+    """An object with the shape, dtype and device of a tensor of 4 axes, and all operations of its dense tensor."""
+
+    ndim = 4
+    requires_grad = False
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The tensor that a model computes with."""
+
+    def contiguous(self) -> Self:
+        """This object, because it has no memory layout.
+
+        Returns:
+            This object.
+        """
+        return self
+
+    detach = contiguous
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        """This object on another device or in another dtype.
+
+        Args:
+            args, options: as for ``Tensor.to``.
+
+        Returns:
+            This object if device and dtype are its own; otherwise the dense tensor, converted.
+        """
+        here = (self.dtype, self.device, str(self.device), None)
+        stays = all(one in here for one in (*args, *options.values()) if not isinstance(one, bool))
+        return self if stays else self.dense.to(*args, **options)
+
+    def dim(self) -> int:
+        """The number of axes.
+
+        Returns:
+            4.
+        """
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one entry of it.
+
+        Args:
+            dim: the axis, int; None for all.
+
+        Returns:
+            A ``torch.Size``, or an int.
+        """
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getitem__(self, index: Any) -> Any:
+        """This object for a slice of everything, else a part of the dense tensor."""
+        each = index if isinstance(index, tuple) else (index,)
+        if len(each) <= 4 and all(
+            isinstance(one, slice) and one.indices(size) == (0, size, 1)
+            for one, size in zip(each, self.shape, strict=False)
+        ):
+            return self
+        return self.dense[index]
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other attribute or method of tensors, from the dense tensor."""
+        if name.startswith("_"):  # copying and pickling look for such names
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.dense, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The result of a PyTorch function for the dense tensors."""
+        args, kwargs = tree_map(_dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _dense(value: object) -> object:
+    return value.dense if isinstance(value, TensorLike) else value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: TensorLike, *others: Any) -> Any:
+        return getattr(self.dense, name)(*map(_dense, others))
+
+    return apply
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv and rand or ror xor rxor eq ne lt le gt ge invert neg len iter bool"
+).split():
+    setattr(TensorLike, f"__{_name}__", _operator(f"__{_name}__"))

@@ -1,0 +1,121 @@
+// Numbers of 8 and 4 bits as fp32 lanes: the formats of quantised keys and values.
+#pragma once
+
+#include "abi/attention.h"
+#include "simd/vec.h"
+
+namespace {
+
+struct Int8 {
+  int8_t bits;
+};
+struct Float8E4M3 {  // no infinity; NaN is s.1111.111
+  uint8_t bits;
+};
+struct Float8E5M2 {  // the upper byte of fp16
+  uint8_t bits;
+};
+struct Int4 {  // two numbers
+  uint8_t bits;
+};
+
+template <class T>
+constexpr bool kIsQuantized = false;
+template <>
+constexpr bool kIsQuantized<Int8> = true;
+template <>
+constexpr bool kIsQuantized<Float8E4M3> = true;
+template <>
+constexpr bool kIsQuantized<Float8E5M2> = true;
+template <>
+constexpr bool kIsQuantized<Int4> = true;
+// Whether a row has one scale per kGroupSize numbers.
+template <class T>
+constexpr bool kHasGroups = false;
+template <>
+constexpr bool kHasGroups<Int4> = true;
+
+// The address of number d of a row.
+template <class T>
+INLINE const T* number_at(const T* row, int64_t d) {
+  return row + (kHasGroups<T> ? d / 2 : d);
+}
+// Elements of `dim` numbers.
+template <class T>
+constexpr int64_t stored(int64_t dim) {
+  return kHasGroups<T> ? dim / 2 : dim;
+}
+
+// Scales of a row of `dim` numbers.
+template <class T>
+constexpr int64_t scales_of(int64_t dim) {
+  return kHasGroups<T> ? dim / kGroupSize : 1;
+}
+
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
+typedef ByteVec UnalignedByteVec __attribute__((aligned(1), may_alias));
+
+INLINE UVec load_bytes(const void* p) {  // sign-extended
+#if defined(__AVX512F__)
+  return (UVec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (UVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return (UVec)__builtin_convertvector(*(const UnalignedByteVec*)p, IVec);
+#endif
+}
+
+INLINE Vec load_as_float(const Int8* p) { return __builtin_convertvector((IVec)load_bytes(p), Vec); }
+INLINE float to_float(Int8 x) { return x.bits; }
+
+// The exponent is rebiased by a multiplication, which also normalises subnormal numbers.
+INLINE Vec load_as_float(const Float8E4M3* p) {
+  const UVec bits = load_bytes(p), magnitude = bits & 0x7f;
+  const Vec x = (Vec)(bits << 20 & 0x87f00000u) * 0x1p120f;
+  return magnitude == 0x7f ? splat(__builtin_nanf("")) : x;
+}
+INLINE float to_float(Float8E4M3 x) {
+  const uint32_t magnitude = x.bits & 0x7f;
+  if (magnitude == 0x7f) return __builtin_nanf("");
+  return bits_to_float((uint32_t)(x.bits & 0x80) << 24 | magnitude << 20) * 0x1p120f;
+}
+
+INLINE Vec load_as_float(const Float8E5M2* p) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  return (Vec)_mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
+#elif defined(__F16C__)
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  return (Vec)_mm256_cvtph_ps(_mm_slli_epi16(wide, 8));
+#else
+  const UVec bits = load_bytes(p), magnitude = bits & 0x7f;
+  const UVec special = (bits << 24 & 0x80000000u) | 0x7f800000u | (magnitude & 3) << 21;
+  const Vec x = (Vec)((bits << 24 & 0x80000000u) | magnitude << 21) * 0x1p112f;
+  return (IVec)magnitude >= 0x7c ? (Vec)special : x;
+#endif
+}
+INLINE float to_float(Float8E5M2 x) { return to_float(Float16{(uint16_t)(x.bits << 8)}); }
+
+// 2 kLanes numbers: those of even and of odd index.
+INLINE void load_int4(const Int4* p, float scale, Vec& even, Vec& odd) {
+  const UVec bits = load_bytes(p);
+#if defined(__AVX512F__)  // a permutation reads the low 4 bits of each index
+  const __m512 values = (__m512)(Vec{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale);
+  even = (Vec)_mm512_permutexvar_ps((__m512i)bits, values);
+  odd = (Vec)_mm512_permutexvar_ps((__m512i)(bits >> 4), values);
+#else
+  even = __builtin_convertvector((IVec)(bits & 15) - 8, Vec) * scale;
+  odd = __builtin_convertvector((IVec)(bits >> 4 & 15) - 8, Vec) * scale;
+#endif
+}
+
+// Calls f with a null pointer to the type of a format.
+template <class F>
+INLINE auto with_format(int64_t format, F f) {
+  if (format == kInt8) return f((const Int8*)nullptr);
+  if (format == kFloat8E4M3) return f((const Float8E4M3*)nullptr);
+  if (format == kFloat8E5M2) return f((const Float8E5M2*)nullptr);
+  return f((const Int4*)nullptr);
+}
+
+}  // namespace

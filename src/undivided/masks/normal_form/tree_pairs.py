@@ -1,0 +1,72 @@
+"""The pairs of a draft tree: each query with the keys before the tree, its ancestors and itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.tensors import readable
+from undivided.errors import InputError
+from undivided.masks.normal_form.pairs import Index, index_tensor, narrow
+from undivided.masks.normal_form.positions import Geometry
+
+
+@dataclass(frozen=True, eq=False)
+class TreePairs:
+    """The pairs of nodes with their ancestors; keys before the tree are visible to all.
+
+    Args:
+        ancestors: whether node n of the same sequence is an ancestor of a row, or the row itself, bool
+            ``[B|1, Sq, nodes]``.
+        first: raw index of the key of each row's node 0, int64 ``[B|1, Sq]``.
+    """
+
+    ancestors: Tensor
+    first: Tensor
+
+    @staticmethod
+    def for_call(parents: Tensor, geometry: Geometry) -> TreePairs:
+        """The pairs of a call.
+
+        Raises:
+            InputError: in a pack, a parent that is not before its child in the same document.
+        """
+        parents = parents.to(geometry.device, torch.int64, copy=True)
+        position, rows = geometry.q_position, parents.shape[1]
+        if geometry.real_rows is not None:
+            parents = torch.where(geometry.real_rows, parents, -1)
+        if readable(parents) and readable(position) and bool((parents >= position).any()):
+            batch, row = (parents >= position).nonzero()[0].tolist()
+            raise InputError(
+                "parents",
+                "be -1, or the index of an earlier query of the same sequence",
+                f"{int(parents[batch, row])} for query {int(position[batch if len(position) > 1 else 0, row])}",
+                "in a pack, indices start at 0 in every document",
+            )
+        nodes = max(int(position.max()) + 1 if readable(position) and rows else rows, 1)
+        shape = (max(len(parents), len(position)), rows)
+        parents, position = parents.expand(shape), position.expand(shape)
+        first_row = torch.arange(rows, device=geometry.device) - position  # of the row's sequence
+        at = torch.where(position >= 0, position, nodes)  # each row's ancestor; `nodes`, one past them, after the root
+        ancestors = torch.zeros((*shape, nodes + 1), dtype=torch.bool, device=geometry.device)
+        for _ in range(nodes):
+            ancestors.scatter_(2, at[..., None], True)
+            parent = parents.gather(1, (first_row + at).clamp(0, rows - 1)) if rows else at
+            at = torch.where((at == nodes) | (parent < 0), nodes, parent)
+            if readable(at) and bool((at == nodes).all()):
+                break
+        first = geometry.anchor - geometry.q_position + geometry.per_row(geometry.kv_start)
+        return TreePairs(ancestors[..., :nodes], first)
+
+    def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
+        """Allowed pairs, bool ``[b|1, 1, r, k]``."""
+        del heads
+        first = narrow(self.first, 0, batch)[:, rows, None]
+        node = index_tensor(keys, first.device) - first
+        ancestors = narrow(self.ancestors, 0, batch)[:, rows]
+        size = (max(len(node), len(ancestors)), *node.shape[1:])
+        index = node.clamp(0, ancestors.shape[2] - 1).expand(size)
+        found = ancestors.expand(size[0], *ancestors.shape[1:]).gather(2, index)
+        return ((node < 0) | (found & (node < ancestors.shape[2])))[:, None]

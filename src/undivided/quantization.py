@@ -1,0 +1,233 @@
+"""Keys and values in 8 or 4 bits: the formats, and the conversion from and to floating point.
+
+A number is ``value * scale``. Each row (the numbers of one token and head) has one fp32 scale; int4 has one per group
+of 32 numbers.
+
+    int8       values int8 [..., D], scale [...] = amax / 127
+    fp8_e4m3   values float8_e4m3fn [..., D], scale [...] = amax / 448
+    fp8_e5m2   values float8_e5m2 [..., D], scale [...] = amax / 57344
+    int4       values uint8 [..., D/2], scale [..., D/32] = amax / 7; number 2i is in the low 4 bits of byte i, number
+               2i + 1 in the high 4 bits, both stored as value + 8 with value from -7 to 7
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.checks import check_tensor
+from undivided.errors import InputError
+
+__all__ = ["FORMATS", "Format", "Quantized", "dequantize", "empty", "format_of", "quantize"]
+
+Format = Literal["int8", "fp8_e4m3", "fp8_e5m2", "int4"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+"""The names of the formats."""
+
+GROUP = 32
+"""Numbers per scale of int4."""
+
+DTYPES: dict[Format, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int4": torch.uint8,
+}
+"""The dtype of the values of each format."""
+
+_LARGEST: dict[Format, float] = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int4": 7.0}
+_FORMAT_OF = {dtype: format for format, dtype in DTYPES.items()}
+
+
+class Quantized(NamedTuple):
+    """Values of one format and their fp32 scales; the number is ``value * scale``."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def quantize(x: Tensor, format: Format) -> Quantized:
+    """The numbers of `x` in `format`: the nearest values, with the smallest scale that holds the largest of a row.
+
+    A row of zeros has scale 0. A row (int4: a group) with NaN or infinity becomes NaN as a whole: its values are 0, its
+    scale is NaN or infinite. No gradient passes through.
+
+    Args:
+        x: [..., D] floating point; for int4, D is a multiple of 32.
+        format: one of `FORMATS`.
+
+    Returns:
+        values [..., D] (int4: [..., D/2]) in the format's dtype, and scale [...] (int4: [..., D/32]) in fp32.
+
+    Raises:
+        InputError: `x` is not floating point, its last axis does not fit the format, or the format is unknown.
+
+    >>> import torch
+    >>> from undivided.quantization import dequantize, quantize
+    >>> values, scale = quantize(torch.tensor([[1.0, -0.5, 0.25, 0.0]]), "int8")
+    >>> values.tolist()
+    [[127, -64, 32, 0]]
+    >>> dequantize(values, scale, torch.float32)
+    tensor([[ 1.0000, -0.5039,  0.2520,  0.0000]])
+    """
+    check_format("format", format)
+    check_tensor("x", x)
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise InputError("x", "be float16, bfloat16, float32 or float64", str(x.dtype), hint="x.float()")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise InputError("x", "have a last axis of at least one number", f"shape {list(x.shape)}")
+    check_head_size("x", x.shape[-1], format)
+    numbers = x.detach() if x.dtype == torch.float64 else x.detach().float()
+    if format == "int4":
+        numbers = numbers.unflatten(-1, (-1, GROUP))
+    largest = _LARGEST[format]
+    scale = (numbers.abs().amax(-1) / largest).float()
+    # 0 / 0, and NaN or infinity in the row; clamp: a subnormal scale is inexact
+    scaled = (numbers / scale.unsqueeze(-1)).nan_to_num_(0.0).clamp_(-largest, largest)
+    if format not in ("int8", "int4"):
+        return Quantized(scaled.to(DTYPES[format]), scale)
+    values = scaled.round_().to(torch.int8)
+    return Quantized(values if format == "int8" else _pack(values.flatten(-2)), scale)
+
+
+def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values * scale`` as [..., D] in `dtype`; the product is computed in fp32 (fp64 for float64).
+
+    Args:
+        values: [..., D] in a format's dtype (int4: uint8 [..., D/2]).
+        scale: fp32 [...] (int4: [..., D/32]).
+        dtype: float16, bfloat16, float32 or float64.
+
+    Returns:
+        The numbers, [..., D].
+
+    Raises:
+        InputError: the dtype of the values belongs to no format, or the scale does not fit them.
+
+    >>> import torch
+    >>> from undivided.quantization import dequantize, quantize
+    >>> x = torch.tensor([[448.0, 18.0, -0.5]])
+    >>> dequantize(*quantize(x, "fp8_e4m3"), torch.float32)
+    tensor([[448.0000,  18.0000,  -0.5000]])
+    """
+    check_tensor("values", values)
+    check_tensor("scale", scale)
+    format = format_of(values.dtype)
+    if format is None:
+        raise InputError("values", f"have the dtype of a format ({_names_of_dtypes()})", str(values.dtype))
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise InputError("dtype", "be float16, bfloat16, float32 or float64", str(dtype))
+    check_scale("scale", scale, "values", values)
+    return unchecked_dequantize(values, scale, dtype)
+
+
+def unchecked_dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dequantize` without its checks."""
+    computed_in = torch.float64 if dtype == torch.float64 else torch.float32
+    factor = scale.to(computed_in).unsqueeze(-1)
+    if values.dtype != torch.uint8:
+        return (values.to(computed_in) * factor).to(dtype)
+    groups: Tensor = _unpack(values).to(computed_in).unflatten(-1, (-1, GROUP)) * factor
+    return groups.flatten(-2).to(dtype)
+
+
+def empty(format: Format, shape: tuple[int, ...], device: torch.device | str | None = None) -> Quantized:
+    """Uninitialised values and scales for numbers of shape ``[..., D]``, as `quantize` would return them.
+
+    Args:
+        format: one of `FORMATS`.
+        shape: the shape of the numbers; for int4, the last size is a multiple of 32.
+        device: the device of both tensors; torch's default if None.
+
+    Returns:
+        values and scale, whose memory holds anything.
+
+    Raises:
+        InputError: the format is unknown, or the last size does not fit it.
+
+    >>> from undivided.quantization import empty
+    >>> values, scale = empty("int4", (2, 100, 8, 128))
+    >>> values.shape, scale.shape
+    (torch.Size([2, 100, 8, 64]), torch.Size([2, 100, 8, 4]))
+    """
+    check_format("format", format)
+    *rows, size = shape
+    check_head_size("shape", size, format)
+    if format == "int4":
+        return Quantized(
+            torch.empty((*rows, size // 2), dtype=torch.uint8, device=device),
+            torch.empty((*rows, size // GROUP), dtype=torch.float32, device=device),
+        )
+    return Quantized(
+        torch.empty(shape, dtype=DTYPES[format], device=device), torch.empty(rows, dtype=torch.float32, device=device)
+    )
+
+
+def format_of(dtype: torch.dtype) -> Format | None:
+    """The format whose values have this dtype; None if there is none.
+
+    Args:
+        dtype: a dtype of torch.
+
+    Returns:
+        One of `FORMATS`, or None.
+
+    >>> import torch
+    >>> from undivided.quantization import format_of
+    >>> format_of(torch.uint8), format_of(torch.bfloat16)
+    ('int4', None)
+    """
+    return _FORMAT_OF.get(dtype)
+
+
+def head_size(values: Tensor) -> int:
+    """The number of numbers in the last axis, which is twice its length for int4."""
+    return values.shape[-1] * (2 if values.dtype == torch.uint8 else 1)
+
+
+def check_format(argument: str, format: object) -> None:
+    """InputError unless it is the name of a format."""
+    if not isinstance(format, str) or format not in FORMATS:
+        raise InputError(argument, f"be one of {', '.join(map(repr, FORMATS))}", repr(format))
+
+
+def check_head_size(argument: str, size: int, format: Format) -> None:
+    """InputError unless a last axis of this size can be stored in the format."""
+    if format == "int4" and (size == 0 or size % GROUP):
+        hint = "int8 and fp8 take any head size"
+        raise InputError(argument, f"have a last axis that is a multiple of {GROUP} for int4", size, hint)
+
+
+def check_scale(argument: str, scale: Tensor, of: str, values: Tensor) -> None:
+    """InputError unless it is the fp32 scale of these quantised values."""
+    if values.dtype == torch.uint8:
+        check_head_size(of, head_size(values), "int4")
+        shape = (*values.shape[:-1], head_size(values) // GROUP)
+    else:
+        shape = tuple(values.shape[:-1])
+    if scale.dtype != torch.float32:
+        raise InputError(argument, "be a float32 tensor", str(scale.dtype), hint=f"{argument}.float()")
+    if tuple(scale.shape) != shape:
+        rule = (
+            f"one number per {GROUP} numbers of {of}" if values.dtype == torch.uint8 else f"one number per row of {of}"
+        )
+        raise InputError(argument, f"have {rule}, shape {list(shape)}", list(scale.shape))
+    if scale.device != values.device:
+        raise InputError(argument, f"be on the device of {of} ({values.device})", str(scale.device))
+
+
+def _names_of_dtypes() -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} for {format}" for format, dtype in DTYPES.items())
+
+
+def _pack(values: Tensor) -> Tensor:
+    """int8 [..., D] from -8 to 7 as uint8 [..., D/2]."""
+    pairs: Tensor = (values + 8).view(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """The inverse of `_pack`."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).view(torch.int8) - 8

@@ -1,0 +1,91 @@
+"""`Cache`: the stand-in for DynamicCache, plain and quantised, in generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import undivided
+from undivided import InputError
+from undivided.quantization import FORMATS
+
+transformers = pytest.importorskip("transformers")
+from undivided.integrations.transformers import Cache, register  # noqa: E402
+
+NAMES = ["Llama", "Qwen3", "Gemma3"]
+
+
+def model_of(name: str, implementation: str = "undivided") -> Any:
+    register()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "eos_token_id": None}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
+    if name == "Gemma3":
+        sizes |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    config = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def prompts() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 64, (2, 21), generator=torch.Generator().manual_seed(1))
+    real = torch.ones_like(tokens)
+    real[1, :6] = 0
+    return {"input_ids": tokens.masked_fill(real == 0, 0), "attention_mask": real}
+
+
+def generate(model: Any, cache: Any, **options: Any) -> Any:
+    settings = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**prompts(), past_key_values=cache, **settings, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("implementation", ["undivided", "eager"])
+def test_the_plain_cache_gives_the_tokens_of_dynamic_cache(name: str, implementation: str) -> None:
+    model = model_of(name, implementation)
+    expected = generate(model, transformers.DynamicCache(config=model.config))
+    found = generate(model, Cache(config=model.config))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert (torch.stack(found.logits) - torch.stack(expected.logits)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_logits_are_near_those_of_the_plain_cache(name: str, format: str) -> None:
+    model = model_of(name)
+    expected = generate(model, Cache(config=model.config))
+    cache = Cache(config=model.config, quantize=format)
+    found = generate(model, cache)
+    first = [result.logits[0] for result in (found, expected)]
+    error = (first[0] - first[1]).norm() / first[1].norm()
+    assert 0 < error < {"int8": 0.02, "fp8_e4m3": 0.08, "fp8_e5m2": 0.15, "int4": 0.2}[format]
+    assert cache.memory.values + cache.memory.scales < 0.6 * cache.memory.bfloat16
+    decision = undivided.last_decision()
+    assert decision is not None
+    assert decision.problem.quantized == format  # read in place
+
+
+def test_eager_attention_reads_a_quantised_cache_too() -> None:
+    plain = generate(model_of("Llama"), Cache(quantize="int8"))
+    eager = generate(model_of("Llama", "eager"), Cache(quantize="int8"))
+    assert (torch.stack(plain.logits) - torch.stack(eager.logits)).abs().max() < 1e-4
+
+
+def test_beams_are_reordered() -> None:
+    model = model_of("Llama")
+    expected = model.generate(**prompts(), max_new_tokens=10, num_beams=3, do_sample=False)
+    cache = Cache()
+    found = model.generate(**prompts(), max_new_tokens=10, num_beams=3, do_sample=False, past_key_values=cache)
+    assert torch.equal(found, expected)
+
+
+def test_wrong_formats_are_refused() -> None:
+    with pytest.raises(InputError, match="quantize must be one of"):
+        Cache(quantize="int2")
+    model = model_of("Llama")
+    cache = Cache(quantize="int8")
+    with pytest.raises(InputError, match="require"):
+        model(**prompts(), past_key_values=cache)

@@ -1,0 +1,109 @@
+"""Many Python threads at once: every result has the bits that one thread computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+import undivided
+from undivided import masks
+
+THREADS, CALLS = 8, 12
+
+
+def decode(n: int) -> list[Tensor]:
+    make = torch.Generator().manual_seed(n)
+    q, k = torch.randn(3, 1, 8, 64, generator=make), torch.randn(3, 200 + 31 * n, 2, 64, generator=make)
+    lengths = masks.lengths([100, 200, 150 + n])
+    return [undivided.attention(q.bfloat16(), k.bfloat16(), k.bfloat16(), layout="bshd", mask=lengths)]
+
+
+def pack(n: int) -> list[Tensor]:
+    make = torch.Generator().manual_seed(n)
+    q = torch.randn(90 + n, 4, 32, generator=make)
+    mask = masks.documents(torch.tensor([0, 7, 40, 90 + n])) & masks.causal()
+    return [undivided.attention(q, q, q, layout="thd", mask=mask)]
+
+
+def train(n: int) -> list[Tensor]:
+    make = torch.Generator().manual_seed(n)
+    leaves = [torch.randn(1, 70 + n, 4, 32, generator=make).requires_grad_() for _ in range(3)]
+    out = undivided.attention(*leaves, layout="bshd", mask=masks.window(20, 0), softcap=5.0)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def cache(n: int) -> list[Tensor]:
+    make = torch.Generator().manual_seed(n)
+    paged = undivided.PagedKVCache(num_pages=16, page_size=8, kv_heads=2, head_dim=32, batch=2, dtype=torch.float32)
+    outs = []
+    for count in (9, 1, 1 + n % 3):
+        q, k = torch.randn(2, count, 4, 32, generator=make), torch.randn(2, count, 2, 32, generator=make)
+        paged.append(k, k)
+        outs.append(paged.attend(q))
+    return outs
+
+
+WORK = [decode, pack, train, cache]
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
+def test_threads_compute_the_bits_of_one(work: Callable[[int], list[Tensor]]) -> None:
+    expected = [work(n) for n in range(CALLS)]
+    start = threading.Barrier(THREADS)
+
+    def run(thread: int) -> bool:
+        start.wait()
+        order = [(thread + n) % CALLS for n in range(CALLS)]
+        return all(torch.equal(a, b) for n in order for a, b in zip(work(n), expected[n], strict=True))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert all(pool.map(run, range(THREADS)))
+
+
+def test_the_number_of_threads_may_change_between_and_during_calls() -> None:
+    expected = [train(n) for n in range(CALLS)]
+    before = torch.get_num_threads()
+    stop = threading.Event()
+
+    def change() -> None:
+        count = 1
+        while not stop.wait(0.0005):
+            count = count % 5 + 1
+            torch.set_num_threads(count)
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        for _ in range(5):
+            for n in range(CALLS):
+                torch.set_num_threads(n % 4 + 1)
+                assert all(torch.equal(a, b) for a, b in zip(train(n), expected[n], strict=True))
+    finally:
+        stop.set()
+        changer.join()
+        torch.set_num_threads(before)
+
+
+def test_settings_of_a_block_hold_in_its_own_thread_only() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    inside, outside = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def other() -> None:
+        inside.wait()
+        seen.append(undivided.explain(q, q, q, layout="bshd").backend.name)
+        outside.set()
+
+    thread = threading.Thread(target=other)
+    default = undivided.explain(q, q, q, layout="bshd").backend.name
+    thread.start()
+    with undivided.use_backends("reference"):
+        inside.set()
+        outside.wait()
+    thread.join()
+    assert seen == [default] != ["reference"]
