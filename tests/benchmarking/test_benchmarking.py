@@ -20,6 +20,7 @@ import undivided
 from undivided import benchmarking, masks
 from undivided.benchmarking import competitors, memory, peak, report, runs, suites, timing
 from undivided.benchmarking.catalogue import DTYPES, SUITES, Benchmark, Goal, benchmarks
+from undivided.benchmarking.catalogue.serving import STEPS
 from undivided.benchmarking.competitors import Competitor, Prepared, prepare
 from undivided.benchmarking.runs import Settings
 from undivided.benchmarking.timing import Reading, Steady
@@ -385,7 +386,7 @@ class TestFigures:
 
 @pytest.mark.usefixtures("quiet")
 class TestCompetitors:
-    @pytest.mark.parametrize("suite", SINGLE)
+    @pytest.mark.parametrize("suite", [suite for suite in SINGLE if suite != "serving"])
     def test_every_kind_of_problem_is_computed_rightly_by_all_that_take_part(self, suite: str) -> None:
         """The catalogue made small: its features, layouts and directions, not its sizes."""
         seen = set()
@@ -420,6 +421,25 @@ class TestCompetitors:
             for entry in result["entries"]:
                 assert entry["ok"], (one.name, entry)
             assert entries(result)["undivided"]["seconds"] > 0
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("name", STEPS)
+    def test_every_serving_step_is_computed_rightly_by_all_that_take_part(self, name: str, dtype: str) -> None:
+        """The steps made small: their phases and page tables, not their sizes."""
+        one = next(one for one in benchmarks("serving") if one.name == f"{dtype}-{name}")
+        step = STEPS[name]
+        new = tuple(min(count, 9) for count in step.new)
+        past = (
+            min(cached - count, 20 + i) for i, (count, cached) in enumerate(zip(step.new, step.cached, strict=True))
+        )
+        cached = tuple(count + earlier for count, earlier in zip(new, past, strict=True))
+        small = replace(step, new=new, cached=cached, page_size=step.page_size and 16)
+        result = runs.run(replace(one, case=small.case("small"), goal=Goal()), hurried(others=("sdpa", "onnxruntime")))
+        for entry in result["entries"]:
+            assert entry["ok"], (one.name, entry)
+        expected = {"undivided", "separate", "sdpa"} | ({"cache"} if step.page_size else set())
+        assert expected <= entries(result).keys()
+        assert entries(result)["undivided"]["seconds"] > 0
 
     def test_the_chosen_backend_is_not_timed_twice(self) -> None:
         chosen = undivided.explain(*(torch.empty(1, 2, 24, 16) for _ in range(3)), layout="bhsd").backend.name

@@ -32,10 +32,11 @@ from undivided.verification.cases import Case
 from undivided.verification.contract import available
 from undivided.verification.inputs import Inputs, build
 
-__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "prepare", "selectable_backends"]
+__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "make_all", "prepare", "selectable_backends"]
 
-OTHERS = ("sdpa", "math", "onnxruntime", "flex")
-"""Competitors that are not backends of this library; "flex" compiles for seconds and is timed only if requested."""
+OTHERS = ("sdpa", "math", "onnxruntime", "flex", "vllm")
+"""Competitors that are not backends of this library; "flex" compiles for seconds and is timed only if requested, and
+"vllm" takes part in the suite "serving" alone."""
 
 _attend: Callable[..., Tensor] = scaled_dot_product_attention  # typed for calls with tuples and dictionaries
 
@@ -117,13 +118,20 @@ def competitors(
     The first is "undivided": a whole call with the backend that it chooses. A requested backend that is the chosen one
     is not timed twice.
     """
-    participants: list[Competitor] = []
-    absent: dict[str, str] = {}
     makers: dict[str, Callable[[Prepared], Competitor]] = {"undivided": partial(_ours, backend=None)}
     makers |= {name: partial(_ours, backend=name) for name in backends}
     if prepared.benchmark.without is not None:
         makers["without"] = partial(_without, case=prepared.benchmark.without)
-    makers |= {name: _MAKERS[name] for name in others}
+    makers |= {name: _MAKERS[name] for name in others if name in _MAKERS}
+    return make_all(prepared, makers)
+
+
+def make_all(
+    prepared: Prepared, makers: Mapping[str, Callable[[Prepared], Competitor]]
+) -> tuple[list[Competitor], dict[str, str]]:
+    """The competitors that these functions make, and the reasons of those that are absent."""
+    participants: list[Competitor] = []
+    absent: dict[str, str] = {}
     for name, make in makers.items():
         try:
             competitor = make(prepared)

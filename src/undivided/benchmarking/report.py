@@ -20,6 +20,7 @@ TITLES = {
     "backward": "Backward alone",
     "mask": "Masks and scores",
     "decode": "Decoding",
+    "serving": "Serving",
     "small": "Small problems",
     "overhead": "Overhead of a call",
     "memory": "Memory",

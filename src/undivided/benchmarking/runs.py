@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from undivided.benchmarking import competitors as _competitors
-from undivided.benchmarking import peak, timing
+from undivided.benchmarking import peak, serving, timing
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import Competitor, Prepared
 from undivided.benchmarking.peak import Probe
@@ -44,7 +44,7 @@ class Settings:
     """
 
     backends: Sequence[str] = ("native",)
-    others: Sequence[str] = ("sdpa", "math", "onnxruntime")
+    others: Sequence[str] = ("sdpa", "math", "onnxruntime", "vllm")
     device: str = "cpu"
     patience: float = 1.0
     small_patience: float = 0.1
@@ -82,7 +82,7 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     (['undivided', 'sdpa'], True)
     """
     prepared = _competitors.prepare(benchmark, settings.device)
-    participants, absent = _competitors.competitors(prepared, settings.backends, settings.others)
+    participants, absent = _participants(prepared, settings)
     entries, right = _verify(participants)
     probe = _probe(prepared, settings)
     calls: dict[str, timing.Call] = {competitor.name: competitor.call for competitor in right}
@@ -107,6 +107,20 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
         case["share_of_pairs"] = _pairs(prepared) / (problem.batch * problem.q_len * problem.kv_len)
     _add_figures(case, seconds, benchmark)
     return case
+
+
+def _participants(prepared: Prepared, settings: Settings) -> tuple[list[Competitor], dict[str, str]]:
+    """The competitors; those of the suite "serving" take a packed batch apart, each in its own way."""
+    if prepared.benchmark.suite != "serving":
+        return _competitors.competitors(prepared, settings.backends, settings.others)
+    ours, absent = _competitors.competitors(prepared, settings.backends, ())
+    makers = {
+        name: make
+        for name, make in serving.MAKERS.items()
+        if name in settings.others or name not in _competitors.OTHERS
+    }
+    others, missing = _competitors.make_all(prepared, makers)
+    return ours + others, absent | missing
 
 
 def run_small(

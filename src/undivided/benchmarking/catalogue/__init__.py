@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from undivided.benchmarking.catalogue import cpu, gpu
 from undivided.benchmarking.catalogue.benchmark import DTYPES, Benchmark, Goal
+from undivided.benchmarking.catalogue.serving import serving
 from undivided.errors import InputError
 
 __all__ = ["DTYPES", "GPU_SUITES", "SUITES", "Benchmark", "Goal", "benchmarks"]
@@ -37,6 +38,7 @@ _PROBLEMS: Mapping[str, Callable[[], Iterator[Benchmark]]] = MappingProxyType(
         "backward": cpu.backward,
         "mask": cpu.mask,
         "decode": cpu.decode,
+        "serving": serving,
         "small": cpu.small,
         "gpu": gpu.gpu,
         "gpu-decode": gpu.gpu_decode,

@@ -1,0 +1,201 @@
+"""The competitors of the suite "serving": implementations that take a packed batch apart, and vLLM's.
+
+Each gets the sequences in its own best form: keys and values that it cannot read from pages are gathered in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from undivided import masks
+from undivided.benchmarking.competitors import Absent, Competitor, Prepared
+from undivided.benchmarking.serving import vllm
+from undivided.cache import PagedKVCache
+from undivided.functional import attention
+
+__all__ = ["MAKERS", "Group", "groups"]
+
+
+class Group(NamedTuple):
+    """Consecutive sequences with the same number of new tokens: B sequences, S new tokens each.
+
+    Args:
+        q: [B, S, H, D].
+        k, v: one [L, N, D] per sequence.
+        first: number of the first sequence in the batch.
+    """
+
+    q: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
+    first: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """The cached tokens of each sequence."""
+        return [len(k) for k in self.k]
+
+
+def groups(prepared: Prepared) -> list[Group]:
+    """The sequences of a packed batch, grouped.
+
+    >>> from undivided.benchmarking.catalogue import benchmarks
+    >>> from undivided.benchmarking.competitors import prepare
+    >>> found = groups(prepare(next(one for one in benchmarks("serving") if "drafts-2" in one.name)))
+    >>> [(group.q.shape, group.lengths[0]) for group in found]
+    [(torch.Size([8, 2, 32, 128]), 4096)]
+    """
+    q, k, v = (x.detach() for x in prepared.tensors[:3])
+    documents, _ = prepared.call.mask.take("documents")
+    new, cached = (offsets.diff().tolist() for offsets in (documents.cu_seqlens_q, documents.cu_seqlens_kv))
+    if (pages := prepared.call.pages) is None:
+        keys, values = list(k.split(cached)), list(v.split(cached))
+    else:
+        keys, values = (
+            [pool[row.long()].flatten(0, 1)[:length] for row, length in zip(pages, cached, strict=True)]
+            for pool in (k, v)
+        )
+    found, at, first = [], 0, 0
+    for count, run in groupby(new):
+        size = len(list(run))
+        rows = slice(first, first + size)
+        found.append(Group(q[at : at + size * count].unflatten(0, (size, count)), keys[rows], values[rows], first))
+        at, first = at + size * count, first + size
+    return found
+
+
+Part = Callable[[], Tensor]
+"""A part of the work; returns [B, S, H, D]."""
+
+
+def _competitor(name: str, label: str, prepared: Prepared, parts: Sequence[Part]) -> Competitor:
+    def call() -> list[Tensor]:
+        return [part() for part in parts]
+
+    def results() -> dict[str, Tensor]:
+        return {"out": torch.cat([out.flatten(0, 1) for out in call()]).transpose(0, 1)[None]}
+
+    return Competitor(name, label, prepared, call, results)
+
+
+def _separate(prepared: Prepared) -> Competitor:
+    """Our own calls, one for each group, of a dense batch."""
+    found = groups(prepared)
+    if len(found) == 1 and found[0].q.shape[0] == 1:
+        raise Absent("the batch is one sequence")
+    return _competitor("separate", "undivided, one call per group", prepared, [_dense(prepared, one) for one in found])
+
+
+def _dense(prepared: Prepared, group: Group) -> Part:
+    lengths = masks.lengths(torch.tensor(group.lengths, dtype=torch.int32))
+    causal = masks.causal("bottom_right")
+    if (pages := prepared.call.pages) is not None:
+        rows = pages[group.first : group.first + len(group.k)]
+        pages = rows[:, : -(-max(group.lengths) // prepared.tensors.k.shape[1])].contiguous()
+        k, v = prepared.tensors.k, prepared.tensors.v
+        mask = lengths if group.q.shape[1] == 1 else lengths & causal
+    else:
+        if len(set(group.lengths)) > 1:
+            raise Absent("sequences of unequal lengths are packed")
+        k, v, mask = torch.stack(group.k), torch.stack(group.v), causal
+    return partial(attention, group.q, k, v, layout="bshd", mask=mask, pages=pages)
+
+
+def _sdpa(prepared: Prepared) -> Competitor:
+    """PyTorch's function, one call per sequence."""
+    parts = [
+        _one_sdpa(q, k, v) for group in groups(prepared) for q, k, v in zip(group.q, group.k, group.v, strict=True)
+    ]
+    return _competitor("sdpa", "torch SDPA, one call per sequence", prepared, parts)
+
+
+def _one_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Part:
+    q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
+    rows, keys = q.shape[2], k.shape[2]
+    mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows) if 1 < rows < keys else None
+    call: Part = partial(
+        scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=1 < rows == keys, enable_gqa=True
+    )
+    return lambda: call().transpose(1, 2)
+
+
+def _onnxruntime(prepared: Prepared) -> Competitor:
+    """onnxruntime's GroupQueryAttention: one call per group, or per sequence if several tokens follow cached ones."""
+    from undivided.benchmarking import onnx
+
+    parts, label = [], ""
+    for group in groups(prepared):
+        follows = 1 < group.q.shape[1] < min(group.lengths)
+        for rows in range(len(group.k)) if follows else [slice(None)]:
+            rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
+            try:
+                made = onnx.group_query_attention(prepared.call.scale, group.q[rows], group.k[rows], group.v[rows])
+            except onnx.Unavailable as why:
+                raise Absent(str(why)) from None
+            parts.append(made.out)
+            label = made.label
+    return _competitor("onnxruntime", label, prepared, parts)
+
+
+def _vllm(prepared: Prepared) -> Competitor:
+    """vLLM's operator for CPUs on the packed batch, with pages of its own format."""
+    found = groups(prepared)
+    try:
+        attend = vllm.attention(
+            torch.cat([group.q.flatten(0, 1) for group in found]),
+            [k for group in found for k in group.k],
+            [v for group in found for v in group.v],
+            [group.q.shape[1] for group in found for _ in group.k],
+            prepared.call.scale,
+        )
+    except vllm.Unavailable as why:
+        raise Absent(str(why)) from None
+    return _competitor("vllm", "vLLM cpu_attention_with_kv_cache", prepared, [lambda: attend()[None]])
+
+
+def _cache(prepared: Prepared) -> Competitor:
+    """A step of `PagedKVCache`: append the new tokens, attend, and truncate again."""
+    if prepared.call.pages is None:
+        raise Absent("the keys are not paged")
+    found = groups(prepared)
+    keys, values = ([x for group in found for x in getattr(group, name)] for name in "kv")
+    new = [group.q.shape[1] for group in found for _ in group.k]
+    past = [len(k) - count for k, count in zip(keys, new, strict=True)]
+    page = prepared.tensors.k.shape[1]
+    _, kv_heads, dim = keys[0].shape
+    pages = sum(-(-len(k) // page) for k in keys)
+    cache = PagedKVCache(
+        pages, page, kv_heads, dim, value_dim=values[0].shape[2], batch=len(keys), dtype=keys[0].dtype, layout="thd"
+    )
+
+    def packed(tensors: list[Tensor], is_past: bool) -> Tensor:
+        return torch.cat([x[:n] if is_past else x[n:] for x, n in zip(tensors, past, strict=True)])
+
+    if any(past):
+        cache.append(packed(keys, True), packed(values, True), lengths=past)
+    q, k, v = prepared.tensors.q.detach(), packed(keys, False), packed(values, False)
+
+    def step() -> Tensor:
+        cache.append(k, v, lengths=new)
+        out = cache.attend(q, scale=prepared.call.scale)
+        cache.truncate(past)
+        return out[None]
+
+    return _competitor("cache", "undivided.PagedKVCache: append, attend, truncate", prepared, [step])
+
+
+MAKERS: Mapping[str, Callable[[Prepared], Competitor]] = {
+    "separate": _separate,
+    "cache": _cache,
+    "sdpa": _sdpa,
+    "onnxruntime": _onnxruntime,
+    "vllm": _vllm,
+}
+"""The competitors by name; the first two are this library in another way and always take part."""
