@@ -35,8 +35,16 @@ def here() -> tuple[str, ...]:
 @contextmanager
 def running(level: str, threads: int) -> Iterator[None]:
     """In the ``with`` block, the native kernel runs on this level and this number of threads."""
-    library, before = _library(level), torch.get_num_threads()
+    library = _library(level)
     assert library.level == level
+    with running_library(library, threads):
+        yield
+
+
+@contextmanager
+def running_library(library: cpu.Library, threads: int) -> Iterator[None]:
+    """In the ``with`` block, the native backend runs with this library and number of threads."""
+    before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "load", lambda: library)
         torch.set_num_threads(threads)

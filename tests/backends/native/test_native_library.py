@@ -174,12 +174,14 @@ FLAGS = {
     "amx_bf16": {"amx_tile", "amx_bf16"},
     "amx": {"amx_fp16"},
 }
+if platform.machine() in ("aarch64", "arm64"):
+    FLAGS = {"neon": {"asimd"}, "neon_bf16": {"bf16"}}
 """The flags that each level needs in addition to the level below it, by Linux's names."""
 
 
 def flags_of_this_processor() -> set[str]:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+    return next((set(line.split(":")[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
 
 
 @needs_library
@@ -198,8 +200,13 @@ LEVELS_PROGRAM = """
 #include <stdio.h>
 #include "abi/level.h"
 namespace undivided {
-const Kernels kernels_generic = {"generic"}, kernels_avx2 = {"avx2"}, kernels_avx512 = {"avx512"},
-              kernels_avx512_bf16 = {"avx512_bf16"}, kernels_amx_bf16 = {"amx_bf16"}, kernels_amx = {"amx"};
+const Kernels kernels_generic = {"generic"};
+#ifdef UNDIVIDED_X86
+const Kernels kernels_avx2 = {"avx2"}, kernels_avx512 = {"avx512"}, kernels_avx512_bf16 = {"avx512_bf16"},
+              kernels_amx_bf16 = {"amx_bf16"}, kernels_amx = {"amx"};
+#else
+const Kernels kernels_neon = {"neon"}, kernels_neon_bf16 = {"neon_bf16"};
+#endif
 }
 int main() {
   for (int i = 0; undivided::level_name(i); i++) puts(undivided::level_name(i));
@@ -216,9 +223,10 @@ def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Pa
     assert isinstance(LIBRARY, cpu.Library)
     program, levels = tmp_path / "levels.cc", tmp_path / "levels"
     program.write_text(LEVELS_PROGRAM, encoding="utf-8")
-    built = ["-DUNDIVIDED_X86"] * (platform.machine() in ("x86_64", "AMD64")) + [
-        "-DUNDIVIDED_AMX"
-    ] * sys.platform.startswith("linux")
+    if platform.machine() in ("x86_64", "AMD64"):
+        built = ["-DUNDIVIDED_X86"] + ["-DUNDIVIDED_AMX"] * sys.platform.startswith("linux")
+    else:
+        built = ["-DUNDIVIDED_NEON", "-DUNDIVIDED_NEON_BF16"]
     options = [*built, "-std=c++17", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror", f"-I{SOURCES}"]
     subprocess.run([compiler, *options, program, SOURCES / "abi" / "level.cc", "-o", levels], check=True, timeout=120)
     found = subprocess.run([levels], capture_output=True, text=True, check=True).stdout.split()
@@ -241,14 +249,12 @@ def test_an_unknown_level_is_an_error_that_names_the_known_ones() -> None:
     ):
         done = python(program, UNDIVIDED_ISA="avx1024")
         assert done.returncode != 0
-        assert (
-            "UNDIVIDED_ISA must be one of generic, avx2, avx512, avx512_bf16, amx_bf16, amx, got 'avx1024'"
-            in done.stderr
-        )
+        known = "generic, avx2, avx512, avx512_bf16, amx_bf16, amx, neon, neon_bf16"
+        assert f"UNDIVIDED_ISA must be one of {known}, got 'avx1024'" in done.stderr
 
 
 @needs_library
-@pytest.mark.parametrize("level", ["generic", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("level", ["generic", "avx512_bf16", "amx", "neon"])
 def test_a_level_runs_or_is_refused(level: str) -> None:
     """A level that the processor lacks was replaced by its highest, without a message."""
     assert isinstance(LIBRARY, cpu.Library)
@@ -271,6 +277,7 @@ def test_a_missing_library_is_a_reason_and_another_backend_is_chosen(
     monkeypatch.setattr(cpu, "path", lambda: tmp_path / "libundivided_cpu.so")
     missing = cpu.load.__wrapped__()
     monkeypatch.setattr(cpu, "load", lambda: missing)
+    monkeypatch.setattr(cpu, "warn_if_slower", lambda: None)
     assert missing.startswith("the native kernel's library was not built")
     assert missing.endswith(f"install g++ or clang++, then run: {_install.command()}")
     q = torch.randn(1, 8, 2, 16)
@@ -279,6 +286,50 @@ def test_a_missing_library_is_a_reason_and_another_backend_is_chosen(
     assert decision.chosen is None
     assert decision.reasons["native"] == (missing,)
     assert undivided.explain(q, q, q, layout="bshd").backend.name == "torch_flash"
+
+
+def lost_speed(code: str, **variables: str) -> list[str]:
+    """The warnings of three calls in a process of its own."""
+    code = (
+        f"import torch, undivided\n{code}\nq = torch.randn(1, 8, 2, 16)\n"
+        + "undivided.attention(q, q, q, layout='bshd')\n" * 3
+    )
+    command = [sys.executable, "-W", "default", "-c", code]
+    done = subprocess.run(command, env={**os.environ, **variables}, text=True, capture_output=True, check=True)
+    return [line.partition("RuntimeWarning: ")[2] for line in done.stderr.splitlines() if "RuntimeWarning" in line]
+
+
+def test_lost_speed_is_warned_of_once_per_process(tmp_path: Path) -> None:
+    absent = (
+        f"from undivided.kernels import cpu\ncpu.path = lambda: __import__('pathlib').Path({str(tmp_path / 'x')!r})"
+    )
+    (said,) = lost_speed(absent)
+    assert said.startswith(
+        "calls on the CPU run on PyTorch's kernels, which are slower: the native kernel's library was"
+    )
+    denied = "from undivided.kernels import cpu\ncpu.load().lost_level = 'the system denied it'"
+    if isinstance(LIBRARY, cpu.Library):
+        found = f"the native kernel runs at level {LIBRARY.level}, slower than it could: the system denied it"
+        assert lost_speed(denied, UNDIVIDED_ISA="") == [found]
+        assert lost_speed(denied, UNDIVIDED_ISA="generic") == []
+        other = next(level for level in cpu.LEVELS if level not in LIBRARY.levels)
+        (said,) = lost_speed("", UNDIVIDED_ISA=other)
+        assert f"UNDIVIDED_ISA={other} (this processor and this build have" in said
+    assert lost_speed("", UNDIVIDED_ISA="generic") == []
+
+
+@pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
+def test_doctor_and_explain_name_a_level_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(LIBRARY, cpu.Library)
+    assert LIBRARY.has_openmp
+    monkeypatch.setattr(LIBRARY, "lost_level", "the system denied it")
+    monkeypatch.setattr(LIBRARY, "has_openmp", False)
+    monkeypatch.setattr(cpu, "warn_if_slower", lambda: None)
+    assert native.status().endswith(
+        "; the system denied it; it starts its own threads, because this process has no OpenMP runtime that it can use"
+    )
+    q = torch.randn(1, 8, 2, 16)
+    assert "the system denied it" in str(undivided.explain(q, q, q, layout="bshd", backend="native"))
 
 
 def test_a_library_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

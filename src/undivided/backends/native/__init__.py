@@ -14,11 +14,12 @@ from undivided.arguments import layout
 from undivided.arguments.layout import STRIDES
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends.native import gradients
+from undivided.backends.native import blocks, gradients
 from undivided.backends.native.call import DTYPES, Records, is_plain, page_fields, plain_record, with_addresses
 from undivided.backends.native.scales import contiguous_groups
 from undivided.kernels import cpu
 from undivided.machine import Machine
+from undivided.masks.normal_form import BlockPairs
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors, new_tuple
@@ -68,6 +69,8 @@ class Native(Backend):
         reasons = limit_reasons(self.limits, problem, machine)
         if problem.batch_invariant and "document_ids" in problem.mask.kinds:
             reasons.append("batch-invariant results for document ids (masks.documents says where each one starts)")
+        if problem.device == "cpu" and machine.probed:
+            cpu.warn_if_slower()
         if problem.device == "cpu" and (missing := self.unavailable(machine)) is not None:
             reasons.append(missing)
         return reasons
@@ -75,11 +78,14 @@ class Native(Backend):
     def notes(self, call: Call, tensors: Tensors) -> list[str]:
         """The keys that are read once for several sequences, because their block tables begin with the same pages."""
         library = cpu.load()
+        slower = [] if isinstance(library, str) or not library.lost_level else [library.lost_level]
+        if "blocks" in call.problem.mask.kinds and call.problem.device == "cpu":
+            return slower + blocks.notes(call, tensors)
         if isinstance(library, str) or not _has_readable_pages(call, tensors):
-            return []
+            return slower
         views = _kernel_views(call, tensors)
         records = Records(call, tensors, (*views, views[0], UNREAD), forward=True)
-        return _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
+        return slower + _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
 
     def last_notes(self, problem: Problem) -> list[str]:
         """As `notes`, of this thread's last forward."""
@@ -93,6 +99,8 @@ class Native(Backend):
         library = cpu.load()
         assert isinstance(library, cpu.Library)
         problem = call.problem
+        if "blocks" in problem.mask.kinds and (pairs := blocks.block_pairs(call, tensors)) is not None:
+            return self._forward_of_blocks(call, tensors, pairs)
         q, k, v, _, _, _ = tensors
         at, strides = (q.data_ptr(), k.data_ptr(), v.data_ptr()), call.strides
         if 0 in at or q.is_neg() or k.is_neg() or v.is_neg():
@@ -114,10 +122,25 @@ class Native(Backend):
             library.forward(records.record(rows))
         return Result(out, lse)
 
+    def _forward_of_blocks(self, call: Call, tensors: Tensors, pairs: BlockPairs) -> Result:
+        """One call for the sequences that the query blocks become."""
+        problem, (tensors, _) = call.problem, with_addresses(tensors)
+        virtual = blocks.VirtualSequences.of_call(call, tensors, pairs)
+        found = self.forward(*virtual.paged_call())
+        out = torch.zeros_like(_new_output(problem, tensors.q))
+        virtual.rows.put_heads(found.out, layout.heads_first(out, problem.layout).transpose(1, 2))
+        if found.lse is UNREAD:
+            return Result(out, UNREAD)
+        lse = out.new_full((problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=torch.float32)
+        virtual.rows.put_heads(found.lse[..., None], lse.transpose(1, 2)[..., None])
+        return Result(out, lse)
+
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """One call of the kernel, or one per block of rows, summed in fp32."""
+        if "blocks" in call.problem.mask.kinds and (pairs := blocks.block_pairs(call, tensors)) is not None:
+            return blocks.gradients(call, tensors, pairs, result, grad_out, grad_lse)
         return gradients.backward(call, tensors, result, grad_out, grad_lse)
 
 
@@ -127,6 +150,10 @@ def status() -> str:
     if isinstance(library, str):
         return "not loaded: PyTorch's kernels run on the CPU (the row native below says why, and what builds it)"
     line = f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)"
+    if library.lost_level:
+        line += f"; {library.lost_level}"
+    if not library.has_openmp:
+        line += "; it starts its own threads, because this process has no OpenMP runtime that it can use"
     if library.is_forked():
         line += "; this process was forked: the kernel starts its own threads, and PyTorch's may wait for the parent's"
     return line

@@ -12,13 +12,14 @@ import functools
 import os
 import struct
 import sys
+import warnings
 from pathlib import Path
 
 from undivided.errors import InputError
 from undivided.kernels.cpu import _install
 
-LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
-"""The levels that UNDIVIDED_ISA can name, the lowest first; "amx" has fp16 tiles too."""
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx", "neon", "neon_bf16")
+"""The levels that UNDIVIDED_ISA can name: x86's, the lowest first ("amx" has fp16 tiles too), then ARM's."""
 
 # struct Attention in abi/attention.h: the same fields in the same order, each 8 bytes wide
 FIELDS = (
@@ -82,6 +83,12 @@ class Library:
         names = map(library.undivided_level_name, range(len(LEVELS)))
         self.levels = tuple(name.decode() for name in names if name is not None)
         """The levels that this processor and this build have, the lowest first."""
+        library.undivided_lost_level.restype = ctypes.c_char_p
+        lost = library.undivided_lost_level()
+        self.lost_level: str | None = None if lost is None else lost.decode()
+        """Why a higher level of this processor cannot be used; None if the highest can."""
+        self.has_openmp = bool(library.undivided_has_openmp())
+        """Whether its threads are those of PyTorch's OpenMP runtime; otherwise they are its own."""
         self._is_forked = library.undivided_is_forked
 
     def forward(self, record: bytes) -> None:
@@ -155,3 +162,17 @@ def load() -> Library | str:
     if requested and requested not in library.levels:
         return f"UNDIVIDED_ISA={requested} (this processor and this build have {', '.join(library.levels)})"
     return library
+
+
+@functools.cache
+def warn_if_slower() -> None:
+    """Warn, once per process, if calls run slower than this processor allows: without the library, or below its highest
+    level. A lower level that UNDIVIDED_ISA names, and has, is no reason to warn."""
+    library = load()
+    if isinstance(library, str):
+        lost = f"calls on the CPU run on PyTorch's kernels, which are slower: {library}"
+    elif library.lost_level and not os.environ.get("UNDIVIDED_ISA"):
+        lost = f"the native kernel runs at level {library.level}, slower than it could: {library.lost_level}"
+    else:
+        return
+    warnings.warn(lost, RuntimeWarning, stacklevel=2)

@@ -1,8 +1,8 @@
-// The instruction sets of an x86 processor and its operating system, read with cpuid and xgetbv, because
-// __builtin_cpu_supports differs between compilers (clang before 18 does not know f16c). Source of the bits: Intel's
-// Software Developer's Manual, volume 2A, CPUID.
+// The instruction sets of this processor that the operating system supports.
 #pragma once
 
+// x86: read with cpuid and xgetbv, because __builtin_cpu_supports differs between compilers (clang before 18 does not
+// know f16c). Source of the bits: Intel's Software Developer's Manual, volume 2A, CPUID.
 #ifdef UNDIVIDED_X86
 #include <cpuid.h>
 #include <stdint.h>
@@ -45,6 +45,34 @@ struct CpuFeatures {
  private:
   static bool has(uint32_t word, uint32_t bits) { return (word & bits) == bits; }
 };
+
+}  // namespace undivided
+#endif
+
+// ARM: every 64-bit processor has NEON, fused multiply-adds and conversions of fp16. BFDOT and BFMMLA are one extension
+// (FEAT_BF16). Source of the bit: Linux, arch/arm64/include/uapi/asm/hwcap.h.
+#ifdef UNDIVIDED_NEON
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <stddef.h>
+#include <sys/sysctl.h>
+#endif
+
+namespace undivided {
+
+inline bool has_neon_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kHwcap2Bf16 = 1 << 14;
+  return getauxval(AT_HWCAP2) & kHwcap2Bf16;
+#elif defined(__APPLE__)
+  int present = 0;
+  size_t size = sizeof present;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &present, &size, nullptr, 0) == 0 && present;
+#else
+  return false;
+#endif
+}
 
 }  // namespace undivided
 #endif

@@ -52,6 +52,10 @@ EXPORT const char* undivided_level() { return kernels().name; }
 // The levels that can run here; see level.h.
 EXPORT const char* undivided_level_name(int level) { return level_name(level); }
 
+EXPORT const char* undivided_lost_level() { return lost_level(); }
+
+EXPORT int undivided_has_openmp() { return has_openmp(); }
+
 EXPORT int undivided_is_forked() { return is_forked(); }
 
 // Runs independent multiply-adds of a Type and returns the number of operations, for the caller to time.

@@ -31,7 +31,7 @@ using undivided::kernels_avx512_bf16;
 template <class F>
 INLINE auto with_mode(int64_t dtype, F f) {
   if (dtype == kFloat16) return f(Widened<Float16>());
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_BF16_DOT)
   if (dtype == kBFloat16) return f(Paired());
 #endif
   if (dtype == kBFloat16) return f(Widened<BFloat16>());

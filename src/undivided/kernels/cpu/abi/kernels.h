@@ -118,6 +118,12 @@ extern const Kernels kernels_generic;
 #ifdef UNDIVIDED_X86
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 #endif
+#ifdef UNDIVIDED_NEON
+extern const Kernels kernels_neon;
+#endif
+#ifdef UNDIVIDED_NEON_BF16
+extern const Kernels kernels_neon_bf16;
+#endif
 #ifdef UNDIVIDED_AMX
 extern const Kernels kernels_amx_bf16, kernels_amx;
 #endif

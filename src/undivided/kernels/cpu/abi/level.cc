@@ -21,6 +21,9 @@ bool request_tile_permission() {
 }
 #endif
 
+// Why a level that the processor has cannot be used; null if every one can.
+const char* lost = nullptr;
+
 #ifdef UNDIVIDED_X86
 const Kernels* const kLevels[] = {
     &kernels_generic,  &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16,
@@ -32,12 +35,34 @@ int find_highest() {
   const CpuFeatures cpu = CpuFeatures::read();
 #ifdef UNDIVIDED_AMX
   if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;
+  if (cpu.has_amx_bf16()) lost = "the operating system denied this process the tile registers of AMX";
+#else
+  if (cpu.has_amx_bf16()) lost = "this build has no AMX: its assembler did not know it, or the system is not Linux";
 #endif
   return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
 }
+#elif defined(UNDIVIDED_NEON)
+const Kernels* const kLevels[] = {
+    &kernels_generic,
+    &kernels_neon,
+#ifdef UNDIVIDED_NEON_BF16
+    &kernels_neon_bf16,
+#endif
+};
+int find_highest() {
+#ifdef UNDIVIDED_NEON_BF16
+  if (has_neon_bf16()) return 2;
+#else
+  if (has_neon_bf16()) lost = "this build has no neon_bf16: its compiler did not know the instructions";
+#endif
+  return 1;
+}
 #else
 const Kernels* const kLevels[] = {&kernels_generic};
-int find_highest() { return 0; }
+int find_highest() {
+  lost = "there is no SIMD level for this processor";
+  return 0;
+}
 #endif
 
 int highest_level() {
@@ -46,6 +71,8 @@ int highest_level() {
 }
 
 }  // namespace
+
+const char* lost_level() { return highest_level(), lost; }
 
 const char* level_name(int level) { return level < 0 || level > highest_level() ? nullptr : kLevels[level]->name; }
 

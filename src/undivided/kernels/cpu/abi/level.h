@@ -11,4 +11,7 @@ const Kernels& kernels();
 // The name of a level that the processor and the compiler allow, 0 being the lowest; null after the highest.
 const char* level_name(int level);
 
+// Why a higher level of this processor cannot be used; null if the highest can.
+const char* lost_level();
+
 }  // namespace undivided

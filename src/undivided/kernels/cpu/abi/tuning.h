@@ -1,6 +1,9 @@
 // Every measured threshold: what it decides, and where it was measured. Ratios are "times as fast" as the alternative.
 // "Granite Rapids" is an Intel Xeon 6 with AMX-FP16; if no processor is named, none was recorded. A value without a
 // ratio follows from the size of a cache, or was chosen.
+//
+// On ARM (levels neon and neon_bf16) nothing was measured: these levels use the values of the x86 levels without AMX as
+// defaults, and those of "dot products" on neon_bf16.
 #pragma once
 
 #include <stdint.h>

@@ -98,7 +98,7 @@ struct KeyRows {
   int64_t k_stride, v_stride;
 };
 
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_BF16_DOT)
 #if !defined(UNDIVIDED_AMX)
 // Copies rows with an odd number of columns, padded with a zero.
 static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t rows, int64_t dim, char* to) {
@@ -206,7 +206,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
     return {key, count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
   } else {
     KeyRows<Mode> rows = {key, count, k, v, a.k_s, a.v_s};
-#if defined(__AVX512BF16__) && !defined(UNDIVIDED_AMX)
+#if defined(UNDIVIDED_BF16_DOT) && !defined(UNDIVIDED_AMX)
     if constexpr (Mode::Arith::kPairs) {
       if (a.qk_dim % 2) rows.k = even_copy(k, a.k_s, count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
       if (a.v_dim % 2) rows.v = even_copy(v, a.v_s, count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;

@@ -38,7 +38,7 @@ INLINE Vec load_columns(const T* row, int64_t left) {
   for (int64_t i = 0; i < left; i++) x[i] = to_float(row[i]);
   return x;
 }
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_BF16_DOT)
 template <class Half>
 INLINE UVec load_bits(const Half* row, int64_t left) {
   if (left >= kLanes) return __builtin_convertvector(*(const UnalignedHVec*)row, UVec);
@@ -66,7 +66,7 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
         continue;
       } else
 #endif
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_BF16_DOT)
           if constexpr (Mode::Arith::kPairs) {
         UVec low = row[r] ? load_bits(row[r] + d, dim - d) : UVec{};
         UVec high = row[r + 1] ? load_bits(row[r + 1] + d, dim - d) : UVec{};

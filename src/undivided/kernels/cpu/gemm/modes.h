@@ -25,7 +25,7 @@ struct Widened {  // 16 bits, converted to fp32 one key block at a time
   typedef float PackedV;
   static constexpr bool kConvertsK = true, kAmx = false;
 };
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_BF16_DOT)
 struct Paired {  // bf16 dot products: K in place (pairs along d), V interleaved (pairs of keys)
   typedef BFloat16 T;
   typedef Dot Arith;

@@ -34,6 +34,21 @@ double vector_peak(int64_t repeats) {
   }
   return (double)repeats * kBroadcasts * kVectors * kLanes * (Arith::kPairs ? 4 : 2);
 }
+#if defined(UNDIVIDED_NEON_DOT)
+double matrix_peak(int64_t repeats) {
+  Vec acc[kBroadcasts][kVectors] = {}, y = splat(1e-30f);
+  for (int64_t n = 0; n < repeats; n++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kBroadcasts; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        multiply_matrices(acc[i][v], y, y);
+        force_register(acc[i][v]);
+      }
+  }
+  return (double)repeats * kBroadcasts * kVectors * kLanes * 8;  // 4 multiply-adds per lane
+}
+#endif
 #if defined(UNDIVIDED_AMX)
 template <class T>
 double amx_peak(int64_t repeats) {
@@ -52,7 +67,9 @@ double peak(int64_t dtype, int64_t repeats) {
   if (dtype == kBFloat16) return amx_peak<BFloat16>(repeats);
   if (dtype == kFloat16 && std::is_same<Half, Float16>::value) return amx_peak<Float16>(repeats);
 #endif
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_NEON_DOT)
+  if (dtype == kBFloat16) return matrix_peak(repeats);
+#elif defined(UNDIVIDED_BF16_DOT)
   if (dtype == kBFloat16) return vector_peak<Dot>(repeats);
 #endif
   (void)dtype;

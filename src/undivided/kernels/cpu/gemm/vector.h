@@ -14,6 +14,13 @@
 #include <utility>
 
 #include "simd/vec.h"
+#if defined(UNDIVIDED_NEON)
+#include "gemm/neon.h"
+// GCC inlines these lambdas by itself on x86.
+#define INLINE_LAMBDA __attribute__((always_inline))
+#else
+#define INLINE_LAMBDA
+#endif
 
 namespace {
 
@@ -24,12 +31,16 @@ struct Fma {
   INLINE void add(Vec& acc, Scalar x, Vec y) { acc += x * y; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_BF16_DOT)
 struct Dot {
   typedef uint32_t Scalar;
   static constexpr bool kPairs = true;
   INLINE void add(Vec& acc, Scalar x, Vec y) {
+#if defined(UNDIVIDED_NEON)
+    acc = (Vec)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)vdupq_n_u32(x), (bfloat16x8_t)y);
+#else
     acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)y);
+#endif
   }
 };
 #endif
@@ -60,7 +71,7 @@ struct Runs {
 // Calls `f` with the constants First and Some of a run in a panel of V vectors.
 template <int V, class F>
 INLINE void with_run(const Run& run, F f) {
-  auto call = [&](auto first, auto some) {
+  auto call = [&](auto first, auto some) INLINE_LAMBDA {
     if constexpr (first.value + some.value <= V) f(first, some);
   };
   typedef std::integral_constant<int, 0> I0;
@@ -88,13 +99,30 @@ INLINE void accumulate_each(Vec (&acc)[N][V], const T* a, int64_t row, int64_t n
                 load(b + (First + I % Some) * kLanes)),
      ...);
 }
+// `row`: one Scalar, if the scalars of a step are side by side.
 template <class Arith, int First, int Some, int N, int V, class T>
 INLINE void accumulate_some(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count) {
+#if defined(UNDIVIDED_NEON)
+  if constexpr (N % kScalars == 0) {
+    accumulate_along_columns<Arith::kPairs, First, Some>(acc, a, next, b, count);
+    return;
+  }
+#endif
   // indices are constant expressions, so that GCC keeps acc in registers between calls
   accumulate_each<Arith, First, Some>(acc, a, row, next, b, count, std::make_integer_sequence<int, N * Some>());
 }
+// `next`: one Scalar, because the contracted axis of `a` is contiguous.
 template <class Arith, int N, int V, class T>
 INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, const float* b, int64_t count) {
+#if defined(UNDIVIDED_NEON)
+  if constexpr (N % kScalars == 0) {
+    const std::make_integer_sequence<int, N / kScalars> groups;
+    const int64_t done = accumulate_along_rows<Arith::kPairs, 0, V>(acc, a, row, b, count, groups);
+    accumulate_each<Arith, 0, V>(acc, a + done * next, row, next, b + done * kPanel, count - done,
+                                 std::make_integer_sequence<int, N * V>());
+    return;
+  }
+#endif
   accumulate_some<Arith, 0, V>(acc, a, row, next, b, count);
 }
 
@@ -159,7 +187,7 @@ INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, cons
   Vec acc[N][V] = {};
   for (int r = 0; r < runs.count; r++) {
     const Run& run = runs.run[r];
-    with_run<V>(run, [&](auto first, auto some) {
+    with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
       accumulate_some<Arith, first.value, some.value>(acc, v_rows + run.start * stride, step, stride,
                                                       pt + run.start * kPanel, run.stop - run.start);
     });

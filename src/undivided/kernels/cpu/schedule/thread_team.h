@@ -1,8 +1,8 @@
 // Threads and their scratch memory.
 //
-// The threads are those of the OpenMP runtime that PyTorch has loaded: GOMP_parallel is a weak reference, which the
-// loader binds to that runtime, so no second team competes for the cores. Without a runtime the work runs serially. The
-// result of a unit does not depend on the thread that computes it.
+// The threads are those of the OpenMP runtime that PyTorch has loaded, so that no second team competes for the cores. In
+// a process without such a runtime, and in a library that is built without OpenMP, they are the library's own. The result
+// of a unit does not depend on the thread that computes it.
 #pragma once
 
 #include <stdint.h>
@@ -14,9 +14,6 @@
 
 #include "abi/attention.h"
 #include "abi/tuning.h"
-
-extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
-extern "C" int omp_get_thread_num() __attribute__((weak));
 
 namespace undivided {
 
@@ -48,7 +45,9 @@ inline thread_local Scratch caller_scratch;  // of a call
 
 // Runs body(data) on `threads` threads, or on fewer. thread_team.cc says what changes after a fork.
 void run_team(void (*body)(void*), void* data, int64_t threads);
-bool is_forked();  // whether this process was forked after the library was loaded
+int64_t thread_number();  // of this thread in its team
+bool has_openmp();         // whether the threads are those of the process's OpenMP runtime
+bool is_forked();         // whether this process was forked after the library was loaded
 
 // Offsets of the shares of the units, and the end of the last. A thread takes the units of its own share in order, so
 // that memory which is adjacent stays in its caches, also from call to call, and then takes units of the other shares.
@@ -90,7 +89,7 @@ class Team {
     Team& team = *(Team*)data;
     char* scratch = thread_scratch.reserve(team.bytes_);
     if (scratch == nullptr) return;  // other threads do the work, if they have memory
-    const size_t own = omp_get_thread_num != nullptr ? (size_t)omp_get_thread_num() : 0, count = team.queues_.size();
+    const size_t own = (size_t)thread_number(), count = team.queues_.size();
     for (size_t i = 0; i < count; i++) {
       Queue& queue = team.queues_[(own + i) % count];
       for (int64_t unit; queue.next < queue.stop && (unit = queue.next.fetch_add(1)) < queue.stop;)

@@ -38,6 +38,8 @@ INLINE Wide product(Wide x, uint32_t m) {
   return (Wide)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(m));
 #elif defined(__SSE2__)
   return (Wide)_mm_mul_epu32((__m128i)x, _mm_set1_epi64x(m));
+#elif defined(UNDIVIDED_NEON)
+  return (Wide)vmull_n_u32(vmovn_u64((uint64x2_t)x), m);
 #else
   return (x & 0xffffffffu) * m;
 #endif

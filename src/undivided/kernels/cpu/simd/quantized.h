@@ -60,6 +60,10 @@ INLINE UVec load_bytes(const void* p) {  // sign-extended
   return (UVec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
   return (UVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(UNDIVIDED_NEON)
+  uint32_t four;
+  memcpy(&four, p, 4);
+  return (UVec)vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)vdup_n_u32(four))));
 #else
   return (UVec)__builtin_convertvector(*(const UnalignedByteVec*)p, IVec);
 #endif
@@ -87,6 +91,8 @@ INLINE Vec load_as_float(const Float8E5M2* p) {
 #elif defined(__F16C__)
   const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
   return (Vec)_mm256_cvtph_ps(_mm_slli_epi16(wide, 8));
+#elif defined(UNDIVIDED_NEON)
+  return (Vec)vcvt_f32_f16((float16x4_t)vmovn_u32((uint32x4_t)(load_bytes(p) << 8)));
 #else
   const UVec bits = load_bytes(p), magnitude = bits & 0x7f;
   const UVec special = (bits << 24 & 0x80000000u) | 0x7f800000u | (magnitude & 3) << 21;

@@ -9,6 +9,16 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(UNDIVIDED_NEON)
+#include <arm_neon.h>
+#endif
+
+// Whether there are dot products of pairs of bf16.
+#if defined(__AVX512BF16__)
+#define UNDIVIDED_BF16_DOT
+#elif defined(UNDIVIDED_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define UNDIVIDED_NEON_DOT
+#define UNDIVIDED_BF16_DOT
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -17,13 +27,15 @@ namespace {
 
 // kLanes is the register width. kVectors x kBroadcasts accumulators, kVectors operands and one broadcast fill the
 // registers: 3 x 8 of 32 zmm (Granite Rapids: 90 % of the multiply-add peak in L1; 2 x 8: 82 %), 3 x 4 of 16 ymm, 2 x 4
-// of 16 xmm (or of 32 on ARM). With AMX a panel is 2 x 16 rows.
+// of 16 xmm; 3 x 8 of 32 NEON registers, and four scalars to a register. With AMX a panel is 2 x 16 rows.
 #if defined(UNDIVIDED_AMX)
 constexpr int kLanes = 16, kVectors = 2, kBroadcasts = 8;
 #elif defined(__AVX512F__)
 constexpr int kLanes = 16, kVectors = 3, kBroadcasts = 8;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8, kVectors = 3, kBroadcasts = 4;
+#elif defined(UNDIVIDED_NEON)
+constexpr int kLanes = 4, kVectors = 3, kBroadcasts = 8;
 #else
 constexpr int kLanes = 4, kVectors = 2, kBroadcasts = 4;
 #endif
@@ -100,6 +112,8 @@ INLINE bool any(IVec condition) {  // lanes of a comparison are 0 or -1
   return _mm256_movemask_ps((__m256)condition) != 0;
 #elif defined(__SSE2__)
   return _mm_movemask_ps((__m128)condition) != 0;
+#elif defined(UNDIVIDED_NEON)
+  return vmaxvq_u32((uint32x4_t)condition) != 0;
 #else
   int32_t some = 0;
   for (int i = 0; i < kLanes; i++) some |= condition[i];
@@ -114,6 +128,10 @@ INLINE float to_float(BFloat16 x) { return bits_to_float((uint32_t)x.bits << 16)
 INLINE float to_float(Float16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
+#elif defined(UNDIVIDED_NEON)
+  __fp16 half;
+  memcpy(&half, &x, 2);
+  return half;
 #else
   // a multiplication rebiases the exponent, and also normalises subnormal halves
   uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
@@ -130,6 +148,9 @@ INLINE void from_float(float x, BFloat16* to) {
 INLINE void from_float(float x, Float16* to) {
 #if defined(__F16C__)
   to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(UNDIVIDED_NEON)
+  const __fp16 half = (__fp16)x;
+  memcpy(to, &half, 2);
 #else
   uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
   if (rest > 0x7f800000) {
@@ -153,6 +174,9 @@ INLINE Vec load_as_float(const Float16* p) {
   return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
   return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(UNDIVIDED_NEON)
+  const HVec halves = *(const UnalignedHVec*)p;
+  return (Vec)vcvt_f32_f16((float16x4_t)halves);
 #else
   Vec x;
   for (int i = 0; i < kLanes; i++) x[i] = to_float(p[i]);
@@ -169,6 +193,8 @@ INLINE void store_from_float(float* p, Vec x) { store(p, x); }
 INLINE void store_from_float(BFloat16* p, Vec x) {
 #if defined(__AVX512BF16__)
   *(__m256i_u*)p = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(UNDIVIDED_NEON_DOT)
+  *(UnalignedHVec*)p = (HVec)vcvt_bf16_f32((float32x4_t)x);
 #else
   *(UnalignedHVec*)p = __builtin_convertvector(rounded_to_bf16(x), HVec);
 #endif
@@ -178,6 +204,8 @@ INLINE void store_from_float(Float16* p, Vec x) {
   *(__m256i_u*)p = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__F16C__)
   *(__m128i_u*)p = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(UNDIVIDED_NEON)
+  *(UnalignedHVec*)p = (HVec)vcvt_f16_f32((float32x4_t)x);
 #else
   for (int i = 0; i < kLanes; i++) from_float(x[i], p + i);
 #endif
@@ -190,6 +218,12 @@ INLINE Vec pair_bf16(Vec even, Vec odd) {
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
   return (Vec)_mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+}
+#elif defined(UNDIVIDED_NEON_DOT)
+INLINE Vec pair_bf16(Vec even, Vec odd) {
+  const uint16x4_t low = (uint16x4_t)vcvt_bf16_f32((float32x4_t)even);
+  const uint16x4_t high = (uint16x4_t)vcvt_bf16_f32((float32x4_t)odd);
+  return (Vec)vcombine_u16(vzip1_u16(low, high), vzip2_u16(low, high));
 }
 #else
 INLINE Vec pair_bf16(Vec even, Vec odd) { return (Vec)(rounded_to_bf16(even) | rounded_to_bf16(odd) << 16); }

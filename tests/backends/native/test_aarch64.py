@@ -1,0 +1,113 @@
+"""The native kernel's contract on 64-bit ARM, in an emulator: the levels neon and neon_bf16, on one and two threads.
+
+UNDIVIDED_AARCH64=all (scripts/aarch64) runs every case; by default a few cases run. Nothing is measured: the time of an
+emulated program says nothing about a processor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import emulated
+import levels
+import pytest
+import torch
+
+import undivided
+from undivided.backends import get
+from undivided.verification import contract, runs
+from undivided.verification.cases import CASES
+
+MISSING = emulated.missing()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+SELECTION = (
+    "plain-thd-one-document",
+    "packed-qkv-sbhd-gqa",
+    "keys-shared-by-the-batch",
+    "one-query-many-keys",
+    "lengths-67-by-129",
+    "head-size-17",
+    "mla-latents-decode",
+    "causal-bottom-right-chunked-prefill",
+    "window-both-sides",
+    "prefix-lm-left-padded",
+    "lengths-decode-gqa",
+    "documents-window-thd-gqa",
+    "documents-many-short-thd",
+    "dense-with-holes",
+    "large-logits",
+    "everything-together",
+    "dropout-thd",
+    "paged-decode",
+    "paged-shared-prefix-thd",
+    "paged-thd-mixed-prefill-and-decode",
+    "int8-thd-paged-mixed",
+    "fp8_e4m3-prefill-causal",
+    "fp8_e5m2-decode-gqa",
+    "int4-paged-decode",
+    "int4-prefill-causal",
+)
+NAMES = list(CASES) if os.environ.get("UNDIVIDED_AARCH64") == "all" else SELECTION
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return emulated.build(tmp_path_factory.mktemp("aarch64"))
+
+
+@pytest.fixture(scope="module")
+def libraries(programs: tuple[Path, Path]) -> Iterator[dict[str, emulated.EmulatedLibrary]]:
+    found = {level: emulated.EmulatedLibrary(*programs, level) for level in emulated.LEVELS[1:]}
+    yield found
+    for library in found.values():
+        library.close()
+
+
+def test_the_processor_selects_the_level(programs: tuple[Path, Path]) -> None:
+    for processor, requested, level in (
+        ("max", "", "neon_bf16"),
+        ("max", "neon", "neon"),
+        ("max", "generic", "generic"),
+        ("cortex-a57", "", "neon"),
+        ("cortex-a57", "neon_bf16", "neon"),
+    ):
+        library = emulated.EmulatedLibrary(*programs, requested, processor)
+        assert library.level == level
+        library.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_case_is_within_its_budget_and_equal_on_any_number_of_threads(
+    libraries: dict[str, emulated.EmulatedLibrary], name: str
+) -> None:
+    case = CASES[name]
+    for dtype in case.dtypes:
+        if dtype == torch.float64:
+            continue
+        _, asked = contract.build_request(case, dtype)
+        for level, library in libraries.items():
+            outcomes = []
+            for threads in (1, 2):
+                before = library.calls
+                with levels.running_library(library, threads):
+                    outcomes.append(runs.run(get("native"), asked).rows)
+            assert library.level == level
+            assert outcomes[0] or name.startswith("last-axis-strided"), (level, dtype)
+            assert library.calls > before or not outcomes[0]
+            wrong = [f"{row.quantity}: {row.error:.2e} of {row.budget:.2e}" for row in outcomes[0] if not row.ok]
+            assert not wrong, (level, dtype, wrong)
+            errors = [[(row.quantity, row.error) for row in some] for some in outcomes]
+            assert errors[1] == errors[0], (level, dtype)
+
+
+def test_matrix_products_give_the_bits_of_dot_products(libraries: dict[str, emulated.EmulatedLibrary]) -> None:
+    """Three columns of V take BFDOT, and 64 take BFMMLA."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, 64).bfloat16() for length in (70, 40, 40))
+    with levels.running_library(libraries["neon_bf16"], 1):
+        narrow = undivided.attention(q, k, v[..., :3].contiguous(), layout="bhsd", backend="native")
+        wide = undivided.attention(q, k, v, layout="bhsd", backend="native")
+    assert torch.equal(narrow, wide[..., :3])
