@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from context_parallel_check import PLACEMENTS, alone, differences, grid, in_double, of_rank
-from gloo_ranks import run_ranks
+from gloo_ranks import losses_of, run_ranks
 
 import undivided
 from undivided import masks
@@ -237,19 +233,6 @@ def test_processes_equal_one_process_send_what_the_plan_counts_and_report_errors
 @pytest.mark.slow
 def test_losses_under_torchrun_are_those_of_one_process() -> None:
     """The training example, on 4 ranks and on one."""
-    root = Path(__file__).resolve().parents[2]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    losses = []
-    for start in ([], launch):
-        done = subprocess.run(
-            [sys.executable, *start, "examples/14_train_context_parallel.py"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        assert done.returncode == 0, done.stderr
-        losses.append([float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)])
+    losses = [losses_of("14_train_context_parallel.py", ranks) for ranks in (1, 4)]
     assert len(losses[0]) == 8
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=5e-5)

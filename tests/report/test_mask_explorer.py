@@ -45,7 +45,7 @@ def node(program: str, data: Any) -> Any:
 needs_node = pytest.mark.skipif(NODE is None, reason="Node.js is not installed: apt-get install nodejs")
 
 
-NOT_DRAWN = {"tree"}
+NOT_DRAWN = {"tree", "blocks", "pages"}
 """Constructors that the explorer does not know; it names those that it does."""
 
 

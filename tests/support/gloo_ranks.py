@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TIMEOUT = 300.0
 """Timeout of the default group, in seconds: a rank may wait for another one that has more work."""
 
@@ -41,6 +45,20 @@ def run_ranks(world: int, *functions: Callable[[], Any], patience: float = 400.0
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def losses_of(example: str, ranks: int, patience: float = 300.0) -> list[float]:
+    """The losses that an example prints, as one process or started by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if ranks > 1 else []), EXAMPLES / example],
+        capture_output=True,
+        text=True,
+        timeout=patience,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
 
 
 def _answer(end: Connection, patience: float) -> Any:

@@ -26,7 +26,7 @@ Gradients = Sequence[Tensor | None]
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
 )
-ANY_PART = ALL_MASKS | {"ranges", "tree"}
+ANY_PART = ALL_MASKS | {"ranges", "tree", "blocks"}
 """All masks, trees, and row ranges of some rows, keys and heads: what context parallelism runs (`NormalForm.shard`)."""
 ALL_FEATURES = frozenset(FEATURES)
 
@@ -45,6 +45,7 @@ _MASK_WORDS = {
     "dense": "a dense boolean mask",
     "predicate": "a mask predicate",
     "tree": "a draft tree",
+    "blocks": "chosen key blocks",
     "ranges": "row ranges of a part of the sequence",
 }
 

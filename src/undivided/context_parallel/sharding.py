@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from undivided.masks import Mask, NormalForm
-from undivided.masks._parts import Dense, DocumentIds, Lengths
+from undivided.masks._parts import Blocks, Dense, DocumentIds, Lengths
 
 PlacementName = Literal["zigzag", "contiguous", "balanced"]
 PLACEMENTS: tuple[PlacementName, ...] = ("zigzag", "contiguous", "balanced")
@@ -279,6 +280,10 @@ def mask_sizes(mask: Mask) -> tuple[int, int]:
             batch = max(batch, part.ids_q.shape[0])
         elif isinstance(part, Dense):
             batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
+        elif isinstance(part, Blocks):
+            # heads come in groups: any common multiple of the numbers of groups is enough
+            heads = math.lcm(heads, part.table.shape[1])
+            batch = batch if "documents" in mask.kinds else max(batch, part.table.shape[0])
         elif "documents" not in mask.kinds:
             batch = max([batch, *(t.shape[0] for t in part.tensors if t.dim() == 1)])
     return batch, heads

@@ -27,6 +27,7 @@ causal() & document_ids(<int64 [1, 5]>)
 4 · · · ■ ■
 """
 
+from undivided.masks._blocks import blocks, pages
 from undivided.masks._constructors import (
     FULL,
     causal,
@@ -51,6 +52,7 @@ __all__ = [
     "Mask",
     "NormalForm",
     "Structure",
+    "blocks",
     "causal",
     "chunks",
     "dense",
@@ -58,6 +60,7 @@ __all__ = [
     "document_ids",
     "documents",
     "lengths",
+    "pages",
     "predicate",
     "prefix",
     "sinks",

@@ -6,6 +6,7 @@ one pass over blocks of rows for dense masks; no S x S tensor is built.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,19 @@ from torch import Tensor
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._fields import MaskFields
-from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Field, GlobalBand, Lengths, Part, Prefix, Tree
+from undivided.masks._parts import (
+    Blocks,
+    Chunk,
+    Dense,
+    DocumentIds,
+    Documents,
+    Field,
+    GlobalBand,
+    Lengths,
+    Part,
+    Prefix,
+    Tree,
+)
 from undivided.masks._predicate import Predicate
 from undivided.masks._structure import Structure
 from undivided.masks.normal_form import NormalForm
@@ -126,6 +139,13 @@ def _describe_part(part: Part, align: str) -> str:
             return _call("dense", _value(part.tensor))
         case Tree():
             return _call("tree", _value(part.parents[0] if len(part.parents) == 1 else part.parents))
+        case Blocks():
+            table = _value(part.table)
+            return (
+                _call("pages", table, str(part.kv_block))
+                if part.q_block is None
+                else _call("blocks", str(part.q_block), str(part.kv_block), table)
+            )
         case Predicate():
             return _call("predicate", getattr(part.fn, "__name__", type(part.fn).__name__))
     return part.name
@@ -164,6 +184,10 @@ def natural_sizes(mask: MaskFields) -> tuple[int, int, int, int]:
             case Tree():
                 batch, q_len = max(batch, len(part.parents)), part.parents.shape[1]
                 kv_len = max(kv_len, q_len)
+            case Blocks():
+                batch, heads = max(batch, part.table.shape[0]), math.lcm(heads, part.table.shape[1])
+                q_len = max(q_len, part.table.shape[2] * (part.q_block or 1))
+                kv_len = max(kv_len, part.kv_block * (int(part.table.max()) + 1 if part.table.numel() else 1))
             case Dense():
                 batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
                 q_len, kv_len = part.tensor.shape[2:]

@@ -8,6 +8,7 @@ versions of its tensors.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -22,7 +23,7 @@ from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
 from undivided.masks._alignment import resolve
 from undivided.masks._fields import MaskFields
-from undivided.masks._parts import Call, Chunk, Dense, Documents, GlobalBand, Lengths
+from undivided.masks._parts import Blocks, Call, Chunk, Dense, Documents, GlobalBand, Lengths
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form import NormalForm, ranges
 
@@ -212,7 +213,9 @@ class Mask(MaskFields):
         >>> (window(1, 0, align="top_left") | prefix(1)).intervals(4, 4).tolist()
         [[[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 1, 2, 4]]]
         """
-        heads = max([1, *(part.tensor.shape[1] for part in self.parts if isinstance(part, Dense))])
+        by_head = [part.tensor for part in self.parts if isinstance(part, Dense)]
+        by_head += [part.table for part in self.parts if isinstance(part, Blocks)]
+        heads = math.lcm(*(tensor.shape[1] for tensor in by_head))
         return self._checked_form(batch, heads, q_len, kv_len, device).ranges
 
     def to_dense(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu") -> Tensor:

@@ -322,6 +322,41 @@ class Tree(Part):
             raise InputError(call.argument, f"have tree(parents) of shape {shape}", list(self.parents.shape))
 
 
+@dataclass(frozen=True, eq=False)
+class Blocks(Part):
+    """The key blocks chosen for each query block and head, int ``[B|1, T, A, n]``; -1 is an entry without a block.
+
+    ``q_block`` None: all queries of a sequence are one block.
+    """
+
+    name: ClassVar[str] = "blocks"
+    q_block: int | None
+    kv_block: int
+    table: Tensor
+
+    def fields(self) -> tuple[Field, ...]:
+        return (self.q_block, self.kv_block, self.table)
+
+    def check_values(self) -> None:
+        check_at_least("table", self.table, -1)
+
+    def check_call(self, call: Call) -> None:
+        sequences, heads, q_blocks, _ = self.table.shape
+        shape = list(self.table.shape)
+        if sequences not in (1, call.sequences):
+            raise InputError(call.argument, f"have a block table for 1 or {call.sequences} sequences", f"{shape}")
+        if not heads or call.heads % heads:
+            raise InputError(call.argument, f"have a block table for a divisor of {call.heads} heads", f"{shape}")
+        needed = 1 if self.q_block is None else -(-call.q_len // self.q_block)
+        if q_blocks > needed or (q_blocks < needed and call.sequences == call.batch):
+            must = f"have a block table for {needed} query blocks, of {self.q_block} of {call.q_len} queries"
+            raise InputError(call.argument, must, f"{shape}")
+        last = -(-call.kv_len // self.kv_block) - 1
+        if readable(self.table) and self.table.numel() and int(self.table.max()) > last:
+            must = f"choose key blocks of at most {last}: {call.kv_len} keys in blocks of {self.kv_block}"
+            raise InputError(call.argument, must, int(self.table.max()))
+
+
 def check_entries(call: Call, what: str, value: Field, count: int, unit: str) -> None:
     """Raise InputError unless a tensor has one entry per batch element or sequence."""
     if isinstance(value, Tensor) and value.shape[0] != count:

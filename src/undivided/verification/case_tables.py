@@ -40,6 +40,12 @@ def _with_holes(*shape: int) -> Tensor:
     return allowed
 
 
+def _chosen_blocks(batch: int, heads: int, q_blocks: int, kv_blocks: int) -> Tensor:
+    """A block table in which some entries are -1 and some blocks come twice."""
+    shape = batch, heads, q_blocks, kv_blocks
+    return torch.randint(-1, kv_blocks, shape, generator=torch.Generator().manual_seed(6))
+
+
 PLAIN = _tagged(
     "plain",
     Case("plain-bshd", dtypes=EVERY_DTYPE, tags=SMOKE),
@@ -221,6 +227,16 @@ ARBITRARY = _tagged(
          mask=lambda: masks.tree(torch.tensor([[-1, 0, 0, 1], [-1, -1, 1, -1]])) & masks.lengths([21, 9], [4, 3])),
     Case("tree-thd", layout="thd", batch=1, q_len=7, kv_len=40, kv_heads=2,
          mask=lambda: masks.tree([-1, 0, 0, 2, -1, 0, 0]) & masks.documents([0, 4, 7], [0, 25, 40])),
+    Case("blocks-each-key-head-causal", layout="bhsd", q_len=37, kv_len=37, heads=4, kv_heads=2, return_lse=True,
+         mask=lambda: masks.blocks(8, 8, _chosen_blocks(1, 2, 5, 5)) & masks.causal()),
+    Case("blocks-each-head-left-padding", q_len=20, kv_len=45, heads=4, kv_heads=2,
+         mask=lambda: masks.blocks(4, 16, _chosen_blocks(2, 4, 5, 3)) & masks.lengths([45, 30], [20, 11], [0, 15], [0, 9])),
+    Case("blocks-window-and-sinks", q_len=33, kv_len=33, mask=lambda: masks.blocks(16, 8, _chosen_blocks(2, 1, 3, 5))
+         & (masks.window(9, 0) | masks.sinks(2))),
+    Case("blocks-bias", q_len=12, kv_len=20, bias="1hqk", mask=lambda: masks.blocks(4, 4, _chosen_blocks(1, 1, 3, 5))),
+    Case("blocks-thd", layout="thd", batch=1, q_len=33, kv_len=48, kv_heads=2,
+         mask=lambda: masks.blocks(8, 8, _chosen_blocks(2, 1, 3, 3)) & masks.documents([0, 20, 33], [0, 24, 48])
+         & masks.causal("bottom_right")),
     Case("predicate-by-head-and-batch-causal", layout="sbhd",
          mask=lambda: masks.predicate(_by_head_and_batch) & masks.causal()),
     Case("predicate-and-window-tall", batch=1, q_len=70, heads=2,
@@ -301,6 +317,13 @@ PAGED = _tagged(
          mask=lambda: masks.documents([0, 5, 6], [0, 14, 37]) & masks.causal("bottom_right")),
     Case("paged-tree", q_len=5, kv_len=32, kv_heads=2, page_size=8, needs=(),
          mask=lambda: masks.tree([-1, 0, 0, 2, 2]) & masks.lengths([30, 11])),
+    Case("paged-chosen-pages-decode", q_len=1, kv_len=64, heads=8, kv_heads=2, page_size=8, needs=(), return_lse=True,
+         mask=lambda: masks.pages(_chosen_blocks(2, 2, 1, 4)[:, :, 0], 16) & masks.lengths([61, 30])),
+    Case("paged-chosen-pages-thd", layout="thd", batch=1, q_len=3, kv_len=64, heads=4, kv_heads=2, page_size=16, needs=(),
+         mask=lambda: masks.pages(_chosen_blocks(2, 1, 1, 3)[:, 0, 0], 8) & masks.documents([0, 1, 3], [0, 20, 50])
+         & masks.causal("bottom_right")),
+    Case("paged-chosen-blocks-query-gradient", q_len=6, kv_len=16, page_size=4, needs=("q",),
+         mask=lambda: masks.blocks(4, 4, _chosen_blocks(1, 1, 2, 4)) & masks.lengths([16, 9], [6, 5])),
     Case("paged-empty-sequence", q_len=1, kv_len=12, batch=3, page_size=4, needs=(), return_lse=True,
          mask=lambda: masks.lengths([0, 12, 5])),
     Case("paged-chunked-prefill-causal", layout="sbhd", q_len=5, kv_len=20, page_size=4, needs=(),
@@ -346,5 +369,7 @@ QUANTIZED = _tagged(
          v_dim=64, memory="sliced", return_lse=True, mask=lambda: masks.window(120, 0, "bottom_right")),
     Case("int8-bias-dense-dropout", quantized="int8", needs=(), bias="1hqk", dropout_p=0.2, mask=lambda: masks.dense(_with_holes(13, 13))),
     Case("int8-keys-shared-by-the-batch", quantized="int8", needs=(), q_len=1, kv_len=130, batch=3, memory="shared-kv"),
+    Case("int8-paged-chosen-pages", quantized="int8", needs=(), q_len=1, kv_len=96, heads=8, kv_heads=2, page_size=16,
+         mask=lambda: masks.pages(_chosen_blocks(2, 2, 1, 4)[:, :, 0], 16) & masks.lengths([90, 64])),
     Case("int8-no-keys", quantized="int8", needs=(), q_len=5, kv_len=0, return_lse=True),
 )  # fmt: skip

@@ -43,7 +43,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     grad_lse = None if grad_lse is None else require_memory(grad_lse)
     if call.pages is None and is_plain(call, tensors):
         given = plain_record(call, tensors, at, None, out, STRIDES[layout](out.stride()), lse)
-        return _plain(library, call, tensors, given, grad_out, grad_lse)
+        return _plain(library, call, tensors, given, grad_out, grad_lse, call.problem.dtype)
     records = Records(
         call,
         tensors,
@@ -61,22 +61,38 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     return gradients.finish()
 
 
+def plain_fp32(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
+    """The gradients of q, k and v in fp32, which a caller adds up. The problem `is_plain`, in layout bhsd, and all
+    tensors are contiguous."""
+    library, layout = cpu.load(), call.problem.layout
+    assert isinstance(library, cpu.Library)
+    tensors, at = with_addresses(tensors)
+    given = plain_record(call, tensors, at, None, result.out, STRIDES[layout](result.out.stride()), result.lse)
+    return _plain(library, call, tensors, given, grad_out, grad_lse, torch.float32)
+
+
 def _plain(
-    library: cpu.Library, call: Call, tensors: Tensors, given: bytes, grad_out: Tensor, grad_lse: Tensor | None
+    library: cpu.Library,
+    call: Call,
+    tensors: Tensors,
+    given: bytes,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    dtype: torch.dtype,
 ) -> Gradients:
-    """The gradients of q, k and v of a problem that `is_plain`, in one kernel call."""
+    """The gradients of q, k and v of a problem that `is_plain`, in one kernel call, in its dtype or fp32."""
     problem = call.problem
     grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
     lse = None if grad_lse is None else _unit_last(grad_lse.float())
     inputs = (tensors.q, tensors.k, tensors.v)
-    found = [_gradient_buffer(x, False) if n else None for x, n in zip(inputs, call.needs, strict=False)]
-    strides, dtype = STRIDES[problem.layout], DTYPES[problem.dtype]
+    found = [_gradient_buffer(x, False, dtype) if n else None for x, n in zip(inputs, call.needs, strict=False)]
+    strides = STRIDES[problem.layout]
     grad_fields = (grad.data_ptr(), *strides(grad.stride()))
     gradient_fields = [_NO_TENSOR if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
     attempt: int | None = 0
     while attempt is not None:
         attempt = library.backward(
-            given, _record(problem, dtype, False, attempt, grad_fields, lse, gradient_fields), attempt
+            given, _record(problem, DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields), attempt
         )
     return [*found, None, None, None]
 
@@ -135,7 +151,9 @@ class _Gradients:
         self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
         needs, layout = call.needs, problem.layout
         inputs = (tensors.q, tensors.k, tensors.v)
-        self._qkv = [_gradient_buffer(x, in_parts) if n else None for x, n in zip(inputs, needs, strict=False)]
+        self._qkv = [
+            _gradient_buffer(x, in_parts, problem.dtype) if n else None for x, n in zip(inputs, needs, strict=False)
+        ]
         self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
         rows = (problem.batch, problem.heads, problem.q_len)
         self._sinks = torch.zeros(rows, device=grad_out.device) if needs[4] else None
@@ -204,16 +222,16 @@ class _Gradients:
         return torch.zeros(slopes.shape, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
 
 
-def _gradient_buffer(tensor: Tensor, in_parts: bool) -> Tensor:
+def _gradient_buffer(tensor: Tensor, in_parts: bool, dtype: torch.dtype) -> Tensor:
     """The buffer of the gradient of q, k or v: uninitialised with the tensor's strides, or fp32 zeros if several kernel
     calls add to it."""
     if in_parts:
         return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-    gradient = torch.empty_like(tensor)
+    gradient = torch.empty_like(tensor, dtype=dtype)
     if tensor.is_contiguous():
         return gradient
     unit = gradient.stride(-1) == 1 or gradient.shape[-1] == 1
-    return gradient if unit else tensor.new_empty(tensor.shape)
+    return gradient if unit else tensor.new_empty(tensor.shape, dtype=dtype)
 
 
 def _sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -238,7 +238,7 @@ def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, s
         rest = kinds - {"lengths", "q_lengths", "starts"}
         return [(slice(b, b + 1), *spans) for b, spans in enumerate(zip(q, kv, strict=True))], rest
     one = problem.q_len * _entries(problem, *whole[0][::2])
-    if kinds & {"dense", "predicate", "tree", "document_ids", "global", "prefix"} and one > MASK_ENTRIES:
+    if kinds & {"dense", "predicate", "tree", "blocks", "document_ids", "global", "prefix"} and one > MASK_ENTRIES:
         return [(slice(b, b + 1), *whole[0][1:]) for b in range(problem.batch)], kinds
     return whole, kinds
 

@@ -98,6 +98,13 @@ class Geometry:
         return keys - self.kv_start[_token_slots(self.kv_slot_ends, self.kv_len)]
 
     @cached_property
+    def kv_sequence(self) -> Tensor:
+        """The batch element of each key, int64 ``[B, Sk]``; packed: the document, ``[1, Sk]``."""
+        if self.kv_slot_ends is None:
+            return torch.arange(self.batch, device=self.device)[:, None].expand(self.batch, self.kv_len)
+        return _token_slots(self.kv_slot_ends, self.kv_len)
+
+    @cached_property
     def anchor(self) -> Tensor:
         """i' + d of each row, int64 ``[B|1, Sq]``: the row's own key."""
         moved = isinstance(self.shift, Tensor) or self.shift != 0

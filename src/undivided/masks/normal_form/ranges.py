@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import readable
-from undivided.masks._parts import Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size, Tree
+from undivided.masks._parts import Blocks, Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size, Tree
 from undivided.masks._predicate import Predicate
+from undivided.masks.normal_form.block_pairs import BlockPairs
 from undivided.masks.normal_form.bounds import tidy
 from undivided.masks.normal_form.intervals import NormalForm
 from undivided.masks.normal_form.pairs import DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
@@ -93,6 +94,8 @@ def build(
                 extras.append(pairs)
         elif isinstance(part, Tree):
             extras.append(TreePairs.for_call(part.parents, geometry))
+        elif isinstance(part, Blocks):
+            extras.append(BlockPairs.for_call(part, geometry, heads))
     evaluated = _evaluated_parts(parts, geometry)
     if evaluated:
         base = _within_raw(geometry, base, _row_hull(evaluated, geometry, heads))

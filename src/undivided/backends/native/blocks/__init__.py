@@ -1,0 +1,102 @@
+"""Masks of chosen key blocks: each query block becomes a sequence of its own, whose pages are its chosen blocks.
+
+The keys of such a sequence are the chosen blocks in ascending order, so a range of keys stays a range, and the kernel
+computes the chosen blocks only. The forward reads keys in place through a block table; the backward copies the chosen
+keys, in parts of bounded size, and adds each block's gradients in fp32 in the order of the table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout
+from undivided.arguments.tensors import has_dispatch
+from undivided.backends._base import Gradients
+from undivided.backends.native.blocks.sequences import VirtualSequences
+from undivided.backends.native.blocks.sums import BlockSums
+from undivided.backends.native.gradients import plain_fp32
+from undivided.masks.normal_form import BlockPairs
+from undivided.request.call import Call
+from undivided.request.request import Tensors
+from undivided.request.result import Result
+
+__all__ = ["VirtualSequences", "block_pairs", "gradients", "notes"]
+
+_GENERAL = frozenset({"bias", "alibi", "sinks", "dropout", "partial"})
+"""Features whose values depend on the position of a key or on the head, which the virtual sequences do not have."""
+
+
+def block_pairs(call: Call, tensors: Tensors) -> BlockPairs | None:
+    """The chosen blocks, if the kernel can read them alone; None if the mask is evaluated for all pairs."""
+    problem = call.problem
+    if "blocks" not in problem.mask.kinds or problem.features & _GENERAL:
+        return None
+    form = call.normal_form(tensors.q)
+    if len(form.extras) != 1 or not isinstance(form.extras[0], BlockPairs) or form.row_index is not None:
+        return None
+    pairs = form.extras[0]
+    if not problem.q_len or not problem.kv_len or not pairs.table.numel():
+        return None
+    if call.pages is None:
+        return pairs if call.k_scale is None else None
+    starts_at_page = not isinstance(pairs.geometry.kv_start, Tensor) or not bool(
+        (pairs.geometry.kv_start % math.gcd(pairs.kv_block, tensors.k.shape[1])).any()
+    )
+    return pairs if starts_at_page else None
+
+
+def notes(call: Call, tensors: Tensors) -> list[str]:
+    """Whether only the chosen blocks are computed, and if not, why."""
+    if any(has_dispatch(tensor) or not tensor.is_cpu for tensor in tensors[:3]):
+        return []
+    if (pairs := block_pairs(call, tensors)) is None:
+        features = sorted(call.problem.features & _GENERAL)
+        return [f"the block table is evaluated for every pair: {', '.join(features) or 'other conditions'}"]
+    chosen = float((pairs.table < pairs.limit).sum()) / (pairs.table[..., 0].numel() * pairs.limit)
+    return [f"only the chosen key blocks are computed: {chosen:.1%} of all"]
+
+
+def gradients(
+    call: Call, tensors: Tensors, pairs: BlockPairs, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """The gradients of q, k and v, for chosen blocks that `block_pairs` returned."""
+    if call.pages is not None:
+        tensors, call = (
+            tensors.without_pages(call.pages, call.problem.layout),
+            call.with_problem(call.problem, pages=None),
+        )
+    virtual, problem = VirtualSequences.of_call(call, tensors, pairs), call.problem
+    q, out, grad = (virtual.heads(x.to(problem.dtype)) for x in (tensors.q, result.out, grad_out))
+    lse = virtual.row_values(result.lse)
+    lse_gradient = None if grad_lse is None else virtual.row_values(grad_lse.float())
+    inputs = [layout.heads_first(x, problem.layout).transpose(1, 2) for x in tensors[:3]]
+    sums = [
+        BlockSums(virtual, x.shape[3]) if need else None for x, need in zip(inputs[1:], call.needs[1:3], strict=True)
+    ]
+    dq = torch.zeros(q.shape) if call.needs[0] else None
+    for one in virtual.parts():
+        part = one.part
+        found = plain_fp32(
+            virtual.virtual_call(one.form, None),
+            Tensors(q[part], one.k, one.v, None, None, None),
+            Result(out[part], lse[part]),
+            grad[part],
+            None if lse_gradient is None else lse_gradient[part],
+        )
+        if dq is not None and found[0] is not None:
+            dq[part] = found[0]
+        for total, gradient in zip(sums, found[1:3], strict=True):
+            if total is not None and gradient is not None:
+                total.add(one, gradient)
+    results = [None if x is None else x.tokens(like) for x, like in zip(sums, inputs[1:], strict=True)]
+    if dq is not None:
+        of_q = torch.zeros_like(inputs[0], memory_format=torch.contiguous_format)
+        virtual.rows.put_heads(dq, of_q)
+        results.insert(0, of_q)
+    else:
+        results.insert(0, None)
+    restored = [None if x is None else layout.from_heads_first(x.transpose(1, 2), problem.layout) for x in results]
+    return [*restored, None, None, None]

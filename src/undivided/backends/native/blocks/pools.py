@@ -1,0 +1,68 @@
+"""Keys in place as pages: pools that overlap, one page for each unit of a tensor's memory."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from undivided.arguments import layout
+from undivided.arguments.checks import INT32_MAX
+from undivided.request.call import Call
+from undivided.request.request import Tensors
+
+
+def token_major(tensors: Tensors, call: Call) -> list[Tensor]:
+    """k and v as ``[B, Sk, N, D]`` or pools of pages, and their scales."""
+    if call.pages is not None:
+        scales = [x for x in (call.k_scale, call.v_scale) if x is not None]
+        return [tensors.k, tensors.v, *scales]
+    return [layout.heads_first(x, call.problem.layout).transpose(1, 2) for x in (tensors.k, tensors.v)]
+
+
+def page_size(kv_block: int, call: Call, k: Tensor) -> int:
+    """Keys of a virtual page: a whole block, or the largest part of it that no page of the cache cuts."""
+    return kv_block if call.pages is None else math.gcd(kv_block, k.shape[1])
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of batch, token and head; 0 for an axis of one element."""
+    return tuple(tensor.stride(axis) if tensor.shape[axis] > 1 else 0 for axis in range(3))
+
+
+def _unit(tensor: Tensor) -> int:
+    """The largest step of which every stride is a multiple."""
+    return math.gcd(*_steps(tensor)) or 1
+
+
+def with_padding(tensor: Tensor, page: int) -> Tensor:
+    """A contiguous copy with rows of 0 after each sequence, so that a page that starts in it ends in it."""
+    return pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, page)).contiguous()
+
+
+def find_pools(operands: list[Tensor], page: int, places: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor] | None:
+    """Each tensor as overlapping pages ``[count, page, 1, D]``, one for each unit of its memory; and the page at each
+    place (batch, token, head), int64.
+
+    None if one page index cannot serve all tensors or needs more than 32 bits, or a page would end after the memory of
+    its tensor.
+    """
+    units = [_unit(x) for x in operands]
+    steps = [tuple(step // unit for step in _steps(x)) for x, unit in zip(operands, units, strict=True)]
+    if any(other != steps[0] for other in steps):
+        return None
+    index = sum(place * step for place, step in zip(places, steps[0], strict=True))
+    assert isinstance(index, Tensor)
+    last, pools = int(index.max()), []
+    if last > INT32_MAX:
+        return None
+    for x, unit in zip(operands, units, strict=True):
+        row, rest = x.stride(1), tuple(zip(x.shape[3:], x.stride()[3:], strict=True))
+        extent = (page - 1) * row + sum((size - 1) * stride for size, stride in rest) + 1
+        left = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+        if last * unit + extent > left:
+            return None
+        shape = (last + 1, page, 1, *(size for size, _ in rest))
+        pools.append(x.as_strided(shape, (unit, row, unit, *(stride for _, stride in rest))))
+    return pools, index

@@ -1,0 +1,99 @@
+"""``Rows``: the query rows of a call as rows of query blocks.
+
+Axes: N sequences, U units (the smallest groups of heads with one table row and one key head), A query blocks, L query
+rows of a sequence (a multiple of the query block), V = N * U * A virtual sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from undivided.masks.normal_form import BlockPairs
+from undivided.request.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The query rows of a call as rows of blocks: where each one lies in the caller's tensors.
+
+    Args:
+        index: raw row of each row of each sequence, int64 ``[N, L]``; None: row l of batch element n.
+        real: whether there is such a row, bool ``[N, L]``; None with `index`.
+        batch, q_len: sizes of the caller's tensors.
+        packed: whether the sequences are documents.
+        blocks, size: query blocks of a sequence, and rows of each.
+        units, group: units, and heads of each.
+    """
+
+    index: Tensor | None
+    real: Tensor | None
+    batch: int
+    q_len: int
+    packed: bool
+    blocks: int
+    size: int
+    units: int
+    group: int
+
+    @staticmethod
+    def of_call(pairs: BlockPairs, problem: Problem) -> Rows:
+        """The rows of a call."""
+        geometry = pairs.geometry
+        packed = geometry.q_slot_ends is not None
+        elsewhere = packed or isinstance(geometry.q_start, Tensor)
+        longest = problem.q_len
+        if elsewhere and isinstance(geometry.q_size, Tensor):
+            longest = max(int(geometry.q_size.max()) if geometry.q_size.numel() else 0, 1)
+        size = min(pairs.q_block or longest, longest)
+        blocks = -(-longest // size)
+        units = math.lcm(pairs.table.shape[1], problem.kv_heads)
+        index = real = None
+        if elsewhere:
+            at = torch.arange(blocks * size)[None]
+            start, count = torch.as_tensor(geometry.q_start), torch.as_tensor(geometry.q_size)
+            index = (start.view(-1, 1) + at).expand(max(start.numel(), count.numel()), -1)
+            real = (at < count.view(-1, 1)) & (index >= 0) & (index < problem.q_len)
+            index = index.clamp(0, problem.q_len - 1)
+        group = problem.heads // units
+        return Rows(index, real, problem.batch, problem.q_len, packed, blocks, size, units, group)
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return self.batch if self.index is None else len(self.index)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The rows of ``[B|1, Sq, ...]`` as ``[N, L, ...]``; rows that do not exist hold any real row, or 0."""
+        if self.index is None:
+            missing = self.blocks * self.size - self.q_len
+            rows = pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing)) if missing else tensor
+            return rows.expand(self.batch, *rows.shape[1:])
+        rows = tensor.expand(self.batch, *tensor.shape[1:])
+        return rows[self._sequence_index, self.index]
+
+    def take_heads(self, tensor_BSHD: Tensor) -> Tensor:
+        """The rows of ``[B, Sq, H, D]`` as heads of the virtual sequences, ``[V, G, size, D]``."""
+        rows = self.take(tensor_BSHD)
+        rows = rows.view(self.sequences, self.blocks, self.size, self.units, self.group, rows.shape[-1])
+        return rows.permute(0, 3, 1, 4, 2, 5).reshape(-1, self.group, self.size, rows.shape[-1])
+
+    def put_heads(self, found: Tensor, out_BSHD: Tensor) -> None:
+        """Writes ``[V, G, size, D]`` to the caller's rows ``[B, Sq, H, D]``; rows of no sequence stay."""
+        shape = (self.sequences, self.units, self.blocks, self.group, self.size, found.shape[-1])
+        rows = found.view(shape).permute(0, 2, 4, 1, 3, 5).reshape(self.sequences, -1, *out_BSHD.shape[2:])
+        if self.index is None:
+            out_BSHD.copy_(rows[:, : self.q_len])
+        else:
+            assert self.real is not None
+            sequence = self._sequence_index.expand(self.real.shape)[self.real]
+            out_BSHD[sequence, self.index[self.real]] = rows[self.real].to(out_BSHD.dtype)
+
+    @cached_property
+    def _sequence_index(self) -> Tensor:
+        return torch.zeros(1, 1, dtype=torch.int64) if self.packed else torch.arange(self.batch)[:, None]
