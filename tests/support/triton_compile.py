@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from undivided import masks
 from undivided.backends import get
 from undivided.backends.triton import inputs
+from undivided.quantization import FORMATS, quantize
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -37,6 +38,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
 }
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -136,6 +138,12 @@ def problems() -> Iterator[tuple[str, Any]]:
     )
     yield "mla-bf16-320", made(torch.bfloat16, 256, 256, 2, (320, 256), True)
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
+    for format in FORMATS:
+        for name, q_len, kv_len, mask in (("forward", 512, 512, masks.causal()), ("decode", 1, 8192, None)):
+            q, k = torch.zeros(1, q_len, 8, 128, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, 128)
+            keys, scale = quantize(k, format)
+            scales = {"k_scale": scale, "v_scale": scale}
+            yield f"{name}-{format}-128", call_of(q, keys, keys, layout="bshd", mask=mask, **scales)
 
 
 def main(architecture: str, *only: str) -> None:

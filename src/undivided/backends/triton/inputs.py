@@ -28,7 +28,7 @@ MASK_PAIRS = 1 << 28
 """Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 256 MiB of bool."""
 
 
-_HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree"})
+_HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree", "blocks"})
 """Kinds of mask under which unused memory, which may hold NaN, may lie between used keys."""
 _ENDS = frozenset({"lengths", "q_lengths", "starts", "documents"})
 """Kinds under which it lies only before or after the used keys."""
@@ -114,6 +114,8 @@ class Inputs:
                 self.v.stride(0),
                 self.k.shape[0],
             )
+        if problem.quantized in ("fp8_e4m3", "fp8_e5m2"):  # read as bytes
+            self.k, self.v = self.k.view(torch.uint8), self.v.view(torch.uint8)
         needs_positions = problem.features & {"alibi", "dropout"}
         form = None
         if needs_positions or not call.mask.is_full:
@@ -218,6 +220,25 @@ class Inputs:
         given = slopes.stride() if self.slopes is not None else (0, 0, 0)
         return found | dict(zip(("slopes_b", "slopes_h", "slopes_q"), given, strict=True))
 
+    def scales(self) -> dict[str, Any]:
+        """The arguments of quantised keys and values, for the forward."""
+        call, problem = self.call, self.problem
+        found: dict[str, Any] = {"FORMAT": config.FORMATS[problem.quantized]}
+        for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+            of_batch = of_head = of_key = of_page = 0
+            if scale is None:
+                scale = self._nothing()
+            else:
+                if problem.quantized == "int4" and scale.stride(-1) != 1:
+                    scale = scale.contiguous()
+                axes = layout.STRIDES["bshd" if call.pages is not None else problem.layout]
+                of_batch, of_head, of_key = axes(scale.stride())
+                of_page = of_batch  # the first axis of a pool
+            numbers = (scale, of_batch, of_head, of_key, of_page)
+            names = (name, *(f"{name}_{axis}" for axis in ("b", "h", "s", "page")))
+            found |= dict(zip(names, numbers, strict=True))
+        return found
+
     def switches(self, rows: Rows) -> dict[str, Any]:
         """Sizes, scalars, and compile-time switches."""
         call, problem = self.call, self.problem
@@ -286,7 +307,7 @@ class Inputs:
         cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
         problem = self.problem
         whole = all(config.column_step(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
-        if not tile.descriptors or problem.page_size is not None or not whole:
+        if not tile.descriptors or problem.page_size is not None or problem.quantized is not None or not whole:
             return None
         found = [_descriptor(tensor, rows) for tensor in (first, second)]
         return None if None in found else (found[0], found[1])
@@ -305,7 +326,8 @@ class Inputs:
         problem = self.problem
         size = max(problem.qk_dim, problem.v_dim)
         tile = config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))
-        rich = self.always_masked or "dropout" in problem.features
+        # dequantised keys and values need registers too
+        rich = self.always_masked or bool(problem.features & {"dropout", "quantized"})
         # the pass over keys has two accumulators, and no registers for a second value per pair
         rich = rich or (name == "keys" and bool(problem.features & {"alibi", "softcap"}))
         return config.with_fewer_pairs(tile) if rich else tile

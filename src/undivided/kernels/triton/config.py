@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from undivided._files import users_file
+from undivided.quantization import Format
 
 
 class Config(NamedTuple):
@@ -144,6 +145,10 @@ INTERPRETED = Config(32, 32, 1, 1)
 """The tile sizes under Triton's interpreter: small, so that short test sequences have several tiles."""
 
 
+FORMATS: Mapping[Format | None, int] = {None: 0, "int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
+"""The formats of keys and values, as the kernels number them; 0 is not quantised."""
+
+
 def column_step(dim: int) -> int:
     """Columns of a head that are loaded at once: a power of two, as Triton requires."""
     return STEP if dim > WIDEST else max(16, 1 << (dim - 1).bit_length())
@@ -214,10 +219,17 @@ def tuned_path() -> Path:
     return users_file("UNDIVIDED_TUNED", "triton-tiles.json")
 
 
+def _checked(tile: Config) -> Config:
+    numbers, switches = tile[:4], tile[4:]
+    if not all(type(n) is int and 0 < n <= 1024 for n in numbers) or not all(type(s) is bool for s in switches):
+        raise ValueError(f"no tile: {list(tile)}")
+    return tile
+
+
 @functools.cache
 def _tuned(path: Path) -> Mapping[str, Config]:
     try:
-        return {key: Config(*value) for key, value in json.loads(path.read_text())["tiles"].items()}
+        return {key: _checked(Config(*value)) for key, value in json.loads(path.read_text())["tiles"].items()}
     except FileNotFoundError:  # nothing was tuned yet
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

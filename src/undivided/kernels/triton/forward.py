@@ -9,6 +9,8 @@ bit-reproducible.
 
 Strides: every last axis has stride 1; all others are free. Head sizes up to DIM_STEP are kept in registers, larger ones
 are contracted in steps and loaded again for every tile.
+
+Quantised keys and values are dequantised in registers to the dtype of q.
 """
 
 # The arguments of kernels are grouped: pointers, strides, sizes, constants.
@@ -17,6 +19,7 @@ are contracted in steps and loaded again for every tile.
 import triton
 import triton.language as tl
 
+from undivided.kernels.triton.quantized import load_numbers
 from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -27,7 +30,6 @@ from undivided.kernels.triton.tile import (
     hull,
     key_offsets,
     load_descriptor_rows,
-    load_rows,
     row_features,
     row_ranges,
     runs,
@@ -48,22 +50,25 @@ def nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_la
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position, sinks, seed, pages,
+    q, k, v, k_scale, v_scale, out, lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position, sinks, seed,
+    pages,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_z, out_b, out_h, out_s, lse_z, lse_b, lse_h, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
-    sequence_b, position_b, pages_b, k_page, v_page, num_pages, q_len, kv_len, kv_heads, value_steps, first_row,
+    sequence_b, position_b, pages_b, k_page, v_page, num_pages, k_scale_b, k_scale_h, k_scale_s, k_scale_page,
+    v_scale_b, v_scale_h, v_scale_s, v_scale_page, q_len, kv_len, kv_heads, value_steps, first_row,
     scale, softcap, threshold, survivor, drop_head,
     GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
-    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr,
+    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
     TMA: k and v are tensor descriptors of blocks [1, 1, BLOCK_N, D].
     CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
         last key of the block's rows; 2: anywhere.
+    FORMAT: of k and v, from `config.FORMATS`.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
     The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). q, out, lse, bias and dense
@@ -100,9 +105,12 @@ def forward_kernel(
         seed_value = tl.load(seed)
     if not TMA:
         k_head, v_head = k + n_head * k_h, v + n_head * v_h
+        k_scales, v_scales = k_scale + n_head * k_scale_h, v_scale + n_head * v_scale_h
         if not PAGE:
             k_head += b * k_b
             v_head += b * v_b
+            k_scales += b * k_scale_b
+            v_scales += b * v_scale_b
 
     unit = scale * LOG2E if PLAIN else 1.0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -132,7 +140,10 @@ def forward_kernel(
                     k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                 else:
                     k_rows = key_offsets(o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE)
-                    k_tile = load_rows(k_head, k_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked)
+                    k_tile = load_numbers(
+                        k_head, k_rows, k_scales, o_n, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, ok_n,
+                        QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked, PAGE, FORMAT, q.dtype.element_ty,
+                    )
                 qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
                 for d in tl.static_range(DIM_STEP, QK_DIM, DIM_STEP):
@@ -141,8 +152,9 @@ def forward_kernel(
                         mask=ok_m[:, None] & (d + o_d < QK_DIM)[None, :],
                         other=0.0,
                     )
-                    k_more = load_rows(
-                        k_head, k_rows, ok_n, QK_DIM, d, DIM_STEP, d + DIM_STEP <= QK_DIM, masked
+                    k_more = load_numbers(
+                        k_head, k_rows, k_scales, o_n, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, ok_n,
+                        QK_DIM, d, DIM_STEP, d + DIM_STEP <= QK_DIM, masked, PAGE, FORMAT, q.dtype.element_ty,
                     )
                     qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
                 keys, allowed = o_n[None, :], True
@@ -173,8 +185,11 @@ def forward_kernel(
                     v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 else:
                     v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
-                    v_tile = load_rows(v_head, v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                                       V_DIM % VALUE_STEP == 0, masked)
+                    v_tile = load_numbers(
+                        v_head, v_rows, v_scales, o_n, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, ok_n,
+                        V_DIM, step * VALUE_STEP, VALUE_STEP, V_DIM % VALUE_STEP == 0, masked, PAGE, FORMAT,
+                        q.dtype.element_ty,
+                    )
                 if masked and CLEAN == 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     v_tile = tl.where(used[:, None], v_tile, 0.0)
