@@ -60,7 +60,7 @@ def step(**counts: int) -> InferenceParams:
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "parallel_attention_mlp must be False in a decoder, got True"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp must be False with output_layernorm, got True"),
         ({"parallel_attention_mlp": True, "apply_residual_connection_post_layernorm": True}, "parallel_attention_mlp must be False with apply_residual_connection_post_layernorm"),
-        ({"tp_size": 2}, "tp_size must be 1, got 2\n  HINT: every rank holds whole parameters"),
+        ({"tp_size": 2}, "tp_size must be 1, got 2\n  HINT: undivided.parallel.parallelize(layer, mesh"),
         ({"tp_group": object}, "tp_group must be None, got"),
         ({"sequence_parallel": True}, "sequence_parallel must be False, got True"),
         ({"set_parallel_mode": True}, "set_parallel_mode must be False, got True"),

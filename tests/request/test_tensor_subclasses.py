@@ -6,14 +6,14 @@ A FakeTensor, a DTensor, a storage that FSDP had freed, a default device of "met
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import aot_function, nop
-from fuzz_values import FunctionOnly, _collective, _distributed, _escaped, _functional, _logging, _two
-from torch import Tensor
+from fuzz_values import FunctionOnly, _collective, _distributed, _escaped, _functional, _logging, _mesh, _two
+from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +32,15 @@ pytestmark = [
 FAKE = FakeTensorMode()
 SHAPE = (1, 4, 2, 8)
 FULL = masks.causal() & masks.lengths(torch.tensor([3]), torch.tensor([3]))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_group_is_left() -> Iterator[None]:
+    """The process group of the DTensors ends with these tests."""
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    _mesh.cache_clear()
 
 
 def x(gradient: bool = False) -> Tensor:

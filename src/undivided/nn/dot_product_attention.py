@@ -383,7 +383,9 @@ class DotProductAttention(Module):
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.heads.q, dtype=torch.float32, device=q.device)
-        return self.softmax_offset
+        offset: Any = self.softmax_offset
+        own: Tensor | None = offset.to_local() if hasattr(offset, "to_local") else offset
+        return own  # of a DTensor: the heads of this rank
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults, for `repr`."""

@@ -46,7 +46,7 @@ AT_CALL: dict[str, FixedArgument] = {
 }
 
 _LAYER_TENSOR_PARALLEL = (
-    "every rank holds whole parameters; use FSDP to shard them, or DotProductAttention to divide heads yourself"
+    "undivided.parallel.parallelize(layer, mesh, sequence_parallel) divides a layer over ranks after construction"
 )
 _OVERLAP = "tensor parallelism is not supported, so nothing is sent that could overlap"
 _WGRAD = "gradients are in .grad; main_grad is not supported"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn.blocks.module import Init, Module, initialise
+from undivided.nn.blocks.module import Init, Module, gather_sequence, initialise
 from undivided.nn.blocks.normalization import Norm
 
 
@@ -66,7 +66,8 @@ class Linear(Module):
         Each part is a separate matrix product, because joining the weights would copy them.
         """
         x = self.normalise(x)
-        return tuple(functional.linear(x, weight, b if add_bias else None) for weight, b in self.parts()), x
+        whole = gather_sequence(x)
+        return tuple(functional.linear(whole, weight, b if add_bias else None) for weight, b in self.parts()), x
 
     def normalise(self, x: Tensor) -> Tensor:
         """The input of the maps: x itself."""

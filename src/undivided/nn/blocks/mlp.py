@@ -20,7 +20,7 @@ from torch.nn import Parameter, functional
 
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_choice, checked_number
-from undivided.nn.blocks.module import Init, Module, initialise
+from undivided.nn.blocks.module import Init, Module, gather_sequence, initialise
 from undivided.nn.blocks.normalization import Norm
 
 _QUICK = 1.702
@@ -170,7 +170,7 @@ class LayerNormMLP(Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block, and x normalised."""
         normed = self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
-        inner = self.activation(functional.linear(normed, self.fc1_weight, self.fc1_bias))
+        inner = self.activation(functional.linear(gather_sequence(normed), self.fc1_weight, self.fc1_bias))
         return functional.linear(inner, self.fc2_weight, self.fc2_bias), normed
 
     def extra_repr(self) -> str:

@@ -55,3 +55,16 @@ def initialise(parameter: Tensor | None, init: Init | float) -> None:
             init(parameter)
         else:
             parameter.fill_(init)
+
+
+def gather_sequence(x: Tensor) -> Tensor:
+    """x; a DTensor that is sharded on the sequence is gathered."""
+    placements = getattr(x, "placements", None)
+    if placements is None or not any(
+        placement.is_shard(axis) for placement in placements for axis in range(x.ndim - 1)
+    ):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    gathered: Tensor = x.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
+    return gathered

@@ -1,0 +1,142 @@
+"""`parallelize`: the attention heads and the feed-forward features of a layer, divided over the ranks of a mesh."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from undivided.errors import InputError
+from undivided.nn import MultiheadAttention, TransformerLayer
+from undivided.nn.arguments.formats import Heads
+from undivided.nn.blocks.normalization import Normalization
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+
+
+def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = False) -> ModuleT:
+    """The module, with every `MultiheadAttention` and `TransformerLayer` in it divided over the ranks of a mesh.
+
+    Parameters become DTensors under their old names. Each rank computes its own attention heads and feed-forward
+    features; the output projections sum over ranks. All ranks call it with the same parameters: rank 0's are sent.
+    A gated activation such as swiglu gathers the features of all ranks before it multiplies them. Score biases, slopes
+    and masks of a call describe all heads; each rank takes its own, and gradients of a bias are summed over ranks.
+    Dropout is refused on more than one rank, cross-attention always.
+
+    Args:
+        module: a layer, or a module that contains layers. It is changed in place.
+        mesh: a `DeviceMesh` with one axis, such as ``mesh["tensor"]`` of a larger one.
+        sequence_parallel: whether a rank's hidden states are its consecutive part of the sequence, between the
+            attention and the feed-forward block too. Then the sequence length is a multiple of the number of ranks.
+
+    Returns:
+        The same module.
+
+    Raises:
+        InputError: the mesh has more than one axis, the module has no layer, the ranks do not divide the heads or the
+            features, or an option of a layer is not supported. The module is unchanged.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism.
+
+    >>> import torch, torch.distributed as dist, undivided
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",))
+    >>> layer = parallelize(undivided.TransformerLayer(64, 128, 4, attn_input_format="bshd"), mesh)
+    >>> layer(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    >>> dist.destroy_process_group()
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from undivided.parallel.styles import (
+        DividedHeads,
+        DividedMLP,
+        DividedOutput,
+        DividedSinks,
+        HeadNorm,
+        OwnScores,
+        SequenceNorm,
+    )
+
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        got = f"{mesh.ndim} axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise InputError("mesh", "be a DeviceMesh with one axis", got, hint='select one axis, such as mesh["tensor"]')
+    if not isinstance(sequence_parallel, bool):
+        raise InputError("sequence_parallel", "be True or False", repr(sequence_parallel))
+    layers = [m for m in module.modules() if isinstance(m, MultiheadAttention | TransformerLayer)]
+    if not layers:
+        hint = "pass a MultiheadAttention or TransformerLayer, or a module that contains one"
+        raise InputError("module", "contain a layer of undivided", type(module).__name__, hint=hint)
+    for layer in layers:
+        _check(layer, mesh.size())
+    for layer in layers:
+        if isinstance(layer, TransformerLayer):
+            sequence = _sequence_axis(layer.attn_input_format) if sequence_parallel else None
+            parallelize_module(layer.layernorm_mlp, mesh, DividedMLP(sequence))
+            if layer.output_layernorm:
+                parallelize_module(layer.layernorm, mesh, SequenceNorm(sequence))
+            continue
+        sequence = _sequence_axis(layer.qkv_format) if sequence_parallel else None
+        heads = layer.heads
+        projection = layer.layernorm_qkv if layer.input_layernorm else layer.qkv
+        parallelize_module(projection, mesh, DividedHeads(heads, sequence))
+        parallelize_module(layer.proj, mesh, DividedOutput(sequence))
+        for norm in (layer.q_norm, layer.k_norm):
+            if isinstance(norm, Normalization):
+                parallelize_module(norm, mesh, HeadNorm())
+        parallelize_module(layer.core_attention, mesh, DividedSinks())
+        local = heads._replace(q=heads.q // mesh.size(), kv=max(1, heads.kv // mesh.size()))
+        layer.heads = layer.core_attention.heads = local
+        layer.core_attention.register_forward_pre_hook(OwnScores(mesh, heads.q), with_kwargs=True)
+    return module
+
+
+def _sequence_axis(format: str) -> int:
+    """The sequence axis of hidden states."""
+    return 1 if format == "bshd" else 0
+
+
+def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
+    """Raise InputError for a layer that cannot be divided over this number of ranks."""
+    if any(hasattr(parameter, "device_mesh") for parameter in layer.parameters()):
+        raise InputError(
+            "module", "have plain parameters", "DTensors", hint="call parallelize once, before fully_shard"
+        )
+    if isinstance(layer, TransformerLayer):
+        features = layer.layernorm_mlp.fc2_weight.shape[1]
+        if features % ranks:
+            raise InputError("ffn_hidden_size", f"be a multiple of the {ranks} ranks of mesh", features)
+        _check_no_dropout(ranks, hidden_dropout=layer.hidden_dropout, drop_path_rate=layer.drop_path_rate)
+        return
+    if layer.attention_type != "self":
+        hint = "only self-attention is divided over ranks"
+        raise InputError("attention_type", "be 'self' for tensor parallelism", repr(layer.attention_type), hint=hint)
+    if layer.return_bias:
+        raise InputError("return_bias", "be False for tensor parallelism", True)
+    _check_no_dropout(ranks, attention_dropout=layer.core_attention.attention_dropout)
+    _check_heads(layer.heads, ranks, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
+
+
+def _check_no_dropout(ranks: int, **probabilities: float) -> None:
+    for name, probability in probabilities.items():
+        if probability and ranks > 1:
+            hint = "the generators of the ranks would have to agree on what they drop"
+            raise InputError(name, "be 0 for tensor parallelism", probability, hint=hint)
+
+
+def _check_heads(heads: Heads, ranks: int, fused: bool, interleaved: bool) -> None:
+    if heads.q % ranks:
+        hint = f"use a mesh axis of a size that divides {heads.q}"
+        raise InputError("num_attention_heads", f"be a multiple of the {ranks} ranks of mesh", heads.q, hint=hint)
+    if heads.kv % ranks and ranks % heads.kv:
+        hint = f"use a mesh axis of a size that divides {heads.kv}, or that {heads.kv} divides"
+        rule = f"be a multiple or a divisor of the {ranks} ranks of mesh"
+        raise InputError("num_gqa_groups", rule, heads.kv, hint=hint)
+    if fused and ranks > 1 and not interleaved:
+        hint = "with qkv_weight_interleaved=True or fuse_qkv_params=False, the rows of a rank are consecutive"
+        raise InputError("qkv_weight_interleaved", "be True for tensor parallelism of one weight", False, hint=hint)
+    if fused and heads.kv % ranks:
+        hint = "with fuse_qkv_params=False, the weights of keys and values are replicated"
+        rule = f"be a multiple of the {ranks} ranks of mesh with fuse_qkv_params"
+        raise InputError("num_gqa_groups", rule, heads.kv, hint=hint)
