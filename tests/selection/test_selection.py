@@ -61,6 +61,7 @@ def case(
     grad: bool = False,
     layout: str = "bshd",
     page_size: int | None = None,
+    quantized: torch.dtype | None = None,
     **features: Any,
 ) -> dict[str, Any]:
     """Arguments of `explain`."""
@@ -68,12 +69,14 @@ def case(
     kv = (64, page_size, kv_heads) if page_size else (*lead, kv_len, kv_heads)
     arguments = {
         "q": meta(*lead, q_len, heads, dim, dtype=dtype, grad=grad),
-        "k": meta(*kv, dim, dtype=dtype, grad=grad),
-        "v": meta(*kv, v_dim or dim, dtype=dtype, grad=grad),
+        "k": meta(*kv, dim, dtype=quantized or dtype, grad=grad),
+        "v": meta(*kv, v_dim or dim, dtype=quantized or dtype, grad=grad),
         "layout": layout,
         "mask": mask,
         **features,
     }
+    if quantized is not None:
+        arguments |= {name: meta(*kv, dtype=FP32) for name in ("k_scale", "v_scale")}
     return arguments | ({"pages": torch.empty(2, 8, dtype=torch.int32, device="meta")} if page_size else {})
 
 
@@ -95,6 +98,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "decode-lengths": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_len=4096, kv_heads=4),
     "decode-pages-16": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_heads=4, page_size=16),
     "decode-pages-256": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_heads=4, page_size=256),
+    "decode-int8": case(masks.causal(BR), q_len=1, kv_len=4096, kv_heads=4, quantized=torch.int8),
+    "decode-pages-fp8": case(masks.lengths([9, 99]), q_len=1, kv_heads=4, page_size=16, quantized=torch.float8_e4m3fn),
     "prefill-top-left": case(masks.causal("top_left"), q_len=512),
     "prefill-bottom-right": case(masks.causal(BR), q_len=512),
     "train-window": case(masks.window(128, 0), grad=True),
@@ -154,6 +159,8 @@ decode                  N    N    R   F          A     C     C     G
 decode-lengths          N    N    R   G          A     A     G     G
 decode-pages-16         N    N    R   G          G     G     G     G
 decode-pages-256        N    N    R   G          A     A     G     G
+decode-int8             N    N    R   G          G     G     G     G
+decode-pages-fp8        N    N    R   G          G     G     G     G
 prefill-top-left        N    N    R   E          T     C     C     G
 prefill-bottom-right    N    N    R   F          A     C     C     G
 train-window            N    N    R   F          A     C     C     G

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from undivided.errors import InputError
 
 CALLS = (
     "causal", "window", "lengths", "documents", "document_ids", "prefix", "sinks", "chunks", "dense", "predicate",
-    "tree",
+    "tree", "blocks", "pages",
 )  # fmt: skip
 
 
@@ -27,10 +28,12 @@ def parse(text: str) -> masks.Mask:
     [[[0, 3], [1, 4]]]
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # such as an invalid escape in a string
+            tree = ast.parse(text.strip(), mode="eval").body
+        return _mask(tree, text)
+    except (SyntaxError, UnicodeError, RecursionError, MemoryError):  # the last two: too deeply nested
         raise _wrong(text) from None
-    return _mask(tree, text)
 
 
 def _mask(node: ast.expr, text: str) -> masks.Mask:
@@ -74,7 +77,7 @@ def _value(node: ast.expr, text: str) -> Any:
         return index_function(node)
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         raise _wrong(text) from None
 
 

@@ -269,7 +269,7 @@ def read(path: Path) -> Table:
         return _parsed(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         detail = " ".join(str(error).split()) or type(error).__name__
         raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", detail) from None
 
@@ -278,6 +278,9 @@ def _parsed(found: Mapping[str, Any]) -> Table:
     if found["schema"] != SCHEMA:
         raise ValueError(f"schema {found['schema']} (this version reads {SCHEMA})")
     runs = {name: Run(**fields) for name, fields in found["runs"].items()}
+    for name, run in runs.items():
+        if not all(isinstance(field, str) for field in run):
+            raise ValueError(f"run {name} has a field that is not text")
     table: dict[str, dict[tuple[int, int], Entry]] = {}
     for kind, places in found["rates"].items():
         for at, (run, rates) in places.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.text import Text
 
@@ -100,4 +101,5 @@ def _build(
     batch = batch or natural[0]
     if batch * queries > MAX_ROWS:
         raise InputError("batch * queries", f"be at most {MAX_ROWS}", batch * queries, hint="--q-len, --batch")
+    built.check(batch, 1, queries, keys, packed=False, device=torch.device("cpu"))
     return built, (batch, queries, keys)

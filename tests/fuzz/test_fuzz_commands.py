@@ -1,0 +1,69 @@
+"""A few dozen cases of `fuzz_commands`, and the faults that it found; CONTRIBUTING.md describes how to run more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fuzz_commands import command, fuzz
+
+from undivided import InputError, masks
+from undivided.cli._mask_words import parse
+from undivided.kernels.triton import config
+from undivided.selection import measured
+
+UNPARSED = ["\x00", "\ud800", "(" * 300, "-" * 5000 + "1", "causal & " * 3000 + "causal", "window({[]: 1})"]
+
+
+def test_changed_texts_and_files_end_in_a_result_or_one_message() -> None:
+    assert fuzz(150, first=1_000_000) == {}
+
+
+@pytest.mark.parametrize("text", UNPARSED)
+def test_text_that_python_cannot_parse_is_no_mask(text: str) -> None:
+    with pytest.raises(InputError, match="mask must be made of"):
+        parse(text)
+
+
+def test_a_mask_of_another_size_is_refused_before_it_is_drawn() -> None:
+    command("mask", "dense([[True, False], [True, True]])", "--q-len", "4", code=(2,))
+
+
+def test_intervals_of_a_mask_whose_block_tables_differ_by_head() -> None:
+    mask = masks.blocks(2, 2, [[[[0]], [[1]]]])
+    assert mask.intervals(2, 4).tolist() == [[[0, 4], [0, 4]]]
+
+
+def table(**changes: object) -> dict[str, object]:
+    run = {"when": "2026-01-01", "machine": "a", "commit": "b", "torch": "c", "report": "d"}
+    return {
+        "schema": measured.SCHEMA,
+        "runs": {"0": run},
+        "rates": {"kind": {"1/1": ["0", {"native": 1.0}]}},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"runs": {"0": {"when": [], "machine": "a", "commit": "b", "torch": "c", "report": "d"}}},
+        {"rates": {"kind": {"1/1": ["0", {"native": 10**400}]}}},
+    ],
+    ids=["run", "rate"],
+)
+def test_a_malformed_table_of_ranks_is_refused(changes: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps(table()))
+    assert measured.read(path)
+    path.write_text(json.dumps(table(**changes)))
+    command("ranks", "--into", str(path), code=(2,))
+
+
+@pytest.mark.parametrize("tile", [[128, "x", 4, 3], [128, 64, 4, -1], [128, 64, True, 3], [128, 64, 4, 3, 1]])
+def test_malformed_tiles_are_left_out_with_a_warning(tile: list[object], tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps({"tiles": {"sm90/forward/16/64": tile}}))
+    with pytest.warns(RuntimeWarning, match="the package's own are used"):
+        assert config._tuned.__wrapped__(path) == {}
