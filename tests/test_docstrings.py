@@ -19,6 +19,7 @@ MODULES = [
     "undivided.benchmarking",
     "undivided.cache",
     "undivided.context_parallel",
+    "undivided.parallel",
     "undivided.errors",
     "undivided.integrations.torch_sdpa",
     "undivided.integrations.transformers",

@@ -142,7 +142,16 @@ def test_no_modules_import_each_other() -> None:
     assert not circles
 
 
-KNOWS_PROCESS_GROUPS = ("cli", "benchmarking", "context_parallel", "diagnosis", "integrations", "nn", "verification")
+KNOWS_PROCESS_GROUPS = (
+    "cli",
+    "benchmarking",
+    "context_parallel",
+    "diagnosis",
+    "integrations",
+    "nn",
+    "parallel",
+    "verification",
+)
 SHARED_BY_BACKENDS = ("_base", "_table", "shared")
 
 

@@ -73,7 +73,16 @@ _LAZY = {
     "replace_sdpa": "integrations.torch_sdpa",
     "verify": "verification",
 }
-_LAZY_PACKAGES = ("cache", "context_parallel", "diagnosis", "integrations", "nn", "quantization", "verification")
+_LAZY_PACKAGES = (
+    "cache",
+    "context_parallel",
+    "diagnosis",
+    "integrations",
+    "nn",
+    "parallel",
+    "quantization",
+    "verification",
+)
 
 
 if not TYPE_CHECKING:  # or type checkers would accept every name

@@ -32,7 +32,8 @@ def test_a_wheel_for_a_platform_has_a_library_that_loads() -> None:
     if "-none-any" in (DISTRIBUTION.read_text("WHEEL") or "") or _is_editable():
         pytest.skip("not installed from a wheel for a platform")
     code = "from undivided.kernels import cpu; found = cpu.load(); print(getattr(found, 'level', found))"
-    assert _run(code).strip() in ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
+    x86 = ("avx2", "avx512", "avx512_bf16", "amx_bf16", "amx")
+    assert _run(code).strip() in ("generic", *x86, "neon", "neon_bf16")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

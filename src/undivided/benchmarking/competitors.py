@@ -8,7 +8,7 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from undivided.benchmarking.catalogue import Benchmark
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.machine import Machine
+from undivided.quantization import dequantize
 from undivided.request.call import Call
 from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
@@ -84,6 +85,15 @@ class Prepared:
         return q, k, v
 
     @property
+    def floating_keys(self) -> tuple[Tensor, Tensor]:
+        """k and v as they are stored, detached; quantised numbers in the dtype of q."""
+        k, v = self.tensors.k.detach(), self.tensors.v.detach()
+        k_scale, v_scale, dtype = self.call.k_scale, self.call.v_scale, self.problem.dtype
+        if k_scale is None or v_scale is None:
+            return k, v
+        return dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
+
+    @property
     def grad_out(self) -> Tensor:
         """The gradient of the output as [B, H, S, D]."""
         return _layout.heads_first(self.inputs.grad_out, self.problem.layout)
@@ -97,6 +107,8 @@ def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
     1
     """
     inputs = build(benchmark.case, benchmark.dtype, device=device)
+    if benchmark.batch_invariant:
+        inputs = replace(inputs, arguments={**inputs.arguments, "batch_invariant": True})
     return Prepared(benchmark, inputs, *normalise(Request.from_keywords(**inputs.arguments)))
 
 
@@ -149,10 +161,12 @@ def make_all(
 def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> Competitor:
     """A call of the library with a backend, or with the one that it chooses."""
     arguments = dict(prepared.inputs.arguments)
-    decision = decide(prepared.problem, Machine.this(arguments["q"].device), policy(backend))
+    batch_invariant = arguments.get("batch_invariant")
+    allowed = policy(backend, batch_invariant=batch_invariant)
+    decision = decide(prepared.problem, Machine.this(arguments["q"].device), allowed)
     if decision.chosen is None:
         raise Absent("; ".join(decision.reasons.get(backend or "", ())) or "no backend can run it")
-    default = decide(prepared.problem, decision.machine, policy(None)).chosen
+    default = decide(prepared.problem, decision.machine, policy(None, batch_invariant=batch_invariant)).chosen
     if backend is not None and decision.chosen is default:
         raise Absent("undivided chose it")
     call = partial(attention, **arguments, backend=backend)
@@ -171,16 +185,28 @@ def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> C
 
 def _without(prepared: Prepared, case: Case) -> Competitor:
     """The same tensors without the feature of the case."""
+    given, benchmark = prepared.inputs.arguments, prepared.benchmark
+    mask = given["mask"]
+    if case.mask != benchmark.case.mask:
+        mask = case.mask() if case.mask else None
     arguments = {
-        **prepared.inputs.arguments,
-        "mask": case.mask() if case.mask else None,
+        **given,
+        "mask": mask,
         "bias": None,
         "softcap": case.softcap,
         "alibi_slopes": None,
         "sinks": None,
         "dropout_p": case.dropout_p,
         "dropout_seed": None,
+        "batch_invariant": None,
     }
+    if case.quantized != benchmark.case.quantized:
+        k, v = prepared.floating_keys
+        arguments |= {"k": k, "v": v, "k_scale": None, "v_scale": None}
+    if case.shared_pages != benchmark.case.shared_pages:  # each sequence has pages of its own
+        table = given["pages"]
+        arguments |= {name: given[name][table.flatten().long()] for name in "kv"}
+        arguments["pages"] = torch.arange(table.numel(), dtype=table.dtype, device=table.device).view_as(table)
     call, tensors = normalise(Request.from_keywords(**arguments))
     inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)
     return _ours(Prepared(prepared.benchmark, inputs, call, tensors), None, "without")

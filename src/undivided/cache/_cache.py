@@ -137,6 +137,7 @@ class Cache(ABC):
         sinks: Tensor | None = ...,
         backend: str | None = ...,
         deterministic: bool | None = ...,
+        batch_invariant: bool | None = ...,
         return_lse: Literal[False] = ...,
     ) -> Tensor: ...
 
@@ -154,6 +155,7 @@ class Cache(ABC):
         sinks: Tensor | None = ...,
         backend: str | None = ...,
         deterministic: bool | None = ...,
+        batch_invariant: bool | None = ...,
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -171,6 +173,7 @@ class Cache(ABC):
         sinks: Tensor | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
+        batch_invariant: bool | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of q over all cached tokens: `undivided.attention` with this cache's keys, values and lengths.
@@ -181,13 +184,14 @@ class Cache(ABC):
         Args:
             q: queries in the cache's layout, with a number of heads that N divides; usually the queries of the tokens
                 appended last.
-            mask: causal, window, sinks, chunks, prefix, dense, document_ids or predicate, joined by ``&`` and ``|``.
+            mask: any of `undivided.masks` but lengths and documents, joined by ``&`` and ``|``; `pages` chooses keys.
                 None: causal. ``masks.window(None, None)`` masks only missing tokens. The cache adds the lengths; the
                 default alignment is bottom-right. Key j is the j-th token of its sequence.
             q_lengths: number of real queries of each sequence, which come first, as `lengths` of `append`; other rows
                 give 0. None: the lengths of the last append if it had any, otherwise all.
             bias: as in `undivided.attention`, with Sk = max(lengths); not in "thd".
-            scale, softcap, alibi_slopes, sinks, backend, deterministic, return_lse: as in `undivided.attention`.
+            scale, softcap, alibi_slopes, sinks, backend, deterministic, batch_invariant, return_lse: as in
+                `undivided.attention`.
 
         Returns:
             The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
@@ -210,6 +214,7 @@ class Cache(ABC):
             sinks=sinks,
             backend=backend,
             deterministic=deterministic,
+            batch_invariant=batch_invariant,
             return_lse=return_lse,
         )
 

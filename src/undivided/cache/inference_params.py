@@ -217,8 +217,8 @@ class InferenceParams(BetweenSteps):
             layer_number, new_k, new_v, qkv_format: as in `step`.
             q: queries of the same tokens, [.., h, d].
             mask: as in `KVCache.attend`: causal if None, aligned bottom-right by default, without lengths.
-            options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic and return_lse of
-                `undivided.attention`.
+            options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, batch_invariant and return_lse,
+                as in `undivided.attention`.
 
         Returns:
             The output in q's format, 0 in padding rows; with return_lse, (output, lse).

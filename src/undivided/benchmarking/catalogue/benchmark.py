@@ -51,6 +51,7 @@ class Benchmark:
         goal: the targets.
         reads: `Goal.fraction` is of the read rate, not of the arithmetic peak.
         quick: whether ``--quick`` runs it.
+        batch_invariant: the results must not depend on the batch.
     """
 
     suite: str
@@ -61,6 +62,7 @@ class Benchmark:
     goal: Goal = Goal()
     reads: bool = False
     quick: bool = False
+    batch_invariant: bool = False
 
     @property
     def name(self) -> str:

@@ -6,10 +6,12 @@ A line of the suite is one entry of `STEPS`; a feature of the library that is me
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from undivided import masks
 from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, Benchmark, Goal
@@ -28,6 +30,10 @@ class Step:
         new, cached: tokens per sequence.
         page_size: None if the keys are packed as the queries are.
         quick: whether ``--quick`` runs it.
+        tree: the parent of each new token, for a tree of drafts in each sequence; None if they follow one another.
+        batch_invariant: the results must not depend on the batch.
+        within: largest ratio to the time without quantisation, shared pages and batch invariance; None if the goal is
+            that of the best other.
         options: fields of the `Case`.
     """
 
@@ -35,36 +41,52 @@ class Step:
     cached: tuple[int, ...]
     page_size: int | None = PAGE
     quick: bool = False
+    tree: tuple[int, ...] | None = None
+    batch_invariant: bool = False
+    within: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def mask(self) -> Mask:
-        """Causal within each sequence; the new tokens are its last ones."""
+        """Causal within each sequence, or its tree; the new tokens are its last ones."""
         new, cached = ([0, *accumulate(counts)] for counts in (self.new, self.cached))
-        return masks.documents(new, cached) & masks.causal("bottom_right")
+        of_each = masks.causal("bottom_right")
+        if self.tree is not None:
+            of_each = masks.tree([parent for count in self.new for parent in self.tree[:count]])
+        return masks.documents(new, cached) & of_each
 
-    def case(self, name: str) -> Case:
-        """The problem: 32 heads on 8 of size 128, packed."""
-        width = None if self.page_size is None else -(-max(self.cached) // self.page_size) * self.page_size
-        keys = sum(self.cached) if width is None else width * len(self.cached)
-        return Case(
-            name,
-            layout="thd",
-            batch=1,
-            q_len=sum(self.new),
-            kv_len=keys,
-            heads=32,
-            kv_heads=8,
-            qk_dim=128,
-            mask=self.mask,
-            page_size=self.page_size,
-            needs=(),
-            **self.options,
+    def benchmark(self, name: str, dtype: torch.dtype) -> Benchmark:
+        """The problem with its goal, and the same problem without the features that `within` is about."""
+        case = self.case(name)
+        return Benchmark(
+            "serving",
+            case,
+            dtype,
+            without=None if self.within is None else replace(case, quantized=None, shared_pages=0),
+            goal=Goal(best=1.05) if self.within is None else Goal(within=self.within),
+            quick=self.quick and dtype == BFLOAT,
+            batch_invariant=self.batch_invariant,
         )
 
+    def case(self, name: str) -> Case:
+        """The problem: 32 heads on 8 of size 128 if `options` do not change them, packed."""
+        width = None if self.page_size is None else -(-max(self.cached) // self.page_size) * self.page_size
+        keys = sum(self.cached) if width is None else width * len(self.cached)
+        sizes: dict[str, Any] = {"q_len": sum(self.new), "kv_len": keys, "heads": 32, "kv_heads": 8, "qk_dim": 128}
+        packed: dict[str, Any] = {"layout": "thd", "batch": 1, "mask": self.mask, "page_size": self.page_size}
+        return Case(name, needs=(), **{**sizes, **packed, **self.options})
 
+
+def _decode(**fields: Any) -> Step:
+    """16 sequences decode over 3072 keys."""
+    return Step((1,) * 16, (3072,) * 16, **fields)
+
+
+_TREE = (-1, 0, 0, 1, 1, 2, 2, 3)
+_LATENTS = {"heads": 16, "kv_heads": 1, "qk_dim": 576, "v_dim": 512, "memory": "latent"}
+"""DeepSeek V2 Lite's."""
 STEPS: Mapping[str, Step] = MappingProxyType(
     {
-        "decode-16x3k": Step((1,) * 16, (3072,) * 16, quick=True),
+        "decode-16x3k": _decode(quick=True),
         "decode-16-mixed": Step((1,) * 16, tuple(range(256, 256 * 17, 256))),
         "decode-32x128": Step((1,) * 32, (128,) * 32),
         "mixed-4x256-after-2k-16-decode": Step((256,) * 4 + (1,) * 16, (2304,) * 4 + (3072,) * 16),
@@ -73,14 +95,25 @@ STEPS: Mapping[str, Step] = MappingProxyType(
         "drafts-4-8x4k": Step((4,) * 8, (4096,) * 8),
         "drafts-8-8x4k": Step((8,) * 8, (4096,) * 8),
         "prefill-8x512": Step((512,) * 8, (512,) * 8, page_size=None),
+        "tree-8-8x4k": Step((8,) * 8, (4096,) * 8, tree=_TREE),
+        "latents-4x2k": Step((1,) * 4, (2048,) * 4, options=_LATENTS),
+        "latents-64-after-1k-3-decode": Step((64,) + (1,) * 3, (1088,) + (2048,) * 3, options=_LATENTS),
+        "int8-16x3k": _decode(within=0.6, options={"quantized": "int8"}),
+        "fp8_e4m3-16x3k": _decode(within=0.6, options={"quantized": "fp8_e4m3"}),
+        "fp8_e5m2-16x3k": _decode(within=0.6, options={"quantized": "fp8_e5m2"}),
+        "int4-16x3k": _decode(within=0.4, options={"quantized": "int4"}),
+        "shared-2k-of-32x2.25k": Step((1,) * 32, (2304,) * 32, within=0.25, options={"shared_pages": 2048 // PAGE}),
+        "batch-invariant-16x3k": _decode(within=1.25, batch_invariant=True),
+        "batch-invariant-4x256-after-2k-16-decode": Step(
+            (256,) * 4 + (1,) * 16, (2304,) * 4 + (3072,) * 16, within=1.25, batch_invariant=True
+        ),
     }
 )
 
 
 def serving() -> Iterator[Benchmark]:
-    """Packed batches of sequences in different phases. Goal: at most 1.05 of the best other, separate calls too."""
+    """Packed batches of sequences in different phases; those with a feature of `Step` are timed in bf16 alone."""
     for dtype in (FLOAT, BFLOAT):
         for name, step in STEPS.items():
-            yield Benchmark(
-                "serving", step.case(name), dtype, goal=Goal(best=1.05), quick=step.quick and dtype == BFLOAT
-            )
+            if dtype == BFLOAT or (step.within is None and not step.options):
+                yield step.benchmark(name, dtype)

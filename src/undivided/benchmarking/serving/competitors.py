@@ -19,6 +19,7 @@ from undivided.benchmarking.competitors import Absent, Competitor, Prepared
 from undivided.benchmarking.serving import vllm
 from undivided.cache import PagedKVCache
 from undivided.functional import attention
+from undivided.masks._parts import Tree
 
 __all__ = ["MAKERS", "Group", "groups"]
 
@@ -30,12 +31,14 @@ class Group(NamedTuple):
         q: [B, S, H, D].
         k, v: one [L, N, D] per sequence.
         first: number of the first sequence in the batch.
+        tree: the parent of each new token [B, S]; None if the new tokens follow one another.
     """
 
     q: Tensor
     k: list[Tensor]
     v: list[Tensor]
     first: int
+    tree: Tensor | None
 
     @property
     def lengths(self) -> list[int]:
@@ -52,8 +55,9 @@ def groups(prepared: Prepared) -> list[Group]:
     >>> [(group.q.shape, group.lengths[0]) for group in found]
     [(torch.Size([8, 2, 32, 128]), 4096)]
     """
-    q, k, v = (x.detach() for x in prepared.tensors[:3])
+    q, (k, v) = prepared.tensors.q.detach(), prepared.floating_keys
     documents, _ = prepared.call.mask.take("documents")
+    trees = next((part.parents.flatten() for part in prepared.call.mask.parts if isinstance(part, Tree)), None)
     new, cached = (offsets.diff().tolist() for offsets in (documents.cu_seqlens_q, documents.cu_seqlens_kv))
     if (pages := prepared.call.pages) is None:
         keys, values = list(k.split(cached)), list(v.split(cached))
@@ -65,8 +69,9 @@ def groups(prepared: Prepared) -> list[Group]:
     found, at, first = [], 0, 0
     for count, run in groupby(new):
         size = len(list(run))
-        rows = slice(first, first + size)
-        found.append(Group(q[at : at + size * count].unflatten(0, (size, count)), keys[rows], values[rows], first))
+        rows, tokens = slice(first, first + size), slice(at, at + size * count)
+        tree = None if trees is None else trees[tokens].view(size, count)
+        found.append(Group(q[tokens].unflatten(0, (size, count)), keys[rows], values[rows], first, tree))
         at, first = at + size * count, first + size
     return found
 
@@ -95,7 +100,8 @@ def _separate(prepared: Prepared) -> Competitor:
 
 def _dense(prepared: Prepared, group: Group) -> Part:
     lengths = masks.lengths(torch.tensor(group.lengths, dtype=torch.int32))
-    causal = masks.causal("bottom_right")
+    causal = masks.causal("bottom_right") if group.tree is None else masks.tree(group.tree)
+    options = {name: prepared.inputs.arguments.get(name) for name in ("k_scale", "v_scale", "batch_invariant")}
     if (pages := prepared.call.pages) is not None:
         rows = pages[group.first : group.first + len(group.k)]
         pages = rows[:, : -(-max(group.lengths) // prepared.tensors.k.shape[1])].contiguous()
@@ -105,33 +111,47 @@ def _dense(prepared: Prepared, group: Group) -> Part:
         if len(set(group.lengths)) > 1:
             raise Absent("sequences of unequal lengths are packed")
         k, v, mask = torch.stack(group.k), torch.stack(group.v), causal
-    return partial(attention, group.q, k, v, layout="bshd", mask=mask, pages=pages)
+    return partial(attention, group.q, k, v, layout="bshd", mask=mask, pages=pages, **options)
 
 
 def _sdpa(prepared: Prepared) -> Competitor:
     """PyTorch's function, one call per sequence."""
     parts = [
-        _one_sdpa(q, k, v) for group in groups(prepared) for q, k, v in zip(group.q, group.k, group.v, strict=True)
+        _one_sdpa(q, k, v, group.tree if group.tree is None else group.tree[b])
+        for group in groups(prepared)
+        for b, (q, k, v) in enumerate(zip(group.q, group.k, group.v, strict=True))
     ]
     return _competitor("sdpa", "torch SDPA, one call per sequence", prepared, parts)
 
 
-def _one_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Part:
+def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, tree: Tensor | None) -> Part:
     q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
     rows, keys = q.shape[2], k.shape[2]
     mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows) if 1 < rows < keys else None
+    if tree is not None:
+        mask = masks.tree(tree).to_dense(batch=1, heads=1, q_len=rows, kv_len=keys)[0, 0]
     call: Part = partial(
         scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=1 < rows == keys, enable_gqa=True
     )
     return lambda: call().transpose(1, 2)
 
 
+def _causal_groups(prepared: Prepared) -> list[Group]:
+    """`groups`, for operators without masks."""
+    found = groups(prepared)
+    if any(group.tree is not None for group in found):
+        raise Absent("its operator is causal, without trees")
+    return found
+
+
 def _onnxruntime(prepared: Prepared) -> Competitor:
     """onnxruntime's GroupQueryAttention: one call per group, or per sequence if several tokens follow cached ones."""
     from undivided.benchmarking import onnx
 
+    if prepared.problem.qk_dim != prepared.problem.v_dim:
+        raise Absent("GroupQueryAttention has one head size for keys and values")
     parts, label = [], ""
-    for group in groups(prepared):
+    for group in _causal_groups(prepared):
         follows = 1 < group.q.shape[1] < min(group.lengths)
         for rows in range(len(group.k)) if follows else [slice(None)]:
             rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
@@ -146,7 +166,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
 
 def _vllm(prepared: Prepared) -> Competitor:
     """vLLM's operator for CPUs on the packed batch, with pages of its own format."""
-    found = groups(prepared)
+    found = _causal_groups(prepared)
     try:
         attend = vllm.attention(
             torch.cat([group.q.flatten(0, 1) for group in found]),
@@ -164,6 +184,11 @@ def _cache(prepared: Prepared) -> Competitor:
     """A step of `PagedKVCache`: append the new tokens, attend, and truncate again."""
     if prepared.call.pages is None:
         raise Absent("the keys are not paged")
+    case = prepared.benchmark.case
+    if case.memory == "latent":
+        raise Absent("it stores values beside the latents")
+    if case.shared_pages:
+        raise Absent("its sequences are appended one by one, and share nothing")
     found = groups(prepared)
     keys, values = ([x for group in found for x in getattr(group, name)] for name in "kv")
     new = [group.q.shape[1] for group in found for _ in group.k]
@@ -172,8 +197,19 @@ def _cache(prepared: Prepared) -> Competitor:
     _, kv_heads, dim = keys[0].shape
     pages = sum(-(-len(k) // page) for k in keys)
     cache = PagedKVCache(
-        pages, page, kv_heads, dim, value_dim=values[0].shape[2], batch=len(keys), dtype=keys[0].dtype, layout="thd"
+        pages,
+        page,
+        kv_heads,
+        dim,
+        value_dim=values[0].shape[2],
+        batch=len(keys),
+        dtype=keys[0].dtype,
+        layout="thd",
+        quantize=case.quantized,
     )
+    mask = None
+    if found[0].tree is not None:
+        mask = masks.tree(torch.cat([group.tree.flatten() for group in found if group.tree is not None]))
 
     def packed(tensors: list[Tensor], is_past: bool) -> Tensor:
         return torch.cat([x[:n] if is_past else x[n:] for x, n in zip(tensors, past, strict=True)])
@@ -184,7 +220,9 @@ def _cache(prepared: Prepared) -> Competitor:
 
     def step() -> Tensor:
         cache.append(k, v, lengths=new)
-        out = cache.attend(q, scale=prepared.call.scale)
+        out = cache.attend(
+            q, mask, scale=prepared.call.scale, batch_invariant=prepared.benchmark.batch_invariant or None
+        )
         cache.truncate(past)
         return out[None]
 
