@@ -16,6 +16,7 @@ from undivided.arguments.layout import STRIDES, Strides, kernel_strides
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks.normal_form import DensePairs
+from undivided.masks.normal_form.pairs import all_pairs
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -335,9 +336,10 @@ class Records:
         normal = self.call.normal_form(self.tensors.q)
         if normal.exact:
             return _NO_DENSE
-        dense, everything = self._stored_mask(), slice(None)
-        if dense is None:
-            dense = normal.allowed(everything, rows, slice(0, problem.kv_len), everything)
+        dense = self._stored_mask()
+        if dense is None:  # the ranges are fields of their own
+            batch, heads, keys = (slice(0, size) for size in (problem.batch, problem.heads, problem.kv_len))
+            dense = all_pairs(normal.extras, batch, heads, rows, keys)
         elif dense.shape[2] > 1:
             dense = dense[:, :, rows]
         dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)

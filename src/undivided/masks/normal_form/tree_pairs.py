@@ -64,9 +64,22 @@ class TreePairs:
         """Allowed pairs, bool ``[b|1, 1, r, k]``."""
         del heads
         first = narrow(self.first, 0, batch)[:, rows, None]
-        node = index_tensor(keys, first.device) - first
         ancestors = narrow(self.ancestors, 0, batch)[:, rows]
-        size = (max(len(node), len(ancestors)), *node.shape[1:])
-        index = node.clamp(0, ancestors.shape[2] - 1).expand(size)
-        found = ancestors.expand(size[0], *ancestors.shape[1:]).gather(2, index)
+        batches = max(len(first), len(ancestors))
+        first = first.expand(batches, -1, -1)
+        ancestors = ancestors.expand(batches, -1, -1)
+        if isinstance(keys, slice):
+            return _pairs_of_slice(first, ancestors, keys)[:, None]
+        node = index_tensor(keys, first.device) - first
+        found = ancestors.gather(2, node.clamp(0, ancestors.shape[2] - 1))
         return ((node < 0) | (found & (node < ancestors.shape[2])))[:, None]
+
+
+def _pairs_of_slice(first: Tensor, ancestors: Tensor, keys: slice) -> Tensor:
+    """Allowed pairs, bool ``[b, r, k]``: the nodes are written over the comparison, because a tree has few of them."""
+    count = keys.stop - keys.start
+    allowed = torch.arange(keys.start, keys.stop + 1, device=first.device) < first
+    column = first + torch.arange(ancestors.shape[2], device=first.device) - keys.start
+    outside = (column < 0) | (column >= count)
+    allowed.scatter_(2, torch.where(outside, count, column), ancestors)  # the last column is dropped
+    return allowed[..., :count]
