@@ -38,8 +38,8 @@ class Block {
     const Segment extent = key_extent(a, block);
     from_ = larger_of(extent.start, block.key), to_ = smaller_of(extent.stop, block.key_stop);
     first_block_key_ = from_ / kBlockKeys * kBlockKeys;
-    narrow_ =
-        to_ - first_block_key_ <= max_narrow_keys<Mode>(a) &&
+    narrow_ =  // a panel of few rows keeps no packed keys for others
+        (Mode::kAmx || block.rows > kMaxFewRows) && to_ - first_block_key_ <= max_narrow_keys<Mode>(a) &&
         longest_row_keys(a, block) * (a.qk_dim + a.v_dim) * (Mode::kAmx ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <=
             kMaxRowBytes;
     row_major_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block);

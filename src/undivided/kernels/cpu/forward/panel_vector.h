@@ -4,6 +4,7 @@
 #include "forward/query_rows.h"
 #include "forward/softmax.h"
 #include "forward/workspace.h"
+#include "gemm/few_rows.h"
 #include "gemm/prefetch.h"
 #include "gemm/row_product.h"
 #include "mask/score_bias.h"
@@ -26,13 +27,17 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   int64_t front = Arith::kPairs ? start & 1 : 0, keys = stop - start;
   int64_t back = Arith::kPairs ? (front + keys) & 1 : 0;
   float* st = w.scores + front * kPanel;
+  const KT* k = (const KT*)key_block.k + (start - key_block.start) * key_block.k_stride;
+  const bool few_rows = kMaxFewRows > 0 && p.rows <= kMaxFewRows;
   const Runs runs = runs_of(p, start, stop, kBroadcasts);
-  for (int i = 0; i < runs.count; i++) {  // keys that a run leaves out are masked below
+  if constexpr (kMaxFewRows > 0)
+    if (few_rows)
+      multiply_scores_of_few<Arith>(p.rows, sums.qt, k, key_block.k_stride, q_depth<Mode>(a), keys, st, &prefetch);
+  for (int i = 0; !few_rows && i < runs.count; i++) {  // keys that a run leaves out are masked below
     const Run& run = runs.run[i];
-    multiply_scores<Arith>(sums.qt + run.first * kLanes,
-                           (const KT*)key_block.k + (start - key_block.start + run.start) * key_block.k_stride,
-                           key_block.k_stride, q_depth<Mode>(a), run.stop - run.start,
-                           st + run.start * kPanel + run.first * kLanes, run.vectors, &prefetch);
+    multiply_scores<Arith>(sums.qt + run.first * kLanes, k + run.start * key_block.k_stride, key_block.k_stride,
+                           q_depth<Mode>(a), run.stop - run.start, st + run.start * kPanel + run.first * kLanes,
+                           run.vectors, &prefetch);
   }
   if (has_score_bias || !keeps_products(a)) apply_score_bias(a, has_score_bias ? w.score_bias : nullptr, keys, st);
   if (!has_score_bias && !p.covers(start, stop)) apply_ranges(p, start, keys, st);
@@ -69,8 +74,15 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
       p.has_sums = true;
       return;
     }
-  // in pairs, a group of columns spans twice as many keys
   constexpr int64_t each = Arith::kPairs ? 2 : 1;
+  if constexpr (kMaxFewRows > 0)
+    if (few_rows && v_group == 0) {
+      multiply_values_of_few<Arith>(p.rows, w.scores, v, v_stride, (front + keys + back) / each, a.v_dim,
+                                    p.has_sums ? decay : nullptr, sums.ot, &prefetch);
+      p.has_sums = true;
+      return;
+    }
+  // in pairs, a group of columns spans twice as many keys
   Runs weight_runs = each == 1 ? runs : runs_of(p, start - front, stop + back, each * kBroadcasts);
   for (int i = 0; each == 2 && i < weight_runs.count; i++) weight_runs.run[i].start /= 2, weight_runs.run[i].stop /= 2;
   multiply_values<Arith>(w.scores, v, v_stride, weight_runs, a.v_dim, p.has_sums ? decay : nullptr, sums.ot, v_group,

@@ -40,6 +40,16 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
   }
 }
 
+#if defined(__AVX512BW__)
+// Indices that take numbers first, first + 1, ... of two vectors in turns.
+INLINE __m512i zip_index(int first) {
+  typedef uint16_t Numbers __attribute__((vector_size(64)));
+  Numbers index;
+  for (int i = 0; i < 32; i++) index[i] = (uint16_t)(first + i / 2 + i % 2 * 32);
+  return (__m512i)index;
+}
+#endif
+
 // Puts keys j and j + 1 side by side in 32 bits, from key `start` at v on; keys outside [start, stop), or that no row
 // sees, become zeros.
 [[maybe_unused]] static void interleave(const BFloat16* v, int64_t stride, int64_t start, int64_t stop, int64_t columns,
@@ -48,6 +58,13 @@ static void widen(const T* from, int64_t stride, int64_t rows, int64_t columns, 
     const BFloat16* even = j >= start && (!visible || visible[j - start]) ? v + (j - start) * stride : nullptr;
     const BFloat16* odd = j + 1 < stop && (!visible || visible[j + 1 - start]) ? v + (j + 1 - start) * stride : nullptr;
     int64_t d = 0;
+#if defined(__AVX512BW__)
+    for (; d + 32 <= columns; d += 32) {
+      const __m512i low = even ? _mm512_loadu_si512(even + d) : __m512i{}, high = odd ? _mm512_loadu_si512(odd + d) : __m512i{};
+      _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(low, zip_index(0), high));
+      _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(low, zip_index(16), high));
+    }
+#endif
     for (; d + kLanes <= columns; d += kLanes) {
       UVec low = even ? __builtin_convertvector(*(const UnalignedHVec*)(even + d), UVec) : UVec{};
       UVec high = odd ? __builtin_convertvector(*(const UnalignedHVec*)(odd + d), UVec) : UVec{};

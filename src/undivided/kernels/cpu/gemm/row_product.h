@@ -43,15 +43,6 @@ static __attribute__((noinline)) void multiply_row_group(const float* pt, const 
     }
 }
 
-// Calls `f` with the number of rows, R at most, as a constant. (Unused lanes may hold subnormal numbers, which cost
-// hundreds of cycles.)
-template <int R, class F>
-INLINE void with_rows(int64_t rows, F f) {
-  if constexpr (R > 1)
-    if (rows < R) return with_rows<R - 1>(rows, f);
-  f(std::integral_constant<int, R>());
-}
-
 // R rows from `row` on, or as many as the panel has, C vectors of columns at once.
 template <int R, int C>
 static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v,

@@ -54,6 +54,15 @@ INLINE void with_vectors(int vectors, F f) {
   else f(std::integral_constant<int, 2>());
 }
 
+// Calls `f` with the number of rows, R at most, as a constant. (Unused lanes may hold subnormal numbers, which cost
+// hundreds of cycles.)
+template <int R, class F>
+INLINE void with_rows(int64_t rows, F f) {
+  if constexpr (R > 1)
+    if (rows < R) return with_rows<R - 1>(rows, f);
+  f(std::integral_constant<int, R>());
+}
+
 // A range of the contracted axis, or of keys, and the vectors of rows that take part in it.
 struct Run {
   int64_t start, stop;
