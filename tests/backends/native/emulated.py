@@ -140,6 +140,7 @@ class EmulatedLibrary(cpu.Library):
         self._send(struct.pack("q", 0))
         self.level = self._read(self._number()).decode()
         self.levels = LEVELS
+        self.lost_level, self.has_openmp = None, False
         self.calls = 0
 
     def close(self) -> None:
