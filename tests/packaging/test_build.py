@@ -92,10 +92,12 @@ def test_the_pure_wheel_runs_and_says_what_is_missing(wheel_without_compiler: Pa
         "print(undivided.attention(q, q, q, layout='bshd').shape)\n"
         "print(*undivided.explain(q, q, q, layout='bshd').reasons['native'])"
     )
-    command = [sys.executable, "-W", "error", "-c", code]
+    warning = "calls on the CPU run on PyTorch's kernels, which are slower"
+    command = [sys.executable, "-W", "error", "-W", f"always:{warning}", "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count(warning) == 1, done.stderr
     place, shape, reason = done.stdout.splitlines()
     assert place.startswith(str(tmp_path))
     assert shape == "torch.Size([1, 8, 2, 16])"
