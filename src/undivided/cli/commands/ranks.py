@@ -40,7 +40,7 @@ def ranks(
         bool, typer.Option("--measure", help="Measure the backends on this machine and write your table.")
     ] = False,
     seconds: Annotated[
-        float | None, typer.Option(help="Time limit of --measure, 5 to 3600; default: 170.", show_default=False)
+        float | None, typer.Option(help="Time limit of --measure, 5 to 3600; default: 160.", show_default=False)
     ] = None,
     level: Annotated[
         list[str] | None,
