@@ -69,7 +69,8 @@ class TestCommand:
         offered = json.loads(command("doctor", "--json").stdout)["ranks"]
         assert offered["command"] == "undivided ranks --measure"
         assert f"no table for level {level()}: " in " ".join(command("doctor").stdout.split())
-        done = command("ranks", "--measure", "--seconds", "20", "--filter", ONE)
+        kept = users.parent.parent / "kept.json"
+        done = command("ranks", "--measure", "--seconds", "20", "--filter", ONE, "--report", str(kept))
         assert done.exit_code == 0, done.output
         assert f"undivided: 1/2 {ONE}" in done.stderr.splitlines(), "plain lines if stderr is not a terminal"
         assert "2 places measured" in done.stderr
@@ -78,6 +79,10 @@ class TestCommand:
         assert {kind.split("/")[2] for kind in found} == {"forward", "training"}
         assert all(set(entry.rates) == {"native", "torch_flash"} for at in found.values() for entry in at.values())
         assert [path.name for path in users.parent.iterdir()] == ["ranks.json"], "no temporary file is left"
+        assert {entry.run.report for at in found.values() for entry in at.values()} == {"kept.json"}
+        again = users.with_name("again.json")
+        assert command("ranks", str(kept), "--into", str(again)).exit_code == 0
+        assert _measured.read(again) == found, "the report gives the same table"
         forget(monkeypatch)
         explained = command("explain", "--q", "1x16x8x64", "--kv", "1x16x8x64").stdout
         assert "chosen; measured rank: est." in " ".join(explained.split())
@@ -138,6 +143,11 @@ class TestCommand:
             (("--measure", "--filter", "nothing"), "--filter must be contained in the name of a problem"),
             (("--measure", "report.json"), "--measure must be given without REPORT"),
             (("--seconds", "9"), "--seconds must be given together with --measure, got 9.0"),
+            (
+                ("--measure", "--level", "all", "--report", "r.json"),
+                "--report must be given without --level, got r.json",
+            ),
+            (("--report", "r.json"), "--report must be given together with --measure, got r.json"),
             (("--level", "avx2"), "--level must be given together with --measure, got ['avx2']"),
         ],
     )
@@ -148,7 +158,7 @@ class TestCommand:
         done = command("ranks", *words)
         assert (done.exit_code, done.stdout) == (2, "")
         assert message in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
+        assert len([line for line in done.stderr.strip().splitlines() if not line.startswith("  HINT: ")]) == 1
 
     def test_another_file_is_not_overwritten(self, users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_measure_ranks, "measure", lambda *_, **__: pytest.fail("minutes were spent"))

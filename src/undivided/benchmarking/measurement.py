@@ -43,12 +43,13 @@ FIRST_RATE = 5e8
 class Measurement(NamedTuple):
     """The result of `measure`.
 
-    table: the rates. measured: the number of problems in it. left_out: names of problems by the reason. wrong: a text
-        for every wrong result, which was not timed. seconds: of the whole measurement. busy: other processes used the
-        processor meanwhile.
+    table: the rates. report: the timed problems, for `undivided.benchmarking.ranks.ranks`. measured: the number of
+        problems in the table. left_out: names of problems by the reason. wrong: a text for every wrong result, which
+        was not timed. seconds: of the whole measurement. busy: other processes used the processor meanwhile.
     """
 
     table: Table
+    report: Mapping[str, Any]
     measured: int
     left_out: Mapping[str, tuple[str, ...]]
     wrong: tuple[str, ...]
@@ -65,6 +66,7 @@ def measure(
     filter: str = "",
     *,
     groups: Iterable[Sequence[Benchmark]] | None = None,
+    source: str = SOURCE,
     step: Callable[[str], None] = lambda name: None,
 ) -> Measurement:
     """The rates of the backends of this machine, on its CPU, at the level and with the threads of this process.
@@ -73,6 +75,7 @@ def measure(
         seconds: the time limit; a problem that would pass it does not start.
         filter: text that the name of a problem contains, such as ``bf16-decode``; empty selects all.
         groups: the problems; None is `coverage()`. Those of one group are measured together or not at all.
+        source: the source that the table names for its figures: the report, if it is kept.
         step: called with the name of each problem before it starts.
 
     >>> found = measure(2.0, "fp32-full-h8-16-d64")
@@ -107,11 +110,13 @@ def measure(
         for entry in case["entries"]
         if not entry["ok"]
     )
-    found = ranks(_report(cases), SOURCE)
+    report = _report(cases)
+    found = ranks(report, source)
     for reason, names in found.left_out.items():
         left_out["the backends' order changed between turns" if reason == "disturbed" else reason] += names
     return Measurement(
         found.table,
+        report,
         sum(map(len, found.table.values())),
         {why: tuple(names) for why, names in left_out.items()},
         wrong,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import typer
 
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.competitors import selectable_backends
-from undivided.benchmarking.measurement import SECONDS, Measurement, measure, replaced
+from undivided.benchmarking.measurement import SECONDS, SOURCE, Measurement, measure, replaced
 from undivided.cli._paths import file_to_write
 from undivided.cli._terminal import complain, progress
 from undivided.errors import InputError
@@ -39,7 +40,9 @@ class Found(NamedTuple):
     exit_code: int
 
 
-def measure_levels(path: Path, flag: str, seconds: float | None, levels: Sequence[str], filter: str) -> Found:
+def measure_levels(
+    path: Path, flag: str, seconds: float | None, levels: Sequence[str], filter: str, report: Path | None = None
+) -> Found:
     """Measure at these levels and put the rates into the table at `path`, which is replaced as a whole or not at all.
 
     Raises:
@@ -52,6 +55,10 @@ def measure_levels(path: Path, flag: str, seconds: float | None, levels: Sequenc
     if filter and not any(filter in one.name for group in coverage() for one in group):
         raise InputError("--filter", "be contained in the name of a problem, such as bf16-causal-512", repr(filter))
     chosen = _levels(levels)
+    if report is not None:
+        if chosen:
+            raise InputError("--report", "be given without --level", str(report), hint="UNDIVIDED_ISA=avx2 names one")
+        file_to_write("--report", report)
     file_to_write(flag, path)
     old = _measured.read(path)
     with _without_warning_of_a_missing_table():
@@ -60,7 +67,7 @@ def measure_levels(path: Path, flag: str, seconds: float | None, levels: Sequenc
             if chosen:  # Ctrl-C reaches the processes of the levels too
                 new, code = _measure_each(chosen, limit / len(chosen), filter)
             else:
-                new, code = _measure_here(limit, filter)
+                new, code = _measure_here(limit, filter, report)
         except KeyboardInterrupt:
             complain(f"interrupted: {path} is as it was")
             raise typer.Exit(INTERRUPTED) from None
@@ -110,14 +117,17 @@ def _without_warning_of_a_missing_table() -> Iterator[None]:
         yield
 
 
-def _measure_here(seconds: float, filter: str) -> tuple[Table, int]:
-    """The rates at the level in use, and the exit code."""
+def _measure_here(seconds: float, filter: str, report: Path | None = None) -> tuple[Table, int]:
+    """The rates at the level in use, and the exit code; the timed problems go to the report."""
     total = sum(filter in one.name for group in coverage() for one in group)
     level = _measured.architecture("cpu", Machine.this("cpu"))
     threads = torch.get_num_threads()
     complain(f"level {level}, {threads} thread{'s' * (threads != 1)}: at most {seconds:g} s")
     with progress(total, plain=True) as step:
-        found = measure(seconds, filter, step=step)
+        found = measure(seconds, filter, source=report.name if report else SOURCE, step=step)
+    if report is not None and found.table:
+        report.write_text(json.dumps(found.report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        complain(f"written {report}")
     _summarise(found)
     return found.table, 1 if found.wrong else 0
 

@@ -49,6 +49,13 @@ def ranks(
             "The levels share the time. Default: the level in use."
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --measure: also write the timed problems to this file, for `undivided ranks FILE`.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Show the measured rates that order the backends; measure them here; or add the rates of reports.
@@ -60,12 +67,12 @@ def ranks(
     """
     path = into or _measured.users_path()
     if not measure:
-        for flag, value in (("--seconds", seconds), ("--level", level)):
+        for flag, value in (("--seconds", seconds), ("--level", level), ("--report", report)):
             if value is not None:
                 raise InputError(flag, "be given together with --measure", str(value))
     if measure:
         refuse_together("--measure", {"REPORT": reports})
-        new = measure_levels(path, "--into" if into else "UNDIVIDED_RANKS", seconds, level or [], filter)
+        new = measure_levels(path, "--into" if into else "UNDIVIDED_RANKS", seconds, level or [], filter, report)
         if as_json:
             print_json([row for kind in sorted(new.table) for row in _rows(kind, new.table[kind])])
         else:
@@ -74,12 +81,12 @@ def ranks(
     if reports:
         refuse_together("REPORT", {"--filter": filter, "--json": as_json})
         file_to_write("--into", path)
-    for report in reports or ():
+    for one in reports or ():
         try:
-            read = json.loads(report.read_text(encoding="utf-8"))
+            read = json.loads(one.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{report} ({error})") from None
-        complain(f"{path}: {add(read, report.name, path)}")
+            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{one} ({error})") from None
+        complain(f"{path}: {add(read, one.name, path)}")
     if reports:
         return
     if into is not None or "UNDIVIDED_RANKS" in os.environ:
