@@ -16,6 +16,7 @@ from gloo_ranks import run_ranks
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import undivided
@@ -70,21 +71,21 @@ def passes(forward: CountedBytes, backward: CountedBytes) -> Passes:
     return Passes(forward.sent, backward.sent)
 
 
-def count_tensor_ranks() -> list[tuple[bool, bool, Passes, int]]:
-    """(gated, sequence parallel, bytes of a layer, its parameters on this rank)."""
+def count_tensor_ranks() -> list[tuple[bool, bool, bool, Passes, int]]:
+    """(gated, sequence parallel, recomputed, bytes of a layer, its parameters on this rank)."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
     found = []
-    for model, sequence_parallel in itertools.product((PLAIN, GATED), (False, True)):
+    for model, sequence_parallel, recompute in itertools.product((PLAIN, GATED), (False, True), (False, True)):
         layer = parallelize(make_layer(model), mesh["tensor"], sequence_parallel)
         length = LENGTH // mesh.size() if sequence_parallel else LENGTH
         x = torch.randn(BATCH, length, HIDDEN, requires_grad=True)
         forward, backward = CountedBytes(), CountedBytes()
         with forward:
-            out = layer(x)
+            out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
         with backward:
             out.sum().backward()
         own = sum(p.to_local().numel() for p in layer.parameters())
-        found.append((model.gated, sequence_parallel, passes(forward, backward), own))
+        found.append((model.gated, sequence_parallel, recompute, passes(forward, backward), own))
     return found
 
 
@@ -104,18 +105,19 @@ def count_data_ranks() -> tuple[Passes, int, int]:
     return passes(forward, backward), count, sum(p.to_local().numel() for p in model.parameters())
 
 
-def count_context_ranks() -> dict[str, Passes]:
-    """The bytes of a layer by strategy."""
+def count_context_ranks() -> dict[tuple[str, bool], Passes]:
+    """The bytes of a layer by strategy, kept or recomputed."""
     found = {}
-    for strategy in ("ring", "all_gather", "all_to_all"):
+    for strategy, recompute in itertools.product(("ring", "all_gather", "all_to_all"), (False, True)):
         layer = make_layer(PLAIN)
         context = undivided.ContextParallel(distributed.group.WORLD, strategy).bind(LENGTH, mask=masks.causal())
         layer.set_context_parallel_group(context)
-        out = layer(context.shard(torch.randn(1, LENGTH, HIDDEN), dim=1).requires_grad_())
+        x = context.shard(torch.randn(1, LENGTH, HIDDEN), dim=1).requires_grad_()
+        out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
         used = layer.self_attention.core_attention.context_parallel or context
         forward = used.traffic.bytes_sent
         out.sum().backward()
-        found[strategy] = Passes(forward, used.traffic.bytes_sent - forward)
+        found[strategy, recompute] = Passes(forward, used.traffic.bytes_sent - forward)
     return found
 
 
@@ -128,11 +130,19 @@ def runs() -> list[list[Any]]:
 def test_tensor_ranks_send_what_is_planned() -> None:
     for answers in runs()[0]:
         assert isinstance(answers, list), answers
-        for gated, sequence_parallel, sent, own in answers:
+        assert len(answers) == 8
+        for gated, sequence_parallel, recompute, sent, own in answers:
             model = GATED if gated else PLAIN
-            planned = tensor_bytes(model, BATCH * LENGTH, 2, 4, sequence_parallel=sequence_parallel)
-            assert sent == planned, (gated, sequence_parallel)
+            planned = tensor_bytes(
+                model, BATCH * LENGTH, 2, 4, sequence_parallel=sequence_parallel, recompute=recompute
+            )
+            assert sent == planned, (gated, sequence_parallel, recompute)
             assert own == model.layer_parameters(2)
+            if sequence_parallel:
+                (option,) = plan_training(
+                    model, Cluster(1, 2), LENGTH, BATCH, None, torch.float32, tensor=2, data=1, recompute=recompute
+                ).options
+                assert option.axes[2].sent == model.layers * sent.both
 
 
 def test_ranks_that_share_parameters_send_what_is_planned() -> None:
@@ -142,16 +152,19 @@ def test_ranks_that_share_parameters_send_what_is_planned() -> None:
         assert count == PLAIN.parameters
         assert own == PLAIN.parameters // 2
         assert sent == parameter_bytes(PLAIN, 1, 2, 2, 4)
+        (option,) = plan_training(PLAIN, Cluster(1, 2), LENGTH, 4, data=2, recompute=False).options
+        assert option.micro_batches == 2
+        assert option.axes[0].sent == 2 * sent.both
 
 
 def test_context_ranks_send_what_is_planned() -> None:
     answers = runs()[2]
     assert all(isinstance(answer, dict) for answer in answers), answers
-    for strategy in answers[0]:
-        busiest = max(answer[strategy].both for answer in answers)
+    for strategy, recompute in answers[0]:
+        busiest = max(answer[strategy, recompute].both for answer in answers)
         cluster = Cluster(1, 2)
         planned = plan_training(
-            PLAIN, cluster, LENGTH, 1, masks.causal(), torch.float32, context=2, recompute=False, strategy=strategy
+            PLAIN, cluster, LENGTH, 1, masks.causal(), torch.float32, context=2, recompute=recompute, strategy=strategy
         )
         (option,) = planned.options
         assert option.strategy == strategy

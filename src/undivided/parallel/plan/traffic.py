@@ -49,7 +49,8 @@ def tensor_bytes(
     pass, and another one in the backward pass (Shoeybi et al. 2019, arXiv:1909.08053, section 3). With sequence
     parallelism each all-reduce is a reduce-scatter, and an all-gather before the block: two of each per pass, the same
     bytes (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The gathered input of a block is kept for the
-    backward pass, so it is not gathered a third time. Recomputed activations repeat the forward pass.
+    backward pass, so it is not gathered a third time. Recomputed activations repeat the forward pass without its last
+    collective, on whose result no gradient depends (`torch.utils.checkpoint` stops there).
 
     A gated activation sends more (`GATES_ARE_GATHERED`): its input [tokens, 2 ffn] is gathered in the forward pass, and
     two tensors [tokens, ffn] in the backward pass.
@@ -65,11 +66,13 @@ def tensor_bytes(
     >>> tensor_bytes(model, 2048, 2, 2)  # 4 collectives of 2048 x 1024 x 2 bytes, of which half is sent
     Passes(forward=8388608.0, backward=8388608.0)
     """
-    forward = backward = 4 * gathered(tokens * model.hidden * itemsize, tensor)
+    one = gathered(tokens * model.hidden * itemsize, tensor)
+    forward = backward = 4 * one
     if model.gated and GATES_ARE_GATHERED:
         gates = gathered(tokens * 2 * model.ffn * itemsize, tensor)
         forward, backward = forward + gates, backward + gates
-    return Passes(forward, backward + forward * recompute)
+    again = forward - one * (1 if sequence_parallel else 2) if recompute else 0
+    return Passes(forward, backward + again)
 
 
 def parameter_bytes(model: Model, tensor: int, ranks: int, itemsize: int, gradient_itemsize: int) -> Passes:
