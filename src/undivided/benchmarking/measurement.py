@@ -21,7 +21,7 @@ from undivided.benchmarking import competitors as _competitors
 from undivided.benchmarking import peak, runs, suites, timing
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.catalogue.coverage import coverage
-from undivided.benchmarking.competitors import Competitor
+from undivided.benchmarking.competitors import Absent, Competitor
 from undivided.benchmarking.ranks import ranks
 from undivided.selection.measured import TIE, Table, merged
 
@@ -55,10 +55,6 @@ class Measurement(NamedTuple):
     wrong: tuple[str, ...]
     seconds: float
     busy: bool
-
-
-class _Left(Exception):
-    """The reason why a problem does not count."""
 
 
 def measure(
@@ -100,7 +96,7 @@ def measure(
             began = time.monotonic()
             try:
                 cases.append(_case(benchmark, backends, clock))
-            except _Left as why:
+            except Absent as why:
                 left_out[str(why)].append(benchmark.name)
             clock.learn(benchmark, time.monotonic() - began)
     after = peak.arithmetic(torch.float32).measure()
@@ -207,7 +203,7 @@ def _case(benchmark: Benchmark, backends: Sequence[str], clock: _Clock) -> dict[
     prepared = _competitors.prepare(benchmark)
     participants, _ = _competitors.competitors(prepared, backends, ())
     if len(participants) < 2:
-        raise _Left("one backend alone can run it")
+        raise Absent("one backend alone can run it")
     entries, right = runs.verify(participants)
     case = runs.describe(prepared) | {"entries": entries}
     if len(right) < 2:

@@ -260,7 +260,7 @@ def in_force() -> Table:
     return functools.reduce(merged, reversed(tables()))
 
 
-class Coverage(NamedTuple):
+class PlaceCounts(NamedTuple):
     """Where the measurements on an architecture come from.
 
     users, ours: the number of places in the user's table and in the package's. when: the date of the user's newest.
@@ -271,18 +271,18 @@ class Coverage(NamedTuple):
     when: str
 
 
-def coverage(on: str) -> Coverage:
+def count_places(on: str) -> PlaceCounts:
     """What the tables hold on an architecture, such as "amx".
 
-    >>> coverage("no such level")
-    Coverage(users=0, ours=0, when='')
+    >>> count_places("no such level")
+    PlaceCounts(users=0, ours=0, when='')
     """
     *users, ours = [
         [entry for kind, places in table.items() if kind.split("/")[0] == on for entry in places.values()]
         for table in tables()
     ]
     own = [entry for entries in users for entry in entries]
-    return Coverage(len(own), len(ours), max((entry.run.when[:10] for entry in own), default=""))
+    return PlaceCounts(len(own), len(ours), max((entry.run.when[:10] for entry in own), default=""))
 
 
 def read(path: Path) -> Table:

@@ -33,7 +33,7 @@ INTERRUPTED = 130
 """The exit code of a shell for a process that Ctrl-C ended."""
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """The new rates, and the exit code: 1 if a result was wrong or no problem could be measured."""
 
     table: Table
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 def measure_levels(
     path: Path, flag: str, seconds: float | None, levels: Sequence[str], filter: str, report: Path | None = None
-) -> Found:
+) -> Outcome:
     """Measure at these levels and put the rates into the table at `path`, which is replaced as a whole or not at all.
 
     Raises:
@@ -73,10 +73,10 @@ def measure_levels(
             raise typer.Exit(INTERRUPTED) from None
     if not new:
         complain(f"no problem was measured: {path} is as it was")
-        return Found(new, 1)
+        return Outcome(new, 1)
     _measured.write(path, replaced(old, new, filter))
     complain(f"written {path}: {sum(map(len, new.values()))} places; selection uses them from the next process on")
-    return Found(new, code)
+    return Outcome(new, code)
 
 
 def _levels(names: Sequence[str]) -> tuple[str, ...]:

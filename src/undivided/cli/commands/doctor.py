@@ -98,7 +98,7 @@ def _machine() -> dict[str, str]:
 def _ranks() -> dict[str, Any]:
     """Whether the backends were measured at the level of this process; a command if not. A GPU has its own table."""
     level = measured.architecture("cpu", Machine.this("cpu"))
-    found = measured.coverage(level or "")
+    found = measured.count_places(level or "")
     path = str(measured.users_path())
     return {
         "level": level,

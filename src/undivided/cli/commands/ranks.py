@@ -37,7 +37,7 @@ def ranks(
         ),
     ] = "",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the backends on this machine and write your table.")
+        bool, typer.Option("--measure", help="Measure the backends on this CPU and write your table.")
     ] = False,
     seconds: Annotated[
         float | None, typer.Option(help="Time limit of --measure, 5 to 3600; default: 160.", show_default=False)

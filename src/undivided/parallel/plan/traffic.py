@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from undivided.parallel.plan.model import Model
 
-__all__ = ["Passes", "gathered", "parameter_bytes", "tensor_bytes"]
+__all__ = ["Passes", "gather_bytes", "parameter_bytes", "tensor_bytes"]
 
 GATES_ARE_GATHERED = True
 """`parallelize` gathers the features of a gated activation before it multiplies them: see `tensor_bytes`."""
@@ -31,10 +31,10 @@ class Passes(NamedTuple):
         return self.forward + self.backward
 
 
-def gathered(size: float, ranks: int) -> float:
+def gather_bytes(size: float, ranks: int) -> float:
     """Bytes that a rank sends in an all-gather to `size` bytes, or in a reduce-scatter of `size` bytes.
 
-    >>> gathered(1000, 4)
+    >>> gather_bytes(1000, 4)
     750.0
     """
     return size * (ranks - 1) / ranks
@@ -66,10 +66,10 @@ def tensor_bytes(
     >>> tensor_bytes(model, 2048, 2, 2)  # 4 collectives of 2048 x 1024 x 2 bytes, of which half is sent
     Passes(forward=8388608.0, backward=8388608.0)
     """
-    one = gathered(tokens * model.hidden * itemsize, tensor)
+    one = gather_bytes(tokens * model.hidden * itemsize, tensor)
     forward = backward = 4 * one
     if model.gated and GATES_ARE_GATHERED:
-        gates = gathered(tokens * 2 * model.ffn * itemsize, tensor)
+        gates = gather_bytes(tokens * 2 * model.ffn * itemsize, tensor)
         forward, backward = forward + gates, backward + gates
     again = forward - one * (1 if sequence_parallel else 2) if recompute else 0
     return Passes(forward, backward + again)
@@ -94,5 +94,5 @@ def parameter_bytes(model: Model, tensor: int, ranks: int, itemsize: int, gradie
     """
     layers = model.layers * model.layer_parameters(tensor)
     everything = layers + model.outer_parameters
-    forward = gathered(everything * itemsize, ranks)
-    return Passes(forward, gathered(layers * itemsize, ranks) + gathered(everything * gradient_itemsize, ranks))
+    forward = gather_bytes(everything * itemsize, ranks)
+    return Passes(forward, gather_bytes(layers * itemsize, ranks) + gather_bytes(everything * gradient_itemsize, ranks))
