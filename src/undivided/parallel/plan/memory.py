@@ -66,7 +66,7 @@ def working_parameters(model: Model, tensor: int, ranks: int, itemsize: int, gra
 def layer_activations(model: Model, tensor: int, itemsize: int, *, sequence_parallel: bool, recompute: bool) -> float:
     """Bytes per token that a layer keeps for the backward pass; exactly those of a `TransformerLayer` on a CPU.
 
-    Korthikanti et al. 2022 (arXiv:2205.05198, equation 2) count ``34 h`` bytes with e = 2 without the scores, which
+    Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count ``34 h`` bytes with e = 2 without the scores, which
     flash attention does not keep: 2 h inputs of the norms, 2 h inputs of the blocks, 4 h of attention and 8 h of the
     feed-forward block are ``16 h`` numbers or 32 h bytes, and 2 h bytes are dropout masks, which are recomputed here.
     With other sizes the numbers are those below. Added are the lse, 4 bytes per head, and what norms keep: a LayerNorm
