@@ -133,7 +133,7 @@ def test_a_batch_is_packed_again_as_it_was(layout: str) -> None:
 class TestDoctor:
     def test_json_holds_machine_backends_environment_and_check(self) -> None:
         found = answer("doctor")
-        assert set(found) == {"machine", "backends", "environment", "self_check"}
+        assert set(found) == {"machine", "backends", "ranks", "environment", "self_check"}
         assert found["self_check"]["ok"]
         assert {row["name"] for row in found["backends"]} == {row.name for row in undivided.backends()}
         for row in found["backends"]:

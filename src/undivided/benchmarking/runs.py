@@ -22,7 +22,7 @@ from undivided.benchmarking.timing import Steady, Stopwatch
 from undivided.machine import Machine
 from undivided.verification.sample import Sample, sample_of
 
-__all__ = ["Settings", "run", "run_small"]
+__all__ = ["Settings", "describe", "run", "run_small", "verify"]
 
 Entry = dict[str, Any]
 Case = dict[str, Any]
@@ -83,7 +83,7 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     """
     prepared = _competitors.prepare(benchmark, settings.device)
     participants, absent = _participants(prepared, settings)
-    entries, right = _verify(participants)
+    entries, right = verify(participants)
     probe = _probe(prepared, settings)
     calls: dict[str, timing.Call] = {competitor.name: competitor.call for competitor in right}
     if probe.turn is not None:
@@ -101,7 +101,7 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
         "attempts": result.attempts,
         "contended": result.contended or slowed,
     }
-    case = _describe(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
+    case = describe(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     if benchmark.goal.pairs is not None:
         problem = prepared.problem
         case["share_of_pairs"] = _pairs(prepared) / (problem.batch * problem.q_len * problem.kv_len)
@@ -135,10 +135,10 @@ def run_small(
         step(f"{benchmark.suite}: {benchmark.name}")
         prepared = _competitors.prepare(benchmark, settings.device)
         participants, absent = _competitors.competitors(prepared, settings.backends, ("sdpa",))
-        entries, right = _verify(participants)
+        entries, right = verify(participants)
         ready.append(
             (
-                _describe(prepared) | {"entries": entries, "absent": absent},
+                describe(prepared) | {"entries": entries, "absent": absent},
                 {competitor.name: competitor.call for competitor in right},
             )
         )
@@ -167,7 +167,7 @@ def _probe(prepared: Prepared, settings: Settings) -> Probe:
     return peak.arithmetic(prepared.problem.dtype, settings.device)
 
 
-def _verify(participants: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
+def verify(participants: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
     """An entry for each competitor, and the competitors whose results are within the budget."""
     samples: dict[Prepared, Sample] = {}
     entries, right = [], []
@@ -197,7 +197,7 @@ def _judge(competitor: Competitor, sample: Sample) -> Entry:
     return {"ok": all(x["ok"] for x in errors.values()) and bool(errors), "errors": errors}
 
 
-def _describe(prepared: Prepared) -> Case:
+def describe(prepared: Prepared) -> Case:
     """The fields of a case that describe its problem."""
     benchmark, problem = prepared.benchmark, prepared.problem
     return {

@@ -149,11 +149,24 @@ def race(
 def _run_turns(
     competitors: Mapping[str, Call], turns: int, calls: Mapping[str, int], watch: Stopwatch
 ) -> dict[str, float]:
+    times = turn_times(competitors, turns, calls, watch)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def turn_times(
+    competitors: Mapping[str, Call], turns: int, calls: Mapping[str, int], watch: Stopwatch = _by_clock
+) -> dict[str, list[float]]:
+    """The seconds of one call of each competitor in every turn; a turn is `calls` calls of each, one after the other.
+
+    >>> times = turn_times({"a": lambda: None, "b": lambda: None}, 3, {"a": 10, "b": 10})
+    >>> [len(each) for each in times.values()]
+    [3, 3]
+    """
     seconds: dict[str, list[float]] = {name: [] for name in competitors}
     for _ in range(turns):
         for name, function in competitors.items():
             seconds[name].append(watch(function, calls[name]) / calls[name])
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return seconds
 
 
 class Reading(NamedTuple):

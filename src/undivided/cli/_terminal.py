@@ -81,9 +81,10 @@ def print_json(answer: Any) -> None:
 
 
 @contextmanager
-def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+def progress(total: int, quiet: bool = False, plain: bool = False) -> Iterator[Callable[[str], None]]:
     """A progress bar with the time left, on stderr; the function that it yields is called with the name of each step
-    before it starts."""
+    before it starts. With `plain`, one line per step if stderr is not a terminal; otherwise nothing there."""
+    lines = plain and not quiet and not sys.stderr.isatty()
     bar = Progress(
         SpinnerColumn(),
         BarColumn(bar_width=24),
@@ -103,6 +104,8 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]
             nonlocal started
             bar.update(task, description=name, completed=started)
             started += 1
+            if lines:
+                complain(f"{started}/{total} {name}")
 
         yield step
 

@@ -99,12 +99,14 @@ class Decision:
             verdict: one of `verdicts`.
 
         Returns:
-            Its estimate, or a note on its default rank; "" if it cannot run or the caller gave the order.
+            Its estimate, or a note on its default rank; "" if it cannot run or the caller gave the order. If two
+            backends or more have estimates, their ranks are measured, and it says so.
         """
         if not verdict.can_run:
             return ""
         if verdict.estimate is not None:
-            return str(verdict.estimate)
+            compared = sum(other.estimate is not None for other in self.verdicts) > 1
+            return f"{'measured rank: ' if compared else ''}{verdict.estimate}"
         if self.policy.forced is not None or self.policy.allowed is not None:
             return ""
         on = _measured.architecture(self.problem.device, self.machine) or "this machine"

@@ -3,7 +3,8 @@
 A table has, for kinds of problems on an architecture, the rate that each backend reached in one run: operations on
 pairs per second, or bytes read per second in decoding. Only rates of the same run are compared, so each entry has one
 run. The package's table is ``measured.json``, made from reports in ``benchmarks/``; a user's table (UNDIVIDED_RANKS, or
-a file in the cache folder) comes before it. Both are read once, at the first selection; `undivided ranks` writes them.
+a file in the cache folder) comes before it. Both are read once, at the first selection; `undivided ranks` writes them,
+and `undivided ranks --measure` measures the user's.
 
 Lengths are rounded up to powers of two, because selection reads no more of them (see `decision.selection_key`).
 """
@@ -257,6 +258,31 @@ def tables() -> tuple[Table, ...]:
 def in_force() -> Table:
     """The tables as one, the user's entries first."""
     return functools.reduce(merged, reversed(tables()))
+
+
+class PlaceCounts(NamedTuple):
+    """Where the measurements on an architecture come from.
+
+    users, ours: the number of places in the user's table and in the package's. when: the date of the user's newest.
+    """
+
+    users: int
+    ours: int
+    when: str
+
+
+def count_places(on: str) -> PlaceCounts:
+    """What the tables hold on an architecture, such as "amx".
+
+    >>> count_places("no such level")
+    PlaceCounts(users=0, ours=0, when='')
+    """
+    *users, ours = [
+        [entry for kind, places in table.items() if kind.split("/")[0] == on for entry in places.values()]
+        for table in tables()
+    ]
+    own = [entry for entries in users for entry in entries]
+    return PlaceCounts(len(own), len(ours), max((entry.run.when[:10] for entry in own), default=""))
 
 
 def read(path: Path) -> Table:

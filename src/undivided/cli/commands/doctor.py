@@ -24,6 +24,7 @@ from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.functional import attention, explain
 from undivided.kernels.cpu import _install
 from undivided.machine import Machine
+from undivided.selection import measured
 from undivided.selection.policy import policy
 from undivided.verification.budget import FACTOR, relative_error
 
@@ -72,6 +73,7 @@ def findings() -> dict[str, Any]:
     return {
         "machine": _machine(),
         "backends": [dataclasses.asdict(row) for row in table_of_backends()],
+        "ranks": _ranks(),
         "environment": _environment(),
     }
 
@@ -91,6 +93,33 @@ def _machine() -> dict[str, str]:
     if not torch.cuda.is_available():
         values["GPU"] = "none that PyTorch can use"
     return values
+
+
+def _ranks() -> dict[str, Any]:
+    """Whether the backends were measured at the level of this process; a command if not. A GPU has its own table."""
+    level = measured.architecture("cpu", Machine.this("cpu"))
+    found = measured.count_places(level or "")
+    path = str(measured.users_path())
+    return {
+        "level": level,
+        **found._asdict(),
+        "file": path,
+        "command": None if found.users or found.ours else "undivided ranks --measure",
+    }
+
+
+def _rank_words(found: dict[str, Any]) -> str:
+    if found["users"]:
+        also = f", then the package's with {found['ours']}" if found["ours"] else ""
+        return (
+            f"level {found['level']}: your table of {found['when']} with {found['users']} places{also}; {found['file']}"
+        )
+    if found["ours"]:
+        return f"level {found['level']}: the package's table with {found['ours']} places"
+    return (
+        f"no table for level {found['level']}: backends are tried in the order of their default ranks. "
+        f"`{found['command']}` measures them in under three minutes and writes {found['file']}"
+    )
 
 
 def _origin() -> str:
@@ -151,6 +180,7 @@ def _show(screen: Console, findings: dict[str, Any]) -> None:
         how = f"\nto install: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
         backends.add_row(row["name"], row["family"], mark, Text(words + how, "" if row["available"] else "dim"))
     _section(screen, "Backends", backends)
+    _section(screen, "Measured ranks", Text(_rank_words(findings["ranks"])))
     if findings["environment"]:
         rows = [(f"{entry['name']}={entry['value']}", entry["meaning"]) for entry in findings["environment"]]
         _section(screen, "Environment", _pairs(rows))

@@ -1,4 +1,4 @@
-"""``undivided plan``: what context parallelism would send, compute and hold, before a cluster is rented."""
+"""``undivided plan``: what parallel training would send, compute and hold, before a cluster is rented."""
 
 from __future__ import annotations
 
@@ -9,26 +9,43 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from undivided import masks
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
+from undivided.cli._paths import refuse_together
 from undivided.cli._terminal import console, print_json, print_table, table
+from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, show_meshes
 from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, Plan, cells
 from undivided.context_parallel.plan import plan as make_plan
+from undivided.errors import InputError
+
+WORLD, HEADS, HEAD_DIM = 8, 32, 128
 
 
-@flags(mask_flags=MaskFlags)
+@flags(mask_flags=MaskFlags, cluster=ClusterFlags, model=ModelFlags)
 def plan(
     mask_flags: MaskFlags,
-    seq_len: Annotated[int, typer.Argument(help="Number of tokens of the whole sequence.")],
-    world: Annotated[int, typer.Option(help="Number of ranks.")] = 8,
-    heads: Annotated[int, typer.Option(help="Number of query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(help="Number of key heads; default: that of query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
+    cluster: ClusterFlags,
+    model: ModelFlags,
+    seq_len: Annotated[
+        int | None,
+        typer.Argument(
+            help="Number of tokens of the whole sequence; with a cluster, 8192 by default.", show_default=False
+        ),
+    ] = None,
+    world: Annotated[int | None, typer.Option(help=f"Number of ranks; default: {WORLD}.")] = None,
+    heads: Annotated[int | None, typer.Option(help=f"Number of query heads; default: {HEADS}, or the model's.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Number of key heads; default: that of query heads, or the model's.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(help=f"Head size; default: {HEAD_DIM}, or the model's.")] = None,
     value_dim: Annotated[int | None, typer.Option(help="Head size of the values; default: --head-dim.")] = None,
     kv_len: Annotated[
         int | None, typer.Option(help="Number of keys, if they are not the same tokens as the queries.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Number of sequences.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(help="Number of sequences; default: 1; with a cluster, per step, one per GPU.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of q, k and v.")] = Dtype.bf16,
     strategy: Annotated[
         str | None, typer.Option(help="Count only ring, all_gather, all_to_all or ring+all_to_all.")
@@ -41,22 +58,53 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
-    """Count the bytes sent, the work and the memory of every rank, for each strategy and placement. Nothing runs.
+    """Count the bytes sent, the work and the memory of every rank, before anything runs.
+
+    With SEQ_LEN: attention over ranks, for each strategy and placement. With --nodes or --gpus: training of a model,
+    for each mesh of data, context and tensor ranks. Exit code 1 if no mesh fits into the memory.
 
     Example: undivided plan 1048576 --mask 'window(4095, 0)' --world 64 --kv-heads 8
+
+    Example: undivided plan 32768 --nodes 16 --gpus 8 --link 400gbit --memory 141GB --model 70b
     """
+    if cluster.given:
+        refuse_together(
+            "--nodes, --gpus", {"--world": world, "--kv-len": kv_len, "--value-dim": value_dim, "--by-rank": by_rank}
+        )
+        length = 8192 if seq_len is None else seq_len
+        mask = mask_flags.build(length, length)
+        raise typer.Exit(
+            show_meshes(
+                cluster.cluster(tflops * 1e12),
+                model.sizes(heads, kv_heads, head_dim),
+                model,
+                length,
+                batch,
+                masks.causal() if mask is None and mask_flags.mask is None else mask,
+                DTYPES[dtype],
+                strategy,
+                placement,
+                as_json,
+            )
+        )
+    unused = {f"--{name}": value for name, value in vars(cluster).items()} | model.given()
+    for flag, value in unused.items():
+        if value is not None:
+            raise InputError(flag, "be given together with --nodes or --gpus", repr(value))
+    if seq_len is None:
+        raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint="undivided plan --nodes 2 --gpus 8")
     result = make_plan(
         seq_len,
-        heads,
-        head_dim,
+        HEADS if heads is None else heads,
+        HEAD_DIM if head_dim is None else head_dim,
         mask_flags.build(seq_len, kv_len or seq_len),
-        world,
+        WORLD if world is None else world,
         strategy,  # type: ignore[arg-type]
         placement,  # type: ignore[arg-type]
         kv_len=kv_len,
         kv_heads=kv_heads,
         value_dim=value_dim,
-        batch=batch,
+        batch=1 if batch is None else batch,
         dtype=DTYPES[dtype],
         flops=tflops * 1e12,
         bandwidth=gigabytes * 1e9,

@@ -1,4 +1,4 @@
-"""``undivided ranks``: shows the measured ranks by which selection orders backends, or adds reports to them."""
+"""``undivided ranks``: shows the measured ranks by which selection orders backends, measures them, or adds reports."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from undivided.benchmarking.ranks import add
 from undivided.cli._paths import file_to_write, refuse_together
 from undivided.cli._terminal import complain, console, human, print_json, print_table
 from undivided.cli._terminal import table as columns
+from undivided.cli.commands._measure_ranks import measure_levels
 from undivided.errors import InputError
 from undivided.selection import measured as _measured
 from undivided.selection.measured import Entry, Table
@@ -29,25 +30,63 @@ def ranks(
         typer.Option(metavar="FILE", help="The table; default: UNDIVIDED_RANKS, or a file in your cache folder."),
     ] = None,
     filter: Annotated[
-        str, typer.Option(help="Show only kinds that contain this text, such as amx/bfloat16/forward.")
+        str,
+        typer.Option(
+            help="Show only kinds that contain this text, such as amx/bfloat16/forward; with --measure, measure only "
+            "problems whose name does, such as bf16-decode."
+        ),
     ] = "",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the backends on this CPU and write your table.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="Time limit of --measure, 5 to 3600; default: 160.", show_default=False)
+    ] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --measure: measure at this level of the native kernel, such as avx2, or all; may be repeated. "
+            "The levels share the time. Default: the level in use."
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --measure: also write the timed problems to this file, for `undivided ranks FILE`.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """Show the measured rates that order the backends; with reports, add their rates to the table.
+    """Show the measured rates that order the backends; measure them here; or add the rates of reports.
 
-    The rates of a report replace those of the same problems in the table. Nothing else changes the table; delete the
-    file to return to the rates of the package.
+    --measure takes less than three minutes and writes your table, which selection reads from the next process on. It
+    replaces what an earlier --measure wrote at the same level. The rates of a report replace those of the same problems
+    in the table. Nothing else changes the table: no call measures by itself. Delete the file to return to the rates of
+    the package.
     """
     path = into or _measured.users_path()
+    if not measure:
+        for flag, value in (("--seconds", seconds), ("--level", level), ("--report", report)):
+            if value is not None:
+                raise InputError(flag, "be given together with --measure", str(value))
+    if measure:
+        refuse_together("--measure", {"REPORT": reports})
+        new = measure_levels(path, "--into" if into else "UNDIVIDED_RANKS", seconds, level or [], filter, report)
+        if as_json:
+            print_json([row for kind in sorted(new.table) for row in _rows(kind, new.table[kind])])
+        else:
+            _show(dict(sorted(new.table.items())))
+        raise typer.Exit(new.exit_code)
     if reports:
         refuse_together("REPORT", {"--filter": filter, "--json": as_json})
         file_to_write("--into", path)
-    for report in reports or ():
+    for one in reports or ():
         try:
-            read = json.loads(report.read_text(encoding="utf-8"))
+            read = json.loads(one.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{report} ({error})") from None
-        complain(f"{path}: {add(read, report.name, path)}")
+            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{one} ({error})") from None
+        complain(f"{path}: {add(read, one.name, path)}")
     if reports:
         return
     if into is not None or "UNDIVIDED_RANKS" in os.environ:

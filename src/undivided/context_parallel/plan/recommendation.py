@@ -169,7 +169,9 @@ def plan(
     mask = masks.FULL if mask is None else mask
     mask.check(batch, heads, seq_len, keys, packed=False, device=torch.device("cpu"))
     form = mask.normal_form(batch, heads, seq_len, keys, "cpu")
-    shapes = {name: _mesh_shape(name, world, sizes) for name in (STRATEGIES if strategy is None else (strategy,))}
+    shapes = {
+        name: mesh_shape(name, world, sizes.kv_heads) for name in (STRATEGIES if strategy is None else (strategy,))
+    }
     per_head, options, packed = head_pairs(form), [], len(document_edges(mask, "kv", keys)) > 2
     for name in PLACEMENTS if placement is None else (placement,):
         owners = Placement.of(name, world, seq_len, kv_len, mask, form)
@@ -216,11 +218,11 @@ def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, 
         raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}, or None", repr(placement))
 
 
-def _mesh_shape(strategy: Strategy, world: int, sizes: Sizes) -> tuple[int, int] | None:
+def mesh_shape(strategy: Strategy, world: int, kv_heads: int) -> tuple[int, int] | None:
     """The mesh [ring, heads]; None if a mesh of two axes is impossible."""
     if strategy == "ring+all_to_all":
-        limit = min(MAX_GROUP, sizes.kv_heads, world - 1)
-        group = max((n for n in range(2, limit + 1) if world % n == 0 and sizes.kv_heads % n == 0), default=1)
+        limit = min(MAX_GROUP, kv_heads, world - 1)
+        group = max((n for n in range(2, limit + 1) if world % n == 0 and kv_heads % n == 0), default=1)
         return (world // group, group) if group > 1 else None
     return (1, world) if strategy == "all_to_all" else (world, 1)
 

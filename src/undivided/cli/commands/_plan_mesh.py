@@ -1,0 +1,274 @@
+"""``undivided plan --nodes``: the meshes of a described cluster, for a described model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from undivided.cli._terminal import console, human, print_json, print_table, table
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.parallel.plan import (
+    PRESETS,
+    Cluster,
+    MeshOption,
+    Model,
+    TrainingPlan,
+    bytes_in,
+    bytes_per_second,
+    plan_training,
+)
+
+CLUSTER, MODEL = "Cluster (with --nodes or --gpus)", "Model (with --nodes or --gpus)"
+ROWS = 10
+
+
+@dataclass(frozen=True)
+class ClusterFlags:
+    """The flags of a cluster."""
+
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", rich_help_panel=CLUSTER)] = None
+    gpus: Annotated[int | None, typer.Option(help="GPUs per node; default: 8.", rich_help_panel=CLUSTER)] = None
+    link: Annotated[
+        str | None, typer.Option(help="Network rate per GPU; default: 400gbit.", rich_help_panel=CLUSTER)
+    ] = None
+    intra: Annotated[
+        str | None, typer.Option(help="Rate per GPU within a node; default: 450GB/s.", rich_help_panel=CLUSTER)
+    ] = None
+    memory: Annotated[str | None, typer.Option(help="Memory per GPU; default: 80GB.", rich_help_panel=CLUSTER)] = None
+    reserve: Annotated[
+        str | None,
+        typer.Option(help="Memory per GPU for driver, buffers, fragmentation; default: 6GB.", rich_help_panel=CLUSTER),
+    ] = None
+
+    @property
+    def given(self) -> bool:
+        """Whether a cluster is described."""
+        return self.nodes is not None or self.gpus is not None
+
+    def cluster(self, flops: float) -> Cluster:
+        """The cluster."""
+        values: dict[str, Any] = {"nodes": 1 if self.nodes is None else self.nodes}
+        values["gpus"] = 8 if self.gpus is None else self.gpus
+        for name, read in (("link", bytes_per_second), ("intra", bytes_per_second), ("memory", bytes_in)):
+            if (text := getattr(self, name)) is not None:
+                values[name] = read(f"--{name}", text)
+        if self.reserve is not None:
+            values["reserve"] = 0 if self.reserve.strip() == "0" else bytes_in("--reserve", self.reserve)
+        return Cluster(flops=flops, **values)
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """The flags of a model, which change the sizes of a preset, and of the meshes to try."""
+
+    model: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}; default: 8b.", rich_help_panel=MODEL)] = None
+    layers: Annotated[int | None, typer.Option(help="Number of layers.", rich_help_panel=MODEL)] = None
+    hidden: Annotated[int | None, typer.Option(help="Features of the hidden states.", rich_help_panel=MODEL)] = None
+    ffn: Annotated[int | None, typer.Option(help="Feed-forward features.", rich_help_panel=MODEL)] = None
+    vocabulary: Annotated[int | None, typer.Option(help="Number of tokens.", rich_help_panel=MODEL)] = None
+    gated: Annotated[
+        bool | None, typer.Option("--gated/--plain", help="Gated feed-forward blocks.", rich_help_panel=MODEL)
+    ] = None
+    recompute: Annotated[
+        bool | None,
+        typer.Option("--recompute/--keep", help="Recompute activations; default: both.", rich_help_panel=MODEL),
+    ] = None
+    data: Annotated[int | None, typer.Option(help="Only meshes with this data axis.", rich_help_panel=MODEL)] = None
+    context: Annotated[int | None, typer.Option(help="... this context axis.", rich_help_panel=MODEL)] = None
+    tensor: Annotated[int | None, typer.Option(help="... this tensor axis.", rich_help_panel=MODEL)] = None
+
+    def given(self) -> dict[str, object]:
+        """The flags that were given."""
+        return {f"--{name}": value for name, value in vars(self).items() if value is not None}
+
+    def sizes(self, heads: int | None, kv_heads: int | None, head_dim: int | None) -> Model:
+        """The model: a preset with the given sizes."""
+        name = self.model or "8b"
+        if name not in PRESETS:
+            raise InputError("--model", f"be one of {', '.join(PRESETS)}", repr(name), hint="or give the sizes")
+        preset = PRESETS[name]
+        changes = {
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "ffn": self.ffn,
+            "vocabulary": self.vocabulary,
+            "gated": self.gated,
+        }
+        changed: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        if heads is not None and kv_heads is None and heads % preset.kv_heads:
+            changed["kv_heads"] = heads
+        if head_dim is None and (self.hidden is not None or heads is not None):
+            width, count = changed.get("hidden", preset.hidden), changed.get("heads", preset.heads)
+            if count < 1 or width % count:
+                raise InputError("--hidden", f"be a multiple of {count} heads, or be given with --head-dim", width)
+            changed["head_dim"] = width // count
+        return replace(preset, **changed)
+
+
+def show_meshes(
+    cluster: Cluster,
+    sizes: Model,
+    flags: ModelFlags,
+    seq_len: int,
+    batch: int | None,
+    mask: Mask | None,
+    dtype: torch.dtype,
+    strategy: str | None,
+    placement: str | None,
+    as_json: bool,
+) -> int:
+    """Print the plan; the exit code is 1 if no mesh fits."""
+    found = plan_training(
+        sizes,
+        cluster,
+        seq_len,
+        batch,
+        mask,
+        dtype,
+        recompute=flags.recompute,
+        data=flags.data,
+        context=flags.context,
+        tensor=flags.tensor,
+        strategy=strategy,  # type: ignore[arg-type]
+        placement=placement or "zigzag",  # type: ignore[arg-type]
+    )
+    if as_json:
+        print_json(_facts(found))
+    else:
+        _show(found)
+    return 0 if found.best else 1
+
+
+def _show(found: TrainingPlan) -> None:
+    screen, cluster, model = console(), found.cluster, found.model
+    screen.print(
+        Text(
+            f"{human(model.parameters)} parameters, {found.batch} sequences of {found.seq_len:,} tokens per step, "
+            f"{cluster.nodes} nodes of {cluster.gpus} GPUs with {human(cluster.memory, 'B')}",
+            "bold",
+        )
+    )
+    columns = ("mesh", "context by", "recompute", "network", "intra", "memory", "longest", "step")
+    made = table(*columns, right=columns[3:])
+    for option in found.options[:ROWS]:
+        style = "bold green" if option is found.best else "" if option.fits else "dim"
+        made.add_row(*_cells(option), style=style)
+    print_table(screen, made, indent=0)
+    more = f" The first {ROWS} of {len(found.options)}." if len(found.options) > ROWS else ""
+    note = (
+        "mesh: data x context x tensor ranks. network, intra: bytes that a rank sends per step between and within "
+        f"nodes. memory: of a rank, of which {human(cluster.memory - cluster.reserve, 'B')} are available. longest: "
+        f"tokens of a sequence that fit. step: an estimate at {human(cluster.flops, 'FLOP/s')}.{more}"
+    )
+    screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
+    if found.best is None:
+        _show_no_fit(found)
+        return
+    screen.print(Padding(Text(f"Recommended: {_reason(found, found.best)}"), (0, 2, 1, 2), expand=False))
+    print_table(screen, _axes(found.best))
+    print_table(screen, _memory(found.best), before=1)
+
+
+def _show_no_fit(found: TrainingPlan) -> None:
+    option, cluster = found.smallest, found.cluster
+    text = (
+        f"No mesh fits {found.seq_len:,} tokens: {option.mesh} needs least, {human(option.memory.total, 'B')} of "
+        f"{human(cluster.memory - cluster.reserve, 'B')}."
+    )
+    longest = found.longest
+    if longest.longest:
+        again = " with recomputed activations" if longest.recompute else ""
+        text += f" {longest.longest:,} tokens fit on {longest.mesh}{again}."
+    else:
+        text += " Its parameters alone do not fit: use more GPUs."
+    screen = console()
+    screen.print(Padding(Text(text), (0, 2), expand=False))
+
+
+def _reason(found: TrainingPlan, best: MeshOption) -> str:
+    tokens = found.batch * found.seq_len / best.seconds
+    text = f"{best.data} data x {best.context} context x {best.tensor} tensor ranks, {human(tokens)} tokens/s"
+    if best.context > 1:
+        text += f", context by {best.strategy} ({best.placement})"
+    if best.recompute:
+        text += ", recomputed activations"
+    longest = found.longest
+    return f"{text}. Longest sequence on this cluster: {longest.longest:,} tokens on {longest.mesh}."
+
+
+def _cells(option: MeshOption) -> tuple[str, ...]:
+    return (
+        option.mesh,
+        option.strategy or "-",
+        "yes" if option.recompute else "no",
+        human(option.network, "B"),
+        human(option.intra, "B"),
+        human(option.memory.total, "B"),
+        f"{option.longest:,}",
+        f"{option.seconds:.3g} s",
+    )
+
+
+def _axes(best: MeshOption) -> Table:
+    words = {
+        "data": "parameters and gradients (data and context ranks)",
+        "context": "keys, values and their gradients",
+        "tensor": "hidden states",
+    }
+    made = table("axis", "ranks", "sends", "bytes", "network", "time", right=("ranks", "bytes", "network", "time"))
+    for axis in best.axes:
+        row = (axis.name, str(axis.size), words[axis.name], human(axis.sent, "B"), human(axis.network, "B"))
+        made.add_row(*row, f"{axis.seconds:.3g} s")
+    return made
+
+
+def _memory(best: MeshOption) -> Table:
+    words = {
+        "states": "parameters, gradients, Adam's moments: 16 B per parameter, shared",
+        "parameters": "gathered parameters, gradients before they are scattered",
+        "activations": "kept for the backward pass",
+        "attention": "one layer at its fullest moment",
+        "logits": "logits, their softmax and gradient",
+    }
+    made = table("memory", "bytes", "what", right=("bytes",))
+    for name, count in best.memory._asdict().items():
+        made.add_row(name, human(count, "B"), words[name])
+    return made
+
+
+def _facts(found: TrainingPlan) -> dict[str, Any]:
+    options = [
+        {
+            "mesh": {"data": one.data, "context": one.context, "tensor": one.tensor},
+            "recompute": one.recompute,
+            "strategy": one.strategy or None,
+            "placement": one.placement or None,
+            "micro_batches": one.micro_batches,
+            "fits": one.fits,
+            "seconds": one.seconds,
+            "longest": one.longest,
+            "network": one.network,
+            "intra": one.intra,
+            "memory": one.memory._asdict() | {"total": one.memory.total},
+            "axes": [vars(axis) for axis in one.axes],
+        }
+        for one in found.options
+    ]
+    return {
+        "model": vars(found.model) | {"parameters": found.model.parameters},
+        "cluster": vars(found.cluster),
+        "seq_len": found.seq_len,
+        "batch": found.batch,
+        "fits": found.best is not None,
+        "options": options,
+    }
