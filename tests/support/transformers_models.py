@@ -66,6 +66,7 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         {**LM, "head_dim": 8, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**LM, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi-3": ("Phi3ForCausalLM", "Phi3Config", {**LM, "sliding_window": 7}),
     "llama-4": ("Llama4ForCausalLM", "Llama4TextConfig", {**LM, **LLAMA_4}),
     "gpt-2": (
