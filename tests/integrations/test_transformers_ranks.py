@@ -6,11 +6,13 @@ Starting processes costs more than what they compute, so one start does everythi
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import run_ranks
+from gloo_ranks import losses_of, run_ranks
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening
 from transformers_models import build
 
+import undivided
+from undivided.context_parallel import RankError, simulate
 from undivided.integrations.transformers import parallelize, register, shard_batch
 
 NAMES = ("llama", "qwen3", "gemma-3", "mixtral")
@@ -108,9 +112,128 @@ def _loss_difference(what: str, expected: float, found: float) -> list[str]:
     return [] if abs(found - expected) < TOLERANCE * expected else [f"{what} loss: {found} instead of {expected}"]
 
 
+def refused(call: Callable[[], object]) -> str:
+    """The error of a call."""
+    try:
+        call()
+    except (undivided.InputError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def errors() -> dict[str, str]:
+    """In each rank: the errors of wrong calls. The ranks go on together after each."""
+    register()
+    rank = distributed.get_rank()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("context",))
+    tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
+    named = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    ids = torch.arange(3, 3 + LENGTH)[None]
+    batch = {"input_ids": ids, "labels": ids}
+    other = build("llama", "undivided")
+    if rank == 2:
+        nn.init.zeros_(other.lm_head.weight)
+    model = parallelize(build("llama", "undivided"), mesh)
+    sharded = fully_shard(build("llama", "undivided"), mesh=mesh)
+    calls: dict[str, Callable[[], object]] = {
+        "axis": lambda: parallelize(build("llama", "undivided"), named),
+        "implementation": lambda: parallelize(build("llama", "sdpa"), mesh),
+        "type": lambda: parallelize(build("gpt-2", "undivided"), mesh),
+        "plan": lambda: parallelize(build("gpt-2", "undivided"), tensor),
+        "heads": lambda: parallelize(build("llama", "undivided"), tensor),
+        "dropout": lambda: parallelize(build("llama", "undivided", attention_dropout=0.1), mesh),
+        "parameters": lambda: parallelize(other, mesh),
+        "order": lambda: parallelize(sharded, mesh),
+        "twice": lambda: parallelize(model, mesh),
+        "whole batch": lambda: model(**batch),
+        "cache": lambda: model(**{**shard_batch(batch, mesh), "use_cache": True}),
+        "generate": lambda: model.generate(ids, max_new_tokens=1, do_sample=False),
+        "uneven": lambda: shard_batch({"input_ids": ids[:, : LENGTH - (rank == 1)]}, mesh),
+        "text": lambda: shard_batch({"input_ids": ids + (rank == 3)}, mesh),
+        "one refuses": lambda: shard_batch({"input_ids": ids if rank else ids[0]}, mesh),
+        "short": lambda: shard_batch({"input_ids": ids[:, :3]}, mesh),
+        "entry": lambda: shard_batch({"input_ids": ids, "pixel_values": ids}, mesh),
+        "no label": lambda: shard_batch({"input_ids": ids, "labels": ids.new_full(ids.shape, -100)}, mesh),
+    }
+    found = {name: refused(call) for name, call in calls.items()}
+    found["after"] = f"{float(model(**shard_batch(batch, mesh)).loss.detach()):.3f}"
+    return found
+
+
+def check_errors(answers: list[Any]) -> None:
+    """The errors name the argument, on every rank."""
+    for rank, found in enumerate(answers):
+        assert isinstance(found, dict), found
+        assert found["axis"].startswith("InputError: mesh must have axes with names out of 'data', 'context', 'tensor'")
+        assert "attn_implementation must be 'undivided', got 'sdpa'" in found["implementation"]
+        assert "got 'gpt2'" in found["type"]
+        assert "model must have a tensor parallel plan for the 4 ranks of the axis 'tensor'" in found["plan"]
+        assert "num_key_value_heads must be a multiple of the 4 ranks of the axis 'tensor', got 2" in found["heads"]
+        assert "attention_dropout must be 0 on several context or tensor ranks, got 0.1" in found["dropout"]
+        assert "model must be the same on every rank" in found["parameters"] and "on rank 2" in found["parameters"]
+        assert "call parallelize before fully_shard" in found["order"]
+        assert "model must be parallelized once" in found["twice"]
+        for name in ("whole batch", "generate"):
+            assert "batch must come from shard_batch: the model is on 4 context ranks" in found[name]
+        assert "use_cache must be absent on several context ranks, got True" in found["cache"]
+        assert "input_ids must be the same on every rank" in found["uneven"] and "on rank 1" in found["uneven"]
+        assert "input_ids must be the same on every rank" in found["text"] and "on rank 3" in found["text"]
+        own = "InputError: input_ids must be a tensor [B, S]" if rank == 0 else "RankError: another rank refused"
+        assert found["one refuses"].startswith(own)
+        assert "at least one token for each of the 4 context ranks, got 3" in found["short"]
+        assert "batch must have only the entries input_ids" in found["entry"]
+        assert "labels must have a label other than -100" in found["no label"]
+        assert 0 < float(found["after"]) < 10
+
+
+@pytest.mark.parametrize("name", ["gemma-2", "gpt-oss", "mistral", "qwen2", "qwen3-moe"])
+def test_other_models_and_strategies_equal_one_process(name: str) -> None:
+    """Simulated ranks: each strategy and placement in turn over padded and packed batches."""
+    register()
+    options = itertools.cycle(
+        [("ring", "contiguous"), ("all_gather", "zigzag"), ("all_to_all", "balanced"), ("ring", "balanced")]
+    )
+    for kind, given in batches(2).items():
+        strategy, placement = next(options)
+        batch = given[1]
+        one = build(name, "undivided").train()
+        expected = alone(one, [batch])
+        expected.backward()
+        models = [build(name, "undivided").train() for _ in range(2)]
+
+        def step(
+            group: Any, batch: Any = batch, models: Any = models, how: Any = (strategy, placement)
+        ) -> tuple[float, Tensor]:
+            context = undivided.ContextParallel(group, *how)
+            part = shard_batch(batch, context)
+            output = parallelize(models[context.rank], context)(**part)
+            output.loss.backward()
+            return float(output.loss.detach()), part["shard"].context.unshard(output.logits.detach(), dim=1)
+
+        results = simulate(2, step)
+        assert not _loss_difference(kind, float(expected.detach()), sum(loss for loss, _ in results))
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        exact = one(**batch, use_cache=False).logits.detach()
+        torch.testing.assert_close(results[0][1][real], exact[real], rtol=1e-4, atol=1e-5)
+        for label, parameter in one.named_parameters():
+            found = sum(dict(model.named_parameters())[label].grad for model in models)
+            error = float((found - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-6))
+            assert error < TOLERANCE, f"{kind} {label}: {error:.1e}"
+
+
 @pytest.mark.slow
-def test_losses_and_gradients_are_those_of_one_process() -> None:
+def test_losses_and_gradients_are_those_of_one_process_and_errors_name_the_argument() -> None:
     shapes = ({"context": 4}, {"data": 2, "context": 2}, {"context": 2, "tensor": 2})
     jobs = [functools.partial(compare, shape, NAMES, "data" in shape) for shape in shapes]
-    for answers in run_ranks(4, *jobs):
+    *compared, found = run_ranks(4, *jobs, errors)
+    for answers in compared:
         assert answers == [[]] * 4, "\n".join(map(str, answers))
+    check_errors(found)
+
+
+@pytest.mark.slow
+def test_the_example_prints_the_losses_of_one_process() -> None:
+    losses = losses_of("20_hugging_face_over_ranks.py", 4, pattern=r"^ +\d+ +([0-9.]+) +([0-9.]+)")
+    assert len(losses) == 6
+    for alone_, shared in losses:
+        assert abs(float(alone_) - float(shared)) < 5e-5

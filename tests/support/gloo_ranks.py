@@ -47,8 +47,8 @@ def run_ranks(world: int, *functions: Callable[[], Any], patience: float = 400.0
                     process.join()
 
 
-def losses_of(example: str, ranks: int, patience: float = 300.0) -> list[float]:
-    """The losses that an example prints, as one process or started by torchrun."""
+def losses_of(example: str, ranks: int, patience: float = 300.0, pattern: str = r"loss ([0-9.]+)") -> list[Any]:
+    """The numbers that an example prints, as one process or started by torchrun; tuples of several groups as text."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *(torchrun if ranks > 1 else []), EXAMPLES / example],
@@ -58,7 +58,8 @@ def losses_of(example: str, ranks: int, patience: float = 300.0) -> list[float]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    found = re.findall(pattern, done.stdout, re.MULTILINE)
+    return [float(loss) if isinstance(loss, str) else loss for loss in found]
 
 
 def _answer(end: Connection, patience: float) -> Any:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
+from undivided.context_parallel import ContextParallel
+from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import ACTIVE
@@ -32,7 +33,7 @@ WHOLE = {
 """Arguments of a model that need the tokens of all ranks, and why."""
 
 
-def parallelize(model: ModelT, mesh: DeviceMesh) -> ModelT:
+def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     """The model on the ranks of a mesh, by the names of the axes; it is changed in place.
 
     - "context": each rank has a part of every sequence. Pass ``shard_batch(batch, mesh)`` to the model.
@@ -44,7 +45,8 @@ def parallelize(model: ModelT, mesh: DeviceMesh) -> ModelT:
 
     Args:
         model: a causal language model of transformers with ``attn_implementation="undivided"``.
-        mesh: a `DeviceMesh` with axes named "data", "context" and "tensor", or some of them.
+        mesh: a `DeviceMesh` with axes named "data", "context" and "tensor", or some of them; or a `ContextParallel`,
+            if only the sequence is spread over ranks.
 
     Returns:
         The same model.
@@ -70,11 +72,11 @@ def parallelize(model: ModelT, mesh: DeviceMesh) -> ModelT:
     torch.Size([1, 5, 50])
     >>> dist.destroy_process_group()
     """
-    checked_mesh(mesh)
-    context, tensor = size(mesh, "context"), size(mesh, "tensor")
-    for axes in _axes(mesh):
+    whole, context, tensor = _sizes(mesh)
+    for axes in whole:
         prepare_on_all_ranks(axes, True, lambda: _checked(model, context, tensor))
     if tensor > 1:
+        assert isinstance(mesh, DeviceMesh)
         divide(model, mesh["tensor"] if mesh.ndim > 1 else mesh)
     hooks = _Hooks(context)
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
@@ -83,10 +85,14 @@ def parallelize(model: ModelT, mesh: DeviceMesh) -> ModelT:
     return model
 
 
-def _axes(mesh: DeviceMesh) -> list[tuple[ProcessGroup | SingleRank, ProcessGroup | SingleRank]]:
-    """Pairs of axes that together connect all ranks of the mesh."""
+def _sizes(mesh: DeviceMesh | ContextParallel) -> tuple[list[Sequence[Communicator]], int, int]:
+    """(pairs of axes that together connect all ranks, number of context ranks, number of tensor ranks)."""
+    if isinstance(mesh, ContextParallel):
+        return [mesh._group_axes()], mesh.world, 1
+    checked_mesh(mesh)
     groups = [ProcessGroup(mesh.get_group(axis)) for axis in AXES if size(mesh, axis) > 1]
-    return [(SingleRank(), SingleRank())] if not groups else [(SingleRank(), group) for group in groups]
+    pairs: list[Sequence[Communicator]] = [(SingleRank(), group) for group in groups or [SingleRank()]]
+    return pairs, size(mesh, "context"), size(mesh, "tensor")
 
 
 def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArguments]:
@@ -95,12 +101,12 @@ def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArgumen
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = type(model).__name__
+    if isinstance(model, nn.Module) and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise InputError("model", "have plain parameters", "DTensors", hint="call parallelize before fully_shard")
     if not isinstance(model, PreTrainedModel) or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise InputError("model", "be a causal language model of transformers", name)
     if hasattr(model, "_undivided_hooks"):
         raise InputError("model", "be parallelized once", "a model that already is")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise InputError("model", "have plain parameters", "DTensors", hint="call parallelize before fully_shard")
     config = model.config.get_text_config()
     if config._attn_implementation != "undivided":
         hint = "undivided.integrations.transformers.register(); model.set_attn_implementation('undivided')"
