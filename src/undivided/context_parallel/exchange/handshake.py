@@ -75,7 +75,8 @@ def compare_ranks(axes: Sequence[Communicator], shared: SharedArguments | None, 
     texts = {} if shared is None else {name: str(value) for name, value in shared.items()}
     hashes = [0 if error is None else 1, *(_hash(text) for text in texts.values())]
     hashes += [0] * (_MAX_HASHES - len(hashes))
-    rows = [tuple(row.tolist()) for row in gather_all(axes, torch.tensor(hashes[:_MAX_HASHES], dtype=torch.int64))]
+    sent = torch.tensor(hashes[:_MAX_HASHES], dtype=torch.int64)
+    rows = [tuple(row.tolist()) for row in gather_all(axes, sent, "the comparison of arguments")]
     if error is None and all(row == rows[0] for row in rows) and not rows[0][0]:
         return
     first = next((n for n in range(1, _MAX_HASHES) if any(row[n] != rows[0][n] for row in rows)), 0)

@@ -73,7 +73,7 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     >>> dist.destroy_process_group()
     """
     whole, context, tensor = _sizes(mesh)
-    for axes in whole:
+    for axes in whole or [(SingleRank(), SingleRank())]:
         prepare_on_all_ranks(axes, True, lambda: _checked(model, context, tensor))
     if tensor > 1:
         assert isinstance(mesh, DeviceMesh)
@@ -90,9 +90,8 @@ def _sizes(mesh: DeviceMesh | ContextParallel) -> tuple[list[Sequence[Communicat
     if isinstance(mesh, ContextParallel):
         return [mesh._group_axes()], mesh.world, 1
     checked_mesh(mesh)
-    groups = [ProcessGroup(mesh.get_group(axis)) for axis in AXES if size(mesh, axis) > 1]
-    pairs: list[Sequence[Communicator]] = [(SingleRank(), group) for group in groups or [SingleRank()]]
-    return pairs, size(mesh, "context"), size(mesh, "tensor")
+    groups: list[Communicator] = [ProcessGroup(mesh.get_group(axis)) for axis in AXES if size(mesh, axis) > 1]
+    return [(SingleRank(), group) for group in groups], size(mesh, "context"), size(mesh, "tensor")
 
 
 def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArguments]:
