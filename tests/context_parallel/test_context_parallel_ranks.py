@@ -9,6 +9,7 @@ import datetime
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,12 +165,17 @@ def faults() -> dict[str, str]:
     slow = torch.distributed.new_group(timeout=datetime.timedelta(seconds=HANG))
     three = torch.distributed.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=PATIENCE))
     if rank == 3:
-        time.sleep(HANG + 6)  # the others wait for it until their timeout
-        os._exit(1)
-    told |= fault("hang", undivided.ContextParallel(slow).bind(24), q)
+        time.sleep(HANG + 4)  # the others wait for it until their timeout
+    else:
+        told |= fault("hang", undivided.ContextParallel(slow).bind(24), q)
+    torch.distributed.barrier()
+    late = torch.distributed.new_group(timeout=datetime.timedelta(seconds=HANG))
+    if rank == 3:
+        in_a_kernel(lambda: (time.sleep(HANG + 4), os._exit(1)))
+    told |= fault("hang in a round", undivided.ContextParallel(late).bind(24), q)
     told |= fault("death", cp, q)
     if rank == 2:
-        die_in_a_kernel()
+        in_a_kernel(lambda: os._exit(1))
     return told | fault("death in a round", undivided.ContextParallel(three).bind(18), q)
 
 
@@ -183,11 +189,11 @@ def fault(name: str, context: undivided.ContextParallel, q: torch.Tensor) -> dic
     return {}
 
 
-def die_in_a_kernel() -> None:
-    """End this process in the first round of its next call, before it has sent its keys to all others."""
+def in_a_kernel(function: Callable[[], object]) -> None:
+    """Call a function in the first round of the next call of this rank, before it has sent its keys to all others."""
     from undivided.backends import reference
 
-    reference.Reference.forward = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
+    reference.Reference.forward = lambda *_: function()  # type: ignore[method-assign, assignment, return-value]
 
 
 def check_faults(told_by_rank: list[Any]) -> None:
@@ -210,6 +216,10 @@ def check_faults(told_by_rank: list[Any]) -> None:
             assert told[name].startswith(f"RankError: {step}")
             assert "a rank ended, or did not make the same call within the group's timeout" in told[name]
             assert "the ranks of the group are the processes [0, 1, 2, 3]" in told[name]
+        step = f"rank {rank} of 4: strategy 'ring': the exchange of keys and values for round "
+        assert told["hang in a round"].startswith(f"RankError: {step}")
+        assert "with rank 3 failed" in told["hang in a round"]
+        assert ("CAUSE: rank 3" in told["hang in a round"]) == (rank == 0)  # which waits for rank 1
         step = f"rank {rank} of 3: strategy 'ring': the exchange of keys and values for round "
         assert told["death in a round"].startswith(f"RankError: {step}")
         assert "of 3 with rank 2 failed" in told["death in a round"]

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from undivided.context_parallel.exchange.reports import find_cause
+
 Wait = Callable[[], None]
 Messages = Mapping[int, Sequence[Tensor]]
 EXCHANGE, GATHER = "an exchange", "an all-gather"
@@ -197,26 +199,34 @@ class ProcessGroup:
         return [t.cpu() for t in gathered]
 
     def _rank_errors(self, step: str, peers: Sequence[int]) -> _RankErrors:
-        ranks = sorted(set(peers))
-        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        return _RankErrors(f"rank {self.rank} of {self.world}: {step} with {names} failed", self._global)
+        return _RankErrors(self, self._group, self._global, step, sorted(set(peers)))
 
 
+@dataclass(frozen=True)
 class _RankErrors:
     """A context that raises failures of torch.distributed as RankError."""
 
-    def __init__(self, what: str, group: Sequence[int]) -> None:
-        self._what, self._group = what, group
+    comm: Communicator
+    group: Any
+    processes: Sequence[int]
+    step: str
+    peers: Sequence[int]
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, RankError):
-            raise RankError(
-                f"{self._what}: {str(error).splitlines()[0] if str(error) else error!r}\n"
-                "  HINT: a rank ended, or did not make the same call within the group's timeout; the ranks of the "
-                f"group are the processes {list(self._group)}"
-            ) from error
+        if not isinstance(error, RuntimeError) or isinstance(error, RankError):
+            return
+        names = f"rank{'s' if len(self.peers) > 1 else ''} {', '.join(map(str, self.peers))}"
+        why = str(error).splitlines()[0] if str(error) else repr(error)
+        text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {why}"
+        found = find_cause(self.group, self.comm.rank, self.peers, text)
+        cause = "" if found is None else f"\n  CAUSE: rank {found[0]}, by the report of another rank: {found[1]}"
+        raise RankError(
+            f"{text}{cause}\n"
+            "  HINT: a rank ended, or did not make the same call within the group's timeout; the ranks of the group "
+            f"are the processes {list(self.processes)}"
+        ) from error
 
 
 def gather_all(axes: Sequence[Communicator], tensor: Tensor, step: str = GATHER) -> list[Tensor]:
