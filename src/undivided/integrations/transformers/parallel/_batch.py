@@ -24,6 +24,7 @@ IGNORED = -100
 """The label that has no loss, in all models of transformers."""
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PER_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
+INTEGERS = ("input_ids", "position_ids", "labels", "shift_labels")
 KEYS = (*PER_TOKEN, *DOCUMENTS, "num_items_in_batch")
 """The entries of a batch that can be divided."""
 
@@ -42,8 +43,8 @@ class _Whole(NamedTuple):
 def shard_batch(
     batch: Mapping[str, Any],
     ranks: DeviceMesh | ContextParallel,
-    strategy: Strategy = "ring",
-    placement: PlacementName = "zigzag",
+    strategy: Strategy | None = None,
+    placement: PlacementName | None = None,
 ) -> dict[str, Any]:
     """This rank's part of a batch, for a model that `parallelize` changed: ``model(**shard_batch(batch, mesh))``.
 
@@ -58,8 +59,8 @@ def shard_batch(
             restart, without an attention mask, or by cumulative lengths. ``num_items_in_batch``, the number of labels
             that the loss is divided by, is counted over the ranks of the axis "data" if it is absent; give the number
             of all batches whose gradients are accumulated.
-        ranks: a mesh with the axis "context"; or a `ContextParallel`, whose strategy and placement then count.
-        strategy, placement: as for `undivided.ContextParallel`.
+        ranks: a mesh with the axis "context"; or a `ContextParallel`.
+        strategy, placement: as for `undivided.ContextParallel`, of a mesh. None is "ring" and "zigzag".
 
     Returns:
         The arguments of the model. The entry ``shard`` is a `SequenceShard`; it is absent on a single context rank.
@@ -104,12 +105,16 @@ def _parts(whole: _Whole, context: ContextParallel | None) -> dict[str, Tensor]:
 
 
 def _context(
-    ranks: object, mesh: DeviceMesh | None, strategy: Strategy, placement: PlacementName
+    ranks: object, mesh: DeviceMesh | None, strategy: Strategy | None, placement: PlacementName | None
 ) -> tuple[ContextParallel, tuple[Communicator, Communicator] | None]:
     """The ranks of the sequence, and the axes of all ranks that have the same batch (None if there is no group)."""
     if mesh is None:
         assert isinstance(ranks, ContextParallel)
+        for name, value in (("strategy", strategy), ("placement", placement)):
+            if value is not None:
+                raise InputError(name, "be None with a ContextParallel, which has its own", repr(value))
         return ranks, ranks._axes
+    strategy, placement = strategy or "ring", placement or "zigzag"
     axes = [
         ProcessGroup(mesh.get_group(axis)) if size(mesh, axis) > 1 else SingleRank() for axis in ("context", "tensor")
     ]
@@ -126,16 +131,14 @@ def _checked(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArgume
     if unknown := sorted(given.keys() - set(KEYS)):
         hint = "leave out what the model does not need; other entries cannot be divided"
         raise InputError("batch", f"have only the entries {', '.join(KEYS)}", ", ".join(unknown), hint=hint)
-    names = [name for name in ("input_ids", "inputs_embeds") if name in given]
-    if len(names) != 1:
-        raise InputError("batch", "have either input_ids or inputs_embeds", " and ".join(names) or "neither")
-    tokens = given[names[0]]
+    tokens_name = _tokens_name(given)
+    tokens = given[tokens_name]
     for name in PER_TOKEN:
         if name in given:
             _check_shape(name, given[name], tokens)
     length = tokens.shape[1]
     if length < world:
-        raise InputError(names[0], f"have at least one token for each of the {world} context ranks", length)
+        raise InputError(tokens_name, f"have at least one token for each of the {world} context ranks", length)
     positions = given.get("position_ids")
     offsets = _checked_offsets(given, tokens)
     real = given.get("attention_mask")
@@ -143,9 +146,19 @@ def _checked(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArgume
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     padding = None if real is None or bool(real.bool().all()) else real.bool()
-    whole = _Whole((names[0], tokens), positions, _next_labels(given), padding, packed, offsets)
+    whole = _Whole((tokens_name, tokens), positions, _next_labels(given), padding, packed, offsets)
     shared = {name: f"{list(v.shape)} {v.dtype} {digest(v):x}" for name, v in given.items() if isinstance(v, Tensor)}
-    return whole, {name: shared.get(name) for name in (*PER_TOKEN, "cu_seq_lens_q")}
+    if "num_items_in_batch" in given:
+        shared["num_items_in_batch"] = f"{_checked_count(given['num_items_in_batch']):g}"
+    return whole, {name: shared.get(name) for name in (*PER_TOKEN, "cu_seq_lens_q", "num_items_in_batch")}
+
+
+def _tokens_name(given: dict[str, Any]) -> str:
+    """The entry that has the tokens."""
+    names = [name for name in ("input_ids", "inputs_embeds") if name in given]
+    if len(names) != 1:
+        raise InputError("batch", "have either input_ids or inputs_embeds", " and ".join(names) or "neither")
+    return names[0]
 
 
 def _check_shape(name: str, value: object, tokens: object) -> None:
@@ -156,6 +169,8 @@ def _check_shape(name: str, value: object, tokens: object) -> None:
         raise InputError(name, f"be a tensor [B, S{', hidden' if axes == 3 else ''}]", got)
     assert isinstance(tokens, Tensor)
     batch, length = tokens.shape[:2]
+    if name in INTEGERS and (value.is_floating_point() or value.is_complex()):
+        raise InputError(name, "have an integer dtype", value.dtype)
     one_row = name == "position_ids" and value.shape[0] == 1
     if value.shape[1] != length or (value.shape[0] != batch and not one_row):
         raise InputError(name, f"have the {batch} x {length} tokens of the batch", list(value.shape))
@@ -163,18 +178,23 @@ def _check_shape(name: str, value: object, tokens: object) -> None:
 
 def _checked_offsets(given: dict[str, Any], tokens: Tensor) -> Tensor | None:
     """The cumulative lengths of the documents, int ``[documents + 1]``."""
-    offsets: Tensor | None = given.get("cu_seq_lens_q")
+    offsets, keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if offsets is None:
         if others := [name for name in DOCUMENTS if name in given]:
             raise InputError("cu_seq_lens_q", f"be given with {others[0]}", "None")
         return None
     if "attention_mask" in given:
         raise InputError("attention_mask", "be None if documents are packed", "a tensor")
-    if tokens.shape[0] != 1 or offsets.dim() != 1 or int(offsets[0]) != 0 or int(offsets[-1]) != tokens.shape[1]:
-        must = f"go from 0 to the {tokens.shape[1]} tokens of a batch of one"
-        raise InputError("cu_seq_lens_q", must, f"{offsets.tolist()} and {tokens.shape[0]} sequences")
-    keys = given.get("cu_seq_lens_k")
-    if keys is not None and not torch.equal(keys, offsets):
+    for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", keys)):
+        if value is not None and not (isinstance(value, Tensor) and value.dim() == 1 and value.numel() > 1):
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(name, "be a tensor [documents + 1]", got)
+    assert isinstance(offsets, Tensor)
+    if tokens.shape[0] != 1:
+        raise InputError(_tokens_name(given), "have one row if cu_seq_lens_q is given", tokens.shape[0])
+    if int(offsets[0]) != 0 or int(offsets[-1]) != tokens.shape[1]:
+        raise InputError("cu_seq_lens_q", f"go from 0 to the {tokens.shape[1]} tokens", offsets.tolist())
+    if keys is not None and not torch.equal(keys.to(offsets), offsets):
         raise InputError("cu_seq_lens_k", "equal cu_seq_lens_q", keys.tolist())
     return offsets
 
@@ -200,11 +220,19 @@ def _label_count(labels: Tensor, mesh: DeviceMesh | None) -> int:
     """The number of labels of all data ranks."""
     count = (labels != IGNORED).sum()
     if mesh is not None and size(mesh, "data") > 1:
-        count = count.to(mesh.device_type)
-        torch.distributed.all_reduce(count, group=mesh.get_group("data"))
+        counts = ProcessGroup(mesh.get_group("data")).gather(count.cpu()[None], "the count of labels of data ranks")
+        count = torch.cat(counts).sum()
     if not int(count):
         raise InputError("labels", f"have a label other than {IGNORED}", "none")
     return int(count)
+
+
+def _checked_count(count: Any) -> float:
+    """The number of labels that a caller gave."""
+    is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+    if not is_number or not float(count) > 0:
+        raise InputError("num_items_in_batch", "be a positive number of labels", repr(count))
+    return float(count)
 
 
 def _shard(whole: _Whole, context: ContextParallel) -> SequenceShard:
