@@ -87,7 +87,6 @@ def shard_batch(
         kept = ("attention_mask", "position_ids", *DOCUMENTS)
         result |= {name: batch[name] for name in kept if batch.get(name) is not None}
         return result | _parts(whole, None)
-    result["position_ids"] = None
     shard = _shard(whole, context)
     return result | _parts(whole, shard.context) | {"shard": shard}
 
