@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -134,8 +136,8 @@ def planned() -> dict[tuple[str, str], list[tuple[int, ...]]]:
     return found
 
 
-PATIENCE = 20.0
-"""Timeout of the group in which a rank dies, in seconds."""
+PATIENCE, HANG = 20.0, 3.0
+"""Timeouts of the groups in which a rank dies and in which a rank hangs, in seconds."""
 
 
 def faults() -> dict[str, str]:
@@ -150,6 +152,8 @@ def faults() -> dict[str, str]:
         "shape": {"q": torch.randn(1, 6 + (rank == 2), 2, 8)},
         "strategy": {"context_parallel": undivided.ContextParallel(group, "ring" if rank else "all_gather").bind(24)},
         "placement": {"context_parallel": undivided.ContextParallel(group, placement=PLACEMENTS[rank > 1]).bind(24)},
+        "mask": {"mask": masks.window(3 + (rank == 2), 0)},
+        "dtype": {name: q.to(torch.float64 if rank == 1 else torch.float32) for name in "qkv"},
     }
     right = {"q": q, "k": q, "v": q, "layout": "bshd", "mask": masks.causal(), "context_parallel": cp}
     for name, changes in wrong.items():
@@ -158,20 +162,44 @@ def faults() -> dict[str, str]:
         except (undivided.InputError, RankError) as error:
             told[name] = f"{type(error).__name__}: {error}"
     undivided.attention(q, q, q, layout="bshd", context_parallel=cp)  # the group is as good as before
+    slow = torch.distributed.new_group(timeout=datetime.timedelta(seconds=HANG))
+    three = torch.distributed.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=PATIENCE))
     if rank == 3:
-        os._exit(1)
+        time.sleep(HANG + 4)  # the others wait for it until their timeout
+    else:
+        told |= fault("hang", undivided.ContextParallel(slow).bind(24), q)
+    torch.distributed.barrier()
+    late = torch.distributed.new_group(timeout=datetime.timedelta(seconds=HANG))
+    if rank == 3:
+        in_a_kernel(lambda: (time.sleep(HANG + 4), os._exit(1)))
+    told |= fault("hang in a round", undivided.ContextParallel(late).bind(24), q)
+    told |= fault("death", cp, q)
+    if rank == 2:
+        in_a_kernel(lambda: os._exit(1))
+    return told | fault("death in a round", undivided.ContextParallel(three).bind(18), q)
+
+
+def fault(name: str, context: undivided.ContextParallel, q: torch.Tensor) -> dict[str, str]:
+    """The error of a call, and the seconds until it."""
     begun = time.monotonic()
     try:
-        undivided.attention(q, q, q, layout="bshd", context_parallel=cp)
+        undivided.attention(q, q, q, layout="bshd", backend="reference", context_parallel=context)
     except RankError as error:
-        told["death"] = f"{type(error).__name__}: {error}"
-    told["seconds"] = f"{time.monotonic() - begun:.1f}"
-    return told
+        return {name: f"{type(error).__name__}: {error}", f"seconds of {name}": f"{time.monotonic() - begun:.1f}"}
+    return {}
+
+
+def in_a_kernel(function: Callable[[], object]) -> None:
+    """Call a function in the first round of the next call of this rank, before it has sent its keys to all others."""
+    from undivided.backends import reference
+
+    reference.Reference.forward = lambda *_: function()  # type: ignore[method-assign, assignment, return-value]
 
 
 def check_faults(told_by_rank: list[Any]) -> None:
     """A fault on one rank is an error on every rank, within the timeout."""
-    *alive, dead = told_by_rank
+    *alive, dying, dead = told_by_rank
+    assert dying is None
     assert dead is None
     for rank, told in enumerate(alive):
         assert isinstance(told, dict), told
@@ -180,8 +208,24 @@ def check_faults(told_by_rank: list[Any]) -> None:
         assert told["placement"].startswith("InputError: placement must be the same on every rank")
         of_shape = "InputError: q must have rank 2's 6 of 24 tokens" if rank == 2 else "RankError: another rank refused"
         assert told["shape"].startswith(of_shape)
-        assert "a rank ended, or did not make the same call" in told["death"]
-        assert float(told["seconds"]) < PATIENCE + 5
+        assert told["mask"].startswith("InputError: mask must be the same on every rank, got window(3, 0")
+        assert re.search(r"window\(4, 0.* on rank 2", told["mask"])
+        assert re.search(r"q must be the same on every rank.*float64\) on rank 1", told["dtype"])
+        for name in ("hang", "death"):
+            step = f"rank {rank} of 4: strategy 'ring': the comparison of arguments with rank 3 failed"
+            assert told[name].startswith(f"RankError: {step}")
+            assert "a rank ended, or did not make the same call within the group's timeout" in told[name]
+            assert "the ranks of the group are the processes [0, 1, 2, 3]" in told[name]
+        step = f"rank {rank} of 4: strategy 'ring': the exchange of keys and values for round "
+        assert told["hang in a round"].startswith(f"RankError: {step}")
+        assert "with rank 3 failed" in told["hang in a round"]
+        assert ("CAUSE: rank 3" in told["hang in a round"]) == (rank == 0)  # which waits for rank 1
+        step = f"rank {rank} of 3: strategy 'ring': the exchange of keys and values for round "
+        assert told["death in a round"].startswith(f"RankError: {step}")
+        assert "of 3 with rank 2 failed" in told["death in a round"]
+        assert HANG - 1 < float(told["seconds of hang"]) < HANG + 15
+        assert float(told["seconds of death"]) < PATIENCE
+        assert float(told["seconds of death in a round"]) < PATIENCE + 5
 
 
 def order_of_events() -> list[str]:
@@ -194,8 +238,8 @@ def order_of_events() -> list[str]:
         return events
     exchange, forward = CountingCommunicator.exchange, reference.Reference.forward
 
-    def traced_exchange(self: CountingCommunicator, sends: Any, receives: Any) -> Any:
-        wait = exchange(self, sends, receives)
+    def traced_exchange(self: CountingCommunicator, sends: Any, receives: Any, *step: str) -> Any:
+        wait = exchange(self, sends, receives, *step)
         events.append("post")
 
         def traced_wait() -> None:

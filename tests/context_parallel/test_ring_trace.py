@@ -12,7 +12,7 @@ import torch
 
 from undivided.context_parallel.exchange.spans import PREFIX, span
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "19_trace_a_ring.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "22_trace_a_ring.py"
 
 
 def test_the_keys_of_a_round_are_in_flight_while_the_round_before_is_computed(tmp_path: Path) -> None:

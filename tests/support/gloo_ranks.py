@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,33 @@ def run_ranks(world: int, *functions: Callable[[], Any], patience: float = 400.0
                     process.join()
 
 
-def losses_of(example: str, ranks: int, patience: float = 300.0) -> list[float]:
-    """The losses that an example prints, as one process or started by torchrun."""
+def losses_of(
+    example: str,
+    ranks: int,
+    patience: float = 300.0,
+    pattern: str = r"loss ([0-9.]+)",
+    restarts: int = 0,
+    arguments: Sequence[str] = (),
+) -> list[Any]:
+    """The numbers that an example prints, as one process or started by torchrun; tuples of several groups as text."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun += ["--max-restarts", str(restarts)]
     done = subprocess.run(
-        [sys.executable, *(torchrun if ranks > 1 else []), EXAMPLES / example],
+        [sys.executable, *(torchrun if ranks > 1 else []), EXAMPLES / example, *arguments],
         capture_output=True,
         text=True,
         timeout=patience,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        # the last one: ranks of a second attempt would otherwise find the addresses of the first
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
     )
     assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    found = re.findall(pattern, done.stdout, re.MULTILINE)
+    return [float(loss) if isinstance(loss, str) else loss for loss in found]
 
 
 def _answer(end: Connection, patience: float) -> Any:

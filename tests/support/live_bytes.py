@@ -58,9 +58,9 @@ def count_as_on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(autograd, name, _only_results(getattr(autograd, name)))
     exchange = SimulatedGroup.exchange
 
-    def quietly(self: SimulatedGroup, sends: Any, receives: Any) -> Any:
+    def quietly(self: SimulatedGroup, sends: Any, receives: Any, *step: str) -> Any:
         with _disable_current_modes():
-            wait = exchange(self, sends, receives)
+            wait = exchange(self, sends, receives, *step)
         held = [sends]
 
         def wait_quietly() -> None:

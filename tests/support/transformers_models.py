@@ -51,6 +51,11 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LM, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LM, "head_dim": 8}),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**LM, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gemma-2": (
         "Gemma2ForCausalLM",
         "Gemma2Config",
@@ -66,6 +71,7 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         {**LM, "head_dim": 8, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**LM, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi-3": ("Phi3ForCausalLM", "Phi3Config", {**LM, "sliding_window": 7}),
     "llama-4": ("Llama4ForCausalLM", "Llama4TextConfig", {**LM, **LLAMA_4}),
     "gpt-2": (

@@ -187,7 +187,7 @@ class Backward:
             peer: [with_own_storage(take(src.value(), 1, slots).to(dtype)) for src, _ in pairs]
             for (peer, _), slots in zip(round_.receives, peer_slots, strict=True)
         }
-        wait = self.call.ring.exchange(sent, received)
+        wait = self.call.ring.exchange(sent, received, "the return of the gradients of keys")
         if round_.own is not None and round_.pieces:
             for src, dst in pairs:
                 dst.add(take(src.value(), 1, own_slots), round_.own, heads)

@@ -89,22 +89,25 @@ def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round,
     """
     rounds = call.schedule.rounds
     with span("post keys", 0):
-        wait = _post_exchange(call, rounds[0], k, v)
+        wait = _post_exchange(call, 0, k, v)
     for index, round_ in enumerate(rounds):
         with span("wait for keys", index):
             keys = wait()
         if index + 1 < len(rounds):
             with span("post keys", index + 1):
-                wait = _post_exchange(call, rounds[index + 1], k, v)
+                wait = _post_exchange(call, index + 1, k, v)
         yield index, round_, keys.pop(0), keys.pop(0)
 
 
-def _post_exchange(call: RankCall, round_: Round, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
+def _post_exchange(call: RankCall, index: int, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Post the exchange of a round; the result waits and returns the keys and values, in ascending order."""
+    round_ = call.schedule.rounds[index]
     own = [t[:, :, round_heads(call, round_)] for t in (k, v)]
     received = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in own] for peer, n in round_.receives}
     wait = call.ring.exchange(
-        {peer: [take(t, 1, index).contiguous() for t in own] for peer, index in round_.sends}, received
+        {peer: [take(t, 1, keys).contiguous() for t in own] for peer, keys in round_.sends},
+        received,
+        f"the exchange of keys and values for round {index + 1} of {len(call.schedule.rounds)}",
     )
 
     def keys_and_values() -> list[Tensor]:

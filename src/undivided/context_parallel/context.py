@@ -93,8 +93,8 @@ class ContextParallel(ShardedTokens):
         if rank is None and world is None:
             ring, heads = group_axes(group, strategy)
             mesh = Mesh(ring.rank, heads.rank, ring.world, heads.world)
-            axes = CountingCommunicator(ring, self.traffic), CountingCommunicator(heads, self.traffic)
-            super().__init__(mesh, placement, axes)
+            first, second = (CountingCommunicator(axis, self.traffic, strategy) for axis in (ring, heads))
+            super().__init__(mesh, placement, (first, second))
         else:
             super().__init__(rank_mesh(strategy, rank, world), placement, None)
 

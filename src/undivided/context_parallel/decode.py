@@ -120,7 +120,8 @@ def _merge_ranks(comm: Communicator, partial: Tensor, by: MergeMethod) -> Tensor
     sizes, own = [len(chunk) for chunk in chunks], chunks[comm.rank]
     others = [rank for rank in range(comm.world) if rank != comm.rank]
     parts = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
-    comm.exchange({rank: [chunks[rank]] for rank in others}, {rank: [parts[rank]] for rank in others})()
+    received = {rank: [parts[rank]] for rank in others}
+    comm.exchange({rank: [chunks[rank]] for rank in others}, received, "the exchange of partial results")()
     return torch.cat(gather_uneven(comm, _merge(parts), sizes))
 
 

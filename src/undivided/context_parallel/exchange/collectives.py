@@ -17,8 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from undivided.context_parallel.exchange.reports import find_cause
+
 Wait = Callable[[], None]
 Messages = Mapping[int, Sequence[Tensor]]
+EXCHANGE, GATHER = "an exchange", "an all-gather"
+"""Names of steps that the caller does not name."""
 
 
 class RankError(RuntimeError):
@@ -72,21 +76,28 @@ class Communicator(Protocol):
         """The number of ranks."""
         ...
 
-    def exchange(self, sends: Messages, receives: Messages) -> Wait:
-        """Post contiguous tensors to peers and buffers for what they send; the result waits until all have arrived."""
+    def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
+        """Post contiguous tensors to peers and buffers for what they send; the result waits until all have arrived.
+
+        step: what is exchanged, for errors.
+        """
         ...
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of every rank, in order; all have the same shape."""
+    def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
+        """The tensor of every rank, in order; all have the same shape. step: as for `exchange`."""
         ...
 
 
 @dataclass(frozen=True)
 class CountingCommunicator:
-    """A communicator that skips empty tensors and counts the others."""
+    """A communicator that skips empty tensors and counts the others.
+
+    strategy: the name that errors have before the step; empty for none.
+    """
 
     comm: Communicator
     traffic: Traffic
+    strategy: str = ""
 
     @property
     def rank(self) -> int:
@@ -98,18 +109,21 @@ class CountingCommunicator:
         """The number of ranks."""
         return self.comm.world
 
-    def exchange(self, sends: Messages, receives: Messages) -> Wait:
+    def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
         """`Communicator.exchange`; tensors without elements are not sent."""
         sends, receives = _not_empty(sends), _not_empty(receives)
         self.traffic.steps += bool(sends or receives)
         for tensors in sends.values():
             self.traffic.messages += len(tensors)
             self.traffic.bytes_sent += sum(t.numel() * t.element_size() for t in tensors)
-        return self.comm.exchange(sends, receives)
+        return self.comm.exchange(sends, receives, self._named(step))
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """`Communicator.gather`, which is not counted."""
-        return self.comm.gather(tensor)
+        return self.comm.gather(tensor, self._named(step))
+
+    def _named(self, step: str) -> str:
+        return f"strategy {self.strategy!r}: {step}" if self.strategy else step
 
 
 def _not_empty(messages: Messages) -> Messages:
@@ -122,12 +136,12 @@ class SingleRank:
 
     rank, world = 0, 1
 
-    def exchange(self, sends: Messages, receives: Messages) -> Wait:
+    def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
         """Nothing: there is no peer."""
         assert not sends and not receives
         return lambda: None
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """The rank's own tensor."""
         return [tensor]
 
@@ -144,7 +158,7 @@ class ProcessGroup:
         self._global = dist.get_process_group_ranks(self._group)
         self._on_cpu = "gloo" in str(dist.get_backend(self._group))
 
-    def exchange(self, sends: Messages, receives: Messages) -> Wait:
+    def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
         """Non-blocking sends and receives, posted as one batch."""
         dist = self._dist
         ops, peers = [], []
@@ -154,51 +168,72 @@ class ProcessGroup:
                 peers += [peer] * len(tensors)
         if not ops:
             return lambda: None
-        with self._rank_errors(f"an exchange with ranks {sorted(set(peers))}"):
+        with self._rank_errors(step, peers):
             works = dist.batch_isend_irecv(ops)
+        shared = len(works) < len(ops)  # NCCL has one work for the whole batch
 
         def wait() -> None:
-            with self._rank_errors(f"an exchange with ranks {sorted(set(peers))}"):
-                for work in works:
+            for number, work in enumerate(works):
+                with self._rank_errors(step, peers if shared else peers[number : number + 1]):
                     work.wait()
             ops.clear()  # not earlier: gloo does not keep tensors alive while it sends them
             works.clear()
 
         return wait
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All-gather; through the GPU if the group has no CPU backend."""
-        local = tensor if self._on_cpu else tensor.cuda()
+    def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
+        """All-gather; through the GPU if the group has no CPU backend.
+
+        On gloo every rank sends to every other, so that an error names the rank that ended or did not answer.
+        """
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        if self._on_cpu:
+            parts = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.world)]
+            own = tensor.contiguous()
+            self.exchange({rank: [own] for rank in others}, {rank: [parts[rank]] for rank in others}, step)()
+            return parts
+        local = tensor.cuda()
         gathered = [torch.empty_like(local) for _ in range(self.world)]
-        with self._rank_errors("an all-gather"):
+        with self._rank_errors(step, others):
             self._dist.all_gather(gathered, local, group=self._group)
         return [t.cpu() for t in gathered]
 
-    def _rank_errors(self, what: str) -> _RankErrors:
-        return _RankErrors(f"rank {self.rank} of {self.world}: {what} failed")
+    def _rank_errors(self, step: str, peers: Sequence[int]) -> _RankErrors:
+        return _RankErrors(self, self._group, self._global, step, sorted(set(peers)))
 
 
+@dataclass(frozen=True)
 class _RankErrors:
     """A context that raises failures of torch.distributed as RankError."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    comm: Communicator
+    group: Any
+    processes: Sequence[int]
+    step: str
+    peers: Sequence[int]
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, RankError):
-            raise RankError(
-                f"{self._what}: {str(error).splitlines()[0] if str(error) else error!r}\n"
-                "  HINT: a rank ended, or did not make the same call within the group's timeout"
-            ) from error
+        if not isinstance(error, RuntimeError) or isinstance(error, RankError):
+            return
+        names = f"rank{'s' if len(self.peers) > 1 else ''} {', '.join(map(str, self.peers))}"
+        why = str(error).splitlines()[0] if str(error) else repr(error)
+        text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {why}"
+        found = find_cause(self.group, self.comm.rank, self.peers, text)
+        cause = "" if found is None else f"\n  CAUSE: rank {found[0]}, by the report of another rank: {found[1]}"
+        raise RankError(
+            f"{text}{cause}\n"
+            "  HINT: a rank ended, or did not make the same call within the group's timeout; the ranks of the group "
+            f"are the processes {list(self.processes)}"
+        ) from error
 
 
-def gather_all(axes: Sequence[Communicator], tensor: Tensor) -> list[Tensor]:
+def gather_all(axes: Sequence[Communicator], tensor: Tensor, step: str = GATHER) -> list[Tensor]:
     """The tensor of every rank of a mesh [ring, heads], by rank; all have the same shape."""
     ring, heads = axes
-    group = torch.stack(heads.gather(tensor))
-    return list(torch.cat(ring.gather(group)))
+    group = torch.stack(heads.gather(tensor, step))
+    return list(torch.cat(ring.gather(group, step)))
 
 
 def gather_rows(axes: Sequence[Communicator], tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -214,5 +249,5 @@ def gather_uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int]) -> 
     """The tensor of every rank, in order; rank r has ``counts[r]`` rows."""
     parts = [tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:])) for rank, n in enumerate(counts)]
     others = [rank for rank in range(comm.world) if rank != comm.rank]
-    comm.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others})()
+    comm.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others}, GATHER)()
     return parts

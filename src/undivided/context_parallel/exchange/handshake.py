@@ -75,7 +75,8 @@ def compare_ranks(axes: Sequence[Communicator], shared: SharedArguments | None, 
     texts = {} if shared is None else {name: str(value) for name, value in shared.items()}
     hashes = [0 if error is None else 1, *(_hash(text) for text in texts.values())]
     hashes += [0] * (_MAX_HASHES - len(hashes))
-    rows = [tuple(row.tolist()) for row in gather_all(axes, torch.tensor(hashes[:_MAX_HASHES], dtype=torch.int64))]
+    sent = torch.tensor(hashes[:_MAX_HASHES], dtype=torch.int64)
+    rows = [tuple(row.tolist()) for row in gather_all(axes, sent, "the comparison of arguments")]
     if error is None and all(row == rows[0] for row in rows) and not rows[0][0]:
         return
     first = next((n for n in range(1, _MAX_HASHES) if any(row[n] != rows[0][n] for row in rows)), 0)
@@ -115,13 +116,45 @@ def describe_mask(mask: Mask) -> str:
     return mask.cached(("words",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
 
 
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's entries, read as integers of the same size: the same on every machine and in any order.
+
+    >>> bit_sum(torch.tensor([1.0, 1.0]))
+    2130706432
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype not in _INTEGERS.values() and flat.dtype != torch.bool:
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        flat = flat.view(_INTEGERS[flat.element_size()])
+    return int(flat.sum(dtype=torch.int64))
+
+
+def digest(tensor: Tensor) -> int:
+    """A hash of a small tensor's entries, which also depends on their order.
+
+    >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([2, 1]))
+    False
+    """
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    return int(_mixed(bits)) & (2**64 - 1)
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """The sum of int64 [n], each with a factor of its place."""
+    factors = torch.arange(values.numel(), device=values.device) * 6364136223846793005 + 1442695040888963407
+    return ((values + 1) * (factors ^ (factors >> 29))).sum()
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
+
+
 def _value_digest(mask: Mask) -> int:
     """A hash of the values of the mask's tensors on the CPU, and of the shapes of all its tensors."""
-    digest = hashlib.blake2b(digest_size=8)
+    found = hashlib.blake2b(digest_size=8)
     for tensor in mask.tensors:
-        digest.update(str(tuple(tensor.shape)).encode())
+        found.update(str(tuple(tensor.shape)).encode())
         if tensor.device.type == "cpu":
-            flat = tensor.detach().reshape(-1).to(torch.int64)
-            weights = torch.arange(flat.numel()) * 6364136223846793005 + 1442695040888963407
-            digest.update(str(int(((flat + 1) * (weights ^ (weights >> 29))).sum())).encode())
-    return int.from_bytes(digest.digest(), "little")
+            found.update(str(int(_mixed(tensor.detach().reshape(-1).to(torch.int64)))).encode())
+    return int.from_bytes(found.digest(), "little")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from undivided.context_parallel.exchange.collectives import Communicator, Messages, RankError, Wait
+from undivided.context_parallel.exchange.collectives import EXCHANGE, GATHER, Communicator, Messages, RankError, Wait
 from undivided.errors import InputError
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class _Mailboxes:
         with self._lock:
             self.failures.append((rank, error))
 
-    def receive(self, source: int, target: int) -> Tensor:
+    def receive(self, source: int, target: int, step: str) -> Tensor:
         """The next message; raises RankError if its sender has failed or the timeout has passed."""
         waited = 0.0
         while True:
@@ -102,7 +102,7 @@ class _Mailboxes:
             failed = [rank for rank, _ in self.failures]
             if (source in failed and self.queues[source, target].empty()) or waited >= self.timeout:
                 why = f"rank {source} failed" if source in failed else f"no message within {self.timeout:g} s"
-                raise RankError(f"rank {target}: an exchange with rank {source} failed: {why}")
+                raise RankError(f"rank {target}: {step} with rank {source} failed: {why}")
 
 
 _POLL_SECONDS = 0.05
@@ -126,7 +126,7 @@ class SimulatedGroup:
         axis.rank, axis.world = axis._members.index(self.rank), len(axis._members)
         return axis
 
-    def exchange(self, sends: Messages, receives: Messages) -> Wait:
+    def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
         """See `Communicator.exchange`; messages are copies, as on a network."""
         own = self._members[self.rank]
         for peer, tensors in sends.items():
@@ -138,7 +138,7 @@ class SimulatedGroup:
         def wait() -> None:
             while pending:
                 peer, buffer = pending.pop(0)
-                message = self._mailboxes.receive(self._members[peer], own)
+                message = self._mailboxes.receive(self._members[peer], own, step)
                 if (message.shape, message.dtype) != (buffer.shape, buffer.dtype):
                     raise RankError(
                         f"rank {self.rank}: rank {peer} sent {list(message.shape)} {message.dtype}, expected "
@@ -148,9 +148,9 @@ class SimulatedGroup:
 
         return wait
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """The tensor of every rank, in order."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         parts = [tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)]
-        self.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others})()
+        self.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others}, step)()
         return parts

@@ -200,6 +200,7 @@ class HeadExchange:
                 for peer in self._peers
             },
             {peer: [t for share in buffers for t in share] for peer, buffers in received.items()},
+            "the exchange of rows for heads",
         )
 
         def joined(number: int) -> list[Tensor]:
@@ -238,6 +239,7 @@ class HeadExchange:
                 for peer in self._peers
             },
             {peer: [t for part in buffers for t in part] for peer, buffers in received.items()},
+            "the exchange of heads for rows",
         )
         received[self.comm_rank] = [
             [take(t, 1, slots[self.comm_rank]) for t in share] for share, slots in zip(shares, self.slots, strict=True)

@@ -16,6 +16,8 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
     _cache.py, _cache_layers.py   the cache and its layers
     _cached_states.py             quantised keys or values in place of a tensor
     _tensor_like.py               what they share with the mask
+
+`parallelize` spreads a model and its sequences over ranks (parallel/); _active.py has the batch of a forward pass.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from undivided.integrations.transformers._latent import use_latents
 from undivided.integrations.transformers._masks import model_mask
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import learn
+from undivided.integrations.transformers.parallel import parallelize, shard_batch
 
 if TYPE_CHECKING:
     from undivided.integrations.transformers._cache import Cache
 
-__all__ = ["Cache", "ModelMask", "attention", "model_mask", "register", "use_latents"]
+__all__ = ["Cache", "ModelMask", "attention", "model_mask", "parallelize", "register", "shard_batch", "use_latents"]
 
 NAME = "undivided"
 MISSING = "undivided.integrations.transformers needs the transformers library: pip install 'undivided[transformers]'"

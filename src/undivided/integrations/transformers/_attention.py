@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from undivided import masks
+from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.functional import attention as attend
+from undivided.integrations.transformers._active import ACTIVE
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
@@ -118,6 +120,10 @@ def attention(
         "dropout_p": dropout,
     }
     needs_weights = output_attentions or _collects_weights()
+    if ACTIVE.get() is not None or getattr(attention_mask, "context", None) is not None:
+        refused = {"output_attentions": needs_weights or None, "position_bias": position_bias, "sinks": sinks}
+        refused |= {"indices": indices, "block_indices": block_indices, "cu_seq_lens_q": cu_seq_lens_q}
+        options["context_parallel"] = _context(attention_mask, refused)
     if dropout and needs_weights:  # output and weights must drop the same entries
         options["dropout_seed"] = torch.empty((), dtype=torch.int64, device=query.device).random_()
     q = query.transpose(1, 2)
@@ -152,6 +158,18 @@ def _mask_and_bias(
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
     given = given[..., :kv_len]  # the mask may cover a whole static cache
     return (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
+
+
+def _context(mask: ModelMask | Tensor | None, refused: dict[str, Any]) -> ContextParallel:
+    """The ranks that the sequence is spread over; raises InputError for what needs the tokens of all ranks."""
+    for name, value in refused.items():
+        if value is not None:
+            raise InputError(name, "be None if the sequence is spread over ranks", type(value).__name__)
+    context = mask.context if isinstance(mask, ModelMask) else None
+    if context is None:
+        must = "be built by the model from the batch of shard_batch, because the sequence is spread over ranks"
+        raise InputError("attention_mask", must, type(mask).__name__)
+    return context
 
 
 def _document_mask(

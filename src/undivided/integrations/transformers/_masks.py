@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided.integrations.transformers._active import ACTIVE
 from undivided.integrations.transformers._model_mask import ModelMask, Sizes
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, read
 from undivided.masks import FULL, Mask
@@ -59,8 +60,10 @@ def model_mask(
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
-    sizes = Sizes(batch_size, q_length, kv_length, int(q_offset), int(kv_offset))
     pattern = Pattern() if mask_function is None else read(mask_function)
+    if (active := ACTIVE.get()) is not None:
+        return active.model_mask(pattern, batch_size, q_length)
+    sizes = Sizes(batch_size, q_length, kv_length, int(q_offset), int(kv_offset))
     if use_vmap:
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
     if attention_mask is not None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from undivided.context_parallel.context import ContextParallel
+from undivided.errors import InputError
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.integrations.transformers._tensor_like import TensorLike
 from undivided.masks import Mask
@@ -47,6 +49,8 @@ class ModelMask(TensorLike):
         sizes: the sizes of the call.
         device, dtype: of the dense mask. ``torch.bool`` gives the mask of "sdpa", True = attend. A floating-point dtype
             gives that of "eager": 0 and the lowest number.
+        context: the ranks over which the sequence is spread; None is one process. The mask is then that of the whole
+            sequence, while the sizes are those of this rank, and there is no dense mask.
 
     >>> from undivided import masks
     >>> mask = ModelMask(masks.causal(), Pattern(right=0), Sizes(1, 2, 2), torch.device("cpu"))
@@ -55,8 +59,16 @@ class ModelMask(TensorLike):
     """
 
     def __init__(
-        self, mask: Mask, pattern: Pattern, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bool
+        self,
+        mask: Mask,
+        pattern: Pattern,
+        sizes: Sizes,
+        device: torch.device,
+        dtype: torch.dtype = torch.bool,
+        *,
+        context: ContextParallel | None = None,
     ) -> None:
+        self.context = context
         self.mask, self.pattern, self.sizes, self.device, self.dtype = mask, pattern, sizes, device, dtype
         self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
         self.documents: tuple[Tensor, Tensor, Mask] | None = None
@@ -80,7 +92,16 @@ class ModelMask(TensorLike):
 
         Returns:
             bool ``[B, 1, Sq, Sk]``, True = attend.
+
+        Raises:
+            InputError: the sequence is spread over ranks.
         """
+        if self.context is not None:
+            raise InputError(
+                "attention_mask",
+                f"be passed to the attention as it is: the sequence is spread over {self.context.world} ranks",
+                "a model that computes with its mask",
+            )
         sizes = self.sizes
         return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len, self.device)
 

@@ -1,6 +1,6 @@
 """What overlaps in a ring of ranks: transfers of keys and attention, as a Chrome trace and a picture.
 
-    python examples/19_trace_a_ring.py [FOLDER] [--ranks 4] [--tokens 8192]
+    python examples/22_trace_a_ring.py [FOLDER] [--ranks 4] [--tokens 8192]
 
 Each rank is a process; they communicate over gloo. torch.profiler records the spans that context parallelism names
 (`undivided::attend 1`, ...). ring.json has the traces of all ranks, for https://ui.perfetto.dev or chrome://tracing.

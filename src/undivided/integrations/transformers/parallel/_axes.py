@@ -1,0 +1,48 @@
+"""The axes of a mesh, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from undivided.errors import InputError
+
+AXES = ("data", "context", "tensor")
+"""What the axes of a mesh may be: batches, tokens of each sequence, heads and features of each layer."""
+
+
+def checked_mesh(mesh: Any) -> DeviceMesh:
+    """The mesh, if its axes are known.
+
+    Args:
+        mesh: what a caller gave.
+
+    Returns:
+        The same mesh.
+
+    Raises:
+        InputError: it is not a mesh, or has an axis without a name or with an unknown one.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        hint = "torch.distributed.device_mesh.init_device_mesh('cpu', (4,), mesh_dim_names=('context',))"
+        raise InputError("mesh", "be a DeviceMesh", type(mesh).__name__, hint=hint)
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(AXES):
+        must = f"have axes with names out of {', '.join(map(repr, AXES))}"
+        raise InputError("mesh", must, repr(mesh.mesh_dim_names))
+    return mesh
+
+
+def size(mesh: DeviceMesh, axis: str) -> int:
+    """The number of ranks along an axis; 1 if the mesh does not have it.
+
+    Args:
+        mesh: a checked mesh.
+        axis: its name.
+
+    Returns:
+        A number of ranks.
+    """
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis)) if axis in names else 1

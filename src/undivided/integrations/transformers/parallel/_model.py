@@ -1,0 +1,168 @@
+"""`parallelize`: an unmodified model on a mesh, its checks, and the hooks around its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from undivided.context_parallel import ContextParallel
+from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
+from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
+from undivided.errors import InputError
+from undivided.integrations.transformers._active import ACTIVE
+from undivided.integrations.transformers.parallel._axes import AXES, checked_mesh, size
+from undivided.integrations.transformers.parallel._shard import SequenceShard
+from undivided.integrations.transformers.parallel._tensor import check_plan, divide
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+MODEL_TYPES = ("gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Models whose layers use other tokens in the attention alone, and that are tested on several ranks."""
+ZERO = ("attention_dropout", "router_jitter_noise")
+"""Options of a configuration that draw random numbers, which would differ between ranks."""
+WHOLE = {
+    "use_cache": "a cache would have to hold the keys of all ranks",
+    "past_key_values": "a cache would have to hold the keys of all ranks",
+    "output_attentions": "the weights would have to cover the keys of all ranks",
+    "output_router_logits": "the balancing loss is not a sum over tokens",
+    "logits_to_keep": "the last tokens of a rank are not the last tokens of the sequence",
+}
+"""Arguments of a model that need the tokens of all ranks, and why."""
+
+
+def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
+    """The model on the ranks of a mesh, by the names of the axes; it is changed in place.
+
+    - "context": each rank has a part of every sequence. Pass ``shard_batch(batch, mesh)`` to the model.
+    - "tensor": each rank has some heads and features, by the model's own plan (``model.tp_plan``), as DTensors.
+    - "data": nothing changes here. Apply ``torch.distributed.fsdp.fully_shard`` over ``mesh["data", "context"]``
+      afterwards.
+
+    All ranks call it with the same parameters. Attention dropout is refused on several context or tensor ranks.
+
+    Args:
+        model: a causal language model of transformers with ``attn_implementation="undivided"``.
+        mesh: a `DeviceMesh` with axes named "data", "context" and "tensor", or some of them; or a `ContextParallel`,
+            if only the sequence is spread over ranks.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InputError: an axis is unknown, the model is not supported, has another attention implementation, options that
+            would differ between ranks, no plan for "tensor" or sizes that the ranks do not divide; or its parameters
+            differ between ranks. The model is unchanged.
+        RankError: another rank refused its model, or failed.
+
+    Source: the plans of Hugging Face Transformers ("Tensor parallelism" in its documentation).
+
+    >>> import torch, torch.distributed as dist, transformers, undivided.integrations.transformers as hf
+    >>> hf.register()
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("context",))
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    ...     num_key_value_heads=2, attn_implementation="undivided")
+    >>> model = hf.parallelize(transformers.LlamaForCausalLM(config), mesh)
+    >>> tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    >>> model(**hf.shard_batch({"input_ids": tokens, "labels": tokens}, mesh)).logits.shape
+    torch.Size([1, 5, 50])
+    >>> dist.destroy_process_group()
+    """
+    whole, context, tensor = _sizes(mesh)
+    for axes in whole or [(SingleRank(), SingleRank())]:
+        prepare_on_all_ranks(axes, True, lambda: _checked(model, context, tensor))
+    if tensor > 1:
+        assert isinstance(mesh, DeviceMesh)
+        divide(model, mesh["tensor"] if mesh.ndim > 1 else mesh)
+    hooks = _Hooks(context)
+    model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+    model.register_forward_hook(hooks.leave, always_call=True)
+    model._undivided_hooks = hooks  # type: ignore[assignment]
+    return model
+
+
+def _sizes(mesh: DeviceMesh | ContextParallel) -> tuple[list[Sequence[Communicator]], int, int]:
+    """(pairs of axes that together connect all ranks, number of context ranks, number of tensor ranks)."""
+    if isinstance(mesh, ContextParallel):
+        return [mesh._group_axes()], mesh.world, 1
+    checked_mesh(mesh)
+    groups: list[Communicator] = [ProcessGroup(mesh.get_group(axis)) for axis in AXES if size(mesh, axis) > 1]
+    return [(SingleRank(), group) for group in groups], size(mesh, "context"), size(mesh, "tensor")
+
+
+def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArguments]:
+    """True, and a description of the model that must be the same on all ranks; raises InputError."""
+    from transformers import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = type(model).__name__
+    if isinstance(model, nn.Module) and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise InputError("model", "have plain parameters", "DTensors", hint="call parallelize before fully_shard")
+    if not isinstance(model, PreTrainedModel) or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise InputError("model", "be a causal language model of transformers", name)
+    if hasattr(model, "_undivided_hooks"):
+        raise InputError("model", "be parallelized once", "a model that already is")
+    config = model.config.get_text_config()
+    if config._attn_implementation != "undivided":
+        hint = "undivided.integrations.transformers.register(); model.set_attn_implementation('undivided')"
+        raise InputError("attn_implementation", "be 'undivided'", repr(config._attn_implementation), hint=hint)
+    if context > 1 and config.model_type not in MODEL_TYPES:
+        raise InputError(
+            "model",
+            f"be of a type whose layers are known to share tokens in the attention alone: {', '.join(MODEL_TYPES)}",
+            repr(config.model_type),
+            hint="use a mesh without the axis 'context'",
+        )
+    if context * tensor > 1:
+        _check_zero(config, ZERO)
+        if getattr(config, "output_router_logits", False):
+            raise InputError(
+                "output_router_logits", "be False on several ranks", True, hint=WHOLE["output_router_logits"]
+            )
+    if tensor > 1:
+        check_plan(model, tensor)
+    parameters = list(model.parameters())
+    total = sum(bit_sum(parameter) for parameter in parameters)
+    return True, {"model": f"{name} of {len(parameters)} parameters with the checksum {total & (2**64 - 1):016x}"}
+
+
+def _check_zero(config: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(config, name, 0):
+            hint = "the generators of the ranks would draw different numbers"
+            raise InputError(name, "be 0 on several context or tensor ranks", getattr(config, name), hint=hint)
+
+
+class _Hooks:
+    """Hooks before and after the forward pass; between them, masks and attention know the shard."""
+
+    def __init__(self, context: int) -> None:
+        self.context = context
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Check the arguments, and take the shard out of them."""
+        shard = options.pop("shard", None)
+        if self.context == 1:
+            return args, options
+        if not isinstance(shard, SequenceShard):
+            hint = "model(**shard_batch(batch, mesh)); generate with a model that is not parallelized"
+            must = f"come from shard_batch: the model is on {self.context} context ranks"
+            raise InputError("batch", must, f"the arguments {', '.join(options) or len(args)}", hint=hint)
+        if shard.context.world != self.context:
+            raise InputError("shard", f"be of the {self.context} context ranks of the model", shard.context.world)
+        for name, why in WHOLE.items():
+            if not isinstance(options.get(name), int | None) or options.get(name):
+                raise InputError(name, "be absent on several context ranks", repr(options[name]), hint=why)
+        if options.get("labels") is not None and options.get("shift_labels") is None:
+            must = "be shifted before they are divided"
+            raise InputError("labels", must, "labels without shift_labels", hint="pass labels to shard_batch")
+        ACTIVE.set(shard)
+        return args, options
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forget the shard."""
+        ACTIVE.set(None)
