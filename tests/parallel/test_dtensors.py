@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import undivided
 from undivided import InputError, masks
+from undivided.masks._selection import Selection, select_part
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 4, 16, 8, 4, 8
 WHOLE = Replicate()
@@ -186,10 +187,10 @@ def test_four_ranks_equal_one_process(case: str) -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """A mesh of 2 x 2 ranks that never communicate; this process is the first."""
+    """A mesh of 2 x 2 ranks that never communicate; this process is the last."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     distributed.destroy_process_group()
 
@@ -283,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "context-of-other-ranks": (
         lambda m: attend(m, part(m, (4, 6, 4, 8)), context_parallel=undivided.ContextParallel(m["data"])),
-        r"q must be sharded on its sequence .axis 1. over the ranks of context_parallel, \[\[0, 2\]\], got .*none",
+        r"q must be sharded on its sequence .axis 1. over the ranks of context_parallel, \[\[1, 3\]\], got .*none",
     ),
     "keys-outside-of-the-context": (
         lambda m: attend(
@@ -350,3 +351,28 @@ def test_autocast_casts_the_local_parts(mesh: Any) -> None:
     q = part(mesh, (4, 6, 2, 8), WHOLE, Shard(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attend(mesh, q).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
+def test_every_backend_drops_for_a_part_what_it_drops_in_the_whole(mesh: Any, backend: str) -> None:
+    """The last rank has the second half of the batch and of the heads."""
+    whole = draw("bshd", NAMES[:3])
+    parts = {n: distribute_tensor(t.detach(), mesh, [Shard(0), Shard(2)], src_data_rank=None) for n, t in whole.items()}
+    parts = {n: t.requires_grad_() for n, t in parts.items()}
+    options = {"layout": "bshd", "mask": masks.causal(), "dropout_p": 0.5, "dropout_seed": 3, "backend": backend}
+    own = (slice(BATCH // 2, None), slice(None))
+    expected, found = undivided.attention(**whole, **options), undivided.attention(**parts, **options)
+    torch.testing.assert_close(found.to_local(), expected[(*own, slice(HEADS // 2, None))])
+    expected.square().sum().backward()
+    found.to_local().square().sum().backward()
+    for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+        right = whole[name].grad[(*own, slice(heads // 2, None))]
+        torch.testing.assert_close(parts[name].grad.to_local(), right, rtol=1e-4, atol=1e-5)
+
+
+def test_verify_knows_what_a_part_of_the_batch_drops(mesh: Any) -> None:
+    """A mask with the numbers of the first sequence and head, as a rank's own call has it."""
+    mask = select_part(masks.causal(), Selection(BATCH, (2, 4), HEADS, (4, 8)), with_origin=True)
+    q, k = torch.randn(2, LENGTH, 4, SIZE), torch.randn(2, LENGTH, 2, SIZE)
+    report = undivided.verify(q, k, k, layout="bshd", mask=mask, dropout_p=0.3, dropout_seed=4, backend="native")
+    assert report.ok, report
