@@ -109,6 +109,36 @@ def test_quantised_pages() -> None:
     check_equal(simulate(2, lambda group: generate(context_cache(group, quantize="int8"), "causal", "bshd")), expected)
 
 
+def test_masks_of_another_number_of_ranks_are_not_reused() -> None:
+    """What a mask means for a rank is cached on the mask, which layers and caches share."""
+    q, k, v = draw(1, HEADS, 0), draw(9, KV_HEADS, 1), draw(9, KV_HEADS, 2)
+    mask = masks.window(6, 0)
+
+    def attend(group: Any) -> list[Tensor]:
+        cache = context_cache(group)
+        cache.append(k, v)
+        return [cache.attend(q, mask)]
+
+    whole = one_process()
+    whole.append(k, v)
+    for world in (2, 3):
+        check_equal(simulate(world, attend), [whole.attend(q, mask)])
+
+
+def test_under_autocast() -> None:
+    q, k, v = draw(1, HEADS, 0), draw(9, KV_HEADS, 1), draw(9, KV_HEADS, 2)
+
+    def attend(cache: Any) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cache.append(k, v)
+            return [cache.attend(q)]
+
+    (expected,) = attend(one_process(dtype=torch.bfloat16))
+    for (out,) in simulate(2, lambda group: attend(context_cache(group, dtype=torch.bfloat16))):
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_each_rank_holds_its_pages_only() -> None:
     def work(group: Any) -> tuple[Any, ...]:
         cache = context_cache(group, batch=1)

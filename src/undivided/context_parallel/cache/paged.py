@@ -232,6 +232,8 @@ class ContextPagedKVCache(SequenceCache):
     def _local(self, request: Request, counts: Counts | None, q_len: int) -> _Local:
         """This rank's attention over its own pages, without sinks."""
         (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
+        scales = self._storage.pools.k_scale, self._storage.pools.v_scale
+        q, k, v = autograd.autocast(q, k, v, scales[0])
         heads = _layout.sizes(q.shape, self.layout)[2]
         check_extras(q, bias, sinks, slopes, heads)
         if self.layout == "thd" and bias is not None:
@@ -242,22 +244,12 @@ class ContextPagedKVCache(SequenceCache):
         mask = checked_mask(options.mask)
         check_mask(mask, self.layout)
         keys = self._positions(width)
-        key = (
-            "context pages",
-            self.context.rank,
-            self.lengths,
-            counts,
-            heads,
-            q_len,
-            self.page_size,
-            self.layout,
-            q.device,
-        )
+        ranks = self.context.rank, self.context.world
+        key = ("context pages", *ranks, self.lengths, counts, heads, q_len, self.page_size, self.layout, q.device)
         own_mask = mask.cached(key, self._mask, mask, counts, heads, q_len, keys.to(q.device))
         if bias is not None:
             bias = extend("bias", bias, max(self.lengths), self._extent, 0.0)
             bias = bias if bias.shape[-1] == 1 else bias.index_select(-1, keys.to(q.device))
-        scales = self._storage.pools.k_scale, self._storage.pools.v_scale
         own = request._replace(
             tensors=Tensors(q, k, v, bias, None, slopes),
             options=options._replace(
