@@ -10,13 +10,13 @@ from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
-from undivided.arguments.tensors import is_observed
+from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.foreign import keyword_hint
 from undivided.request.request import Options, Request, Tensors, new_tuple
-from undivided.run import autograd, compile
+from undivided.run import autograd, dtensors
 from undivided.run.prepare import decide_request, prepare
 from undivided.sdpa import scaled_dot_product_attention
 from undivided.selection.decision import Decision
@@ -33,6 +33,9 @@ class ContextParallelLike(Protocol):
 
     def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
         """The decision for this rank's largest piece of work."""
+
+    def process_groups(self) -> list[list[int]]:
+        """The global ranks of each of its process groups."""
 
 
 @overload
@@ -150,6 +153,9 @@ def attention(
         context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask
             and the keys of the bias are of the whole sequence, and dropout_seed must be given.
 
+    q, k, v, bias, sinks and alibi_slopes may all be DTensors of one mesh, sharded on batch or heads or replicated: each
+    rank computes its part of the result, a DTensor placed as q, and nothing is sent. Masks then describe the whole.
+
     Returns:
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
 
@@ -183,11 +189,11 @@ def attention(
         (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic, batch_invariant),
     )
     if context_parallel is not None:
-        return _checked(context_parallel).attention(request)
+        return dtensors.context_attention(request, _checked(context_parallel))
     if torch.compiler.is_compiling() or is_observed(
         q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
     ):
-        return compile.attention(request)
+        return dtensors.attention(request)
     decision, call, tensors = prepare(request, policy(backend, deterministic, batch_invariant=batch_invariant))
     return autograd.run(decision.backend, call, tensors)
 
@@ -248,7 +254,8 @@ def explain(
     if device is None and isinstance(q, Tensor) and q.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
+        if not is_dtensor(tensor):
+            check_tensor(name, tensor)
     q, k, v = autograd.autocast(q, k, v, k_scale)
     request = Request(
         Tensors(q, k, v, bias, sinks, alibi_slopes),
@@ -258,8 +265,11 @@ def explain(
         batch_invariant,
     )
     machine = machine or _this(q, device)
-    if context_parallel is not None:
-        return _checked(context_parallel).explain(request, machine, device)
+    context = None if context_parallel is None else _checked(context_parallel)
+    if dtensors.has_dtensors(request):
+        request, _ = dtensors.local_request(request, context)
+    if context is not None:
+        return context.explain(request, machine, device)
     allowed = policy(backend, deterministic, batch_invariant=batch_invariant)
     return decide_request(request, machine, allowed, device)
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.tensors import is_observed
+from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
 from undivided.request.request import Options, Request, Tensors, new_tuple
-from undivided.run import autograd, compile
+from undivided.run import autograd, dtensors
 from undivided.run.prepare import prepare
 from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
 from undivided.selection import switches as _sdp_switches
@@ -86,6 +86,10 @@ def scaled_dot_product_attention(
             q, k, v = query, key, value
         else:
             shape = _output_shape(query, key, value, enable_gqa)
+            if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+                sizes = " and ".join(str(list(t.shape)) for t in (query, key))
+                hint = "q.unsqueeze(0), k.expand(..) before the call"
+                raise InputError("query", "be [B, H, S, D] as key is, if they are DTensors", sizes, hint=hint)
             if shape[-1] == 0 or 0 in shape[:-2]:
                 return _nothing(query, key, value, enable_gqa)
             if query.shape[-1] == 0:
@@ -114,7 +118,7 @@ def _attend(request: Request) -> Tensor:
     switches = _sdp_switches.read()
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
-        return cast(Tensor, compile.attention(request, switches))
+        return cast(Tensor, dtensors.attention(request, switches))
     decision, call, tensors = prepare(request, policy(switches=switches))
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
@@ -158,7 +162,8 @@ def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     """The shape of the result; InputError if one of the three tensors is wrong."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
-        check_tensor(name, tensor)
+        if not is_dtensor(tensor):
+            check_tensor(name, tensor)
         fewest = 3 if enable_gqa else 2
         if tensor.dim() < fewest:
             axes = "heads, length, head size" if enable_gqa else "length, head size"
@@ -271,7 +276,9 @@ def _mask_or_bias(
                 "attn_mask", "not be combined with is_causal=True, because it is a causal mask itself", "both"
             )
         return _causal_bias(attn_mask, query.shape[-2], kv_len), None
-    check_tensor("attn_mask", attn_mask)
+    distributed = is_dtensor(attn_mask)
+    if not distributed:
+        check_tensor("attn_mask", attn_mask)
     if attn_mask.device != query.device:
         raise InputError("attn_mask", f"be on the device of query ({query.device})", str(attn_mask.device))
     scores = (*shape[:-1], kv_len)
@@ -291,7 +298,8 @@ def _mask_or_bias(
     causal = _CAUSAL if is_causal else None
     if attn_mask.dtype != torch.bool:
         return causal, _as_added(folded, query)
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func sees plain operations only
+    # torch.func sees plain operations only, and masks are of plain tensors
+    if distributed or torch._C._functorch.peek_interpreter_stack() is not None:
         return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
     dense = masks.dense(folded)
     return dense if causal is None else dense & causal, None

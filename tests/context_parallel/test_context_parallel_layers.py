@@ -235,5 +235,5 @@ def test_a_cache_of_all_tokens_is_refused_with_what_to_do() -> None:
     params = undivided.InferenceParams(1, 8, 2, 8, torch.float32)
     params.pre_step({"a": 4})
     q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(undivided.InputError, match=r"(?s)inference_params must be None .*ContextParallel.decode"):
+    with pytest.raises(undivided.InputError, match=r"(?s)inference_params must be None .*ContextPagedKVCache"):
         module(q, q, q, inference_params=params)

@@ -14,7 +14,8 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 _ELSEWHERE = {
-    "DTensor": "{name}.to_local(): attention of what this rank holds; over ranks: context_parallel=",
+    "DTensor": "{name}.to_local() is what this rank holds, {name}.full_tensor() the whole; undivided.attention takes "
+    "q, k, v, bias, sinks and alibi_slopes as DTensors, and masks of the whole",
     "MaskedTensor": "{name}.get_data(), and what it masks as mask=masks.dense(...)",
 }
 """Classes whose values no kernel reads, and what to pass instead."""

@@ -19,6 +19,11 @@ def has_dispatch(value: object) -> bool:
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _NO_DISPATCH
 
 
+def is_dtensor(value: object) -> bool:
+    """Whether it is a `torch.distributed.tensor.DTensor`. Reads the name, so that nothing imports that module."""
+    return any(base.__name__ == "DTensor" for base in type(value).__mro__)
+
+
 def is_observed(q: object, k: object, v: object, mask: object = None, *others: object) -> bool:
     """Whether the call must be dispatched as one operator: for a TorchDispatchMode (fake tensors, make_fx, AOT, FLOP
     counters), ``torch.jit.trace``, or the class of a tensor. torch.func gets plain operations instead.

@@ -26,8 +26,8 @@ Gradients = Sequence[Tensor | None]
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
 )
-ANY_PART = ALL_MASKS | {"ranges", "tree", "blocks"}
-"""All masks, trees, and row ranges of some rows, keys and heads: what context parallelism runs (`NormalForm.shard`)."""
+ANY_PART = ALL_MASKS | {"ranges", "tree", "blocks", "origin"}
+"""All masks, trees, and what calls of several ranks add: row ranges (`NormalForm.shard`), and the origin of dropout."""
 ALL_FEATURES = frozenset(FEATURES)
 
 _MASK_WORDS = {
@@ -47,6 +47,7 @@ _MASK_WORDS = {
     "tree": "a draft tree",
     "blocks": "chosen key blocks",
     "ranges": "row ranges of a part of the sequence",
+    "origin": "dropout for a part of the batch or of the heads",
 }
 
 

@@ -1,4 +1,6 @@
-"""`Cache`: the base class of `KVCache` and `PagedKVCache`, which differ only in where a token is stored."""
+"""`Cache`: the base class of `KVCache` and `PagedKVCache`, which differ only in where a token is stored.
+
+Its own base, `SequenceCache`, has what does not depend on that."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._ledger import Ledger, Slots, checked_indices, keep
+from undivided.cache._ledger import Ledger, SequenceLedger, Slots, checked_indices, keep
 from undivided.cache._storage import Counts, Memory, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -23,10 +25,10 @@ from undivided.request.checks import check_layout
 Lengths = Sequence[int] | Tensor
 
 
-class Cache(ABC):
-    """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
+class SequenceCache:
+    """The memory of one layer, and the sequences whose tokens it holds."""
 
-    def __init__(self, ledger: Ledger, storage: Storage, batch: int, layout: Layout) -> None:
+    def __init__(self, ledger: SequenceLedger, storage: Storage, batch: int, layout: Layout) -> None:
         check_layout(layout)
         self._ledger, self._storage = ledger, storage
         self.batch, self.layout = batch, layout
@@ -87,6 +89,94 @@ class Cache(ABC):
     def dtype(self) -> torch.dtype:
         """The dtype of the new keys and values, and of the queries."""
         return self._storage.heads.dtype
+
+    def truncate(self, lengths: Lengths) -> None:
+        """Drop the last tokens, so that ``lengths[b]`` tokens of sequence b remain, for example after a rejected draft.
+
+        Args:
+            lengths: a list of B ints or an int tensor [B], at most the cached tokens.
+
+        Raises:
+            InputError: the lengths are wrong. The cache is unchanged.
+        """
+        remaining = checked_counts("lengths", lengths, self.batch)
+        for n, (after, before) in enumerate(zip(remaining, self.lengths, strict=True)):
+            if after > before:
+                raise InputError(f"lengths[{n}]", f"be at most the {before} cached tokens of sequence {n}", after)
+        self._ledger.truncate(remaining)
+        self._last = None
+
+    def fork(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Make sequence dst a copy of src; the previous tokens of dst are dropped.
+
+        Args:
+            src, dst: indices of sequences, or lists of indices forked all at once: ``fork([1, 0], [0, 1])`` swaps two
+                sequences.
+
+        Raises:
+            InputError: a sequence does not exist, the lists differ in length, or a dst occurs twice. The cache is
+                unchanged.
+        """
+        pairs = self._pairs(src, dst)
+        self._storage.copy(*self._ledger.fork_copies(pairs))
+        self._ledger.fork(pairs)
+        self._last = None
+
+    def free(self, i: int) -> None:
+        """Drop sequence i; a new sequence may start in its place.
+
+        Args:
+            i: index of the sequence.
+
+        Raises:
+            InputError: the sequence does not exist.
+        """
+        self._ledger.free(self._sequence("i", i))
+        self._last = None
+
+    def _queries(self, q_lengths: Lengths | None, q_len: int) -> Counts | None:
+        """The number of real queries of each sequence; None if all are real."""
+        if self.layout == "thd":
+            if q_lengths is None and self._last is not None:
+                return packed_counts("q_lengths", self._last[0], self.batch, q_len)
+            return packed_counts("q_lengths", q_lengths, self.batch, q_len)
+        if q_lengths is None:
+            if self._last is None:
+                return None
+            counts, padded = self._last
+            if counts.count(padded) == self.batch:
+                return None
+            if padded != q_len:
+                raise InputError(
+                    "q_lengths",
+                    "be given if the last append had lengths and q has another number of tokens",
+                    None,
+                    hint=f"the last append had {list(counts)} real of {padded} tokens; q has {q_len} per sequence",
+                )
+            return counts
+        counts = checked_counts("q_lengths", q_lengths, self.batch, q_len, "queries in q")
+        return None if counts.count(q_len) == self.batch else counts
+
+    def _sequence(self, name: str, value: object) -> int:
+        number = as_integer(name, value, 0)
+        if number >= self.batch:
+            raise InputError(name, f"be a sequence of the cache, 0 to {self.batch - 1}", number)
+        return number
+
+    def _pairs(self, src: int | Sequence[int], dst: int | Sequence[int]) -> list[tuple[int, int]]:
+        sources, targets = (list(x) if isinstance(x, list | tuple) else [x] for x in (src, dst))
+        if len(sources) != len(targets):
+            raise InputError("dst", f"be as many sequences as src ({len(sources)})", len(targets))
+        pairs = [(self._sequence("src", a), self._sequence("dst", b)) for a, b in zip(sources, targets, strict=True)]
+        if len({target for _, target in pairs}) != len(pairs):
+            raise InputError("dst", "name every sequence once", targets)
+        return pairs
+
+
+class Cache(SequenceCache, ABC):
+    """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
+
+    _ledger: Ledger
 
     @outside_of_graphs
     def append(self, k: Tensor, v: Tensor, lengths: Lengths | None = None) -> None:
@@ -218,22 +308,6 @@ class Cache(ABC):
             return_lse=return_lse,
         )
 
-    def truncate(self, lengths: Lengths) -> None:
-        """Drop the last tokens, so that ``lengths[b]`` tokens of sequence b remain, for example after a rejected draft.
-
-        Args:
-            lengths: a list of B ints or an int tensor [B], at most the cached tokens.
-
-        Raises:
-            InputError: the lengths are wrong. The cache is unchanged.
-        """
-        remaining = checked_counts("lengths", lengths, self.batch)
-        for n, (after, before) in enumerate(zip(remaining, self.lengths, strict=True)):
-            if after > before:
-                raise InputError(f"lengths[{n}]", f"be at most the {before} cached tokens of sequence {n}", after)
-        self._ledger.truncate(remaining)
-        self._last = None
-
     def keep(self, indices: Sequence[Sequence[int] | Tensor]) -> None:
         """Keep some of the tokens that were appended last, for example the accepted path of a draft tree.
 
@@ -262,75 +336,9 @@ class Cache(ABC):
         self._ledger = keep(self._ledger, [self._storage], kept)
         self._last = None
 
-    def fork(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Make sequence dst a copy of src; the previous tokens of dst are dropped.
-
-        Args:
-            src, dst: indices of sequences, or lists of indices forked all at once: ``fork([1, 0], [0, 1])`` swaps two
-                sequences.
-
-        Raises:
-            InputError: a sequence does not exist, the lists differ in length, or a dst occurs twice. The cache is
-                unchanged.
-        """
-        pairs = self._pairs(src, dst)
-        self._storage.copy(*self._ledger.fork_copies(pairs))
-        self._ledger.fork(pairs)
-        self._last = None
-
-    def free(self, i: int) -> None:
-        """Drop sequence i; a new sequence may start in its place.
-
-        Args:
-            i: index of the sequence.
-
-        Raises:
-            InputError: the sequence does not exist.
-        """
-        self._ledger.free(self._sequence("i", i))
-        self._last = None
-
     @abstractmethod
     def _cached_sequences(self) -> CachedSequences:
         """The keys, values and lengths that `attend` reads."""
-
-    def _queries(self, q_lengths: Lengths | None, q_len: int) -> Counts | None:
-        """The number of real queries of each sequence; None if all are real."""
-        if self.layout == "thd":
-            if q_lengths is None and self._last is not None:
-                return packed_counts("q_lengths", self._last[0], self.batch, q_len)
-            return packed_counts("q_lengths", q_lengths, self.batch, q_len)
-        if q_lengths is None:
-            if self._last is None:
-                return None
-            counts, padded = self._last
-            if counts.count(padded) == self.batch:
-                return None
-            if padded != q_len:
-                raise InputError(
-                    "q_lengths",
-                    "be given if the last append had lengths and q has another number of tokens",
-                    None,
-                    hint=f"the last append had {list(counts)} real of {padded} tokens; q has {q_len} per sequence",
-                )
-            return counts
-        counts = checked_counts("q_lengths", q_lengths, self.batch, q_len, "queries in q")
-        return None if counts.count(q_len) == self.batch else counts
-
-    def _sequence(self, name: str, value: object) -> int:
-        number = as_integer(name, value, 0)
-        if number >= self.batch:
-            raise InputError(name, f"be a sequence of the cache, 0 to {self.batch - 1}", number)
-        return number
-
-    def _pairs(self, src: int | Sequence[int], dst: int | Sequence[int]) -> list[tuple[int, int]]:
-        sources, targets = (list(x) if isinstance(x, list | tuple) else [x] for x in (src, dst))
-        if len(sources) != len(targets):
-            raise InputError("dst", f"be as many sequences as src ({len(sources)})", len(targets))
-        pairs = [(self._sequence("src", a), self._sequence("dst", b)) for a, b in zip(sources, targets, strict=True)]
-        if len({target for _, target in pairs}) != len(pairs):
-            raise InputError("dst", "name every sequence once", targets)
-        return pairs
 
 
 def _equal(counts: Counts) -> bool:

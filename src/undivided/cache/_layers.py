@@ -16,7 +16,7 @@ class LayerCaches:
 
     @property
     def num_heads_kv(self) -> int:
-        """Key/value heads."""
+        """Key/value heads in this process; with a mesh, those of this rank."""
         return self._heads.kv_heads
 
     @property

@@ -37,24 +37,12 @@ class Plan(NamedTuple):
     fresh: Sequence[int] = ()
 
 
-class Ledger(Protocol):
-    """The interface of a ledger."""
+class SequenceLedger(Protocol):
+    """The part of a ledger that changes whole sequences."""
 
     @property
     def lengths(self) -> Counts:
         """The tokens of each sequence."""
-        ...
-
-    def plan(self, counts: Counts) -> Plan:
-        """A plan for this number of new tokens of each sequence; InputError if they do not fit."""
-        ...
-
-    def commit(self, plan: Plan) -> None:
-        """Apply the last plan."""
-        ...
-
-    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
-        """The rows of a sequence's last `count` tokens in the flattened pool, after the plan."""
         ...
 
     def truncate(self, lengths: Counts) -> None:
@@ -71,6 +59,22 @@ class Ledger(Protocol):
 
     def free(self, sequence: int) -> None:
         """Drop a sequence."""
+        ...
+
+
+class Ledger(SequenceLedger, Protocol):
+    """The interface of a ledger."""
+
+    def plan(self, counts: Counts) -> Plan:
+        """A plan for this number of new tokens of each sequence; InputError if they do not fit."""
+        ...
+
+    def commit(self, plan: Plan) -> None:
+        """Apply the last plan."""
+        ...
+
+    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
+        """The rows of a sequence's last `count` tokens in the flattened pool, after the plan."""
         ...
 
     def copy(self) -> Self:

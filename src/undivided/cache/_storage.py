@@ -10,7 +10,7 @@ cache has pools of scales beside those of the quantised values; new tokens are q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -43,16 +43,30 @@ class Heads(NamedTuple):
         dtype: object,
         names: tuple[str, str, str] = ("kv_heads", "head_dim", "value_dim"),
         quantize: object = None,
+        mesh: object = None,
     ) -> Heads:
-        """The heads; InputError if a size is not positive, or dtype or format are not supported."""
+        """The heads; InputError if a size is not positive, or dtype or format are not supported. With a mesh, those of
+        one of its ranks."""
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise InputError("dtype", "be torch.float16, bfloat16, float32 or float64", dtype)
         sizes = (kv_heads, head_dim, head_dim if value_dim is None else value_dim)
         heads, dim, v_dim = (as_integer(name, size, 1) for name, size in zip(names, sizes, strict=True))
+        heads = heads if mesh is None else _own_heads(names[0], heads, mesh)
         format = check_quantize(quantize)
         if format is not None:
             _check_quantized_sizes(format, dict(zip(names[1:], (dim, v_dim), strict=True)), dtype)
         return Heads(heads, dim, v_dim, dtype, format)
+
+
+def _own_heads(name: str, heads: int, mesh: Any) -> int:
+    """The key heads of each rank of a mesh, as `undivided.parallel.parallelize` divides them."""
+    if getattr(mesh, "ndim", None) != 1 or not hasattr(mesh, "get_local_rank"):
+        hint = 'select one axis, such as mesh["tensor"]'
+        raise InputError("mesh", "be a DeviceMesh with one axis, or None", type(mesh).__name__, hint=hint)
+    ranks: int = mesh.size()
+    if heads % ranks and ranks % heads:
+        raise InputError(name, f"be a multiple or a divisor of the {ranks} ranks of mesh", heads)
+    return max(1, heads // ranks)
 
 
 class NewTokens(NamedTuple):
@@ -262,7 +276,15 @@ def checked_tokens(
             if found[0] == (1 if layout == "thd" else batch) and found[2:] == (heads.kv_heads, dim):
                 _check_dtype_and_device(name, tensor, heads.dtype, device)
                 continue
-        raise InputError(name, f"have shape {expected.format(dim=dim)} in {layout!r}", list(tensor.shape))
+        hint = None
+        if (
+            tensor.dim() == _layout.rank(layout)
+            and heads.kv_heads % max(1, found[2]) == 0
+            and found[2] < heads.kv_heads
+        ):
+            hint = f"if the heads are divided over ranks: mesh=mesh['tensor'] for the cache, or {found[2]} key heads"
+        must = f"have shape {expected.format(dim=dim)} in {layout!r}"
+        raise InputError(name, must, list(tensor.shape), hint=hint)
     k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
     if k.shape[1] != v.shape[1]:
         raise InputError(v_name, f"have the length of {k_name} ({k.shape[1]})", v.shape[1])

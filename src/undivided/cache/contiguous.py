@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from undivided.arguments.checks import as_integer
@@ -10,6 +12,9 @@ from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._ledger import Slots
 from undivided.cache._storage import Heads, Storage
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class KVCache(Cache):
@@ -30,6 +35,8 @@ class KVCache(Cache):
             memory is always [B, max_len, N, D].
         quantize: format in which keys and values are stored: "int8", "fp8_e4m3", "fp8_e5m2" or "int4" (head sizes that
             are multiples of 32). None: `dtype`. New tokens are quantised by `append`, and `attend` reads them in place.
+        mesh: the ranks that the heads are divided over, a `DeviceMesh` with one axis: kv_heads then counts those of all
+            ranks, and this cache holds the heads of one. None: kv_heads are those of this cache.
 
     Raises:
         InputError: an argument is wrong.
@@ -59,8 +66,9 @@ class KVCache(Cache):
         device: torch.device | str = "cpu",
         layout: Layout = "bshd",
         quantize: str | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize)
+        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
         batch, self.max_len = as_integer("batch", batch, 1), as_integer("max_len", max_len, 1)
         storage = Storage(batch, self.max_len, heads, torch.device(device))
         super().__init__(Slots(batch, self.max_len), storage, batch, layout)

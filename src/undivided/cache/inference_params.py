@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from undivided.cache._ledger import Pages, Slots
 from undivided.cache._storage import Heads, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class InferenceParams(BetweenSteps):
@@ -52,6 +55,8 @@ class InferenceParams(BetweenSteps):
         device: device of the caches. None: the device of the first keys.
         quantize: format in which keys and values are stored, as in `KVCache`. `attend` and the layers of this library
             read it in place; `step` is refused.
+        mesh: the ranks that layers are divided over by `undivided.parallel.parallelize`, as in `KVCache`:
+            num_heads_kv then counts the heads of all ranks.
 
     Raises:
         InputError: an argument is wrong or missing.
@@ -92,6 +97,7 @@ class InferenceParams(BetweenSteps):
         *,
         device: torch.device | str | None = None,
         quantize: str | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         for name, value in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("dtype", dtype)):
             if value is None:
@@ -100,7 +106,7 @@ class InferenceParams(BetweenSteps):
             raise InputError("custom_cache_manager", "be None", type(custom_cache_manager).__name__)
         assert num_heads_kv is not None and head_dim_k is not None
         names = "num_heads_kv", "head_dim_k", "head_dim_v"
-        super().__init__(Heads.checked(num_heads_kv, head_dim_k, head_dim_v, dtype, names, quantize))
+        super().__init__(Heads.checked(num_heads_kv, head_dim_k, head_dim_v, dtype, names, quantize, mesh))
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = as_integer("max_sequence_length", max_sequence_length, 1)
         if not isinstance(is_paged, bool):

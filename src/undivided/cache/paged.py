@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from undivided.cache._ledger import Pages
 from undivided.cache._storage import Heads, Storage, checked_token_ids
 from undivided.errors import InputError
 from undivided.masks import Mask
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class PagedKVCache(Cache):
@@ -38,6 +42,8 @@ class PagedKVCache(Cache):
             memory is always [num_pages, page_size, N, D].
         quantize: format in which keys and values are stored, as in `KVCache`. Shared, copied and evicted pages have
             their scales beside them.
+        mesh: the ranks that the heads are divided over, a `DeviceMesh` with one axis: kv_heads then counts those of all
+            ranks, and this cache holds the heads of one. None: kv_heads are those of this cache.
 
     Raises:
         InputError: an argument is wrong.
@@ -71,8 +77,9 @@ class PagedKVCache(Cache):
         device: torch.device | str = "cpu",
         layout: Layout = "bshd",
         quantize: str | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize)
+        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
         self.num_pages, self.page_size = (as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1))
         batch = as_integer("batch", batch, 1)
         storage = Storage(self.num_pages, self.page_size, heads, torch.device(device))

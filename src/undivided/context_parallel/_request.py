@@ -125,7 +125,8 @@ def check_local(request: Request) -> None:
             "pages",
             "be None under context parallelism: a block table describes the pool of one rank, keys lie on all ranks",
             "a block table",
-            hint="ContextParallel.decode generates over keys that are spread over ranks",
+            hint="ContextPagedKVCache generates over pages that are spread over ranks, ContextParallel.decode over "
+            "keys",
         )
     if options.dropout_p and options.dropout_seed is None:
         raise InputError(

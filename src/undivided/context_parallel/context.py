@@ -26,7 +26,7 @@ from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._sharded import ShardedTokens
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
-from undivided.context_parallel.exchange.collectives import CountingCommunicator, Traffic, gather_all
+from undivided.context_parallel.exchange.collectives import CountingCommunicator, ProcessGroup, Traffic, gather_all
 from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
@@ -263,6 +263,20 @@ class ContextParallel(ShardedTokens):
         ]
         problem = max(pieces, key=lambda pair: pair[0])[1] if pieces else global_request.problem
         return decide(problem, machine, self._policy(request))
+
+    def process_groups(self) -> list[list[int]]:
+        """The global ranks of each process group: one, or ring and heads for "ring+all_to_all". For DTensors.
+
+        Returns:
+            One list for each group of `torch.distributed`; of a simulated group, none.
+
+        >>> import undivided
+        >>> from undivided.context_parallel import simulate
+        >>> simulate(1, lambda group: undivided.ContextParallel(group).process_groups())
+        [[]]
+        """
+        found = [axis.comm for axis in self._group_axes()]
+        return [comm.ranks for comm in found if isinstance(comm, ProcessGroup)]
 
     @staticmethod
     def _policy(request: Request) -> Policy:

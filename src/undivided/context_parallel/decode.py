@@ -64,8 +64,7 @@ def prepare_step(
     (q, k, _, _, sinks, slopes), layout = request.tensors, request.options.layout
     check_values(q)
     check_local(request)
-    if by not in ("all_gather", "ring"):
-        raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
+    check_merge_method(by)
     _check_positions(positions, k.shape[SEQUENCE_AXIS[layout]], kv_len)
     whole = _global_call(request, kv_len)
     problem = whole.problem
@@ -90,22 +89,39 @@ def prepare_step(
     return Step(problem, _layout.canonical(q, layout), sinks, local), shared
 
 
+def check_merge_method(by: object) -> None:
+    """InputError unless it is a `MergeMethod`."""
+    if by not in ("all_gather", "ring"):
+        raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
+
+
 def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[Tensor, Tensor]:
     """(out, lse) over all keys, merged from the partial results of all ranks."""
     problem, (batch, rows, heads, _) = step.problem, step.q.shape
-    dtype = lse_dtype(problem.dtype)
     if step.local is None:
-        partial = step.q.new_zeros((batch * rows * heads, problem.v_dim + 1), dtype=dtype)
-        partial[:, -1] = -torch.inf
+        dtype = lse_dtype(problem.dtype)
+        out = step.q.new_zeros((batch, rows, heads, problem.v_dim), dtype=dtype)
+        part = Result(out, step.q.new_full((batch, heads, rows), -torch.inf, dtype=dtype))
     else:
-        out, lse = autograd.forward(*step.local)
-        partial = torch.cat([out.to(dtype), lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
+        part = autograd.forward(*step.local)
+    return merge_ranks(axes, part, step.sinks, problem, by)
+
+
+def merge_ranks(
+    axes: Sequence[Communicator], part: Result, sinks: Tensor | None, problem: Problem, by: MergeMethod
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) for the caller, from the results of all ranks over their own keys, without sinks.
+
+    part: out [B, S, H, Dv] and lse [B, H, S] of this rank. problem: with the caller's layout and dtype.
+    """
+    dtype, (batch, rows, heads, _) = lse_dtype(problem.dtype), part.out.shape
+    partial = torch.cat([part.out.to(dtype), part.lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
     for comm in reversed(axes):
         partial = _merge_ranks(comm, partial, by)
     merged = partial.view(batch, rows, heads, -1)
     out, lse = merged[..., :-1], merged[..., -1].transpose(1, 2).contiguous()  # [B, H, Sq]
-    if step.sinks is not None:
-        out = out * sink_factor(lse, step.sinks).transpose(1, 2).unsqueeze(-1)
+    if sinks is not None:
+        out = out * sink_factor(lse, sinks).transpose(1, 2).unsqueeze(-1)
     out = _layout.restore(out.to(problem.dtype), problem.layout).contiguous()
     return out, lse.squeeze(0) if problem.packed else lse
 

@@ -27,6 +27,7 @@ from undivided.masks._parts import (
     Field,
     GlobalBand,
     Lengths,
+    Origin,
     Part,
     Prefix,
     Tree,
@@ -137,6 +138,8 @@ def _describe_part(part: Part, align: str) -> str:
             )
         case Dense():
             return _call("dense", _value(part.tensor))
+        case Origin():
+            return f"part from sequence {part.sequence}, head {part.head}"
         case Tree():
             return _call("tree", _value(part.parents[0] if len(part.parents) == 1 else part.parents))
         case Blocks():

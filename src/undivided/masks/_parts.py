@@ -357,6 +357,19 @@ class Blocks(Part):
             raise InputError(call.argument, must, int(self.table.max()))
 
 
+@dataclass(frozen=True, eq=False)
+class Origin(Part):
+    """The numbers of the first sequence and head of the call in a larger one, by which dropout draws. Allows every
+    pair. For internal use only."""
+
+    name: ClassVar[str] = "origin"
+    sequence: int
+    head: int
+
+    def fields(self) -> tuple[Field, ...]:
+        return (self.sequence, self.head)
+
+
 def check_entries(call: Call, what: str, value: Field, count: int, unit: str) -> None:
     """Raise InputError unless a tensor has one entry per batch element or sequence."""
     if isinstance(value, Tensor) and value.shape[0] != count:

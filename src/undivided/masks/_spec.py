@@ -8,13 +8,26 @@ from typing import Any
 from torch import Tensor
 
 from undivided.masks._alignment import Align
-from undivided.masks._parts import Blocks, Chunk, Dense, DocumentIds, Documents, GlobalBand, Lengths, Part, Prefix, Tree
+from undivided.masks._parts import (
+    Blocks,
+    Chunk,
+    Dense,
+    DocumentIds,
+    Documents,
+    GlobalBand,
+    Lengths,
+    Origin,
+    Part,
+    Prefix,
+    Tree,
+)
 from undivided.masks._predicate import Predicate, find_predicate
 
 Band = tuple[int | None, int | None]
 
 _PARTS: dict[str, Callable[..., Part]] = {
-    kind.name: kind for kind in (Lengths, Documents, DocumentIds, Prefix, GlobalBand, Chunk, Dense, Tree, Blocks)
+    kind.name: kind
+    for kind in (Lengths, Documents, DocumentIds, Prefix, GlobalBand, Chunk, Dense, Tree, Blocks, Origin)
 }
 
 

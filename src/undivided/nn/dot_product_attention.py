@@ -306,7 +306,7 @@ class DotProductAttention(Module):
                 "inference_params",
                 "be None under context parallelism: a cache holds every token, not those of a rank",
                 "a cache",
-                hint="use a KVCache on each rank and ContextParallel.decode",
+                hint="undivided.context_parallel.ContextPagedKVCache spreads the pages of a layer over ranks",
             )
         offsets_q = arguments.cu_seqlens_q if arguments.cu_seqlens_q_padded is None else arguments.cu_seqlens_q_padded
         offsets_kv = (

@@ -314,6 +314,8 @@ def _with_mask(
     documents = mask.document_sizes
     if slopes is not None:
         check_slopes(slopes, problem.heads, documents[0] if documents else problem.batch)
+    if "dropout" in problem.features and any(part.head for part in mask.take("origin")[0] or ()):
+        problem = problem._replace(features=problem.features | {"some_heads"})
     return CheckedMask(mask, problem._replace(mask=mask.structure, align=align, documents=documents), known)
 
 

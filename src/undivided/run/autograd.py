@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.tensors import is_observed, versions
+from undivided.arguments.tensors import is_dtensor, is_observed, versions
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
 from undivided.backends.reference.block_gradients import leaf_gradients
@@ -126,7 +126,8 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None = None) -> 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.dtype == dtype:
         return tensor
-    check_tensor(name, tensor)
+    if not is_dtensor(tensor):
+        check_tensor(name, tensor)
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 

@@ -264,7 +264,7 @@ class Records:
             self.key_position = call.normal_form(tensors.q).kv_position.contiguous()
         if call.dropout_p:
             normal = call.normal_form(tensors.q)
-            self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.q_sequence.contiguous()
+            self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.sequence_number.contiguous()
 
     def slices(self) -> list[slice]:
         """The query rows of each kernel call: all at once, unless the mask must be evaluated in blocks."""

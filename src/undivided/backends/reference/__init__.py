@@ -149,7 +149,7 @@ def _kept(block: Block, call: Call, tensors: Tensors) -> Tensor:
     heads = torch.arange(block.heads.start, block.heads.stop, device=tensors.q.device) + normal.first_head
     return philox.keep(
         call.dropout_seed,
-        block.slice_rows(normal.q_sequence)[:, None, :, None],
+        block.slice_rows(normal.sequence_number)[:, None, :, None],
         heads[None, :, None, None],
         block.slice_rows(normal.q_position)[:, None, :, None],
         block.slice_keys(normal.kv_position)[:, None, None, :],

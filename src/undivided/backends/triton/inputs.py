@@ -211,7 +211,7 @@ class Inputs:
             found["key_at"] = form.kv_position.contiguous()
             found["position"] = form.q_position.contiguous()
             found["row_at"] = (form.q_position + form.shift).contiguous()
-            found["sequence"] = form.q_sequence.contiguous()
+            found["sequence"] = form.sequence_number.contiguous()
         for name in ("ranges", "row_at", "key_at", "sequence", "position"):
             found[f"{name}_b"] = found[name].stride(0) if found[name].dim() > 1 and found[name].shape[0] > 1 else 0
         for name, tensor in (("bias", bias), ("dense", dense)):

@@ -155,7 +155,7 @@ class ProcessGroup:
         self._dist = dist
         self._group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._global = dist.get_process_group_ranks(self._group)
+        self.ranks: list[int] = dist.get_process_group_ranks(self._group)
         self._on_cpu = "gloo" in str(dist.get_backend(self._group))
 
     def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
@@ -164,7 +164,7 @@ class ProcessGroup:
         ops, peers = [], []
         for function, messages in ((dist.irecv, receives), (dist.isend, sends)):
             for peer, tensors in messages.items():
-                ops += [dist.P2POp(function, t, self._global[peer], self._group) for t in tensors]
+                ops += [dist.P2POp(function, t, self.ranks[peer], self._group) for t in tensors]
                 peers += [peer] * len(tensors)
         if not ops:
             return lambda: None

@@ -37,7 +37,7 @@ class NormalForm:
         geometry: positions of the sequences. None: one sequence that starts at 0.
         row_index, key_index: raw indices of the rows and (ascending) keys, int64, if they are a selection from a
             longer sequence (see ``shard``); the geometry is that of the whole sequence.
-        first_head: index of the first head, if the heads are a selection.
+        first_head, first_sequence: numbers of the first head and sequence in the whole, if the form is of a selection.
 
     >>> form = NormalForm(torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32), kv_len=2)
     >>> form.allowed(slice(0, 1), slice(0, 2), slice(0, 2), slice(0, 1)).int().tolist()
@@ -53,6 +53,7 @@ class NormalForm:
     row_index: Tensor | None = None
     key_index: Tensor | None = None
     first_head: int = 0
+    first_sequence: int = 0
 
     @property
     def exact(self) -> bool:
@@ -280,6 +281,7 @@ class NormalForm:
             rows if self.row_index is None else self.row_index[rows],
             keys if self.key_index is None else self.key_index[keys],
             self.first_head + heads.start,
+            self.first_sequence,
         )
 
     @cached_property
@@ -301,6 +303,11 @@ class NormalForm:
     def q_sequence(self) -> Tensor:
         """The batch element of each row, int32 ``[B, Sq]``; packed: the document, ``[1, Sq]``."""
         return self._select_at(self._geometry.q_sequence, self.row_index)
+
+    @cached_property
+    def sequence_number(self) -> Tensor:
+        """`q_sequence`, counted from the first sequence of the whole: the number by which dropout draws."""
+        return self.q_sequence + self.first_sequence if self.first_sequence else self.q_sequence
 
     @staticmethod
     def _select_at(values: Tensor, index: Tensor | None) -> Tensor:

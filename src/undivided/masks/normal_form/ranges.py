@@ -6,6 +6,7 @@ and are converted to raw keys at the end. Temporaries take O(S) memory, and noth
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,19 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import readable
-from undivided.masks._parts import Blocks, Chunk, Dense, DocumentIds, Field, GlobalBand, Part, Prefix, Size, Tree
+from undivided.masks._parts import (
+    Blocks,
+    Chunk,
+    Dense,
+    DocumentIds,
+    Field,
+    GlobalBand,
+    Origin,
+    Part,
+    Prefix,
+    Size,
+    Tree,
+)
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form.block_pairs import BlockPairs
 from undivided.masks.normal_form.bounds import tidy
@@ -104,7 +117,11 @@ def build(
         extras.append(RangePairs(_union_ranges(geometry, keys, part)))
         base = _within(base, None, _union_stop(geometry, part))
     ranges = _union_ranges(geometry, base, unions[0]) if unions else _pack(geometry, base)
-    return NormalForm(ranges, kv_len, batch, heads, (*extras, *evaluated), geometry)
+    form = NormalForm(ranges, kv_len, batch, heads, (*extras, *evaluated), geometry)
+    for part in parts:
+        if isinstance(part, Origin):
+            form = dataclasses.replace(form, first_head=part.head, first_sequence=part.sequence)
+    return form
 
 
 def _within(keys: Range, start: Bound, stop: Bound) -> Range:

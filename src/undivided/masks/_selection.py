@@ -1,0 +1,109 @@
+"""``select_part``: the mask of some sequences and heads of a call, for a rank that holds only these."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.masks._mask import Mask
+from undivided.masks._parts import Blocks, Chunk, Dense, DocumentIds, GlobalBand, Lengths, Origin, Part, Prefix, Tree
+from undivided.masks._predicate import Predicate, PredicateFunction, register_predicate
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Some sequences of ``batch`` and some heads of ``heads``: consecutive numbers, from start to stop."""
+
+    batch: int
+    sequences: tuple[int, int]
+    heads: int
+    own_heads: tuple[int, int]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it contains everything."""
+        return self.sequences == (0, self.batch) and self.own_heads == (0, self.heads)
+
+
+def select_part(mask: Mask, selection: Selection, with_origin: bool) -> Mask:
+    """The mask of a selection; cached, so that a repeated call finds its normal form.
+
+    Args:
+        mask: of all sequences and heads; it has passed ``check``.
+        selection: what remains.
+        with_origin: keep the numbers of the first sequence and head, which dropout draws by.
+
+    Returns:
+        A mask for a call of the selected sequences and heads.
+
+    >>> from undivided import masks
+    >>> half = Selection(batch=4, sequences=(2, 4), heads=8, own_heads=(0, 8))
+    >>> select_part(masks.causal() & masks.lengths([1, 2, 3, 4]), half, with_origin=False)
+    causal() & lengths(kv=[3, 4])
+    """
+    if selection.is_whole:
+        return mask
+    return mask.cached(("selection", selection, with_origin), _build, mask, selection, with_origin)
+
+
+def _build(mask: Mask, selection: Selection, with_origin: bool) -> Mask:
+    parts = [_select(part, selection) for part in mask.parts]
+    if with_origin:
+        parts.append(Origin(selection.sequences[0], selection.own_heads[0]))
+    return dataclasses.replace(mask, parts=tuple(parts))
+
+
+def _select(part: Part, selection: Selection) -> Part:
+    """A part for the selection. A pack of documents has a batch of one, and its documents stay together."""
+    start, stop = selection.sequences
+    if isinstance(part, Predicate):
+        return register_predicate(_with_offsets(part.fn, start, selection.own_heads[0]))
+    if isinstance(part, Dense):
+        dense = _rows(part.tensor, selection)
+        return Dense(dense if dense.shape[1] == 1 else dense[:, slice(*selection.own_heads)])
+    if isinstance(part, Blocks):
+        return dataclasses.replace(part, table=_table(_rows(part.table, selection), selection))
+    if not isinstance(part, Lengths | DocumentIds | Prefix | GlobalBand | Chunk | Tree):
+        return part
+    if (start, stop) == (0, selection.batch):
+        return part
+    known: dict[int, Tensor] = {}  # one tensor for both sides stays one: alignments are compared by it
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = known.setdefault(id(value), _rows(value, selection))
+    return dataclasses.replace(part, **changes)
+
+
+def _rows(tensor: Tensor, selection: Selection) -> Tensor:
+    """The rows of the selected sequences of a tensor with one row per sequence, or one for all."""
+    start, stop = selection.sequences
+    if (start, stop) == (0, selection.batch) or (tensor.dim() > 1 and tensor.shape[0] == 1):
+        return tensor
+    return tensor[start:stop]
+
+
+def _table(table: Tensor, selection: Selection) -> Tensor:
+    """The rows of a block table ``[B|1, T, A, n]`` for the selected heads, of which T rows have equally many each."""
+    start, stop = selection.own_heads
+    if table.shape[1] == 1 or (start, stop) == (0, selection.heads):
+        return table
+    group = selection.heads // table.shape[1]
+    step = math.gcd(group, start, stop)  # heads per row of the result
+    return table[:, torch.arange(start, stop, step, device=table.device) // group]
+
+
+def _with_offsets(fn: PredicateFunction, sequence: int, head: int) -> PredicateFunction:
+    """The function, called with the numbers of sequences and heads in the whole."""
+
+    @functools.wraps(fn)
+    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return fn(b + sequence, h + head, q_idx, kv_idx)
+
+    return shifted
