@@ -100,7 +100,9 @@ def test_the_pattern_does_not_depend_on_blocking(monkeypatch: pytest.MonkeyPatch
             assert brute_force.error(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("mask", [masks.FULL, masks.causal("top_left"), masks.lengths([21, 9], [21, 9]) & masks.window(4, 2)])
+@pytest.mark.parametrize(
+    "mask", [masks.FULL, masks.causal("top_left"), masks.lengths([21, 9], [21, 9]) & masks.window(4, 2)]
+)
 def test_the_pattern_of_some_heads_is_theirs_in_the_whole_call(mask: masks.Mask) -> None:
     q, k = random(2, 6, 21, 4), random(2, 3, 21, 4, seed=1)
     whole = pattern(q, k, "bhsd", mask)
