@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ import torch
 from gloo_ranks import run_ranks
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import undivided
-from undivided import InputError, TransformerLayer
+from undivided import DotProductAttention, InputError, MultiheadAttention, TransformerLayer, masks
 from undivided.parallel import own_state_dict, parallelize
 
 HIDDEN, LENGTH, BATCH = 32, 8, 2
@@ -27,7 +30,7 @@ CASES: list[dict[str, Any]] = [
     {"softmax_type": "off-by-one", "num_gqa_groups": 2, "scores": "alibi"},
     {"attention_dropout": 0.3, "hidden_dropout": 0.2, "drop_path_rate": 0.3, "num_gqa_groups": 2},
     {"layer_type": "decoder", "attention_dropout": 0.3, "activation": "geglu"},
-    {"layer_type": "decoder", "fuse_qkv_params": True, "qk_norm_type": "LayerNorm", "hidden_dropout": 0.2},
+    {"layer_type": "decoder", "fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "hidden_dropout": 0.2},
 ]
 """Arguments of a layer, and the terms of the scores of its call."""
 FORMATS = ("bshd", "sbhd", "thd")
@@ -131,9 +134,91 @@ def run_cases() -> list[tuple[dict[str, Any], str, bool, str, dict[str, float]]]
     return [(*choice, run_case(*choice)) for choice in choices(distributed.get_world_size())]
 
 
+def core_attention() -> list[float]:
+    """The largest differences of an attention alone, built for a group, from one process: outputs and gradients."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    options: dict[str, Any] = {"attention_dropout": 0.4, "softmax_type": "learnable", "qkv_format": "bshd"}
+    whole = DotProductAttention(8, 4, 4, **options)
+    part = DotProductAttention(8, 4, 4, tp_group=distributed.group.WORLD, **options)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(whole.softmax_offset)
+    assert part.heads.q == 8 // world
+    part.load_state_dict({"softmax_offset": whole.softmax_offset.detach().chunk(world)[rank]})
+    inputs = [torch.randn(2, 9, heads, 4, requires_grad=True) for heads in (8, 4, 4)]
+    own = [t.detach().chunk(world, 2)[rank].requires_grad_() for t in inputs]
+    found = []
+    for recompute in (False, True):
+        call = {"core_attention_bias_type": "alibi", "checkpoint_core_attention": recompute}
+        torch.manual_seed(5)
+        expected = whole(*inputs, **call).chunk(world, -1)[rank]
+        torch.manual_seed(5 + rank)
+        out = part(*own, **call)
+        wanted = torch.autograd.grad(expected.square().sum(), [*inputs, whole.softmax_offset])
+        wanted = [g.chunk(world, g.dim() // 2)[rank] for g in wanted]
+        ours = torch.autograd.grad(out.square().sum(), [*own, part.softmax_offset])
+        found += [float((a - b).detach().abs().max()) for a, b in zip((out, *ours), (expected, *wanted), strict=True)]
+    return found
+
+
+class Tracker:
+    """TransformerEngine's tracker, as far as a layer uses it: another default generator within `fork`."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+def generators() -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
+    """First rows of weights drawn without and with a tracker; whether dropout and weights came from the tracker."""
+    rank, group = distributed.get_rank(), distributed.group.WORLD
+    options: dict[str, Any] = {"qkv_format": "bshd", "tp_group": group, "set_parallel_mode": True}
+    torch.manual_seed(0)
+    drawn = MultiheadAttention(HIDDEN, 4, **options).qkv.query_weight[0].detach()
+    tracker = Tracker(10 + rank)
+    tracked = MultiheadAttention(HIDDEN, 4, get_rng_state_tracker=lambda: tracker, **options)
+    weight = tracked.qkv.query_weight
+    torch.manual_seed(10 + rank)
+    same_weight = torch.equal(weight, torch.empty_like(weight).normal_(0, 0.023))
+    core, heads = tracked.core_attention, tracked.core_attention.heads.q
+    q, tracker.state = torch.randn(1, 6, heads, 8), torch.Generator().manual_seed(20 + rank).get_state()
+    out = core(q, q, q, qkv_format="bshd")
+    seed = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(20 + rank))
+    mask = masks.causal().with_first_head(rank * heads)
+    alone = undivided.attention(q, q, q, layout="bshd", mask=mask, dropout_p=0.1, dropout_seed=seed)
+    return drawn, weight[0].detach(), same_weight, torch.equal(out, alone.flatten(-2))
+
+
+def with_context_parallelism() -> float:
+    """The largest difference from one process on ranks of a context and a tensor axis, with attention dropout."""
+    mesh = init_device_mesh("cpu", (2, distributed.get_world_size() // 2), mesh_dim_names=("context", "tensor"))
+    whole, layer = (make_layer({"attention_dropout": 0.4}, "bshd") for _ in range(2))
+    parallelize(layer, mesh["tensor"], sequence_parallel=True)
+    context = undivided.ContextParallel(mesh.get_group("context")).bind(LENGTH)
+    layer.set_context_parallel_group(context)
+    torch.manual_seed(6)
+    x = torch.randn(BATCH, LENGTH, HIDDEN)
+    expected = whole(x)
+    torch.manual_seed(6 + distributed.get_rank())
+    torch.randn(BATCH, LENGTH, HIDDEN)
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        return context.shard(t, dim=1).chunk(mesh["tensor"].size(), 1)[mesh["tensor"].get_local_rank()]
+
+    return float((checkpoint(layer, own(x), use_reentrant=False) - own(expected)).abs().max())
+
+
 @functools.cache
 def results(world: int) -> list[list[Any]]:
-    return run_ranks(world, run_cases)
+    return run_ranks(world, run_cases, core_attention, generators, with_context_parallelism)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -144,6 +229,32 @@ def test_outputs_and_gradients_equal_one_process(world: int) -> None:
         for *choice, differences in answers:
             for name, difference in differences.items():
                 assert difference < 2e-5, (choice, name, difference)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_attention_with_a_group_drops_what_one_process_drops(world: int) -> None:
+    for differences in results(world)[1]:
+        assert isinstance(differences, list), differences
+        assert len(differences) == 10
+        assert max(differences) < 1e-5, differences
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_and_dropout_are_drawn_in_the_context_of_a_tracker(world: int) -> None:
+    """Without one, ranks whose generators agree still draw different weights."""
+    answers = results(world)[2]
+    for answer in answers:
+        assert isinstance(answer, tuple), answer
+        assert answer[2:] == (True, True)
+    for rows in zip(*(answer[:2] for answer in answers), strict=True):
+        assert len({tuple(row.tolist()) for row in rows}) == world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout_on_context_and_tensor_ranks_is_that_of_one_process(world: int) -> None:
+    for difference in results(world)[3]:
+        assert isinstance(difference, float), difference
+        assert difference < 2e-6
 
 
 @pytest.fixture

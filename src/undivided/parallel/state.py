@@ -21,7 +21,7 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
     """This rank's part of a state dict of whole parameters, for layers built with `tp_group` or `tp_size`.
 
     TransformerEngine's layers have other checkpoints on every rank. This divides one checkpoint of the same layers
-    without tensor parallelism; `parallelize` needs none of it, because `torch.distributed.checkpoint` loads its DTensors.
+    without tensor parallelism. After `parallelize`, `torch.distributed.checkpoint` loads the DTensors instead.
 
     Args:
         module: a layer, or a module that contains layers, after `set_tensor_parallel_group`.
