@@ -288,6 +288,21 @@ def test_layers_that_the_ranks_do_not_divide_are_refused(mesh: Any, changes: dic
     assert all(type(p) is torch.nn.Parameter for p in layer.parameters())
 
 
+def test_a_layer_is_divided_in_one_way_only(mesh: Any) -> None:
+    layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd", tp_size=2, set_parallel_mode=True)
+    with pytest.raises(InputError, match="tp_size must be 1 for parallelize, got 2"):
+        parallelize(layer, mesh)
+    whole = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd")
+    with pytest.raises(InputError, match="tp_group must be set before a call with tp_size=2"):
+        own_state_dict(layer, whole.state_dict())
+    with pytest.raises(InputError, match="tp_group must have the 2 ranks of tp_size, got 1"):
+        layer.set_tensor_parallel_group(distributed.group.WORLD)
+    with unittest.mock.patch.object(type(mesh), "size", return_value=1):
+        parallelize(whole, mesh)
+    with pytest.raises(InputError, match="tp_group must not be set after parallelize, got ProcessGroup"):
+        whole.set_tensor_parallel_group(distributed.group.WORLD)
+
+
 def test_a_module_without_layers_and_a_wrong_mesh_are_refused(mesh: Any) -> None:
     with pytest.raises(InputError, match="module must contain a layer of undivided, got Linear"):
         parallelize(torch.nn.Linear(2, 2), mesh)

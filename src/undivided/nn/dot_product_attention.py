@@ -356,8 +356,8 @@ class DotProductAttention(Module):
         cp, dropout = self.context_parallel, self.attention_dropout if self.training else 0.0
         seed = None
         if dropout:
-            _, ranks, tracker, _ = self.tensor_parallel
-            seed = dropout_seed(None if cp is None else cp.seed, ranks, tracker, q)
+            ranks = self.tensor_parallel.ranks
+            seed = dropout_seed(None if cp is None else cp.seed, ranks, self.tensor_parallel.tracker, q)
             mask = mask if ranks is None else mask.with_first_head(ranks.rank * self.heads.q)
         core = functools.partial(
             attention,

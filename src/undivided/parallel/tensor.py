@@ -98,7 +98,8 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
 
 def _arguments(mesh: DeviceMesh, sequence_parallel: bool, format: str) -> TensorArguments:
     """The ranks of the mesh, as the layers need them for dropout."""
-    return checked_tensor_arguments(mesh.get_group(), mesh.size(), sequence_parallel, None, format)
+    arguments = checked_tensor_arguments(mesh.get_group(), mesh.size(), sequence_parallel, None, format)
+    return arguments._replace(is_parallelized=True)
 
 
 def _projections(layer: MultiheadAttention) -> list[torch.nn.Module]:

@@ -16,12 +16,14 @@ from undivided.request.slopes import usual_slopes
 
 
 class TensorArguments(NamedTuple):
-    """The checked arguments: the number of ranks, the ranks if they are known, and the tracker of generators."""
+    """The checked arguments: the number of ranks, the ranks if they are known, the tracker of generators, the axis of
+    hidden states of which a rank has its part, and whether `parallelize` has divided the layer."""
 
     size: int
     ranks: TensorRanks | None
     tracker: Tracker | None
     sequence: int | None
+    is_parallelized: bool = False
 
     def own_heads(self, heads: Heads) -> Heads:
         """The heads of one rank, from those of the layer."""
@@ -56,7 +58,10 @@ class TensorArguments(NamedTuple):
             raise InputError("tp_group", f"be set before a call with tp_size={self.size}", None, hint=hint)
 
     def with_group(self, tp_group: object) -> TensorArguments:
-        """The arguments with the ranks of a group, which may be None."""
+        """The arguments with the ranks of a group, which may be None; InputError after `parallelize`."""
+        if self.is_parallelized:
+            hint = "set_tensor_parallel_group is for layers that were built with tp_size"
+            raise InputError("tp_group", "not be set after parallelize", type(tp_group).__name__, hint=hint)
         return self._replace(ranks=tensor_ranks(tp_group, self.size, self.sequence))
 
 
