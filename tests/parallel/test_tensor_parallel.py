@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import unittest.mock
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import undivided
-from undivided import DotProductAttention, InputError, MultiheadAttention, TransformerLayer, masks
-from undivided.parallel import own_state_dict, parallelize
+from undivided import DotProductAttention, InferenceParams, InputError, MultiheadAttention, TransformerLayer, masks
+from undivided.parallel import own_state_dict, parallelize, whole_state_dict
 
 HIDDEN, LENGTH, BATCH = 32, 8, 2
 CASES: list[dict[str, Any]] = [
@@ -30,6 +30,7 @@ CASES: list[dict[str, Any]] = [
     {"softmax_type": "off-by-one", "num_gqa_groups": 2, "scores": "alibi"},
     {"attention_dropout": 0.3, "hidden_dropout": 0.2, "drop_path_rate": 0.3, "num_gqa_groups": 2},
     {"layer_type": "decoder", "attention_dropout": 0.3, "activation": "geglu"},
+    {"layer_type": "decoder", "fuse_qkv_params": True, "qkv_weight_interleaved": False, "output_layernorm": True},
     {"layer_type": "decoder", "fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "hidden_dropout": 0.2},
 ]
 """Arguments of a layer, and the terms of the scores of its call."""
@@ -84,6 +85,9 @@ def run_case(case: dict[str, Any], format: str, sequence_parallel: bool, way: st
         layer = make_layer(case, format, tp_size=world, set_parallel_mode=True, sequence_parallel=sequence_parallel)
         layer.set_tensor_parallel_group(distributed.group.WORLD)
         layer.load_state_dict(own_state_dict(layer, whole.state_dict()))
+        gathered = whole_state_dict(layer)
+        assert all(torch.equal(gathered.pop(name), value) for name, value in whole.state_dict().items())
+        assert not gathered
 
     def own(t: torch.Tensor, divided: bool = sequence_parallel, axis: int = int(format == "bshd")) -> torch.Tensor:
         return t.chunk(world, axis)[rank] if divided else t
@@ -124,7 +128,8 @@ def choices(world: int) -> list[tuple[dict[str, Any], str, bool, str]]:
             format = FORMATS[(number + 2 * sequence_parallel) % 3]
             if format == "thd" and case.get("scores") == "post_scale_bias":
                 format = "bshd"
-            found.append((case, format, sequence_parallel, "parallelize"))
+            if case.get("qkv_weight_interleaved", True):
+                found.append((case, format, sequence_parallel, "parallelize"))
             if case.get("num_gqa_groups", 4) % world == 0:
                 found.append((case, format, sequence_parallel, "group"))
     return found
@@ -197,6 +202,28 @@ def generators() -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
     return drawn, weight[0].detach(), same_weight, torch.equal(out, alone.flatten(-2))
 
 
+def generation() -> float:
+    """The largest difference of tokens with a cache on each rank from one pass of one process."""
+    world = distributed.get_world_size()
+    case = {"window_size": (5, 0), "activation": "swiglu", "layer_number": 1}
+    whole = make_layer(case, "bshd").eval()
+    layers = [make_layer(case, "bshd").eval() for _ in range(2)]
+    layers[1] = make_layer(case, "bshd", tp_group=distributed.group.WORLD, set_parallel_mode=True).eval()
+    layers[1].load_state_dict(own_state_dict(layers[1], whole.state_dict()))
+    parallelize(layers[0], init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",)))
+    x = torch.randn(BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(7))
+    gaps = []
+    with torch.no_grad():
+        expected = whole(x)
+        for layer in layers:
+            cache = InferenceParams(BATCH, LENGTH, 4 // world, HIDDEN // 4, torch.float32)
+            for start, stop in ((0, 5), (5, 6), (6, LENGTH)):
+                cache.pre_step(OrderedDict((name, stop - start) for name in range(BATCH)))
+                out = layer(x[:, start:stop], inference_params=cache)
+                gaps.append(float((out - expected[:, start:stop]).abs().max()))
+    return max(gaps)
+
+
 def with_context_parallelism() -> float:
     """The largest difference from one process on ranks of a context and a tensor axis, with attention dropout."""
     mesh = init_device_mesh("cpu", (2, distributed.get_world_size() // 2), mesh_dim_names=("context", "tensor"))
@@ -216,43 +243,43 @@ def with_context_parallelism() -> float:
     return float((checkpoint(layer, own(x), use_reentrant=False) - own(expected)).abs().max())
 
 
-@functools.cache
-def results(world: int) -> list[list[Any]]:
-    return run_ranks(world, run_cases, core_attention, generators, with_context_parallelism)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_outputs_and_gradients_equal_one_process(world: int) -> None:
-    for answers in results(world)[0]:
-        assert isinstance(answers, list), answers
-        assert len(answers) == len(choices(world)) >= 3 * len(CASES)
-        for *choice, differences in answers:
+def check_cases(answers: list[Any], world: int) -> None:
+    """Outputs and gradients of layers, with and without sequence parallelism."""
+    for answer in answers:
+        assert isinstance(answer, list), answer
+        assert len(answer) == len(choices(world)) >= 3 * len(CASES)
+        for *choice, differences in answer:
             for name, difference in differences.items():
                 assert difference < 2e-5, (choice, name, difference)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_an_attention_with_a_group_drops_what_one_process_drops(world: int) -> None:
-    for differences in results(world)[1]:
+def check_core_attention(answers: list[Any]) -> None:
+    """An attention with a group drops what one process drops."""
+    for differences in answers:
         assert isinstance(differences, list), differences
         assert len(differences) == 10
         assert max(differences) < 1e-5, differences
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_weights_and_dropout_are_drawn_in_the_context_of_a_tracker(world: int) -> None:
-    """Without one, ranks whose generators agree still draw different weights."""
-    answers = results(world)[2]
+def check_generators(answers: list[Any]) -> None:
+    """Weights and seeds are drawn in the context of a tracker. Without one, ranks whose generators agree still draw
+    different weights."""
     for answer in answers:
         assert isinstance(answer, tuple), answer
         assert answer[2:] == (True, True)
     for rows in zip(*(answer[:2] for answer in answers), strict=True):
-        assert len({tuple(row.tolist()) for row in rows}) == world
+        assert len({tuple(row.tolist()) for row in rows}) == len(answers)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_dropout_on_context_and_tensor_ranks_is_that_of_one_process(world: int) -> None:
-    for difference in results(world)[3]:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layers_over_ranks_equal_one_process(world: int) -> None:
+    """All in one launch of the ranks, which takes longer than what they compute."""
+    functions = run_cases, core_attention, generators, with_context_parallelism, generation
+    cases, cores, drawn, in_contexts, generated = run_ranks(world, *functions)
+    check_cases(cases, world)
+    check_core_attention(cores)
+    check_generators(drawn)
+    for difference in (*in_contexts, *generated):
         assert isinstance(difference, float), difference
         assert difference < 2e-6
 

@@ -1,11 +1,11 @@
-"""`own_state_dict`: the part of whole parameters that a layer built with `tp_group` has on this rank."""
+"""Whole checkpoints of layers built with `tp_group`, whose ranks have parts of the parameters: divided and gathered."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from undivided.errors import InputError
 from undivided.nn import MultiheadAttention, TransformerLayer
@@ -54,6 +54,39 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
         parts = [ranks.own(part, axis) for part in whole.split([size * ranks.size for size in sizes], axis)]
         own[name] = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
     return own
+
+
+def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The state dict of whole parameters, gathered from layers built with `tp_group` or `tp_size`.
+
+    It is the inverse of `own_state_dict`. All ranks of the group must call it.
+
+    Args:
+        module: a layer, or a module that contains layers, after `set_tensor_parallel_group`.
+
+    Returns:
+        The state dict of the same module without tensor parallelism, the same on every rank. Divided parameters are new
+        tensors, the others are those of the module.
+
+    Raises:
+        InputError: the group of a layer is unknown.
+
+    >>> import torch, torch.distributed as dist, undivided
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> sizes = {"hidden_size": 64, "num_attention_heads": 4, "qkv_format": "bshd"}
+    >>> layer = undivided.MultiheadAttention(**sizes, tp_group=dist.group.WORLD, set_parallel_mode=True)
+    >>> undivided.MultiheadAttention(**sizes).load_state_dict(whole_state_dict(layer))
+    <All keys matched successfully>
+    >>> dist.destroy_process_group()
+    """
+    state: dict[str, Tensor] = module.state_dict()
+    for name, axis, sizes, ranks in _divisions(module):
+        own = state[name].contiguous()
+        gathered = [torch.empty_like(own) for _ in range(ranks.size)]
+        distributed.all_gather(gathered, own, group=ranks.group)
+        by_part = zip(*(tensor.split(sizes, axis) for tensor in gathered), strict=True)
+        state[name] = torch.cat([tensor for part in by_part for tensor in part], axis)
+    return state
 
 
 def _divisions(module: torch.nn.Module) -> Iterator[Division]:
