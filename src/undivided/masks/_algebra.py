@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -57,11 +56,13 @@ def split(mask: MaskFields, name: str) -> tuple[Any, MaskFields]:
     if name in ("causal", "window", "band"):
         if (mask.left is None and mask.right is None) or (name != "band" and name not in mask.kinds):
             return None, mask
-        return (True if name == "causal" else mask.band), replace(mask, left=None, right=None)
+        rest = MaskFields(mask.align, None, None, mask.parts, mask.first_head)
+        return (True if name == "causal" else mask.band), rest
     taken = tuple(part for part in mask.parts if part.name == name)
     if not taken:
         return None, mask
-    rest = replace(mask, parts=tuple(part for part in mask.parts if part.name != name))
+    others = tuple(part for part in mask.parts if part.name != name)
+    rest = MaskFields(mask.align, mask.left, mask.right, others, mask.first_head)
     if isinstance(taken[0], Lengths | Documents):
         return taken[0], rest
     return tuple(_content(part) for part in taken), rest

@@ -35,6 +35,9 @@ class TensorRanks:
         self.group, self.sequence = group, sequence
         self.rank, self.size = group.rank(), group.size()
         self._meshes: dict[str, DeviceMesh] = {}
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        for kind in {"cpu"} if accelerator is None else {"cpu", accelerator.type}:
+            self._mesh(kind)  # torch.compile cannot create one during a call
 
     def __deepcopy__(self, memo: object) -> TensorRanks:
         return self  # a copy of a layer has the same ranks
@@ -71,21 +74,21 @@ class TensorRanks:
         """Hidden states of the whole sequence, for the maps of this rank; the gradient is the sum over ranks."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        given = DTensor.from_local(x, self._mesh(x), [self._placement()], run_check=False)
+        given = DTensor.from_local(x, self._mesh(x.device.type), [self._placement()], run_check=False)
         return given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def leave(self, x: Tensor) -> Tensor:
         """Hidden states that are the sum over ranks; with sequence parallelism this rank's part of them."""
         from torch.distributed.tensor import DTensor, Partial
 
-        terms = DTensor.from_local(x, self._mesh(x), [Partial()], run_check=False)
+        terms = DTensor.from_local(x, self._mesh(x.device.type), [Partial()], run_check=False)
         return terms.redistribute(placements=[self._placement()]).to_local()
 
     def shared(self, parameter: Tensor) -> Tensor:
         """A parameter that ranks apply to different heads or tokens: its gradient is the sum over ranks."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        whole = DTensor.from_local(parameter, self._mesh(parameter), [Replicate()], run_check=False)
+        whole = DTensor.from_local(parameter, self._mesh(parameter.device.type), [Replicate()], run_check=False)
         return whole.to_local(grad_placements=[Partial()])
 
     def _placement(self) -> Any:
@@ -93,10 +96,10 @@ class TensorRanks:
 
         return Replicate() if self.sequence is None else Shard(self.sequence)
 
-    def _mesh(self, like: Tensor) -> DeviceMesh:
+    def _mesh(self, kind: str) -> DeviceMesh:
+        """The ranks as a mesh of a type of device."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        kind = like.device.type
         if kind not in self._meshes:
             self._meshes[kind] = DeviceMesh.from_group(self.group, kind)
         return self._meshes[kind]
