@@ -9,8 +9,8 @@ Each axis is PyTorch's own machinery around unchanged layers:
 - context: the layers get a `ContextParallel` of the axis, and tokens and labels are sharded;
 - data and context together: FSDP2 (`fully_shard`) shards parameters and averages gradients.
 
-Documents are packed, every other layer has a sliding window, activations are recomputed in the backward, and a step
-accumulates the gradients of two batches.
+Documents are packed, every other layer has a sliding window, attention weights are dropped, activations are recomputed
+in the backward, and a step accumulates the gradients of two batches.
 """
 
 import os
@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
                 HEADS,
                 GROUPS,
                 hidden_dropout=0.0,
-                attention_dropout=0.0,
+                attention_dropout=0.1,
                 normalization="RMSNorm",
                 self_attn_mask_type="padding_causal",
                 attn_input_format="thd",
@@ -94,6 +94,7 @@ for step in range(STEPS):
     for number in range(BATCHES):
         for data_rank in data_ranks:
             tokens, labels, offsets = batch(BATCHES * step + number, data_rank)
+            torch.manual_seed(1000 * (BATCHES * step + number) + data_rank)  # what dropout draws
             if is_parallel:
                 own = context.bind(TOKENS, mask=masks.documents(offsets) & masks.causal())
                 for layer in model.layers:

@@ -100,6 +100,34 @@ def test_the_pattern_does_not_depend_on_blocking(monkeypatch: pytest.MonkeyPatch
             assert brute_force.error(got, expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "mask", [masks.FULL, masks.causal("top_left"), masks.lengths([21, 9], [21, 9]) & masks.window(4, 2)]
+)
+def test_the_pattern_of_some_heads_is_theirs_in_the_whole_call(mask: masks.Mask) -> None:
+    q, k = random(2, 6, 21, 4), random(2, 3, 21, 4, seed=1)
+    whole = pattern(q, k, "bhsd", mask)
+    part = pattern(q[:, 2:4], k[:, 1:2], "bhsd", mask.with_first_head(2))
+    assert torch.equal(part == 0, whole[:, 2:4] == 0)
+    assert not torch.equal(part == 0, whole[:, :2] == 0)
+    compiled = torch.compile(pattern, backend="eager", fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(q[:, 2:4], k[:, 1:2], "bhsd", mask.with_first_head(2)), part)
+
+
+def test_a_mask_with_a_first_head_keeps_it() -> None:
+    mask = masks.causal().with_first_head(4)
+    assert mask.with_first_head(4) is mask
+    assert masks.causal().with_first_head(0).first_head == 0
+    both = masks.lengths([3]) & mask
+    assert repr(both) == "(causal() & lengths(kv=[3])).with_first_head(4)"
+    assert (mask | masks.sinks(2)).first_head == both.first_head == 4
+    assert both.take("lengths")[1].first_head == both.take("causal")[1].first_head == both.to("meta").first_head == 4
+    assert masks.Mask.unflatten(*both.flatten()).first_head == 4
+    with pytest.raises(undivided.InputError, match=r"mask must have one first head, got .* heads from 4 & .* from 2"):
+        mask & masks.causal().with_first_head(2)
+    with pytest.raises(undivided.InputError, match="first_head must be at least 0, got -1"):
+        mask.with_first_head(-1)
+
+
 def test_the_pattern_of_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
     q, k = random(3, 2, 9, 4), random(3, 2, 17, 4, seed=1)
     together, first = pattern(q, k, "bhsd"), pattern(q[:1], k[:1], "bhsd")

@@ -60,13 +60,16 @@ def step(**counts: int) -> InferenceParams:
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "parallel_attention_mlp must be False in a decoder, got True"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp must be False with output_layernorm, got True"),
         ({"parallel_attention_mlp": True, "apply_residual_connection_post_layernorm": True}, "parallel_attention_mlp must be False with apply_residual_connection_post_layernorm"),
-        ({"tp_size": 2}, "tp_size must be 1, got 2\n  HINT: undivided.parallel.parallelize(layer, mesh"),
-        ({"tp_group": object}, "tp_group must be None, got"),
-        ({"sequence_parallel": True}, "sequence_parallel must be False, got True"),
-        ({"set_parallel_mode": True}, "set_parallel_mode must be False, got True"),
-        ({"get_rng_state_tracker": len}, "get_rng_state_tracker must be None, got"),
+        ({"tp_size": 2}, "set_parallel_mode must be True with 2 tensor parallel ranks, got False\n  HINT: with False, each rank"),
+        ({"tp_size": 2.0}, "tp_size must be an int, got 2.0"),
+        ({"tp_size": HEADS + 1, "set_parallel_mode": True}, f"num_attention_heads must be a multiple of tp_size ({HEADS + 1}), got {HEADS}"),
+        ({"tp_size": 2, "set_parallel_mode": True, "ffn_hidden_size": 33}, "ffn_hidden_size must be a multiple of tp_size (2), got 33"),
+        ({"tp_group": object()}, "tp_group must be a torch.distributed process group or None, got object"),
+        ({"sequence_parallel": 1}, "sequence_parallel must be True or False, got 1"),
+        ({"set_parallel_mode": None}, "set_parallel_mode must be True or False, got None"),
+        ({"get_rng_state_tracker": "model-parallel-rng"}, "get_rng_state_tracker must be a function or None, got str"),
         ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation must be False, got True\n  HINT: gradients are in .grad"),
-        ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap must be False, got True\n  HINT: tensor parallelism is not supported"),
+        ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap must be False, got True\n  HINT: communication of tensor"),
         ({"ub_overlap_ag": False}, "ub_overlap_ag must be True, got False"),
         ({"ub_overlap_rs": False}, "ub_overlap_rs must be True, got False"),
         ({"ub_overlap_rs_dgrad": True}, "ub_overlap_rs_dgrad must be False, got True"),
@@ -90,6 +93,7 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"hidden_states": X[..., :8]}, "hidden_states must have hidden_size (24) features, got 8 in [2, 5, 8]"),
     ({}, {"hidden_states": X.double()}, "hidden_states must have the parameters' dtype (torch.float32), got torch.float64\n  HINT: hidden_states.to(torch.float32)"),
     ({}, {"hidden_states": None}, "hidden_states must be a torch.Tensor, got None"),
+    ({"tp_size": 2, "set_parallel_mode": True}, {}, "tp_group must be set before a call with tp_size=2, got None\n  HINT: layer.set_tensor"),
     ({}, {"encoder_output": X}, "encoder_output must be None with layer_type='encoder', got Tensor\n  HINT: layer_type='decoder'"),
     ({}, {"enc_dec_attn_mask": X > 0}, "enc_dec_attn_mask must be None with layer_type='encoder'"),
     ({}, {"cu_seqlens_kv": cu(LENGTHS)}, "cu_seqlens_kv must be cu_seqlens_q or None with layer_type='encoder'"),
@@ -143,5 +147,5 @@ def test_process_groups_may_be_none() -> None:
     module = layer("bshd", layer_type="decoder")
     module.set_context_parallel_group(None, None, None)
     module.set_tensor_parallel_group(None)
-    with pytest.raises(InputError, match="tp_group must be None"):
+    with pytest.raises(InputError, match=r"tp_group must be a torch\.distributed process group or None, got object"):
         module.set_tensor_parallel_group(object())

@@ -33,7 +33,7 @@ from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
-from undivided.request.checks import checked_mask
+from undivided.request.checks import checked_mask, draw_seed
 from undivided.request.request import Options, Request, Tensors
 from undivided.selection.decision import Decision, decide
 from undivided.selection.policy import Policy, policy
@@ -105,10 +105,10 @@ class ContextParallel(ShardedTokens):
     def seed(self) -> int:
         """A dropout seed that is the same on every rank: rank 0 draws it from torch's default generator.
 
-        All ranks must call it.
+        All ranks must call it. One process would draw the same from a generator of the same state.
 
         Returns:
-            An int from 0 to 2**62 - 1.
+            An int from 0 to 2**63 - 1.
 
         >>> import undivided
         >>> from undivided.context_parallel import simulate
@@ -116,7 +116,7 @@ class ContextParallel(ShardedTokens):
         >>> first == second
         True
         """
-        drawn = torch.randint(2**62, ())
+        drawn = draw_seed(torch.device("cpu"))
         return int(drawn if self._axes is None else gather_all(self._axes, drawn[None])[0])
 
     @outside_of_graphs

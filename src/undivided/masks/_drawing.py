@@ -63,8 +63,11 @@ def describe(mask: MaskFields) -> str:
         else:
             words.append(_describe_part(part, align))
     if not words:
-        return _band(None, None, align) if align else "every pair"
-    return " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
+        words = [_band(None, None, align) if align else "every pair"]
+    text = " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
+    if not mask.first_head:
+        return text
+    return f"{f'({text})' if ' ' in text else text}.with_first_head({mask.first_head})"
 
 
 def describe_structure(structure: Structure) -> str:

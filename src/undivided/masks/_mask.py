@@ -42,6 +42,7 @@ class Mask(MaskFields):
         align: "top_left", "bottom_right", or None if both agree.
         left, right: keys of the band before and after the query's own; None: unbounded.
         parts: the other descriptions; the mask is the intersection of all.
+        first_head: index of the call's first head among the heads of the layer, see ``with_first_head``.
 
     >>> from undivided.masks import *
     >>> mask = causal(align="bottom_right") & lengths([2, 3])
@@ -65,6 +66,29 @@ class Mask(MaskFields):
             for part in self.parts
         )
         return dataclasses.replace(self, parts=parts)
+
+    def with_first_head(self, first_head: int) -> Mask:
+        """The same mask for a call with some heads of a layer: dropout has the pattern of these heads.
+
+        Tensors and predicates of the mask still describe the heads of the call.
+
+        Args:
+            first_head: index of the call's first head among those of the layer, at least 0; the others follow it.
+
+        Returns:
+            The mask, the same object for repeated calls.
+
+        Raises:
+            InputError: ``first_head`` is not an int of at least 0.
+
+        >>> from undivided.masks import *
+        >>> causal().with_first_head(4)
+        causal().with_first_head(4)
+        """
+        first_head = as_integer("first_head", first_head, 0)
+        if first_head == self.first_head:
+            return self
+        return self.cached(("first_head", first_head), lambda: dataclasses.replace(self, first_head=first_head))
 
     def take(self, name: str) -> tuple[Any, Mask]:
         """One kind of part, and the mask without it.
@@ -187,7 +211,8 @@ class Mask(MaskFields):
         def build() -> NormalForm:
             # autograd may save a form that was first built in inference mode
             with torch.inference_mode(False), torch.no_grad():
-                return ranges.build(self.parts, self.band, bottom_right, sizes, device)
+                form = ranges.build(self.parts, self.band, bottom_right, sizes, device)
+                return form if not self.first_head else dataclasses.replace(form, first_head=self.first_head)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced():
@@ -269,7 +294,8 @@ class Mask(MaskFields):
             else part
             for part in self.parts
         )
-        return Mask.unflatten(_spec.write(self.align, self.band, parts, tensors), moved)
+        spec = _spec.write(self.align, self.band, parts, tensors, self.first_head)
+        return Mask.unflatten(spec, moved)
 
     def flatten(self) -> tuple[str, list[Tensor]]:
         """The mask as a constant string and its tensors, for operators that take no Python objects.
@@ -283,7 +309,7 @@ class Mask(MaskFields):
         'None;None,0;lengths,t0,None,None,None'
         """
         tensors = list(self.tensors)
-        return _spec.write(self.align, self.band, self.parts, tensors), tensors
+        return _spec.write(self.align, self.band, self.parts, tensors, self.first_head), tensors
 
     @staticmethod
     def unflatten(spec: str, tensors: Sequence[Tensor]) -> Mask:
@@ -295,8 +321,8 @@ class Mask(MaskFields):
         Returns:
             A mask of the same pairs.
         """
-        align, (left, right), parts = _spec.read(spec, tensors)
-        return Mask(align, left, right, parts)
+        align, (left, right), parts, first_head = _spec.read(spec, tensors)
+        return Mask(align, left, right, parts, first_head)
 
     def __repr__(self) -> str:
         return _drawing.describe(self)
@@ -374,4 +400,4 @@ class Mask(MaskFields):
 
 
 def _mask(fields: MaskFields) -> Mask:
-    return Mask(fields.align, fields.left, fields.right, fields.parts)
+    return Mask(fields.align, fields.left, fields.right, fields.parts, fields.first_head)

@@ -30,10 +30,12 @@ from undivided.nn.arguments.checks import (
 from undivided.nn.arguments.error_names import with_module_names
 from undivided.nn.arguments.formats import Heads, Inputs
 from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalise_window
-from undivided.nn.arguments.refused import AT_CALL, AT_CONSTRUCTION, check_refused
+from undivided.nn.arguments.refused import AT_CALL, check_refused
 from undivided.nn.arguments.scores import ScoreTerms, score_terms
 from undivided.nn.arguments.sequences import SequenceArguments
+from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.module import Module
+from undivided.nn.blocks.tensor_ranks import dropout_seed
 
 
 class DotProductAttention(Module):
@@ -45,7 +47,7 @@ class DotProductAttention(Module):
     Axes: b batch, s sequence (sq queries, skv keys), t packed tokens, h query heads, g key/value heads, d head size.
 
     Args:
-        num_attention_heads: h, the query heads of this module (of this rank, if heads are divided over ranks).
+        num_attention_heads: h, the query heads.
         kv_channels: head size, or the pair (queries and keys, values).
         num_gqa_groups: g, the key/value heads, a divisor of h. None: h.
         attention_dropout: probability of dropping a weight, in training mode only.
@@ -61,8 +63,10 @@ class DotProductAttention(Module):
         layer_number: number of the layer, under which `inference_params` caches its keys and values.
         name: stored unchanged.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: context parallelism, see `set_context_parallel_group`.
-        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: accepted at their defaults only; another value is
-            an error with the reason.
+        tp_size, tp_group: tensor parallel ranks; h and g are divided by their number, and a call has one rank's heads.
+            With a group, dropout is that of one process.
+        get_rng_state_tracker: returns an object whose ``fork()`` is the context in which the seed of dropout is drawn.
+        sequence_parallel: without effect, as sequences are whole in an attention.
         backend: as in `undivided.attention`.
         softcap: ``c * tanh(score / c)``, applied before a bias.
         device: device of `softmax_offset`.
@@ -110,11 +114,10 @@ class DotProductAttention(Module):
         softcap: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        arguments = dict(locals())
         super().__init__()
-        check_refused(AT_CONSTRUCTION, arguments)
-        heads, groups = checked_heads(num_attention_heads, num_gqa_groups)
-        self.heads = Heads(heads, groups, *checked_channels(kv_channels))
+        heads = Heads(*checked_heads(num_attention_heads, num_gqa_groups), *checked_channels(kv_channels))
+        self.tensor_parallel = checked_tensor_arguments(tp_group, tp_size, sequence_parallel, get_rng_state_tracker)
+        self.heads = self.tensor_parallel.own_heads(heads)
         self.attention_dropout = checked_number("attention_dropout", attention_dropout, 0, 1, "a number from 0 to 1")
         self.qkv_format = None if qkv_format is None else formats.checked_format(qkv_format)
         kind = checked_mask_type(attn_mask_type)
@@ -129,7 +132,9 @@ class DotProductAttention(Module):
         self.name, self.backend = name, backend
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         is_learnable = self.softmax_type == "learnable"
-        offset = torch.nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device)) if is_learnable else None
+        offset = (
+            torch.nn.Parameter(torch.empty(self.heads.q, dtype=torch.float32, device=device)) if is_learnable else None
+        )
         self.register_parameter("softmax_offset", offset)
         self.reset_parameters()
 
@@ -148,6 +153,17 @@ class DotProductAttention(Module):
         """Initialise a learnable `softmax_offset` with 0, which equals "off-by-one"."""
         if self.softmax_offset is not None:
             torch.nn.init.zeros_(self.softmax_offset)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the ranks that hold the other heads.
+
+        Args:
+            tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
+
+        Raises:
+            InputError: it is not a process group, or has another number of ranks.
+        """
+        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -269,7 +285,7 @@ class DotProductAttention(Module):
             scores = score_terms(
                 core_attention_bias_type,
                 core_attention_bias,
-                alibi_slopes,
+                self.tensor_parallel.own_slopes(core_attention_bias_type, alibi_slopes, inputs.q),
                 full._replace(q=inputs.q),
                 self.softmax_scale,
                 self.softcap,
@@ -338,13 +354,18 @@ class DotProductAttention(Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v, format = inputs[:4]
         cp, dropout = self.context_parallel, self.attention_dropout if self.training else 0.0
+        seed = None
+        if dropout:
+            ranks = self.tensor_parallel.ranks
+            seed = dropout_seed(None if cp is None else cp.seed, ranks, self.tensor_parallel.tracker, q)
+            mask = mask if ranks is None else mask.with_first_head(ranks.rank * self.heads.q)
         core = functools.partial(
             attention,
             layout=format,
             mask=mask,
             dropout_p=dropout,
             context_parallel=cp,
-            dropout_seed=cp.seed() if cp is not None and dropout else None,
+            dropout_seed=seed,
             **self._options(q, scores),
         )
         out = checkpoint(core, q, k, v, use_reentrant=False) if recompute else core(q, k, v)

@@ -18,13 +18,9 @@ from undivided.nn.arguments.checks import (
     checked_sizes,
 )
 from undivided.nn.arguments.mask_types import checked_mask_type
-from undivided.nn.arguments.refused import (
-    ATTENTION_LAYER_AT_CONSTRUCTION,
-    LAYERS_AT_CALL,
-    LAYERS_AT_CONSTRUCTION,
-    check_refused,
-)
-from undivided.nn.blocks.linear import LayerNormLinear, Linear
+from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
+from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
+from undivided.nn.blocks.linear import LayerNormLinear, Linear, OutputLinear
 from undivided.nn.blocks.module import Init, Module, checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Norm, Normalization, checked_norm, checked_qk_norms
 from undivided.nn.blocks.projections import kv_parts, qkv_parts, split_kv, split_q, split_qkv
@@ -72,9 +68,13 @@ class MultiheadAttention(Module):
         seq_length, micro_batch_size: hints, without effect.
         softmax_type: as in `DotProductAttention`.
         softmax_scale, softcap, backend: beyond TransformerEngine, as in `DotProductAttention`.
-        tp_group, tp_size, sequence_parallel, set_parallel_mode, get_rng_state_tracker, fuse_wgrad_accumulation,
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: accepted at their defaults
-            only; another value is an error with the reason.
+        tp_group, tp_size, set_parallel_mode, sequence_parallel: the tensor parallel ranks, or their number until
+            `set_tensor_parallel_group`. Each rank holds its part of the weights, as plain tensors; with
+            sequence_parallel, hidden_states and the output are its consecutive part of the sequence.
+        get_rng_state_tracker: returns an object whose ``fork()`` is the context in which weights, and the seed of
+            attention_dropout, are drawn. None: ranks draw different weights, and drop what one process would.
+        fuse_wgrad_accumulation, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad:
+            accepted at their defaults only; another value is an error with the reason.
 
     Raises:
         InputError: an argument is wrong. The message has its name, its value, the limit and a fix.
@@ -156,7 +156,11 @@ class MultiheadAttention(Module):
         self.qkv_format = hidden.checked_format("qkv_format", qkv_format)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
         self.hidden_size = checked_integer("hidden_size", hidden_size, 1)
-        self.heads = checked_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
+        self.tensor_parallel = checked_tensor_arguments(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, self.qkv_format, set_parallel_mode
+        )
+        heads = checked_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
+        self.heads = self.tensor_parallel.own_heads(heads)
         self.layer_number = 1 if layer_number is None else checked_integer("layer_number", layer_number, 1)
         self.name = name
         for flag in _FLAGS:
@@ -167,7 +171,11 @@ class MultiheadAttention(Module):
         norm = checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)
         dtype = checked_dtype(params_dtype)
         bias = checked_flag("bias", bias)
-        self._make_projections(norm, checked_init("init_method", init_method), bias, device, dtype)
+        init, output_init = (
+            self.tensor_parallel.divided_init(checked_init(name, arguments[name]))
+            for name in ("init_method", "output_layer_init_method")
+        )
+        self._make_projections(norm, init, bias, device, dtype)
         self.q_norm, self.k_norm = checked_qk_norms(qk_norm_type, qk_norm_eps, self.heads.qk_dim, device, dtype)
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -178,6 +186,8 @@ class MultiheadAttention(Module):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
+            tp_size=self.tensor_parallel.size,
+            get_rng_state_tracker=get_rng_state_tracker,
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_scale=softmax_scale,
@@ -186,9 +196,9 @@ class MultiheadAttention(Module):
             softcap=softcap,
             device=device,
         )
-        output_init = checked_init("output_layer_init_method", output_layer_init_method)
         context_size = self.heads.q * self.heads.v_dim
-        self.proj = Linear(context_size, {"": hidden_size}, output_init, bias, device, dtype)
+        self.proj = OutputLinear(context_size, {"": hidden_size}, output_init, bias, device, dtype)
+        self.set_tensor_parallel_group(tp_group)
 
     def _make_projections(
         self, norm: Norm, init: Init, bias: bool, device: torch.device | str | None, dtype: torch.dtype
@@ -218,15 +228,19 @@ class MultiheadAttention(Module):
                 module.reset_parameters()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Accept None; tensor parallelism is not supported.
+        """Set the ranks that hold the other parts of the weights.
 
         Args:
-            tp_group: None.
+            tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
 
         Raises:
-            InputError: a group is given.
+            InputError: it is not a process group, or has another number of ranks.
         """
-        check_refused({"tp_group": LAYERS_AT_CONSTRUCTION["tp_group"]}, {"tp_group": tp_group})
+        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
+        for module in self.children():
+            if isinstance(module, Linear | Normalization):
+                module.ranks = self.tensor_parallel.ranks
+        self.core_attention.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -289,7 +303,8 @@ class MultiheadAttention(Module):
         padding = checked_mask_type(
             self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
         ).padding
-        if self.core_attention.context_parallel is None:  # otherwise arguments describe all ranks together
+        is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence is None
+        if is_whole:  # otherwise arguments describe all ranks together
             evidence = hidden.evidence(
                 attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
@@ -345,6 +360,7 @@ class MultiheadAttention(Module):
         Raises:
             InputError: one of them is wrong.
         """
+        self.tensor_parallel.check_ranks()
         weight, format = self.proj.weight, self.qkv_format
         # an FSDP shard has another dtype than the weight of the projection
         like = weight if type(weight) is torch.nn.Parameter else None
@@ -377,7 +393,7 @@ class MultiheadAttention(Module):
         (out,), _ = self.proj(context, add_bias=not self.return_bias)
         outputs: tuple[Tensor | None, ...] = (out,)
         if self.return_bias:
-            outputs += (self.proj.bias,)
+            outputs += (self.proj.whole_bias(),)
         if self.return_layernorm_output:
             outputs += (normalised,)
         return out if len(outputs) == 1 else outputs

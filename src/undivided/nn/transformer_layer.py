@@ -14,12 +14,8 @@ from undivided.errors import InputError
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_integer, checked_number
 from undivided.nn.arguments.error_names import rename_arguments
-from undivided.nn.arguments.refused import (
-    LAYERS_AT_CALL,
-    LAYERS_AT_CONSTRUCTION,
-    TRANSFORMER_LAYER_AT_CONSTRUCTION,
-    check_refused,
-)
+from undivided.nn.arguments.refused import LAYERS_AT_CALL, TRANSFORMER_LAYER_AT_CONSTRUCTION, check_refused
+from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.drop_path import drop_path_scale
 from undivided.nn.blocks.mlp import Activation, LayerNormMLP
 from undivided.nn.blocks.module import Init, Module, checked_dtype, checked_init
@@ -81,9 +77,10 @@ class TransformerLayer(Module):
             Required, because shapes do not reveal a wrong format.
         name: stored unchanged.
         softmax_scale, softcap, backend: beyond TransformerEngine, as in `DotProductAttention`.
-        tp_group, tp_size, sequence_parallel, set_parallel_mode, get_rng_state_tracker, fuse_wgrad_accumulation,
-            ub_tp_comm_overlap, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad:
-            accepted at their defaults only; another value is an error with the reason.
+        tp_group, tp_size, set_parallel_mode, sequence_parallel, get_rng_state_tracker: tensor parallel ranks, as in
+            `MultiheadAttention`. hidden_dropout is that of one process whose generator is that of the first rank.
+        fuse_wgrad_accumulation, ub_tp_comm_overlap, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad,
+            ub_bulk_wgrad: accepted at their defaults only; another value is an error with the reason.
 
     Raises:
         InputError: an argument is wrong. The message has its name, its value, the limit and a fix.
@@ -168,6 +165,9 @@ class TransformerLayer(Module):
         for flag in _FLAGS:
             setattr(self, flag, checked_flag(flag, arguments[flag]))
         self._check_parallel()
+        self.tensor_parallel = checked_tensor_arguments(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, self.attn_input_format, set_parallel_mode
+        )
         self.hidden_dropout = checked_number("hidden_dropout", hidden_dropout, 0, 1, "a number from 0 to 1")
         self.drop_path_rate = checked_number("drop_path_rate", drop_path_rate, 0, 1, "a number from 0 to 1")
         self.name = name
@@ -180,16 +180,19 @@ class TransformerLayer(Module):
         self.layernorm_mlp = LayerNormMLP(
             norm,
             hidden_size,
-            checked_integer("ffn_hidden_size", ffn_hidden_size, 1),
+            self.tensor_parallel.own_features(
+                "ffn_hidden_size", checked_integer("ffn_hidden_size", ffn_hidden_size, 1)
+            ),
             Activation(activation, activation_params),
-            checked_init("init_method", init_method),
-            checked_init("output_layer_init_method", output_layer_init_method),
+            self.tensor_parallel.divided_init(checked_init("init_method", init_method)),
+            self.tensor_parallel.divided_init(checked_init("output_layer_init_method", output_layer_init_method)),
             bias,
             device,
             dtype,
         )
         if output_layernorm:
             self.layernorm = Normalization(norm, hidden_size, device, dtype)
+        self.set_tensor_parallel_group(tp_group)
 
     def _check_parallel(self) -> None:
         if not self.parallel_attention_mlp:
@@ -231,15 +234,22 @@ class TransformerLayer(Module):
                 module.reset_parameters()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Accept None; tensor parallelism is not supported.
+        """Set the ranks that hold the other parts of the weights.
 
         Args:
-            tp_group: None.
+            tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
 
         Raises:
-            InputError: a group is given.
+            InputError: it is not a process group, or has another number of ranks.
         """
-        check_refused({"tp_group": LAYERS_AT_CONSTRUCTION["tp_group"]}, {"tp_group": tp_group})
+        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
+        ranks = self.tensor_parallel.ranks
+        self.layernorm_mlp.ranks = ranks
+        if self.output_layernorm:  # without sequence parallelism, its gradients are the same on all ranks
+            self.layernorm.ranks = ranks if ranks is not None and ranks.sequence is not None else None
+        for module in self.children():
+            if isinstance(module, MultiheadAttention):
+                module.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -321,6 +331,8 @@ class TransformerLayer(Module):
             hidden.check_no_encoder(encoder_output, enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv)
         else:  # before self-attention changes a cache
             _call_with_names(_INTER, self.inter_attention.check, hidden_states, encoder_output, inference_params)
+        self.tensor_parallel.check_ranks()
+        self._agree_on_dropout(hidden_states)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
         attended, residual = self._run_attention(
             "self",
@@ -364,11 +376,20 @@ class TransformerLayer(Module):
 
     def _add_residual(self, out: Tensor, residual: Tensor, cu_seqlens: Tensor | None, drop_path: bool) -> Tensor:
         """residual + dropout(out); with drop_path, without out for the dropped sequences."""
+        ranks = self.tensor_parallel.ranks
         if self.training and self.hidden_dropout:
-            out = functional.dropout(out, self.hidden_dropout)
+            dropout = functional.dropout if ranks is None else ranks.dropout
+            out = dropout(out, self.hidden_dropout)
         if drop_path and self.training and self.drop_path_rate:
-            out = out * drop_path_scale(out, self.drop_path_rate, self.attn_input_format, cu_seqlens)
+            first = 0 if ranks is None or ranks.sequence is None else ranks.rank * out.shape[ranks.sequence]
+            out = out * drop_path_scale(out, self.drop_path_rate, self.attn_input_format, cu_seqlens, first)
         return residual + out
+
+    def _agree_on_dropout(self, x: Tensor) -> None:
+        """Give the generators of tensor parallel ranks one state, if the layer drops elements or sequences."""
+        ranks = self.tensor_parallel.ranks
+        if ranks is not None and self.training and (self.hidden_dropout or self.drop_path_rate):
+            ranks.agree_on_generators(x.device)
 
     def extra_repr(self) -> str:
         """The arguments that the submodules do not print, for `repr`."""
@@ -386,6 +407,7 @@ _SHARED_ARGUMENTS = """
     output_layer_init_method layer_number params_dtype fuse_qkv_params zero_centered_gamma
     qkv_weight_interleaved rotary_pos_interleaved bias normalization device qk_norm_type qk_norm_eps
     qk_norm_before_rope seq_length micro_batch_size softmax_type softmax_scale softcap backend
+    tp_group tp_size get_rng_state_tracker sequence_parallel set_parallel_mode
 """.split()  # passed on to MultiheadAttention unchanged
 
 

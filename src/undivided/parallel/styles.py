@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from undivided.nn.arguments.formats import Heads
-from undivided.request.slopes import alibi_slopes
 
 
 class _Style(ParallelStyle):
@@ -145,11 +144,8 @@ class OwnScores:
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, of this rank's heads."""
-        slopes = options.get("alibi_slopes")
-        if slopes is None and options.get("core_attention_bias_type") == "alibi":
-            slopes = alibi_slopes(self.heads, args[0].device)
         own = {
-            "alibi_slopes": self._own(slopes, -1),
+            "alibi_slopes": self._own(options.get("alibi_slopes"), -1),
             "core_attention_bias": self._own(options.get("core_attention_bias"), -3),
             "attention_mask": self._own(options.get("attention_mask"), -3),
         }

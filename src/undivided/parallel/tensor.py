@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from undivided.errors import InputError
 from undivided.nn import MultiheadAttention, TransformerLayer
 from undivided.nn.arguments.formats import Heads
+from undivided.nn.arguments.tensor_parallel import TensorArguments, checked_tensor_arguments
 from undivided.nn.blocks.normalization import Normalization
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -22,7 +23,8 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     features; the output projections sum over ranks. All ranks call it with the same parameters: rank 0's are sent.
     A gated activation such as swiglu gathers the features of all ranks before it multiplies them. Score biases, slopes
     and masks of a call describe all heads; each rank takes its own, and gradients of a bias are summed over ranks.
-    Dropout is refused on more than one rank, cross-attention always.
+    Attention dropout and hidden dropout are those of one process whose generator has the state of rank 0's; the ranks
+    agree on seeds and states in every training call, which costs one broadcast per attention and one per layer.
 
     Args:
         module: a layer, or a module that contains layers. It is changed in place.
@@ -72,15 +74,17 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         _check(layer, mesh.size())
     for layer in layers:
         if isinstance(layer, TransformerLayer):
-            sequence = _sequence_axis(layer.attn_input_format) if sequence_parallel else None
+            layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.attn_input_format)
+            sequence = layer.tensor_parallel.sequence
             parallelize_module(layer.layernorm_mlp, mesh, DividedMLP(sequence))
             if layer.output_layernorm:
                 parallelize_module(layer.layernorm, mesh, SequenceNorm(sequence))
             continue
-        sequence = _sequence_axis(layer.qkv_format) if sequence_parallel else None
-        heads = layer.heads
-        projection = layer.layernorm_qkv if layer.input_layernorm else layer.qkv
-        parallelize_module(projection, mesh, DividedHeads(heads, sequence))
+        layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.qkv_format)
+        layer.core_attention.tensor_parallel = layer.tensor_parallel
+        sequence, heads = layer.tensor_parallel.sequence, layer.heads
+        for projection in _projections(layer):
+            parallelize_module(projection, mesh, DividedHeads(heads, sequence))
         parallelize_module(layer.proj, mesh, DividedOutput(sequence))
         for norm in (layer.q_norm, layer.k_norm):
             if isinstance(norm, Normalization):
@@ -92,9 +96,17 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     return module
 
 
-def _sequence_axis(format: str) -> int:
-    """The sequence axis of hidden states."""
-    return 1 if format == "bshd" else 0
+def _arguments(mesh: DeviceMesh, sequence_parallel: bool, format: str) -> TensorArguments:
+    """The ranks of the mesh, as the layers need them for dropout."""
+    arguments = checked_tensor_arguments(mesh.get_group(), mesh.size(), sequence_parallel, None, format)
+    return arguments._replace(is_parallelized=True)
+
+
+def _projections(layer: MultiheadAttention) -> list[torch.nn.Module]:
+    """The maps to queries, keys and values."""
+    if layer.attention_type == "self":
+        return [layer.layernorm_qkv if layer.input_layernorm else layer.qkv]
+    return [layer.layernorm_query if layer.input_layernorm else layer.query_layer, layer.key_value]
 
 
 def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
@@ -103,26 +115,17 @@ def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
         raise InputError(
             "module", "have plain parameters", "DTensors", hint="call parallelize once, before fully_shard"
         )
+    if layer.tensor_parallel.size > 1:
+        hint = "parallelize divides whole layers; a layer with tp_size has its part already"
+        raise InputError("tp_size", "be 1 for parallelize", layer.tensor_parallel.size, hint=hint)
     if isinstance(layer, TransformerLayer):
         features = layer.layernorm_mlp.fc2_weight.shape[1]
         if features % ranks:
             raise InputError("ffn_hidden_size", f"be a multiple of the {ranks} ranks of mesh", features)
-        _check_no_dropout(ranks, hidden_dropout=layer.hidden_dropout, drop_path_rate=layer.drop_path_rate)
         return
-    if layer.attention_type != "self":
-        hint = "only self-attention is divided over ranks"
-        raise InputError("attention_type", "be 'self' for tensor parallelism", repr(layer.attention_type), hint=hint)
     if layer.return_bias:
         raise InputError("return_bias", "be False for tensor parallelism", True)
-    _check_no_dropout(ranks, attention_dropout=layer.core_attention.attention_dropout)
     _check_heads(layer.heads, ranks, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
-
-
-def _check_no_dropout(ranks: int, **probabilities: float) -> None:
-    for name, probability in probabilities.items():
-        if probability and ranks > 1:
-            hint = "the generators of the ranks would have to agree on what they drop"
-            raise InputError(name, "be 0 for tensor parallelism", probability, hint=hint)
 
 
 def _check_heads(heads: Heads, ranks: int, fused: bool, interleaved: bool) -> None:

@@ -259,11 +259,16 @@ def check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
 def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
     """The dropout seed. None draws one from torch's generator, so that checkpoint recomputation draws the same."""
     if seed is None:
-        return torch.empty((), dtype=torch.int64, device=device).random_()
+        return draw_seed(device)
     check_seed(seed, device)
     if isinstance(seed, Tensor):
         return seed.clone()  # the caller may increment it in place before the backward
     return int(seed)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from torch's generator of the device, a 0-d int64 tensor there."""
+    return torch.empty((), dtype=torch.int64, device=device).random_()
 
 
 def check_seed(seed: object, device: torch.device) -> None:

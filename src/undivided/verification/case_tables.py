@@ -300,6 +300,8 @@ DROPOUT = _tagged(
          mask=lambda: masks.documents([0, 3, 5, 9], padded_q=[0, 4, 8, 13])),
     Case("dropout-left-padding", dropout_p=0.25, mask=lambda: _left_padded([13, 7], 13) & masks.causal()),
     Case("dropout-sinks-lse", dropout_p=0.25, sinks=True, return_lse=True),
+    Case("dropout-of-the-last-heads", dropout_p=0.25, kv_heads=2,
+         mask=lambda: (masks.causal() & _right_padded([13, 8])).with_first_head(4)),
     Case("dropout-of-everything", dropout_p=1.0),
     Case("dropout-64-bit-seed", dropout_p=0.25, dropout_seed=(1 << 62) + 12345),
 )  # fmt: skip

@@ -105,9 +105,8 @@ def pair_tables(piece: Piece, call: Call, tensors: Tensors) -> PairTables:
         distance = (row + _table(form.shift, piece)[:, None, :, None] - key).abs()
     if call.dropout_p > 0:
         assert call.dropout_seed is not None
-        head = (
-            torch.arange(piece.heads.start, piece.heads.stop, device=row.device)[None, :, None, None] + form.first_head
-        )
+        head = torch.arange(piece.heads.start, piece.heads.stop, device=row.device) + form.first_head
+        head = head[None, :, None, None]
         sequence = _table(form.sequence_number, piece)[:, None, :, None]
         kept = philox.keep(call.dropout_seed, sequence, head, row, key, call.dropout_p).expand(shape)
     return PairTables(allowed, distance, kept)

@@ -1,7 +1,7 @@
 """Arguments of TransformerEngine that are accepted at one value only, with the reasons.
 
-TransformerEngine's signatures have arguments for FP8, tensor parallelism and communication overlap. They are kept, so
-that calls need no change. A value that requests an unsupported feature is an error and is never ignored.
+TransformerEngine's signatures have arguments for FP8 and for the overlap of communication with computation. They are
+kept, so that calls need no change. A value that requests an unsupported feature is an error and is never ignored.
 """
 
 from __future__ import annotations
@@ -19,23 +19,12 @@ class FixedArgument(NamedTuple):
     reason: str
 
 
-_TENSOR_PARALLEL = (
-    "pass the heads of this rank at construction: num_attention_heads // tp_size and num_gqa_groups // tp_size"
-)
 _FP8 = "FP8 attention is not supported: inputs are float16, bfloat16, float32 or float64"
 _SCORE_MOD = (
     "score functions for cuDNN are not supported; for a condition on positions, masks.predicate(fn) in "
     "undivided.attention"
 )
 
-AT_CONSTRUCTION: dict[str, FixedArgument] = {
-    "sequence_parallel": FixedArgument(False, _TENSOR_PARALLEL),
-    "tp_size": FixedArgument(1, _TENSOR_PARALLEL),
-    "tp_group": FixedArgument(None, _TENSOR_PARALLEL),
-    "get_rng_state_tracker": FixedArgument(
-        None, "dropout uses torch's generator: seed it differently on ranks that hold different heads"
-    ),
-}
 AT_CALL: dict[str, FixedArgument] = {
     "fp8_output": FixedArgument(False, _FP8),
     "bf16_backward": FixedArgument(False, _FP8),
@@ -45,19 +34,9 @@ AT_CALL: dict[str, FixedArgument] = {
     "score_mod_bprop_tensors": FixedArgument(None, _SCORE_MOD),
 }
 
-_LAYER_TENSOR_PARALLEL = (
-    "undivided.parallel.parallelize(layer, mesh, sequence_parallel) divides a layer over ranks after construction"
-)
-_OVERLAP = "tensor parallelism is not supported, so nothing is sent that could overlap"
+_OVERLAP = "communication of tensor parallelism does not overlap with computation"
 _WGRAD = "gradients are in .grad; main_grad is not supported"
-LAYERS_AT_CONSTRUCTION: dict[str, FixedArgument] = {
-    "tp_group": FixedArgument(None, _LAYER_TENSOR_PARALLEL),
-    "tp_size": FixedArgument(1, _LAYER_TENSOR_PARALLEL),
-    "sequence_parallel": FixedArgument(False, _LAYER_TENSOR_PARALLEL),
-    "set_parallel_mode": FixedArgument(False, _LAYER_TENSOR_PARALLEL),
-    "get_rng_state_tracker": AT_CONSTRUCTION["get_rng_state_tracker"],
-    "fuse_wgrad_accumulation": FixedArgument(False, _WGRAD),
-}
+LAYERS_AT_CONSTRUCTION: dict[str, FixedArgument] = {"fuse_wgrad_accumulation": FixedArgument(False, _WGRAD)}
 ATTENTION_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
     name: FixedArgument(False, _OVERLAP)
     for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")

@@ -66,7 +66,7 @@ class Linear(Module):
         Each part is a separate matrix product, because joining the weights would copy them.
         """
         x = self.normalise(x)
-        whole = gather_sequence(x)
+        whole = gather_sequence(x) if self.ranks is None else self.ranks.enter(x)
         return tuple(functional.linear(whole, weight, b if add_bias else None) for weight, b in self.parts()), x
 
     def normalise(self, x: Tensor) -> Tensor:
@@ -80,6 +80,23 @@ class Linear(Module):
             for name, (weight, _) in zip(self.names, self.parts(), strict=True)
         )
         return f"in={self.in_features}, {parts}, bias={self.parts()[0][1] is not None}"
+
+
+class OutputLinear(Linear):
+    """A linear map with one weight, whose input features ranks may divide: the output is their sum."""
+
+    def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The output, and the input of the map."""
+        if self.ranks is None:
+            return super().forward(x, add_bias)
+        out = self.ranks.leave(functional.linear(x, self.weight))
+        bias = self.whole_bias() if add_bias else None
+        return (out if bias is None else out + bias,), x
+
+    def whole_bias(self) -> Tensor | None:
+        """The bias, for the caller to add."""
+        bias: Tensor | None = self.whole_on_ranks(self.bias)[0]
+        return bias
 
 
 class LayerNormLinear(Linear):
@@ -111,7 +128,7 @@ class LayerNormLinear(Linear):
 
     def normalise(self, x: Tensor) -> Tensor:
         """The input of the maps: x normalised."""
-        return self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
+        return self.norm(x, *self.whole_on_ranks(self.layer_norm_weight, self.layer_norm_bias))
 
     def extra_repr(self) -> str:
         """Sizes and normalisation, for `repr`."""

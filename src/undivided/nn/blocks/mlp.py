@@ -169,9 +169,14 @@ class LayerNormMLP(Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block, and x normalised."""
-        normed = self.norm(x, self.layer_norm_weight, self.layer_norm_bias)
-        inner = self.activation(functional.linear(gather_sequence(normed), self.fc1_weight, self.fc1_bias))
-        return functional.linear(inner, self.fc2_weight, self.fc2_bias), normed
+        normed = self.norm(x, *self.whole_on_ranks(self.layer_norm_weight, self.layer_norm_bias))
+        whole = gather_sequence(normed) if self.ranks is None else self.ranks.enter(normed)
+        inner = self.activation(functional.linear(whole, self.fc1_weight, self.fc1_bias))
+        if self.ranks is None:
+            return functional.linear(inner, self.fc2_weight, self.fc2_bias), normed
+        out = self.ranks.leave(functional.linear(inner, self.fc2_weight))
+        (bias,) = self.whole_on_ranks(self.fc2_bias)
+        return out if bias is None else out + bias, normed
 
     def extra_repr(self) -> str:
         """Sizes, activation and normalisation, for `repr`."""

@@ -9,12 +9,27 @@ import torch
 from torch import Tensor
 
 from undivided.errors import InputError
+from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker
 
 Init = Callable[[Tensor], object]
 
 
 class Module(torch.nn.Module):
-    """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales."""
+    """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales.
+
+    Attributes:
+        ranks: the ranks of which each holds a part of the parameters, as plain tensors; None: the parameters are whole,
+            or DTensors.
+    """
+
+    ranks: TensorRanks | None = None
+
+    def whole_on_ranks(self, *parameters: Tensor | None) -> list[Any]:
+        """Parameters that every rank has: their gradients are sums over ranks if tokens are divided."""
+        ranks = self.ranks
+        if ranks is None or ranks.sequence is None:
+            return list(parameters)
+        return [None if parameter is None else ranks.shared(parameter) for parameter in parameters]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
@@ -35,6 +50,33 @@ def checked_init(argument: str, value: Init | None) -> Init:
         hint = "functools.partial(torch.nn.init.normal_, std=0.02)"
         raise InputError(argument, "be a function of a weight, or None", repr(value), hint=hint)
     return value
+
+
+def divided_init(init: Init, ranks: TensorRanks | None, tracker: Tracker | None) -> Init:
+    """The initialisation of a weight of which each rank has its part, from other numbers on every rank.
+
+    They are drawn in the tracker's context if there is one, else from a seed that torch's generator and the rank give.
+    """
+    if tracker is not None:
+        get_tracker = tracker
+
+        def draw_in_context(weight: Tensor) -> None:
+            with get_tracker().fork():
+                init(weight)
+
+        return draw_in_context
+    if ranks is None:
+        return init
+    rank = ranks.rank
+
+    def draw_by_rank(weight: Tensor) -> None:
+        seed = int(torch.randint(2**62, ()))
+        devices = [] if weight.device.type == "cpu" else [weight.device]
+        with torch.random.fork_rng(devices, device_type=weight.device.type if devices else "cuda"):
+            torch.manual_seed(seed + rank)
+            init(weight)
+
+    return draw_by_rank
 
 
 def checked_dtype(value: object) -> torch.dtype:

@@ -76,7 +76,10 @@ class Normalization(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised."""
-        return self.norm(x, self.weight, self.bias)
+        if self.ranks is None:
+            return self.norm(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.ranks.shared(self.bias)
+        return self.norm(x, self.ranks.shared(self.weight), bias)
 
     def extra_repr(self) -> str:
         """The constants, for `repr`."""

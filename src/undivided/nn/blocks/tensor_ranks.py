@@ -1,0 +1,152 @@
+"""`TensorRanks`: the ranks that the heads and features of a layer are divided over, and what they agree on.
+
+Each rank has its own attention heads and feed-forward features. What stays whole (hidden states and normalisations) is
+the same on every rank; with sequence parallelism each rank has its consecutive part of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional
+
+from undivided.errors import InputError
+from undivided.request.checks import draw_seed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tracker = Callable[[], Any]
+"""TransformerEngine's `get_rng_state_tracker`: returns an object whose `fork()` is a context with its generator."""
+
+
+class TensorRanks:
+    """The ranks of a process group.
+
+    Args:
+        group: the process group.
+        sequence: the axis of hidden states of which a rank has its part; None: a rank has the whole sequence.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, sequence: int | None) -> None:
+        self.group, self.sequence = group, sequence
+        self.rank, self.size = group.rank(), group.size()
+        self._meshes: dict[str, DeviceMesh] = {}
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        for kind in {"cpu"} if accelerator is None else {"cpu", accelerator.type}:
+            self._mesh(kind)  # torch.compile cannot create one during a call
+
+    def __deepcopy__(self, memo: object) -> TensorRanks:
+        return self  # a copy of a layer has the same ranks
+
+    def agree_on_seed(self, seed: Tensor | int, device: torch.device) -> Tensor:
+        """The seed of the first rank, a 0-d int64 tensor on the device."""
+        sent = torch.as_tensor(seed, dtype=torch.int64, device=device).clone()
+        distributed.broadcast(sent, group=self.group, group_src=0)
+        return sent
+
+    def agree_on_generators(self, device: torch.device) -> None:
+        """Set torch's default generator of the device to the state of the first rank's."""
+        generators: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+        where = () if device.type == "cpu" else (device,)
+        state = generators.get_rng_state(*where).to(device)
+        distributed.broadcast(state, group=self.group, group_src=0)
+        generators.set_rng_state(state.cpu(), *where)
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """Hidden states after the dropout of one process, whose generator has the state of this rank's."""
+        if self.sequence is None:
+            return functional.dropout(x, p)
+        shape, own = list(x.shape), x.shape[self.sequence]
+        shape[self.sequence] = own * self.size
+        noise = functional.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p)
+        return x * noise.narrow(self.sequence, self.rank * own, own)
+
+    def own(self, tensor: Tensor, axis: int) -> Tensor:
+        """This rank's consecutive part of a tensor along an axis, a view."""
+        count = tensor.shape[axis] // self.size
+        return tensor.narrow(axis, self.rank * count, count)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Hidden states of the whole sequence, for the maps of this rank; the gradient is the sum over ranks."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        given = DTensor.from_local(x, self._mesh(x.device.type), [self._placement()], run_check=False)
+        return given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Hidden states that are the sum over ranks; with sequence parallelism this rank's part of them."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        terms = DTensor.from_local(x, self._mesh(x.device.type), [Partial()], run_check=False)
+        return terms.redistribute(placements=[self._placement()]).to_local()
+
+    def shared(self, parameter: Tensor) -> Tensor:
+        """A parameter that ranks apply to different heads or tokens: its gradient is the sum over ranks."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        whole = DTensor.from_local(parameter, self._mesh(parameter.device.type), [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+
+    def _placement(self) -> Any:
+        from torch.distributed.tensor import Replicate, Shard
+
+        return Replicate() if self.sequence is None else Shard(self.sequence)
+
+    def _mesh(self, kind: str) -> DeviceMesh:
+        """The ranks as a mesh of a type of device."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if kind not in self._meshes:
+            self._meshes[kind] = DeviceMesh.from_group(self.group, kind)
+        return self._meshes[kind]
+
+
+def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None) -> TensorRanks | None:
+    """The ranks of a group; None without a group or with one rank.
+
+    Raises:
+        InputError: it is not a process group, or does not have `tp_size` ranks.
+    """
+    if tp_group is None:
+        return None
+    size = group_size(tp_group)
+    if size != tp_size:
+        hint = "tp_size at construction decides the shapes of the parameters"
+        raise InputError("tp_group", f"have the {tp_size} ranks of tp_size", size, hint=hint)
+    assert isinstance(tp_group, distributed.ProcessGroup)
+    return None if size == 1 else TensorRanks(tp_group, sequence)
+
+
+def group_size(tp_group: object) -> int:
+    """The number of ranks of a process group."""
+    if not isinstance(tp_group, distributed.ProcessGroup):
+        hint = 'mesh.get_group("tensor") of a DeviceMesh, or torch.distributed.new_group(ranks)'
+        raise InputError("tp_group", "be a torch.distributed process group or None", type(tp_group).__name__, hint=hint)
+    return tp_group.size()
+
+
+def dropout_seed(
+    cp_seed: Callable[[], int] | None, ranks: TensorRanks | None, tracker: Tracker | None, q: Tensor
+) -> Tensor | int | None:
+    """The seed of the dropout of an attention: an int, a 0-d int64 tensor, or None to draw one in the call.
+
+    Args:
+        cp_seed: the seed on which context parallel ranks agree; None without them.
+        ranks: the tensor parallel ranks, which agree on the seed of the first one, unless there is a tracker.
+        tracker: draws the seed in its context, without communication between tensor parallel ranks.
+        q: the queries, whose device the seed is drawn on.
+    """
+
+    def draw() -> Tensor | int:
+        return draw_seed(q.device) if cp_seed is None else cp_seed()
+
+    if tracker is not None:
+        with tracker().fork():
+            return draw()
+    if ranks is not None:
+        return ranks.agree_on_seed(draw(), q.device)
+    return None if cp_seed is None else cp_seed()

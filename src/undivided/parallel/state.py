@@ -1,0 +1,138 @@
+"""Whole checkpoints of layers built with `tp_group`, whose ranks have parts of the parameters: divided and gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, distributed
+
+from undivided.errors import InputError
+from undivided.nn import MultiheadAttention, TransformerLayer
+from undivided.nn.blocks.linear import Linear, OutputLinear
+from undivided.nn.blocks.projections import kv_parts, qkv_parts
+from undivided.nn.blocks.tensor_ranks import TensorRanks
+
+Division = tuple[str, int, tuple[int, ...], TensorRanks]
+"""Name of a parameter, its divided axis, the sizes of this rank's parts of it (of q, k and v, say), and the ranks."""
+
+
+def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of a state dict of whole parameters, for layers built with `tp_group` or `tp_size`.
+
+    TransformerEngine's layers have other checkpoints on every rank. This divides one checkpoint of the same layers
+    without tensor parallelism. After `parallelize`, `torch.distributed.checkpoint` loads the DTensors instead.
+
+    Args:
+        module: a layer, or a module that contains layers, after `set_tensor_parallel_group`.
+        state: the state dict of the same module with whole parameters, such as that of one process.
+
+    Returns:
+        A state dict for ``module.load_state_dict``. Parameters that all ranks have are those of `state`; the others are
+        views of them where their rows are consecutive.
+
+    Raises:
+        InputError: a divided parameter is missing in `state`, or has another size than the parts of all ranks.
+
+    >>> import torch, torch.distributed as dist, undivided
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> sizes = {"hidden_size": 64, "num_attention_heads": 4, "qkv_format": "bshd"}
+    >>> whole = undivided.MultiheadAttention(**sizes)
+    >>> layer = undivided.MultiheadAttention(**sizes, tp_group=dist.group.WORLD, set_parallel_mode=True)
+    >>> layer.load_state_dict(own_state_dict(layer, whole.state_dict()))
+    <All keys matched successfully>
+    >>> dist.destroy_process_group()
+    """
+    own = dict(state)
+    for name, axis, sizes, ranks in _divisions(module):
+        if name not in state:
+            raise InputError("state", f"have the parameter {name!r} of module", f"{len(state)} other parameters")
+        whole, expected = state[name], sum(sizes) * ranks.size
+        if whole.shape[axis] != expected:
+            hint = "pass the parameters of the layer with tp_size=1"
+            raise InputError(f"state[{name!r}]", f"have size {expected} on axis {axis}", list(whole.shape), hint=hint)
+        parts = [ranks.own(part, axis) for part in whole.split([size * ranks.size for size in sizes], axis)]
+        own[name] = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    return own
+
+
+def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The state dict of whole parameters, gathered from layers built with `tp_group` or `tp_size`.
+
+    It is the inverse of `own_state_dict`. All ranks of the group must call it.
+
+    Args:
+        module: a layer, or a module that contains layers, after `set_tensor_parallel_group`.
+
+    Returns:
+        The state dict of the same module without tensor parallelism, the same on every rank. Divided parameters are new
+        tensors, the others are those of the module.
+
+    Raises:
+        InputError: the group of a layer is unknown.
+
+    >>> import torch, torch.distributed as dist, undivided
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> sizes = {"hidden_size": 64, "num_attention_heads": 4, "qkv_format": "bshd"}
+    >>> layer = undivided.MultiheadAttention(**sizes, tp_group=dist.group.WORLD, set_parallel_mode=True)
+    >>> undivided.MultiheadAttention(**sizes).load_state_dict(whole_state_dict(layer))
+    <All keys matched successfully>
+    >>> dist.destroy_process_group()
+    """
+    state: dict[str, Tensor] = module.state_dict()
+    for name, axis, sizes, ranks in _divisions(module):
+        own = state[name].contiguous()
+        gathered = [torch.empty_like(own) for _ in range(ranks.size)]
+        distributed.all_gather(gathered, own, group=ranks.group)
+        by_part = zip(*(tensor.split(sizes, axis) for tensor in gathered), strict=True)
+        state[name] = torch.cat([tensor for part in by_part for tensor in part], axis)
+    return state
+
+
+def _divisions(module: torch.nn.Module) -> Iterator[Division]:
+    """The divided parameters of the layers in a module."""
+    for prefix, layer in module.named_modules():
+        prefix = f"{prefix}." if prefix else ""
+        if not isinstance(layer, MultiheadAttention | TransformerLayer):
+            continue
+        layer.tensor_parallel.check_ranks()
+        ranks = layer.tensor_parallel.ranks
+        if ranks is None:
+            continue
+        divisions = _of_attention(layer) if isinstance(layer, MultiheadAttention) else _of_mlp(layer)
+        for name, axis, sizes in divisions:
+            yield f"{prefix}{name}", axis, sizes, ranks
+
+
+def _of_attention(layer: MultiheadAttention) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    for child, block in layer.named_children():
+        if isinstance(block, OutputLinear):
+            yield f"{child}.weight", 1, (block.in_features,)
+        elif isinstance(block, Linear):
+            for name, (weight, bias) in zip(block.names, block.parts(), strict=True):
+                sizes: tuple[int, ...] = (weight.shape[0],)
+                if name == "" and layer.fuse_qkv_params and not layer.qkv_weight_interleaved:
+                    sizes = _parts_of_fused(layer, child)
+                yield f"{child}.{name}weight", 0, sizes
+                if bias is not None:
+                    yield f"{child}.{name}bias", 0, sizes
+    if layer.core_attention.softmax_offset is not None:
+        yield "core_attention.softmax_offset", 0, (layer.heads.q,)
+
+
+def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
+    """The rows of queries, keys and values in one weight in that order."""
+    if child == "key_value":
+        return tuple(kv_parts(layer.heads, False).values())
+    sizes = tuple(qkv_parts(layer.heads, False).values())
+    return sizes if layer.attention_type == "self" else sizes[:1]
+
+
+def _of_mlp(layer: TransformerLayer) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    mlp = layer.layernorm_mlp
+    features = mlp.fc2_weight.shape[1]
+    rows = (features, features) if mlp.activation.gated else (features,)
+    yield "layernorm_mlp.fc1_weight", 0, rows
+    if mlp.fc1_bias is not None:
+        yield "layernorm_mlp.fc1_bias", 0, rows
+    yield "layernorm_mlp.fc2_weight", 1, (features,)
