@@ -9,7 +9,7 @@ from torch import Tensor
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._fields import MaskFields
-from undivided.masks._parts import Dense, Documents, GlobalBand, Lengths, Part, Prefix
+from undivided.masks._parts import Dense, Documents, GlobalBand, Lengths, Origin, Part, Prefix
 from undivided.masks._predicate import Predicate
 
 _FIRST_KEYS = ((None, None), (None, 0))  # the bands of prefix(n) and of sinks(n)
@@ -23,8 +23,9 @@ def intersection(a: MaskFields, b: object) -> MaskFields:
         raise InputError(
             "mask", "describe its sequences once", f"{a!r} & {b!r}", "keep one of lengths(...) and documents(...)"
         )
-    band = _smaller(a.left, b.left), _smaller(a.right, b.right)
-    return MaskFields(_common_align(a, b, "&"), *band, both, _common_first_head(a, b, "&"))
+    if sum(isinstance(part, Origin) for part in both) > 1:
+        raise InputError("mask", "have one first head", f"{a!r} & {b!r}", "call with_first_head on the joined mask")
+    return MaskFields(_common_align(a, b, "&"), _smaller(a.left, b.left), _smaller(a.right, b.right), both)
 
 
 def union(a: MaskFields, b: object) -> MaskFields:
@@ -39,16 +40,16 @@ def union(a: MaskFields, b: object) -> MaskFields:
             f"{a!r} | {b!r}",
             "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
         )
-    align, head = _common_align(a, b, "|"), _common_first_head(a, b, "|")
+    align = _common_align(a, b, "|")
     if band.left is None and first.right == 0:  # the causal band contains the sinks
-        return MaskFields(align, None, band.right, (), head)
+        return MaskFields(align, None, band.right)
     if band.is_full:
-        return MaskFields(align, None, None, (), head)
+        return MaskFields(align)
     length = first.parts[0].fields()[0]
     assert isinstance(length, int | Tensor)
     # Sinks after the query's own key are in the window or nowhere: the right side of the band bounds both.
     right = band.right if first.right == 0 else None
-    return MaskFields(align, None, right, (GlobalBand(band.left, band.right, length),), head)
+    return MaskFields(align, None, right, (GlobalBand(band.left, band.right, length),))
 
 
 def split(mask: MaskFields, name: str) -> tuple[Any, MaskFields]:
@@ -56,13 +57,11 @@ def split(mask: MaskFields, name: str) -> tuple[Any, MaskFields]:
     if name in ("causal", "window", "band"):
         if (mask.left is None and mask.right is None) or (name != "band" and name not in mask.kinds):
             return None, mask
-        rest = MaskFields(mask.align, None, None, mask.parts, mask.first_head)
-        return (True if name == "causal" else mask.band), rest
+        return (True if name == "causal" else mask.band), MaskFields(mask.align, None, None, mask.parts)
     taken = tuple(part for part in mask.parts if part.name == name)
     if not taken:
         return None, mask
-    others = tuple(part for part in mask.parts if part.name != name)
-    rest = MaskFields(mask.align, mask.left, mask.right, others, mask.first_head)
+    rest = MaskFields(mask.align, mask.left, mask.right, tuple(part for part in mask.parts if part.name != name))
     if isinstance(taken[0], Lengths | Documents):
         return taken[0], rest
     return tuple(_content(part) for part in taken), rest
@@ -87,13 +86,6 @@ def _common_align(a: MaskFields, b: MaskFields, sign: str) -> Align | None:
             "mask", "have one alignment", f"{a!r} {sign} {b!r}", "pass the same align to both, or to only one of them"
         )
     return b.align if a.align is None else a.align
-
-
-def _common_first_head(a: MaskFields, b: MaskFields, sign: str) -> int:
-    if a.first_head and b.first_head and a.first_head != b.first_head:
-        heads = f"{a!r} of heads from {a.first_head} {sign} {b!r} of heads from {b.first_head}"
-        raise InputError("mask", "have one first head", heads, "call with_first_head on the joined mask")
-    return a.first_head or b.first_head
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:

@@ -63,11 +63,8 @@ def describe(mask: MaskFields) -> str:
         else:
             words.append(_describe_part(part, align))
     if not words:
-        words = [_band(None, None, align) if align else "every pair"]
-    text = " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
-    if not mask.first_head:
-        return text
-    return f"{f'({text})' if ' ' in text else text}.with_first_head({mask.first_head})"
+        return _band(None, None, align) if align else "every pair"
+    return " & ".join(f"({word})" if " | " in word and len(words) > 1 else word for word in words)
 
 
 def describe_structure(structure: Structure) -> str:
@@ -142,7 +139,9 @@ def _describe_part(part: Part, align: str) -> str:
         case Dense():
             return _call("dense", _value(part.tensor))
         case Origin():
-            return f"part from sequence {part.sequence}, head {part.head}"
+            return " & ".join(
+                f"{name} from {n}" for name, n in (("sequences", part.sequence), ("heads", part.head)) if n
+            )
         case Tree():
             return _call("tree", _value(part.parents[0] if len(part.parents) == 1 else part.parents))
         case Blocks():

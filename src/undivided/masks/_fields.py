@@ -23,13 +23,12 @@ RESULTS_PER_MASK = 16  # sizes differ by kind of layer and by step, rarely by mo
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MaskFields(DerivedValues):
-    """The alignment, band and parts of a mask, and the index of its first head."""
+    """The alignment, band and parts of a mask."""
 
     align: Align | None = None
     left: int | None = None
     right: int | None = None
     parts: tuple[Part, ...] = ()
-    first_head: int = 0
 
     @property
     def band(self) -> tuple[int | None, int | None]:

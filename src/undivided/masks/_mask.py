@@ -23,7 +23,7 @@ from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
 from undivided.masks._alignment import resolve
 from undivided.masks._fields import MaskFields
-from undivided.masks._parts import Blocks, Call, Chunk, Dense, Documents, GlobalBand, Lengths
+from undivided.masks._parts import Blocks, Call, Chunk, Dense, Documents, GlobalBand, Lengths, Origin
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form import NormalForm, ranges
 
@@ -42,7 +42,6 @@ class Mask(MaskFields):
         align: "top_left", "bottom_right", or None if both agree.
         left, right: keys of the band before and after the query's own; None: unbounded.
         parts: the other descriptions; the mask is the intersection of all.
-        first_head: index of the call's first head among the heads of the layer, see ``with_first_head``.
 
     >>> from undivided.masks import *
     >>> mask = causal(align="bottom_right") & lengths([2, 3])
@@ -83,12 +82,17 @@ class Mask(MaskFields):
 
         >>> from undivided.masks import *
         >>> causal().with_first_head(4)
-        causal().with_first_head(4)
+        causal() & heads from 4
         """
         first_head = as_integer("first_head", first_head, 0)
-        if first_head == self.first_head:
+        origin = next((part for part in self.parts if isinstance(part, Origin)), Origin(0, 0))
+        if first_head == origin.head:
             return self
-        return self.cached(("first_head", first_head), lambda: dataclasses.replace(self, first_head=first_head))
+        return self.cached(("first_head", first_head), self._with_origin, Origin(origin.sequence, first_head))
+
+    def _with_origin(self, origin: Origin) -> Mask:
+        others = tuple(part for part in self.parts if not isinstance(part, Origin))
+        return dataclasses.replace(self, parts=(*others, origin))
 
     def take(self, name: str) -> tuple[Any, Mask]:
         """One kind of part, and the mask without it.
@@ -211,8 +215,7 @@ class Mask(MaskFields):
         def build() -> NormalForm:
             # autograd may save a form that was first built in inference mode
             with torch.inference_mode(False), torch.no_grad():
-                form = ranges.build(self.parts, self.band, bottom_right, sizes, device)
-                return form if not self.first_head else dataclasses.replace(form, first_head=self.first_head)
+                return ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         if static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced():
@@ -294,8 +297,7 @@ class Mask(MaskFields):
             else part
             for part in self.parts
         )
-        spec = _spec.write(self.align, self.band, parts, tensors, self.first_head)
-        return Mask.unflatten(spec, moved)
+        return Mask.unflatten(_spec.write(self.align, self.band, parts, tensors), moved)
 
     def flatten(self) -> tuple[str, list[Tensor]]:
         """The mask as a constant string and its tensors, for operators that take no Python objects.
@@ -309,7 +311,7 @@ class Mask(MaskFields):
         'None;None,0;lengths,t0,None,None,None'
         """
         tensors = list(self.tensors)
-        return _spec.write(self.align, self.band, self.parts, tensors, self.first_head), tensors
+        return _spec.write(self.align, self.band, self.parts, tensors), tensors
 
     @staticmethod
     def unflatten(spec: str, tensors: Sequence[Tensor]) -> Mask:
@@ -321,8 +323,8 @@ class Mask(MaskFields):
         Returns:
             A mask of the same pairs.
         """
-        align, (left, right), parts, first_head = _spec.read(spec, tensors)
-        return Mask(align, left, right, parts, first_head)
+        align, (left, right), parts = _spec.read(spec, tensors)
+        return Mask(align, left, right, parts)
 
     def __repr__(self) -> str:
         return _drawing.describe(self)
@@ -400,4 +402,4 @@ class Mask(MaskFields):
 
 
 def _mask(fields: MaskFields) -> Mask:
-    return Mask(fields.align, fields.left, fields.right, fields.parts, fields.first_head)
+    return Mask(fields.align, fields.left, fields.right, fields.parts)

@@ -360,7 +360,7 @@ class Blocks(Part):
 @dataclass(frozen=True, eq=False)
 class Origin(Part):
     """The numbers of the first sequence and head of the call in a larger one, by which dropout draws. Allows every
-    pair. For internal use only."""
+    pair. `Mask.with_first_head` sets the head."""
 
     name: ClassVar[str] = "origin"
     sequence: int

@@ -52,9 +52,10 @@ def select_part(mask: Mask, selection: Selection, with_origin: bool) -> Mask:
 
 
 def _build(mask: Mask, selection: Selection, with_origin: bool) -> Mask:
-    parts = [_select(part, selection) for part in mask.parts]
+    parts = [_select(part, selection) for part in mask.parts if not isinstance(part, Origin)]
     if with_origin:
-        parts.append(Origin(selection.sequences[0], selection.own_heads[0]))
+        whole = next((part for part in mask.parts if isinstance(part, Origin)), Origin(0, 0))
+        parts.append(Origin(whole.sequence + selection.sequences[0], whole.head + selection.own_heads[0]))
     return dataclasses.replace(mask, parts=tuple(parts))
 
 

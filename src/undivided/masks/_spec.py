@@ -31,12 +31,9 @@ _PARTS: dict[str, Callable[..., Part]] = {
 }
 
 
-def write(
-    align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor], first_head: int = 0
-) -> str:
-    """The string: alignment, band and first head (if it is not 0), then the name and fields of each part; ``t0`` is the
-    first of the tensors."""
-    words = [f"{align}", f"{band[0]},{band[1]}" + (f",{first_head}" if first_head else "")]
+def write(align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor]) -> str:
+    """The string: alignment, band, then the name and fields of each part; ``t0`` is the first of the tensors."""
+    words = [f"{align}", f"{band[0]},{band[1]}"]
     for part in parts:
         fields = [part.name]
         for value in part.fields():
@@ -48,17 +45,16 @@ def write(
     return ";".join(words)
 
 
-def read(spec: str, tensors: Sequence[Tensor]) -> tuple[Align | None, Band, tuple[Part, ...], int]:
-    """Alignment, band, parts and first head from the string and tensors of `write`."""
+def read(spec: str, tensors: Sequence[Tensor]) -> tuple[Align | None, Band, tuple[Part, ...]]:
+    """Alignment, band and parts from the string and tensors of `write`."""
     align, band, *words = spec.split(";")
-    left, right, *first_head = (_parse(field, tensors) for field in band.split(","))
+    left, right = (_parse(field, tensors) for field in band.split(","))
     parts: list[Part] = []
     for word in words:
         name, *fields = word.split(",")
         values = [_parse(field, tensors) for field in fields]
         parts.append(find_predicate(values[0]) if name == Predicate.name else _PARTS[name](*values))
-    known = None if align == "None" else align
-    return known, (left, right), tuple(parts), first_head[0] if first_head else 0  # type: ignore[return-value]
+    return None if align == "None" else align, (left, right), tuple(parts)  # type: ignore[return-value]
 
 
 def _parse(field: str, tensors: Sequence[Tensor]) -> Any:
