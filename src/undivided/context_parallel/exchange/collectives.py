@@ -199,7 +199,7 @@ class ProcessGroup:
         return [t.cpu() for t in gathered]
 
     def _rank_errors(self, step: str, peers: Sequence[int]) -> _RankErrors:
-        return _RankErrors(self, self._group, self._global, step, sorted(set(peers)))
+        return _RankErrors(self, self._group, self.ranks, step, sorted(set(peers)))
 
 
 @dataclass(frozen=True)
