@@ -9,12 +9,15 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from gloo_ranks import losses_of, run_ranks
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -107,6 +110,26 @@ def compare(shape: dict[str, int], names: tuple[str, ...], checkpointed: bool = 
                 results = float(alone(one, given)), total(on_mesh(model, given, mesh), tensor_ranks)
             wrong += _loss_difference(f"{what} after a step", *results)
     return wrong
+
+
+def save_and_load(folder: str) -> dict[str, float]:
+    """In each rank: how far the parameters of a model on a mesh are from those that were saved."""
+    register()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
+    exact = build("gemma-3", "undivided").state_dict()
+    model = parallelize(build("gemma-3", "undivided"), mesh)
+    fully_shard(model, mesh=mesh["context"])
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("context",))
+    other = parallelize(build("gemma-3", "undivided"), line)
+    state = {name: torch.zeros_like(value) for name, value in other.state_dict().items()}
+    dcp.load(state, checkpoint_id=folder)
+    found = {"another mesh": state} | ({"rank 0": full} if distributed.get_rank() == 0 else {})
+    return {
+        where: max(float((saved[name] - value).abs().max()) for name, value in exact.items())
+        for where, saved in found.items()
+    }
 
 
 def _loss_difference(what: str, expected: float, found: float) -> list[str]:
@@ -260,13 +283,14 @@ def test_other_models_and_strategies_equal_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_losses_and_gradients_are_those_of_one_process_and_errors_name_the_argument() -> None:
+def test_losses_and_gradients_are_those_of_one_process_and_errors_name_the_argument(tmp_path: Path) -> None:
     jobs = [
         functools.partial(compare, {"context": 4}, NAMES),
         functools.partial(compare, {"context": 2, "tensor": 2}, NAMES),
         functools.partial(compare, {"data": 2, "context": 2}, ("gemma-3",), checkpointed=True),
     ]
-    *compared, found = run_ranks(4, *jobs, errors)
+    *compared, loaded, found = run_ranks(4, *jobs, functools.partial(save_and_load, str(tmp_path)), errors)
+    assert loaded == [{"another mesh": 0.0, "rank 0": 0.0}, *[{"another mesh": 0.0}] * 3]
     for answers in compared:
         assert answers == [[]] * 4, "\n".join(map(str, answers))
     check_errors(found)
