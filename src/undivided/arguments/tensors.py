@@ -21,6 +21,8 @@ def has_dispatch(value: object) -> bool:
 
 def is_dtensor(value: object) -> bool:
     """Whether it is a `torch.distributed.tensor.DTensor`. Reads the name, so that nothing imports that module."""
+    if torch.compiler.is_compiling():  # torch.compile cannot iterate over the base classes of a Parameter
+        return type(value).__name__ == "DTensor"
     return any(base.__name__ == "DTensor" for base in type(value).__mro__)
 
 
