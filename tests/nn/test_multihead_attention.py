@@ -327,7 +327,11 @@ def test_a_named_backend_runs_or_gives_reasons() -> None:
         ({"ub_overlap_rs": True}, None, "ub_overlap_rs must be False, got True"),
         ({"ub_overlap_rs_dgrad": True}, None, "ub_overlap_rs_dgrad must be False, got True"),
         ({"set_parallel_mode": 1}, None, "set_parallel_mode must be True or False, got 1"),
-        ({"tp_size": 2, "set_parallel_mode": True}, None, "tp_group must be set before a call with tp_size=2, got None"),
+        (
+            {"tp_size": 2, "set_parallel_mode": True},
+            None,
+            "tp_group must be set before a call with tp_size=2, got None",
+        ),
         ({"softcap": 0.0}, None, "softcap must be a positive number or None, got 0.0"),
         (
             {},
