@@ -34,11 +34,11 @@ from undivided.nn.arguments.refused import AT_CALL, check_refused
 from undivided.nn.arguments.scores import ScoreTerms, score_terms
 from undivided.nn.arguments.sequences import SequenceArguments
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
-from undivided.nn.blocks.module import Module
+from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.tensor_ranks import dropout_seed
 
 
-class DotProductAttention(Module):
+class DotProductAttention(DividedModule):
     """Scaled dot-product attention, with the constructor and forward arguments of TransformerEngine, in their order.
 
     ``softmax(mask(scale * q @ k^T + bias)) @ v``, computed by `undivided.attention`: with its kernels, errors and
@@ -153,17 +153,6 @@ class DotProductAttention(Module):
         """Initialise a learnable `softmax_offset` with 0, which equals "off-by-one"."""
         if self.softmax_offset is not None:
             torch.nn.init.zeros_(self.softmax_offset)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the ranks that hold the other heads.
-
-        Args:
-            tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
-
-        Raises:
-            InputError: it is not a process group, or has another number of ranks.
-        """
-        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"

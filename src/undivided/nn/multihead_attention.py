@@ -20,15 +20,16 @@ from undivided.nn.arguments.checks import (
 from undivided.nn.arguments.mask_types import checked_mask_type
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
+from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.linear import LayerNormLinear, Linear, OutputLinear
-from undivided.nn.blocks.module import Init, Module, checked_dtype, checked_init
+from undivided.nn.blocks.module import Init, checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Norm, Normalization, checked_norm, checked_qk_norms
 from undivided.nn.blocks.projections import kv_parts, qkv_parts, split_kv, split_q, split_qkv
 from undivided.nn.dot_product_attention import DotProductAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb, rotate_queries_and_keys
 
 
-class MultiheadAttention(Module):
+class MultiheadAttention(DividedModule):
     """Attention with its projections, with the constructor and forward arguments of TransformerEngine, in their order.
 
     ``proj(attention(rotary(norm(q)), rotary(norm(k)), v))``. q, k and v are linear maps of hidden_states (for "cross",
@@ -227,16 +228,7 @@ class MultiheadAttention(Module):
             if isinstance(module, Linear | Normalization | DotProductAttention):
                 module.reset_parameters()
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the ranks that hold the other parts of the weights.
-
-        Args:
-            tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
-
-        Raises:
-            InputError: it is not a process group, or has another number of ranks.
-        """
-        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
+    def _set_ranks_of_parts(self, tp_group: Any) -> None:
         for module in self.children():
             if isinstance(module, Linear | Normalization):
                 module.ranks = self.tensor_parallel.ranks
@@ -405,12 +397,7 @@ class MultiheadAttention(Module):
         return ", ".join(parts)
 
 
-_FLAGS = (
-    "return_bias",
-    "return_layernorm_output",
-    "input_layernorm",
-    "fuse_qkv_params",
-    "qkv_weight_interleaved",
-    "rotary_pos_interleaved",
-    "qk_norm_before_rope",
-)
+_FLAGS = """
+    return_bias return_layernorm_output input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved
+    qk_norm_before_rope
+""".split()

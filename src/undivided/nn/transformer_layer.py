@@ -13,12 +13,13 @@ from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_integer, checked_number
-from undivided.nn.arguments.error_names import rename_arguments
+from undivided.nn.arguments.error_names import call_with_names
 from undivided.nn.arguments.refused import LAYERS_AT_CALL, TRANSFORMER_LAYER_AT_CONSTRUCTION, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
+from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.drop_path import drop_path_scale
 from undivided.nn.blocks.mlp import Activation, LayerNormMLP
-from undivided.nn.blocks.module import Init, Module, checked_dtype, checked_init
+from undivided.nn.blocks.module import Init, checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Normalization, checked_norm
 from undivided.nn.multihead_attention import MultiheadAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb
@@ -34,7 +35,7 @@ _INTER = {
 }
 
 
-class TransformerLayer(Module):
+class TransformerLayer(DividedModule):
     """A transformer layer, with the constructor and forward arguments of TransformerEngine, in their order.
 
     ``x = x + dropout(attention(norm(x)))``; in a "decoder", ``x = x + dropout(cross_attention(norm(x),
@@ -213,7 +214,7 @@ class TransformerLayer(Module):
         }
         window = {name: arguments[name] for name in ("window_size", "bottom_right_diagonal")}
         shared = {name: arguments[name] for name in _SHARED_ARGUMENTS} | window | passed
-        module: MultiheadAttention = _call_with_names(
+        module: MultiheadAttention = call_with_names(
             names,
             MultiheadAttention,
             **shared,
@@ -233,16 +234,7 @@ class TransformerLayer(Module):
             if isinstance(module, MultiheadAttention | LayerNormMLP | Normalization):
                 module.reset_parameters()
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the ranks that hold the other parts of the weights.
-
-        Args:
-            tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
-
-        Raises:
-            InputError: it is not a process group, or has another number of ranks.
-        """
-        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
+    def _set_ranks_of_parts(self, tp_group: Any) -> None:
         ranks = self.tensor_parallel.ranks
         self.layernorm_mlp.ranks = ranks
         if self.output_layernorm:  # without sequence parallelism, its gradients are the same on all ranks
@@ -330,7 +322,7 @@ class TransformerLayer(Module):
         if self.layer_type == "encoder":
             hidden.check_no_encoder(encoder_output, enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv)
         else:  # before self-attention changes a cache
-            _call_with_names(_INTER, self.inter_attention.check, hidden_states, encoder_output, inference_params)
+            call_with_names(_INTER, self.inter_attention.check, hidden_states, encoder_output, inference_params)
         self.tensor_parallel.check_ranks()
         self._agree_on_dropout(hidden_states)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
@@ -371,7 +363,7 @@ class TransformerLayer(Module):
     def _run_attention(self, kind: str, x: Tensor, both: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """The output of an attention module, and its residual."""
         module = self.self_attention if kind == "self" else self.inter_attention
-        out = _call_with_names(_SELF if kind == "self" else _INTER, module, x, **both, **options)
+        out = call_with_names(_SELF if kind == "self" else _INTER, module, x, **both, **options)
         return out if self._returns_normalised(kind) else (out, x)
 
     def _add_residual(self, out: Tensor, residual: Tensor, cu_seqlens: Tensor | None, drop_path: bool) -> Tensor:
@@ -394,9 +386,8 @@ class TransformerLayer(Module):
     def extra_repr(self) -> str:
         """The arguments that the submodules do not print, for `repr`."""
         parts = [f"layer_type={self.layer_type!r}", f"attn_input_format={self.attn_input_format!r}"]
-        parts += [
-            f"{name}={getattr(self, name)}" for name in ("hidden_dropout", "drop_path_rate") if getattr(self, name)
-        ]
+        rates = "hidden_dropout", "drop_path_rate"
+        parts += [f"{name}={getattr(self, name)}" for name in rates if getattr(self, name)]
         parts += [f"{flag}=True" for flag in _FLAGS if getattr(self, flag)]
         return ", ".join(parts)
 
@@ -409,11 +400,3 @@ _SHARED_ARGUMENTS = """
     qk_norm_before_rope seq_length micro_batch_size softmax_type softmax_scale softcap backend
     tp_group tp_size get_rng_state_tracker sequence_parallel set_parallel_mode
 """.split()  # passed on to MultiheadAttention unchanged
-
-
-def _call_with_names(names: Mapping[str, str], function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The function's result; its errors have the argument names of the layer."""
-    try:
-        return function(*args, **kwargs)
-    except InputError as error:
-        raise rename_arguments(error, names) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from undivided.errors import InputError, _rebuild_input_error
 
@@ -55,3 +56,11 @@ def rename_arguments(error: InputError, names: Mapping[str, str]) -> InputError:
         message = re.sub(rf"\b{inner}\b", outer, message)
     argument = names.get(error.argument, error.argument)
     return _rebuild_input_error(message, argument, message.partition("\n  HINT: ")[2] or None)
+
+
+def call_with_names(names: Mapping[str, str], function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The function's result; its errors have the argument names of an outer module."""
+    try:
+        return function(*args, **kwargs)
+    except InputError as error:
+        raise rename_arguments(error, names) from None

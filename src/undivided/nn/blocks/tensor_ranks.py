@@ -37,7 +37,7 @@ class TensorRanks:
         self._meshes: dict[str, DeviceMesh] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         for kind in {"cpu"} if accelerator is None else {"cpu", accelerator.type}:
-            self._mesh(kind)  # torch.compile cannot create one during a call
+            self._mesh(kind)  # before any call, in which torch.compile cannot create a mesh
 
     def __deepcopy__(self, memo: object) -> TensorRanks:
         return self  # a copy of a layer has the same ranks
