@@ -150,6 +150,41 @@ def test_pairs_are_counted_in_every_cell_of_a_grid(columns: int) -> None:
     assert count_in_cells(torch.zeros(2, 6, 2), cell, 4, cuts[:1]).shape == (2, 4, 0)
 
 
+@pytest.mark.parametrize("name", ["causal", "predicate", "two-unions"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+def test_a_form_without_queries_or_keys_has_no_pairs(name: str, q_len: int, kv_len: int) -> None:
+    form = MASKS[name]().normal_form(2, 3, q_len, kv_len, "cpu")
+    counts = form.counts([0, q_len], [0, kv_len // 2, kv_len])
+    assert counts.shape[-2:] == (1, 2)
+    assert counts.dim() == 4
+    assert (counts.dtype, int(counts.sum()), form.pairs) == (torch.int64, 0, 0)
+    assert form.keys_allowed.tolist() == [False] * kv_len
+    assert form.rows_allowed.shape[-1] == q_len
+    assert form.rows_allowed.dtype == torch.bool
+    assert not form.rows_allowed.any()
+    assert form.tiles(2, 2).shape[-2:] == (-(-q_len // 2), -(-kv_len // 2))
+    assert form.hull(slice(None), slice(None)) == (0, 0)
+    assert not form.covers(slice(None), slice(0, 0), slice(0, 0))
+
+
+def test_a_block_is_covered_if_one_range_of_each_row_contains_its_keys() -> None:
+    everything = slice(None)
+    form = masks.causal("top_left").normal_form(1, 1, 4, 4, "cpu")
+    assert form.covers(everything, slice(2, 4), slice(0, 3))
+    assert form.covers(everything, slice(0, 4), slice(0, 1))
+    assert not form.covers(everything, slice(1, 4), slice(0, 3))
+    window = masks.window(1, 0, "top_left").normal_form(1, 1, 4, 4, "cpu")
+    assert window.covers(everything, slice(2, 3), slice(1, 3))
+    assert not window.covers(everything, slice(2, 4), slice(1, 3))
+    lengths = masks.lengths([4, 2]).normal_form(2, 1, 4, 4, "cpu")
+    assert lengths.covers(slice(0, 1), everything, slice(0, 4))
+    assert not lengths.covers(slice(1, 2), everything, slice(0, 4))
+    assert not lengths.covers(slice(0, 2), everything, slice(0, 4))
+    for name in ("two-ranges", "predicate"):
+        assert not MASKS[name]().normal_form(*SIZES, "cpu").covers(everything, slice(0, 1), slice(0, 1)), name
+    assert lengths.hull(slice(1, 2), everything) == (0, 2)
+
+
 def test_documents_of_more_query_blocks_than_the_table_are_refused() -> None:
     mask = masks.blocks(4, 4, torch.zeros(2, 1, 2, 1, dtype=torch.int64)) & masks.documents([0, 8, 17], [0, 8, 17])
     with pytest.raises(InputError) as caught:
