@@ -215,3 +215,43 @@ def test_taking_a_part_leaves_the_band(name: str) -> None:
     part = masks.lengths([3, 4]) if name == "lengths" else masks.dense(torch.ones(1, 1, 4, 4, dtype=torch.bool))
     _, rest = (masks.window(3, 1, "top_left") & part).take(name)
     assert (rest.align, rest.left, rest.right, rest.parts) == ("top_left", 3, 1, ())
+
+
+def test_ids_in_runs_are_exact_ranges_beside_left_padding() -> None:
+    """Ranges of ids are of raw keys; the rest of the mask counts from each sequence's first key."""
+    mask = masks.lengths([4, 3], [5, 5], kv_start=[1, 2], q_start=[0, 0]) & masks.document_ids([0, 0, 1, 1, 2])
+    form = mask.normal_form(2, 1, 5, 5, "cpu")
+    assert form.exact
+    keys = [[1], [1], [2, 3], [2, 3], [4]], [[], [], [2, 3], [2, 3], [4]]
+    for b in range(2):
+        ranges = [list(range(start, stop)) for start, stop in form.ranges[b].tolist()]
+        assert ranges == keys[b]
+
+
+def test_an_id_that_no_key_has_leaves_the_ranges_exact() -> None:
+    form = masks.document_ids([0, 5, 1, -1, 3], [0, 0, 1, 2, 4]).normal_form(1, 1, 5, 5, "cpu")
+    assert form.exact
+    assert form.ranges.tolist() == [[[0, 2], [0, 0], [2, 3], [0, 0], [0, 0]]]
+
+
+def test_the_ranges_of_two_unions_end_where_the_second_ends() -> None:
+    form = (
+        (masks.window(1, 3, "top_left") | masks.prefix(2)) & (masks.window(3, 0, "top_left") | masks.prefix(1))
+    ).normal_form(1, 1, 6, 9, "cpu")
+    assert form.ranges.amax(-1).tolist() == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_no_batch_elements_give_empty_boolean_pairs_of_a_predicate() -> None:
+    form = MASKS["predicate-over-padding"]().normal_form(*SIZES, "cpu")
+    found = form.extras[0].pairs(slice(1, 1), slice(0, 1), slice(0, 2), slice(0, 2))
+    assert found.dtype == torch.bool
+    assert found.shape[0] == 0
+
+
+def test_a_tree_of_a_pack_names_the_parent_that_is_not_before_its_child() -> None:
+    mask = masks.documents([0, 2, 4]) & masks.tree([-1, 0, 1, 1])
+    with pytest.raises(InputError) as caught:
+        mask.normal_form(1, 1, 4, 4, "cpu")
+    assert caught.value.argument == "parents"
+    assert "got 1 for query 0" in str(caught.value)
+    assert caught.value.hint == "in a pack, indices start at 0 in every document"
