@@ -12,6 +12,7 @@ from torch import Tensor
 from undivided import InputError, masks
 from undivided.masks import Mask
 from undivided.masks._drawing import density, describe_structure, draw, natural_sizes
+from undivided.masks._predicate import find_predicate
 
 
 def is_even(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -181,3 +182,50 @@ def test_errors_of_sizes_name_the_value() -> None:
         masks.document_ids(torch.zeros(2, 4).int(), torch.zeros(3, 5).int())
     with pytest.raises(InputError, match=r"of 3 heads, got \[1, 2, 1, 1\]$"):
         masks.blocks(4, 4, torch.zeros(1, 2, 1, 1).int()).to_dense(1, 3, 4, 4)
+
+
+def message(call: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_predicate_inside_a_compiled_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert message(lambda: masks.predicate(is_even)) == (
+        "mask must be built outside of torch.compile if it holds a predicate, got masks.predicate(fn)\n"
+        "  HINT: build the mask before the compiled function and pass it in"
+    )
+
+
+def test_a_predicate_that_was_released_is_refused() -> None:
+    assert message(lambda: find_predicate(0)) == (
+        "mask must be kept alive while its compiled graph runs, got a released predicate (handle 0)\n"
+        "  HINT: keep the mask that masks.predicate returned in a variable outside of the compiled function"
+    )
+
+
+def test_a_table_that_does_not_fit_the_call_is_refused_with_its_shape() -> None:
+    table = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
+
+    def call(mask: Mask, batch: int, q_len: int, kv_len: int) -> str:
+        return message(lambda: mask.to_dense(batch, 1, q_len, kv_len))
+
+    wanted = "mask must have a block table for 1 query blocks, of 4 of 4 queries, got [1, 1, 2, 1]"
+    assert call(masks.blocks(4, 4, table), 1, 4, 4) == wanted
+    wanted = "mask must have a block table for 1 or 3 sequences, got [2, 1, 1, 1]"
+    assert call(masks.pages(torch.zeros(2, 1).int(), 4), 3, 4, 4) == wanted
+    wanted = "mask must choose key blocks of at most 1: 6 keys in blocks of 4, got 2"
+    assert call(masks.pages([2], 4), 1, 4, 6) == wanted
+
+
+def test_lengths_beyond_32_bits_are_refused_with_the_length() -> None:
+    assert message(lambda: masks.causal().intervals(1, 2**31)) == (
+        "mask must be for a kv length of at most 2147483647: positions have 32 bits, got 2147483648"
+    )
+
+
+def test_intervals_span_the_heads_of_every_table_and_tensor() -> None:
+    table = torch.tensor([[[[0]], [[1]], [[0]]]])  # 3 groups of heads
+    mask = masks.blocks(2, 2, table) & masks.dense(torch.ones(1, 6, 2, 4, dtype=torch.bool))
+    assert mask.intervals(2, 4).tolist() == [[[0, 4], [0, 4]]]
