@@ -82,7 +82,7 @@ def changed_json(rng: random.Random, document: Any) -> Any:
             place, key = inner, rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
             inner = place[key]
         if place is None:
-            return rng.choice(VALUES)
+            return copy.deepcopy(rng.choice(VALUES))
         kind = rng.random()
         if kind < 0.15:
             del place[key]
@@ -91,7 +91,7 @@ def changed_json(rng: random.Random, document: Any) -> Any:
         elif kind < 0.6 and isinstance(inner, str):
             place[key] = HOSTILE
         else:
-            place[key] = rng.choice(VALUES)
+            place[key] = copy.deepcopy(rng.choice(VALUES))  # a later change must not reach VALUES
     return document
 
 

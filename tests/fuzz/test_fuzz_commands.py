@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
-from fuzz_commands import command, fuzz
+from fuzz_commands import VALUES, changed_json, command, fuzz
 
 from undivided import InputError, masks
 from undivided.cli._mask_words import parse
@@ -67,3 +68,17 @@ def test_malformed_tiles_are_left_out_with_a_warning(tile: list[object], tmp_pat
     path.write_text(json.dumps({"tiles": {"sm90/forward/16/64": tile}}))
     with pytest.warns(RuntimeWarning, match="the package's own are used"):
         assert config._tuned.__wrapped__(path) == {}
+
+
+@pytest.mark.parametrize("flag", ["--lengths", "--documents", "--window", "--prefix", "--chunks"])
+def test_a_number_beyond_64_bits_is_refused(flag: str) -> None:
+    text = "0," + "9" * 20 if flag == "--window" else "9" * 20
+    command("explain", flag, text, code=(2,))
+
+
+def test_a_case_of_the_fuzz_changes_no_value_that_a_later_case_draws() -> None:
+    before = repr(VALUES)
+    rng = random.Random(0)
+    for _ in range(300):
+        changed_json(rng, {"a": {"b": [1, {"c": 2}]}})
+    assert repr(VALUES) == before

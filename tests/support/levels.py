@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,9 +28,16 @@ def _library(level: str) -> cpu.Library:
 
 
 def here() -> tuple[str, ...]:
-    """The levels of this machine, up to the one that UNDIVIDED_ISA names; none without the library."""
+    """The levels of this machine, up to the one that UNDIVIDED_ISA names; none without the library. If the variable
+    UNDIVIDED_TEST_LEVELS is set, only those that it names."""
     loaded = cpu.load()
-    return () if isinstance(loaded, str) else loaded.levels[: loaded.levels.index(loaded.level) + 1]
+    if isinstance(loaded, str):
+        return ()
+    levels = loaded.levels[: loaded.levels.index(loaded.level) + 1]
+    chosen = os.environ.get("UNDIVIDED_TEST_LEVELS", "").split() or levels
+    unknown = set(chosen) - set(levels)
+    assert not unknown, f"UNDIVIDED_TEST_LEVELS: {sorted(unknown)} are not among {levels}"
+    return tuple(chosen)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import typer
 from torch import Tensor
 
 from undivided import masks
+from undivided.arguments.checks import as_vector
 from undivided.arguments.layout import Layout, sizes
 from undivided.cli._mask_words import parse
 from undivided.errors import InputError
@@ -109,7 +110,7 @@ class MaskFlags:
         return mask
 
     def _lengths(self, text: str, is_self: bool) -> masks.Mask:
-        kv = torch.tensor(integers("--lengths", text))
+        kv = as_vector("--lengths", integers("--lengths", text))
         if self.q_lengths is not None:
             return masks.lengths(kv, integers("--q-lengths", self.q_lengths))
         return masks.lengths(kv, kv if is_self else None)

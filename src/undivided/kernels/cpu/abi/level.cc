@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 #include <string.h>
-#ifdef UNDIVIDED_AMX
+#if defined(UNDIVIDED_AMX) && !defined(UNDIVIDED_EMULATE_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -13,7 +13,7 @@
 namespace undivided {
 namespace {
 
-#ifdef UNDIVIDED_AMX
+#if defined(UNDIVIDED_AMX) && !defined(UNDIVIDED_EMULATE_AMX)
 // Linux enables the tile registers per process, on request.
 bool request_tile_permission() {
   const long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -33,7 +33,9 @@ const Kernels* const kLevels[] = {
 };
 int find_highest() {
   const CpuFeatures cpu = CpuFeatures::read();
-#ifdef UNDIVIDED_AMX
+#if defined(UNDIVIDED_EMULATE_AMX)
+  if (cpu.has_avx512_bf16()) return 5;
+#elif defined(UNDIVIDED_AMX)
   if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;
   if (cpu.has_amx_bf16()) lost = "the operating system denied this process the tile registers of AMX";
 #else

@@ -71,9 +71,6 @@ INLINE __m512i load_pairs(const StepPart<T>& part, int64_t j, int64_t d) {
   if constexpr (kHasGroups<T>) scale = part.scale[j][part.scale_offset + d / kGroupSize];
   return load_pairs(number_at(part.row[j] + part.offset, d), scale);
 }
-INLINE Vec dot(Vec sum, __m512i x, __m512i y) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
-}
 
 // Scores of R query rows and kLanes / R keys, from key `first` on.
 template <int R, class T>
@@ -85,7 +82,7 @@ INLINE Vec pair_scores(const BFloat16* q, const StepPart<T>& k, int64_t first, i
     for (int j = 0; j < keys; j++) {
       const __m512i y = load_pairs(k, first + j, d);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) acc[r * keys + j] = dot(acc[r * keys + j], _mm512_loadu_si512(q + r * dim + d), y);
+      for (int r = 0; r < R; r++) acc[r * keys + j] = dot_bf16(acc[r * keys + j], _mm512_loadu_si512(q + r * dim + d), y);
     }
   }
   return lane_sums(acc);
@@ -111,7 +108,7 @@ INLINE void pair_value_columns(const uint32_t* weights, const StepPart<T>& v, in
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const __m512i weight = _mm512_set1_epi32((int)weights[r * (kDecodeStepKeys / 2) + j / 2]);
-        acc[r][2 * l] = dot(acc[r][2 * l], weight, low), acc[r][2 * l + 1] = dot(acc[r][2 * l + 1], weight, high);
+        acc[r][2 * l] = dot_bf16(acc[r][2 * l], weight, low), acc[r][2 * l + 1] = dot_bf16(acc[r][2 * l + 1], weight, high);
       }
     }
   }

@@ -15,10 +15,11 @@
 
 #if defined(UNDIVIDED_AMX)
 
-namespace {
+#if defined(UNDIVIDED_EMULATE_AMX)
+#include "gemm/amx_emulated.h"
+#else
 
-constexpr int64_t kTileRows = 16, kTileDepth = 32;  // of A, in rows and 16-bit numbers
-constexpr int64_t kTileBytes = 1024;
+namespace {
 
 template <int N>
 INLINE void tile_load(const char* p, int64_t stride) {
@@ -40,6 +41,17 @@ template <int C, int A, int B>
 INLINE void tile_multiply(Float16) {  // tdpfp16ps as bytes, because older assemblers do not have it
   __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"(3 | (15 - B) << 3), "i"(0xc0 | C << 3 | A));
 }
+INLINE void tile_config(const uint8_t (&setup)[64]) { __asm__ volatile("ldtilecfg %0" : : "m"(setup)); }
+INLINE void tile_release() { __asm__ volatile("tilerelease"); }
+
+}  // namespace
+
+#endif
+
+namespace {
+
+constexpr int64_t kTileRows = 16, kTileDepth = 32;  // of A, in rows and 16-bit numbers
+constexpr int64_t kTileBytes = 1024;
 
 struct TileShape {
   uint8_t rows, bytes;
@@ -54,13 +66,13 @@ class TileSetup {
     begin(whole);
   }
   explicit TileSetup(const TileShape (&shapes)[8]) { begin(shapes); }
-  ~TileSetup() { __asm__ volatile("tilerelease"); }
+  ~TileSetup() { tile_release(); }
 
  private:
   static void begin(const TileShape (&shapes)[8]) {
     alignas(64) uint8_t setup[64] = {1};
     for (int i = 0; i < 8; i++) setup[16 + 2 * i] = shapes[i].bytes, setup[48 + i] = shapes[i].rows;
-    __asm__ volatile("ldtilecfg %0" : : "m"(setup));
+    tile_config(setup);
   }
 };
 

@@ -39,7 +39,7 @@ struct Dot {
 #if defined(UNDIVIDED_NEON)
     acc = (Vec)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)vdupq_n_u32(x), (bfloat16x8_t)y);
 #else
-    acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)y);
+    acc = dot_bf16(acc, _mm512_set1_epi32((int)x), (__m512i)y);
 #endif
   }
 };

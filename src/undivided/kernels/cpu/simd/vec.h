@@ -213,6 +213,13 @@ INLINE void store_from_float(Float16* p, Vec x) {
 
 // Two vectors rounded to 16 bits, pairs side by side in 32 bits.
 #if defined(__AVX512BF16__)
+// The sum, and in each lane the dot product of a pair of bf16.
+INLINE Vec dot_bf16(Vec sum, __m512i x, __m512i y) {
+#if defined(__clang__) && (__clang_major__ == 16 || __clang_major__ == 17)
+  __asm__("" : "+v"(x), "+v"(y));  // clang 16 ends in a segmentation fault if it sees that an operand is a broadcast
+#endif
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+}
 INLINE Vec pair_bf16(Vec even, Vec odd) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};

@@ -1,0 +1,77 @@
+"""What a decision's key keeps of a problem's lengths, what a cached decision is made for, and the notes of the last."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from calls import problem_of
+
+import undivided
+from undivided import InputError, Machine, masks
+from undivided.request.problem import Problem
+from undivided.selection import decision as selection
+from undivided.selection import measured
+from undivided.selection.policy import policy
+
+MACHINE = Machine("cpu", isa="avx2")
+
+
+def problem(**fields: object) -> Problem:
+    q = torch.empty(2, 40, 4, 64)
+    return problem_of(q, q, q, layout="bshd")._replace(**fields)
+
+
+def test_lengths_of_one_magnitude_and_divisibility_share_a_key() -> None:
+    def key(length: int) -> Problem:
+        return selection.selection_key(problem(q_len=1, kv_len=length))
+
+    assert key(320) == key(384) == key(448)
+    assert key(24) == key(24)
+    assert len({key(length) for length in (15, 16, 24, 32, 33, 264, 272, 288, 320, 513)}) == 10
+
+
+@pytest.mark.parametrize(
+    "documents", [(300, 100, 1000), (3, 2000, 1000), (3, 100, 4000), (3, None, 1000), (3, 100, None)]
+)
+def test_documents_of_other_lengths_have_another_key(documents: tuple[int, int | None, int | None]) -> None:
+    one, other = (selection.selection_key(problem(documents=found)) for found in ((3, 100, 1000), documents))
+    assert one != other
+    assert other == selection.selection_key(problem(documents=documents))
+
+
+def test_a_cached_decision_is_for_the_machine_and_problem_that_asked() -> None:
+    for kv_len in (320, 384):
+        asked = problem(q_len=1, kv_len=kv_len)
+        found = selection.select(asked, MACHINE, policy())
+        assert found.machine is MACHINE
+        assert found.problem.kv_len == kv_len
+
+
+@pytest.mark.parametrize("longer", [(3, 100, 100_000), (3, 1, 100)])
+def test_the_place_of_packed_documents_depends_on_their_longest_lengths(longer: tuple[int, int, int]) -> None:
+    assert measured.place(problem(documents=(3, 100, 100)), MACHINE) != measured.place(
+        problem(documents=longer), MACHINE
+    )
+
+
+@pytest.mark.parametrize("argument", ["deterministic", "batch_invariant"])
+def test_a_flag_of_the_policy_that_is_not_a_bool_is_named(argument: str) -> None:
+    with pytest.raises(InputError) as caught:
+        policy(**{argument: 1})  # type: ignore[arg-type]
+    assert caught.value.argument == argument
+
+
+def test_the_last_decision_has_the_notes_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 4, 2, 8)
+    undivided.attention(q, q, q, layout="bshd", mask=masks.causal(), backend="reference")
+    found = undivided.last_decision()
+    assert found is not None
+    assert found.notes == ()
+    assert found.chosen is not None
+    monkeypatch.setattr(type(found.chosen), "last_notes", lambda *_: ["read once"])
+    noted = undivided.last_decision()
+    assert noted is not None
+    assert noted.notes == ("read once",)
+    assert dataclasses.replace(noted, notes=()).chosen is found.chosen
