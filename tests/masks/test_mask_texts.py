@@ -229,3 +229,21 @@ def test_intervals_span_the_heads_of_every_table_and_tensor() -> None:
     table = torch.tensor([[[[0]], [[1]], [[0]]]])  # 3 groups of heads
     mask = masks.blocks(2, 2, table) & masks.dense(torch.ones(1, 6, 2, 4, dtype=torch.bool))
     assert mask.intervals(2, 4).tolist() == [[[0, 4], [0, 4]]]
+
+
+def test_tensors_behind_an_empty_cell_of_a_predicate_are_found() -> None:
+    """They may change in place, and the mask must notice."""
+
+    def build(values: Tensor, is_known: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        def fn(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (a_limit if is_known else 0) < values[k] + 0 * q  # `a_limit` comes before `values` in the closure
+
+        if is_known:
+            a_limit = 3
+        return fn
+
+    values = torch.tensor([0, 1, 2])
+    mask = masks.predicate(build(values, is_known=False))
+    assert mask.to_dense(1, 1, 1, 3).flatten().tolist() == [False, True, True]
+    values.copy_(torch.tensor([1, 0, 0]))
+    assert mask.to_dense(1, 1, 1, 3).flatten().tolist() == [True, False, False]
