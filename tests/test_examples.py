@@ -11,6 +11,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NUMBERS_ARE_TESTED = {
+    "18_train_on_a_mesh": "tests/parallel/test_data_and_tensor_parallel.py",
+    "20_hugging_face_over_ranks": "tests/integrations/test_transformers_ranks.py",
+    "21_restart_from_a_checkpoint": "tests/parallel/test_restart.py",
+    "22_trace_a_ring": "tests/context_parallel/test_ring_trace.py",
+}
+"""Examples that start several processes, and run in a test of their numbers."""
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "index.md",
@@ -25,7 +32,9 @@ def _run(arguments: list[str], text: str | None = None) -> subprocess.CompletedP
     return subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if path.stem not in NUMBERS_ARE_TESTED], ids=lambda path: path.stem
+)
 def test_example_runs(path: Path) -> None:
     done = _run(["-W", "error", str(path)])
     assert done.returncode == 0, done.stderr
@@ -55,6 +64,11 @@ MARK = "-- next block --"
 def _trimmed(text: str) -> list[str]:
     """Lines without trailing blanks; versions of PyTorch are whatever they are."""
     return [re.sub(r"torch \d[\w.+]*", "torch X", line.rstrip()) for line in text.strip("\n").splitlines()]
+
+
+def test_examples_with_tests_of_their_numbers_run_there() -> None:
+    for stem, test in NUMBERS_ARE_TESTED.items():
+        assert f"{stem}.py" in (ROOT / test).read_text(encoding="utf-8")
 
 
 def test_every_example_is_named_in_the_readme() -> None:
