@@ -152,6 +152,7 @@ KNOWS_PROCESS_GROUPS = (
     "parallel",
     "verification",
 )
+TAKES_DTENSORS = "undivided.run.dtensors"  # imports torch.distributed once it is given a DTensor
 SHARED_BY_BACKENDS = ("_base", "_table", "shared")
 
 
@@ -162,7 +163,8 @@ def _violations(module: str, source: str, is_package: bool = False) -> Iterator[
     for line, name in imports.found:
         here = f"{module}:{line} imports {name}"
         part = module.split(".")[1] if "." in module else ""
-        if f"{name}.".startswith("torch.distributed.") and part not in (*KNOWS_PROCESS_GROUPS, ""):
+        knows = part in (*KNOWS_PROCESS_GROUPS, "") or module == TAKES_DTENSORS
+        if f"{name}.".startswith("torch.distributed.") and not knows:
             yield f"{here}, and nothing at or below functional may know process groups"
         own, other = _backend(module), _backend(_imported_module(name))
         if own and other and own != other:

@@ -43,7 +43,7 @@ def _request(case: Case, dtype: torch.dtype) -> tuple[Call, Tensors, Upstream]:
 def test_every_mask_layout_and_way_to_lie_in_memory_is_in_the_catalogue() -> None:
     kinds = frozenset[str]().union(*(case.mask().kinds for case in CASES.values() if case.mask is not None))
     words = "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate"
-    assert kinds == {*words.split(), "tree", "blocks"}
+    assert kinds == {*words.split(), "tree", "blocks", "origin"}
     assert {case.layout for case in CASES.values()} == {"bshd", "sbhd", "bhsd", "thd"}
     assert {case.layout for case in cases.by_tag("dropout")} == {"bshd", "sbhd", "bhsd", "thd"}
     assert {case.memory for case in CASES.values()} == {

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds that a rank waits for the reports of others, whose timeouts end at about the same time."""
 _POLL_SECONDS = 0.05
 

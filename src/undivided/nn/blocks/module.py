@@ -25,7 +25,14 @@ class Module(torch.nn.Module):
     ranks: TensorRanks | None = None
 
     def whole_on_ranks(self, *parameters: Tensor | None) -> list[Any]:
-        """Parameters that every rank has: their gradients are sums over ranks if tokens are divided."""
+        """Parameters that every rank has: their gradients are sums over ranks if tokens are divided.
+
+        Args:
+            parameters: parameters of the module, of any shape; None stays None.
+
+        Returns:
+            The parameters, or views whose gradient is summed over ranks.
+        """
         ranks = self.ranks
         if ranks is None or ranks.sequence is None:
             return list(parameters)
