@@ -20,6 +20,7 @@ from gloo_ranks import losses_of, run_ranks
 import undivided
 from undivided import masks
 from undivided.context_parallel import RankError, plan
+from undivided.context_parallel.exchange import reports
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
 from undivided.masks import Mask
 from undivided.verification.cases import CASES, Case
@@ -171,7 +172,7 @@ def faults() -> dict[str, str]:
     torch.distributed.barrier()
     late = torch.distributed.new_group(timeout=datetime.timedelta(seconds=HANG))
     if rank == 3:
-        in_a_kernel(lambda: (time.sleep(HANG + 4), os._exit(1)))
+        in_a_kernel(lambda: (time.sleep(HANG + reports.PATIENCE + 3), os._exit(1)))
     told |= fault("hang in a round", undivided.ContextParallel(late).bind(24), q)
     told |= fault("death", cp, q)
     if rank == 2:
