@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-PATIENCE = 5.0
-"""Seconds that a rank waits for the reports of others, whose timeouts end at about the same time."""
+PATIENCE, CLOSED_PATIENCE = 5.0, 2.0
+"""Seconds that a rank waits for the reports of others, whose timeouts end at about the same time; and if a connection
+was closed, which gloo also does when the other rank has met a timeout and is about to report it."""
 _POLL_SECONDS = 0.05
 
 
@@ -45,7 +46,7 @@ def find_cause(group: Any, rank: int, peers: Sequence[int], text: str) -> tuple[
 
 def _follow(store: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
     store.set(_key(rank), json.dumps([list(peers), text]))
-    deadline = time.monotonic() + (PATIENCE if "imed out" in text else 0.0)
+    deadline = time.monotonic() + (PATIENCE if "imed out" in text else CLOSED_PATIENCE)
     seen, cause, report = {rank}, None, ""
     while len(peers) == 1 and peers[0] not in seen:
         seen.add(peers[0])
