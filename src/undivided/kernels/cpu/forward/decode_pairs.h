@@ -108,7 +108,8 @@ INLINE void pair_value_columns(const uint32_t* weights, const StepPart<T>& v, in
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const __m512i weight = _mm512_set1_epi32((int)weights[r * (kDecodeStepKeys / 2) + j / 2]);
-        acc[r][2 * l] = dot_bf16(acc[r][2 * l], weight, low), acc[r][2 * l + 1] = dot_bf16(acc[r][2 * l + 1], weight, high);
+        acc[r][2 * l] = dot_bf16(acc[r][2 * l], weight, low);
+        acc[r][2 * l + 1] = dot_bf16(acc[r][2 * l + 1], weight, high);
       }
     }
   }

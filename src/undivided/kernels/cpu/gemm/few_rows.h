@@ -23,9 +23,9 @@ INLINE void add_rows_of(Vec* acc, const float* scalars, Vec y, std::integer_sequ
   (Arith::add(acc[r], fetch<typename Arith::Scalar>(scalars + r), y), ...);
 }
 
-// Stores the lanes of R rows to to[lane][row]; the other rows become 0.
+// Transposes R rows into lanes[lane][row]; the other rows become 0.
 template <int R>
-INLINE void store_transposed(const Vec (&rows)[R], Vec (&lanes)[kLanes]) {
+INLINE void transpose_few(const Vec (&rows)[R], Vec (&lanes)[kLanes]) {
 #pragma GCC unroll 16
   for (int r = 0; r < kLanes; r++) lanes[r] = r < R ? rows[r < R ? r : 0] : Vec{};
   transpose(lanes);
@@ -58,7 +58,7 @@ INLINE void score_key_lanes(const float* qt, const T* k, int64_t stride, int64_t
     for (int r = 0; r < R; r++) sum[r] = from > 0 ? sum[r] + acc[r] : acc[r];
   }
   Vec x[kLanes];
-  store_transposed(sum, x);
+  transpose_few(sum, x);
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i++) store(st + i * kPanel, x[i]);
 }
@@ -92,7 +92,7 @@ INLINE void value_column_lanes(const float* pt, const T* v, int64_t stride, int6
 #pragma GCC unroll 8
   for (int c = 0; c < C; c++) {
     Vec x[kLanes];
-    store_transposed(acc[c], x);
+    transpose_few(acc[c], x);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; i++) {
       float* o = ot + (c * kLanes + i) * kPanel;

@@ -60,7 +60,8 @@ INLINE __m512i zip_index(int first) {
     int64_t d = 0;
 #if defined(__AVX512BW__)
     for (; d + 32 <= columns; d += 32) {
-      const __m512i low = even ? _mm512_loadu_si512(even + d) : __m512i{}, high = odd ? _mm512_loadu_si512(odd + d) : __m512i{};
+      const __m512i low = even ? _mm512_loadu_si512(even + d) : __m512i{},
+                    high = odd ? _mm512_loadu_si512(odd + d) : __m512i{};
       _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(low, zip_index(0), high));
       _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(low, zip_index(16), high));
     }
