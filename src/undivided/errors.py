@@ -12,8 +12,9 @@ For wrong input the library raises no other exception, and it changes nothing be
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 __all__ = ["InputError", "NoBackendError"]
@@ -80,6 +81,23 @@ def _rebuild_input_error(message: str, argument: str, hint: str | None, kind: An
 def _input_error_and(kind: Any) -> Any:
     """A class that derives from InputError and from `kind`."""
     return InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str | None:
+    """A hint with the known name that is most similar to a wrong one; None if no name is similar.
+
+    >>> did_you_mean("FlashAttn", ["native", "flash_attn"])
+    "did you mean 'flash_attn'?"
+    """
+    near = nearest_name(name, known)
+    return None if near is None else f"did you mean {near!r}?"
+
+
+def nearest_name(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is most similar to a wrong one, whatever their case; None if no name is similar."""
+    in_lower_case = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(str(name).lower(), in_lower_case, n=1)
+    return in_lower_case[near[0]] if near else None
 
 
 class NoBackendError(RuntimeError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 
 Version = tuple[int, ...]
 _Device = torch.device
@@ -150,7 +150,7 @@ class Machine:
         """
         if device is None or device == _CPU:  # half the time of asking for its type
             return _probe("cpu", None)
-        if getattr(device, "type", None) == "cpu" or device is None or not str(device).startswith("cuda"):
+        if not str(device).startswith("cuda"):
             return _probe("cpu", None)
         return _probe(str(device), active_flash_impl())
 
@@ -176,7 +176,8 @@ class Machine:
         if key == "cpu":
             return Machine(device="cpu", name="cpu", packages={} if packages is None else packages)
         if key not in KNOWN_GPUS:
-            raise InputError("device", f"be cpu or one of {', '.join(KNOWN_GPUS)}", repr(name))
+            hint = did_you_mean(key, KNOWN_GPUS)
+            raise InputError("device", f"be cpu or one of {', '.join(KNOWN_GPUS)}", repr(name), hint)
         return Machine("cuda", key.upper(), KNOWN_GPUS[key], cudnn, {} if packages is None else packages)
 
     def __str__(self) -> str:

@@ -269,6 +269,9 @@ class TestMask:
     def test_nothing_said_is_refused(self) -> None:
         assert "HINT" in refused("mask")
 
+    def test_a_misspelt_mask_gives_the_name_that_is_meant(self) -> None:
+        assert "did you mean 'sinks'?" in refused("mask", "window(3, 0) | sink(1)")
+
 
 @pytest.mark.parametrize(
     "text", ["causal", "causal()", "window(2, 0) | prefix(1)", "(causal() | prefix(3)) & lengths([2, 5], q=[2, 5])"]

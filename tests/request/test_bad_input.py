@@ -87,9 +87,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
     ),
     # tensors
-    "q-numpy": (lambda: att(q=Q.numpy()), "q must be a torch.Tensor, got ndarray", None),
+    "q-numpy": (lambda: att(q=Q.numpy()), "q must be a torch.Tensor, got ndarray", "torch.from_numpy(q)"),
     "q-none": (lambda: att(q=None), "q must be a torch.Tensor, got NoneType", None),
-    "k-list": (lambda: att(k=[1.0]), "k must be a torch.Tensor, got list", None),
+    "k-list": (lambda: att(k=[1.0]), "k must be a torch.Tensor, got list", "torch.tensor(k)"),
     "v-none": (lambda: att(v=None), "v must be a torch.Tensor, got NoneType", None),
     "q-int": (lambda: att(q=Q.int()), "q must be float16, bfloat16, float32 or float64, got torch.int32", None),
     "q-complex": (
@@ -126,7 +126,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "q-sparse": (lambda: att(q=Q.to_sparse()), "q must be a dense (strided) tensor, got torch.sparse_coo", None),
     "k-sparse": (lambda: att(k=K.to_sparse()), "k must be a dense (strided) tensor, got torch.sparse_coo", None),
-    "autocast-q-list": (lambda: autocast(lambda: att(q=[1])), "q must be a torch.Tensor, got list", None),
+    "autocast-q-list": (lambda: autocast(lambda: att(q=[1])), "q must be a torch.Tensor, got list", "torch.tensor(q)"),
     "autocast-k-none": (lambda: autocast(lambda: att(k=None)), "k must be a torch.Tensor, got NoneType", None),
     # ranks
     "q-hidden": (
@@ -684,7 +684,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "alibi_slopes must be a floating-point tensor, got torch.int32",
         None,
     ),
-    "slopes-list": (lambda: square(alibi_slopes=[1, 2, 3, 4]), "alibi_slopes must be a torch.Tensor, got list", None),
+    "slopes-list": (
+        lambda: square(alibi_slopes=[1, 2, 3, 4]),
+        "alibi_slopes must be a torch.Tensor, got list",
+        "torch.tensor(alibi_slopes)",
+    ),
     "sinks-shape": (lambda: square(sinks=t(2)), "sinks must have shape [heads] = [4], got [2]", None),
     "sinks-scalar": (lambda: square(sinks=t()), "sinks must have shape [heads] = [4], got []", None),
     "sinks-number": (lambda: square(sinks=0.0), "sinks must be a torch.Tensor, got float", None),
@@ -788,12 +792,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         None,
     ),
     # backend, deterministic
-    "backend-unknown": (lambda: square(backend="flash2"), f"backend must be one of {BACKENDS}, got 'flash2'", None),
+    "backend-unknown": (
+        lambda: square(backend="flash2"),
+        f"backend must be one of {BACKENDS}, got 'flash2'",
+        "did you mean 'flash'?",
+    ),
     "backend-int": (lambda: square(backend=3), f"backend must be one of {BACKENDS}, got 3", None),
     "backend-list": (
         lambda: square(backend=["reference"]),
         f"backend must be one of {BACKENDS}, got ['reference']",
-        None,
+        "did you mean 'reference'?",
     ),
     "deterministic-string": (
         lambda: square(deterministic="yes"),
@@ -802,17 +810,21 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     ),
     "deterministic-list": (lambda: square(deterministic=[]), "deterministic must be True, False or None, got []", None),
     "deterministic-int": (lambda: square(deterministic=2), "deterministic must be True, False or None, got 2", None),
-    "use-backends-unknown": (lambda: use_backends("flash2"), f"backend must be one of {BACKENDS}, got 'flash2'", None),
+    "use-backends-unknown": (
+        lambda: use_backends("flash2"),
+        f"backend must be one of {BACKENDS}, got 'flash2'",
+        "did you mean 'flash'?",
+    ),
     "use-backends-int": (lambda: use_backends(3), f"backend must be one of {BACKENDS}, got 3", None),
     "use-backends-list": (
         lambda: use_backends(["reference"]),
         f"backend must be one of {BACKENDS}, got ['reference']",
-        None,
+        "did you mean 'reference'?",
     ),
     "disable-unknown": (
         lambda: use_backends.disable("flash2"),
         f"backend must be one of {BACKENDS}, got 'flash2'",
-        None,
+        "did you mean 'flash'?",
     ),
     # pages
     "pages-int64": (
@@ -825,7 +837,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
         "pages must be an int32 block table [sequences, max_pages], got torch.int32 [3]",
         None,
     ),
-    "pages-list": (lambda: paged(pages=[[0]]), "pages must be a torch.Tensor, got list", None),
+    "pages-list": (lambda: paged(pages=[[0]]), "pages must be a torch.Tensor, got list", "torch.tensor(pages)"),
     "pages-rows": (
         lambda: paged(pages=torch.zeros(3, 3, dtype=torch.int32)),
         "pages must have one row per sequence of q (2), got [3, 3]",
@@ -1081,7 +1093,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
             "device must be cpu or one of v100, t4, a100, a10, rtx3090, l4, l40s, rtx4090, h100, h200, b200, "
             "b300, rtx5090, got 'a1000'"
         ),
-        None,
+        "did you mean 'a100'?",
     ),
     "machine-named-none": (
         lambda: Machine.named(None),
@@ -1173,6 +1185,7 @@ FOREIGN = {
     "window_size": ((3, 0), "mask=masks.window(left, right)"),
     "softmax_scale": (0.5, "scale="),
     "softcapp": (0.5, "softcap="),
+    "softmax_scal": (0.5, "scale="),
 }
 
 

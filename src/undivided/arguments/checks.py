@@ -24,7 +24,8 @@ _ELSEWHERE = {
 def check_tensor(name: str, value: object) -> None:
     """InputError unless it is a strided tensor whose memory holds all its elements."""
     if not isinstance(value, Tensor):
-        raise InputError(name, "be a torch.Tensor", type(value).__name__)
+        convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor"}.get(type(value).__name__)
+        raise InputError(name, "be a torch.Tensor", type(value).__name__, convert and f"{convert}({name})")
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
         hint = "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None

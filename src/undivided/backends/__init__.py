@@ -12,7 +12,7 @@ import pkgutil
 
 from undivided.backends._base import Backend
 from undivided.backends._entry_points import installed_backends
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 
 FAMILY_ALIASES = {"unfused": "math"}
 
@@ -44,4 +44,5 @@ def get(name: str) -> Backend:
     for backend in all_backends():
         if backend.name == name:
             return backend
-    raise InputError("backend", f"be one of {', '.join(b.name for b in all_backends())}", repr(name))
+    names = [backend.name for backend in all_backends()]
+    raise InputError("backend", f"be one of {', '.join(names)}", repr(name), did_you_mean(name, names))

@@ -196,7 +196,7 @@ def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[st
     for feature in sorted(problem.features - limits.features):
         reasons.append(_with_note(f"no support for {FEATURES[feature]}", limits.notes.get(feature)))
     if problem.batch_invariant and not limits.batch_invariant:
-        reasons.append("batch-invariant results (its order of sums depends on the batch)")
+        reasons.append("no support for batch-invariant results (its order of sums depends on the batch)")
     return reasons
 
 

@@ -8,6 +8,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+PANELS = ("Shapes", "Mask", "Attention", "Machine")
+"""The panels of --help that come first, in this order."""
+
 
 def flags(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that adds the fields of dataclasses to a command as flags; each named parameter gets an instance.
@@ -21,6 +24,7 @@ def flags(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
         parameters = [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         for group in groups.values():
             parameters += _parameters(group)
+        parameters.sort(key=_place_in_help)
 
         @functools.wraps(command)
         def with_flags(**values: Any) -> None:
@@ -36,6 +40,11 @@ def flags(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., 
         return with_flags
 
     return decorate
+
+
+def _place_in_help(parameter: inspect.Parameter) -> int:
+    panel = getattr(parameter.annotation.__metadata__[0], "rich_help_panel", None)
+    return PANELS.index(panel) if panel in PANELS else len(PANELS)
 
 
 def _parameters(group: type[Any]) -> list[inspect.Parameter]:

@@ -10,7 +10,7 @@ import torch
 
 from undivided import masks
 from undivided.cli._index_words import index_function
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 
 CALLS = (
     "causal", "window", "lengths", "documents", "document_ids", "prefix", "sinks", "chunks", "dense", "predicate",
@@ -50,6 +50,8 @@ def _mask(node: ast.expr, text: str) -> masks.Mask:
                 raise InputError("mask", f"name each argument of {name} once", repr(text))
             named = {str(keyword.arg): _value(keyword.value, text) for keyword in keywords}
             return _call(name, [_value(argument, text) for argument in arguments], named, text)
+        case ast.Name(name) | ast.Call(ast.Name(name)):
+            raise _wrong(text, did_you_mean(name, CALLS))
     raise _wrong(text)
 
 
@@ -81,10 +83,6 @@ def _value(node: ast.expr, text: str) -> Any:
         raise _wrong(text) from None
 
 
-def _wrong(text: str) -> InputError:
-    return InputError(
-        "mask",
-        f"be made of {', '.join(CALLS)} with & and |",
-        repr(text),
-        hint="for example 'causal() & documents([0, 3, 10])' or 'window(256, 0) | sinks(4)'",
-    )
+def _wrong(text: str, hint: str | None = None) -> InputError:
+    example = "for example 'causal() & documents([0, 3, 10])' or 'window(256, 0) | sinks(4)'"
+    return InputError("mask", f"be made of {', '.join(CALLS)} with & and |", repr(text), hint or example)

@@ -152,6 +152,10 @@ class ProblemFlags(MaskFlags):
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Require results that repeat bit for bit.", rich_help_panel=EXTRA)
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="Require rows that do not depend on the batch.", rich_help_panel=EXTRA),
+    ] = False
     backend: Annotated[str | None, typer.Option(help="The backend or family that must run.", rich_help_panel=EXTRA)] = (
         None
     )
@@ -186,6 +190,7 @@ class ProblemFlags(MaskFlags):
             "dropout_p": self.dropout,
             "return_lse": self.lse,
             "deterministic": self.deterministic or None,
+            "batch_invariant": self.batch_invariant or None,
             "backend": self.backend,
         }
 

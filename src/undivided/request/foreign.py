@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from undivided import masks
+from undivided.errors import nearest_name
 
 _CAUSAL = 'mask=masks.causal(); with "top_left" (PyTorch) or "bottom_right" (flash-attn) if the lengths differ'
 _DENSE = "mask=masks.dense(tensor) for booleans (True = attend), bias=tensor for numbers that are added to the scores"
@@ -60,9 +60,8 @@ def keyword_hint(unknown: Iterable[str], known: Iterable[str]) -> str | None:
     >>> keyword_hint(["softmax_scale"], ["scale"]), keyword_hint(["softcapp"], ["scale", "softcap"])
     ('scale=', 'softcap=')
     """
-    name = min(unknown, default="")
-    near = difflib.get_close_matches(name, known, 1)
-    return _WRITTEN.get(name) or (f"{near[0]}=" if near else None)
+    near = nearest_name(min(unknown, default=""), [*known, *_WRITTEN])
+    return None if near is None else _WRITTEN.get(near, f"{near}=")
 
 
 def mask_hint(mask: object) -> str | None:

@@ -3,7 +3,7 @@
 The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
 
 Candidates are tried in the caller's order, if there is one, then by rank. If two or more that can run were measured
-on such a problem (`_measured`), they are sorted among their places, the fastest first; the others keep theirs.
+on such a problem (`selection.measured`), they are sorted among their places, the fastest first; the others keep theirs.
 """
 
 from __future__ import annotations
@@ -265,11 +265,13 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
 
 
 def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Backend]:
-    """Backends in the order to try: the caller's order first if there is one, then by rank, then as measured."""
-    listed = policy.allowed or ()
+    """Backends in the order to try: a requested one first, then in the caller's order, then by rank, then as
+    measured."""
+    forced, listed = policy.forced, policy.allowed or ()
 
-    def turn(backend: Backend) -> int:
-        return next((i for i, word in enumerate(listed) if has_name(backend, word)), len(listed))
+    def turn(backend: Backend) -> tuple[bool, int]:
+        place = next((i for i, word in enumerate(listed) if has_name(backend, word)), len(listed))
+        return forced is not None and not has_name(backend, forced), place
 
     order = sorted(all_backends(), key=lambda backend: (turn(backend), backend.rank(problem, machine)))
     entry = _measured.nearest(problem, machine)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.selection import switches as _sdp_switches
 
 
@@ -166,7 +166,7 @@ def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
     known = names_and_families()
     for name in names:
         if not isinstance(name, str) or name not in known:
-            raise InputError(argument, f"be one of {', '.join(sorted(known))}", repr(name))
+            raise InputError(argument, f"be one of {', '.join(sorted(known))}", repr(name), did_you_mean(name, known))
     return tuple(names)
 
 

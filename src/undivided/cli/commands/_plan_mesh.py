@@ -81,8 +81,10 @@ class ModelFlags:
         typer.Option("--recompute/--keep", help="Recompute activations; default: both.", rich_help_panel=MODEL),
     ] = None
     data: Annotated[int | None, typer.Option(help="Only meshes with this data axis.", rich_help_panel=MODEL)] = None
-    context: Annotated[int | None, typer.Option(help="... this context axis.", rich_help_panel=MODEL)] = None
-    tensor: Annotated[int | None, typer.Option(help="... this tensor axis.", rich_help_panel=MODEL)] = None
+    context: Annotated[int | None, typer.Option(help="Only meshes with this context axis.", rich_help_panel=MODEL)] = (
+        None
+    )
+    tensor: Annotated[int | None, typer.Option(help="Only meshes with this tensor axis.", rich_help_panel=MODEL)] = None
 
     def given(self) -> dict[str, object]:
         """The flags that were given."""

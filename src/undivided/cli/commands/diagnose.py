@@ -30,8 +30,9 @@ def diagnose(
 ) -> None:
     """Explain an attention error of any library and how to fix it. Exit code 1 if the error is unknown.
 
-    Examples: undivided diagnose "No available kernel. Aborting execution." and python train.py 2>&1 | undivided
-        diagnose
+    Example: undivided diagnose "No available kernel. Aborting execution."
+
+    Example: python train.py 2>&1 | undivided diagnose
     """
     if every:
         refuse_together("--list", {"TEXT": text})

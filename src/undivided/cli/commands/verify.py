@@ -11,7 +11,8 @@ import typer
 
 from undivided.cli._flags import flags
 from undivided.cli._options import ProblemFlags
-from undivided.cli._terminal import complain, console, print_json
+from undivided.cli._terminal import console, print_json
+from undivided.errors import InputError
 
 
 @flags(problem=ProblemFlags)
@@ -29,11 +30,8 @@ def verify(
     from undivided.verification import verify as check
 
     if (device == "cuda" and not torch.cuda.is_available()) or device not in ("cpu", "cuda"):
-        complain(
-            f"--device must be "
-            f"cpu{' or cuda' if torch.cuda.is_available() else ' (no CUDA device here)'}, got {device!r}"
-        )
-        raise typer.Exit(2)
+        must = "be cpu or cuda" if torch.cuda.is_available() else "be cpu (no CUDA device here)"
+        raise InputError("--device", must, repr(device))
     torch.manual_seed(seed)
     report = check(**problem.arguments(device, grad=False), gradients=gradients)
     if as_json:
