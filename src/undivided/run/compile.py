@@ -39,14 +39,47 @@ from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import policy
 
 _library = torch.library.Library("undivided", "DEF")
-_ARGUMENTS = (
+_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
     "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p"
 )
-_library.define(f"attention({_ARGUMENTS}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
-_library.define(
-    f"attention_backward({_ARGUMENTS}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) -> Tensor[]"
-)
+_library.define(f"attention({_SCHEMA}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
+_library.define(f"attention_backward({_SCHEMA}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) -> Tensor[]")
+
+
+class _Arguments(NamedTuple):
+    """The arguments of the operator, and the first of its backward, in the order of the schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    mask: list[Tensor]
+    dropout_seed: Tensor | None
+    pages: Tensor | None
+    spec: str
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> Tensors:
+        """Those that may have gradients."""
+        return Tensors(*self[:6])
+
+    @property
+    def saved(self) -> tuple[Tensor | None, ...]:
+        """The tensors that the backward needs."""
+        return (*self.tensors, *self.mask, self.dropout_seed, self.pages)
+
+    @property
+    def constants(self) -> tuple[str, float | None, float | None, float]:
+        """The arguments that are not tensors."""
+        return self.spec, self.scale, self.softcap, self.dropout_p
 
 
 class _Spec(NamedTuple):
@@ -120,9 +153,9 @@ def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     try:
         out, lse = torch.ops.undivided.attention(*call)
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
-        kinds = sorted(
-            {type(t).__name__ for t in (*call[:6], *call[6], *call[7:9], *call[13:]) if isinstance(t, Tensor)}
-        )
+        given = _Arguments(*call)
+        tensors = (*given.saved, given.k_scale, given.v_scale)
+        kinds = sorted({type(tensor).__name__ for tensor in tensors if tensor is not None})
         raise InputError(
             "q, k, v and the other tensors",
             "be of classes that take undivided::attention together",
@@ -132,13 +165,22 @@ def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _prepare(*arguments: Any) -> tuple[Backend, Call, Tensors]:
+def _prepare(given: _Arguments) -> tuple[Backend, Call, Tensors]:
     """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
-    mask_tensors, seed, pages, spec_text, scale, softcap, dropout_p, *scales = arguments[6:]
-    spec = _Spec.read(spec_text)
-    mask, return_lse = Mask.unflatten(spec.mask, mask_tensors), spec.return_lse == "y"
-    options = Options(cast(Layout, spec.layout), mask, scale, softcap, dropout_p, seed, return_lse, pages, *scales)
-    request = Request(Tensors(*arguments[:6]), options)
+    spec = _Spec.read(given.spec)
+    options = Options(
+        layout=cast(Layout, spec.layout),
+        mask=Mask.unflatten(spec.mask, given.mask),
+        scale=given.scale,
+        softcap=given.softcap,
+        dropout_p=given.dropout_p,
+        dropout_seed=given.dropout_seed,
+        return_lse=spec.return_lse == "y",
+        pages=given.pages,
+        k_scale=given.k_scale,
+        v_scale=given.v_scale,
+    )
+    request = Request(given.tensors, options)
     flags: dict[str, Any] = {"None": None, "True": True, "False": False}
     deterministic = flags.get(spec.deterministic, spec.deterministic)
     batch_invariant = flags.get(spec.batch_invariant, spec.batch_invariant)
@@ -153,7 +195,7 @@ def _prepare(*arguments: Any) -> tuple[Backend, Call, Tensors]:
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        backend, call, tensors = _prepare(*arguments)
+        backend, call, tensors = _prepare(_Arguments(*arguments))
         problem = call.problem
         out, lse = autograd.forward(backend, call, tensors)
         if not problem.lse_is_read:  # the fake implementation returns this shape in any case
@@ -164,12 +206,14 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def _run_backward(*arguments: Any) -> list[Tensor]:
-    *given, out, lse, grad_out, grad_lse = arguments
+    *first, out, lse, grad_out, grad_lse = arguments
+    given = _Arguments(*first)
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
-        backend, call, tensors = _prepare(*given)
+        backend, call, tensors = _prepare(given)
         found = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
-    return [_as_gradient(g, t) for g, t, n in zip(found, given[:6], call.needs, strict=True) if n]
+    needed = zip(found, given.tensors, call.needs, strict=True)
+    return [_as_gradient(gradient, t) for gradient, t, is_needed in needed if is_needed and t is not None]
 
 
 def _as_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor:
@@ -177,42 +221,62 @@ def _as_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    spec = _Spec.read(rest[6])
-    out = q.new_empty((*q.shape[:-1], head_size(v)))
-    batch, length, heads, _ = _layout.sizes(q.shape, cast(Layout, spec.layout))
-    shape = (heads, length) if spec.layout == "thd" else (batch, heads, length)
+def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = _Arguments(*arguments)
+    q, layout = given.q, cast(Layout, _Spec.read(given.spec).layout)
+    out = q.new_empty((*q.shape[:-1], head_size(given.v)))
+    batch, length, heads, _ = _layout.sizes(q.shape, layout)
+    shape = (heads, length) if layout == "thd" else (batch, heads, length)
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
 
 
 @torch.library.register_fake("undivided::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _gradient_shapes(*arguments: Any) -> list[Tensor]:
-    needed = _Spec.read(arguments[9]).needed
-    return [t.new_empty(t.shape) for t, n in zip(arguments[:6], needed, strict=True) if n]
+    given = _Arguments(*arguments[:-4])  # without out, lse and their gradients
+    needed = zip(given.tensors, _Spec.read(given.spec).needed, strict=True)
+    return [tensor.new_empty(tensor.shape) for tensor, is_needed in needed if is_needed and tensor is not None]
+
+
+class _Saved(NamedTuple):
+    """What a backward reads again: the arguments of the operator, and the tensors that were saved after them."""
+
+    given: _Arguments
+    others: Sequence[Any]
+
+    @staticmethod
+    def write(ctx: Any, given: _Arguments, *others: Tensor | None) -> None:
+        ctx.save_for_backward(*given.saved, *others)
+        ctx.mask_tensors, ctx.constants = len(given.mask), given.constants
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def read(ctx: Any) -> _Saved:
+        saved: Sequence[Any] = ctx.saved_tensors
+        end = 6 + ctx.mask_tensors
+        seed, pages, *others = saved[end:]
+        first: tuple[Any, ...] = (*saved[:6], list(saved[6:end]), seed, pages, *ctx.constants)
+        return _Saved(_Arguments(*first), others)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors = [*inputs[:6], *inputs[6], inputs[7], inputs[8], *output]
-    ctx.save_for_backward(*tensors)
-    ctx.mask_tensors, ctx.rest = len(inputs[6]), inputs[9:13]
-    ctx.set_materialize_grads(False)
-    if _Spec.read(inputs[9]).return_lse != "y":
+    given = _Arguments(*inputs)
+    _Saved.write(ctx, given, *output)
+    if _Spec.read(given.spec).return_lse != "y":
         ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    saved: Sequence[Tensor | None] = ctx.saved_tensors
-    inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
-    seed, pages, out, lse = saved[6 + ctx.mask_tensors :]
+    given, (out, lse) = _Saved.read(ctx)
     if grad_out is None:
-        assert out is not None
         grad_out = torch.zeros_like(out)
-    found = iter(
-        torch.ops.undivided.attention_backward(*inputs, mask, seed, pages, *ctx.rest, out, lse, grad_out, grad_lse)
-    )
-    needed = _Spec.read(ctx.rest[0]).needed
-    gradients = [next(found) if n else None for n in needed]
-    return (*gradients, [None] * len(mask), *[None] * 8)  # 8: the arguments after the mask
+    found = iter(torch.ops.undivided.attention_backward(*given[:-2], out, lse, grad_out, grad_lse))
+    gradients = [next(found) if needed else None for needed in _Spec.read(given.spec).needed]
+    return (*gradients, *_no_gradients(given))
+
+
+def _no_gradients(given: _Arguments) -> list[Any]:
+    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one."""
+    return [[None] * len(given.mask), *[None] * (len(given) - 7)]
 
 
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
@@ -223,24 +287,22 @@ def _reshape_like(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor |
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6], *inputs[6], inputs[7], inputs[8], *inputs[13:])
-    ctx.mask_tensors, ctx.rest = len(inputs[6]), inputs[9:13]
-    ctx.set_materialize_grads(False)
+    *first, _, _, grad_out, grad_lse = inputs
+    _Saved.write(ctx, _Arguments(*first), grad_out, grad_lse)
 
 
 def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Derivatives of the backward by the reference, in plain operations that modes and subclasses can intercept."""
-    saved: Sequence[Any] = ctx.saved_tensors
-    inputs, mask = saved[:6], list(saved[6 : 6 + ctx.mask_tensors])
-    seed, pages, _, _, *grads = saved[6 + ctx.mask_tensors :]
-    _, call, tensors = _prepare(*inputs, mask, seed, pages, *ctx.rest)
-    given = iter(gradients)
+    given, (grad_out, grad_lse) = _Saved.read(ctx)
+    _, call, tensors = _prepare(given)
+    found = iter(gradients)
     # the bias of `tensors` has four axes
-    grad_gradients = _reshape_like([next(given) if n else None for n in call.needs], tensors)
-    for_grad_out, for_grad_lse, *found = autograd.double_backward(call, *tensors, *grads, *grad_gradients)
-    for_inputs = _reshape_like(found, inputs)
-    nothing = [None] * (2 + len(ctx.rest) + 2)  # seed, pages, the rest, out, lse
-    return (*for_inputs, [None] * len(mask), *nothing, for_grad_out, for_grad_lse)
+    grad_gradients = _reshape_like([next(found) if needed else None for needed in call.needs], tensors)
+    for_grad_out, for_grad_lse, *for_tensors = autograd.double_backward(
+        call, *tensors, grad_out, grad_lse, *grad_gradients
+    )
+    not_differentiable = _no_gradients(given)[:-2]  # this operator has no scales
+    return (*_reshape_like(for_tensors, given.tensors), *not_differentiable, None, None, for_grad_out, for_grad_lse)
 
 
 torch.library.register_autograd(
