@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from undivided.arguments import layout as _layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention
@@ -131,10 +130,9 @@ class DotProductAttention(DividedModule):
         self._set_numbers(softmax_scale, softcap, layer_number)
         self.name, self.backend = name, backend
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        is_learnable = self.softmax_type == "learnable"
-        offset = (
-            torch.nn.Parameter(torch.empty(self.heads.q, dtype=torch.float32, device=device)) if is_learnable else None
-        )
+        offset = None
+        if self.softmax_type == "learnable":
+            offset = torch.nn.Parameter(torch.empty(self.heads.q, dtype=torch.float32, device=device))
         self.register_parameter("softmax_offset", offset)
         self.reset_parameters()
 
@@ -255,7 +253,10 @@ class DotProductAttention(DividedModule):
             },
         )
         check_call_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
-        inputs = self._inputs(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, qkv_format)
+        format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, query_layer)
+        inputs = formats.checked_inputs(
+            query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, format, self.heads
+        )
         arguments = SequenceArguments(
             attention_mask,
             cu_seqlens_q,
@@ -286,22 +287,6 @@ class DotProductAttention(DividedModule):
         except InputError as error:
             raise with_module_names(error) from None
 
-    def _inputs(
-        self,
-        q: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
-        qkv: Tensor | None,
-        kv: Tensor | None,
-        interleave_dim: int,
-        qkv_format: str | None,
-    ) -> Inputs:
-        format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, q)
-        q, k, v = formats.unpack(q, k, v, qkv, kv, interleave_dim, _layout.rank(format))
-        inputs = Inputs(q, k, v, format)
-        formats.check(inputs, self.heads)
-        return inputs
-
     def _global_inputs(self, inputs: Inputs, arguments: SequenceArguments, params: InferenceParams | None) -> Inputs:
         """The inputs with the sizes that masks and biases describe: those of all ranks together."""
         if self.context_parallel is None:
@@ -313,11 +298,7 @@ class DotProductAttention(DividedModule):
                 "a cache",
                 hint="undivided.context_parallel.ContextPagedKVCache spreads the pages of a layer over ranks",
             )
-        offsets_q = arguments.cu_seqlens_q if arguments.cu_seqlens_q_padded is None else arguments.cu_seqlens_q_padded
-        offsets_kv = (
-            arguments.cu_seqlens_kv if arguments.cu_seqlens_kv_padded is None else arguments.cu_seqlens_kv_padded
-        )
-        return _context_parallel.global_inputs(inputs, self.context_parallel, (offsets_q, offsets_kv))
+        return _context_parallel.global_inputs(inputs, self.context_parallel, arguments.offsets_in_memory)
 
     def _mask(
         self,

@@ -172,10 +172,9 @@ class MultiheadAttention(DividedModule):
         norm = checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)
         dtype = checked_dtype(params_dtype)
         bias = checked_flag("bias", bias)
-        init, output_init = (
-            self.tensor_parallel.divided_init(checked_init(name, arguments[name]))
-            for name in ("init_method", "output_layer_init_method")
-        )
+        divided = self.tensor_parallel.divided_init
+        init = divided(checked_init("init_method", init_method))
+        output_init = divided(checked_init("output_layer_init_method", output_layer_init_method))
         self._make_projections(norm, init, bias, device, dtype)
         self.q_norm, self.k_norm = checked_qk_norms(qk_norm_type, qk_norm_eps, self.heads.qk_dim, device, dtype)
         self.core_attention = DotProductAttention(
@@ -292,9 +291,8 @@ class MultiheadAttention(DividedModule):
         """
         check_refused(LAYERS_AT_CALL, {"is_first_microbatch": is_first_microbatch})
         self.check(hidden_states, encoder_output, inference_params)
-        padding = checked_mask_type(
-            self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
-        ).padding
+        kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
+        padding = checked_mask_type(kind).padding
         is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence is None
         if is_whole:  # otherwise arguments describe all ranks together
             evidence = hidden.evidence(
@@ -361,9 +359,8 @@ class MultiheadAttention(DividedModule):
             raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)
         if self.attention_type == "self":
             if encoder is not None:
-                raise InputError(
-                    "encoder_output", "be None with attention_type='self'", f"a tensor {list(encoder.shape)}"
-                )
+                got = f"a tensor {list(encoder.shape)}"
+                raise InputError("encoder_output", "be None with attention_type='self'", got)
             return
         hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", like)
         assert encoder is not None

@@ -178,12 +178,11 @@ class TransformerLayer(DividedModule):
         self.layer_number = self.self_attention.layer_number
         if layer_type == "decoder":
             self.inter_attention = self._attention(arguments, "cross")
+        ffn_size = checked_integer("ffn_hidden_size", ffn_hidden_size, 1)
         self.layernorm_mlp = LayerNormMLP(
             norm,
             hidden_size,
-            self.tensor_parallel.own_features(
-                "ffn_hidden_size", checked_integer("ffn_hidden_size", ffn_hidden_size, 1)
-            ),
+            self.tensor_parallel.own_features("ffn_hidden_size", ffn_size),
             Activation(activation, activation_params),
             self.tensor_parallel.divided_init(checked_init("init_method", init_method)),
             self.tensor_parallel.divided_init(checked_init("output_layer_init_method", output_layer_init_method)),
@@ -355,9 +354,8 @@ class TransformerLayer(DividedModule):
             )
             x = self._add_residual(attended, residual, offsets, drop_path=False)
         fed, normalised = self.layernorm_mlp(x)
-        x = self._add_residual(
-            fed, normalised if self.apply_residual_connection_post_layernorm else x, offsets, drop_path=True
-        )
+        residual = normalised if self.apply_residual_connection_post_layernorm else x
+        x = self._add_residual(fed, residual, offsets, drop_path=True)
         return self.layernorm(x) if self.output_layernorm else x
 
     def _run_attention(self, kind: str, x: Tensor, both: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,24 @@ def checked_format(
     raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
 
 
-def unpack(
+def checked_inputs(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    qkv: Tensor | None,
+    kv: Tensor | None,
+    interleave_dim: int,
+    format: Layout,
+    heads: Heads,
+) -> Inputs:
+    """q, k and v in this format, from three tensors, from two or from one; InputError if one of them is wrong."""
+    q, k, v = _unpack(query, key, value, qkv, kv, interleave_dim, layout.rank(format))
+    inputs = Inputs(q, k, v, format)
+    _check(inputs, heads)
+    return inputs
+
+
+def _unpack(
     query: Tensor | None,
     key: Tensor | None,
     value: Tensor | None,
@@ -143,7 +160,7 @@ def _split(name: str, packed: Tensor, parts: int, dim: int, rank: int) -> tuple[
     return packed.unbind(dim)
 
 
-def check(inputs: Inputs, heads: Heads) -> None:
+def _check(inputs: Inputs, heads: Heads) -> None:
     """Raise InputError if axes, heads, head sizes, batch, lengths, dtypes or devices are wrong."""
     named = (("query_layer", inputs.q), ("key_layer", inputs.k), ("value_layer", inputs.v))
     for name, tensor in named:

@@ -44,6 +44,13 @@ class SequenceArguments(NamedTuple):
         """The cu_seqlens arguments that are not None, by name."""
         return {name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None}
 
+    @property
+    def offsets_in_memory(self) -> tuple[Tensor | None, Tensor | None]:
+        """(of queries, of keys): where packed sequences lie, which differs from cu_seqlens if there is padding."""
+        q = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+        kv = self.cu_seqlens_kv if self.cu_seqlens_kv_padded is None else self.cu_seqlens_kv_padded
+        return q, kv
+
 
 def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> None:
     """Raise InputError if the mask type and the format do not use an argument, or need one that is missing."""
