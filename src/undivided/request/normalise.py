@@ -76,14 +76,7 @@ def normalise(
     if layout not in LAYOUTS:
         check_layout(layout)
     if needs is None:
-        needs = _NO_GRADIENTS
-        if torch.is_grad_enabled():
-            try:
-                needs = _NEEDS[q.requires_grad, k.requires_grad, v.requires_grad]
-            except (AttributeError, KeyError):  # not tensors: the checks below raise
-                needs = _NO_GRADIENTS
-            if not (bias is sinks is slopes is None):
-                needs = (*needs[:3], *(getattr(t, "requires_grad", False) for t in (bias, sinks, slopes)))
+        needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
     if scale is not None:
         scale = checked_scale(scale)
     facts = device, needs, scale is not None and scale <= 0
@@ -99,19 +92,9 @@ def normalise(
             _known.clear()
         _known[key] = known
     problem, spans, strides = known
-    if spans is not None:
-        q_end, k_end, v_end, size = spans
-        try:
-            is_complete = (
-                q.untyped_storage().nbytes() >= q_end + q.storage_offset() * size
-                and k.untyped_storage().nbytes() >= k_end + k.storage_offset() * size
-                and v.untyped_storage().nbytes() >= v_end + v.storage_offset() * size
-            )
-        except NotImplementedError:  # tensors without a storage: sparse ones, those of torch.func
-            is_complete = False
-        if not is_complete:  # storages can be resized at any time
-            for name, given in (("q", q), ("k", k), ("v", v)):
-                check_tensor(name, given)
+    if spans is not None and not _are_in_memory(q, k, v, spans):
+        for name, given in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, given)
     if not (bias is sinks is slopes is pages is None):
         for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes), ("pages", pages)):
             if tensor is not None:
@@ -137,10 +120,34 @@ def normalise(
     if softcap is not None:
         softcap = float(softcap)
     mask = mask or masks.FULL
-    call = Call(
-        problem, mask, scale, softcap, dropout_p, seed, pages, needs, checked, strides, k_scale, v_scale
-    )  # by position: keywords cost twice as much
+    # by position: keywords cost twice as much
+    call = Call(problem, mask, scale, softcap, dropout_p, seed, pages, needs, checked, strides, k_scale, v_scale)
     return call, tensors
+
+
+def _needs(tensors: Tensors) -> tuple[bool, ...]:
+    """Which of the tensors require a gradient."""
+    q, k, v, bias, sinks, slopes = tensors
+    try:
+        needs = _NEEDS[q.requires_grad, k.requires_grad, v.requires_grad]
+    except (AttributeError, KeyError):  # not tensors: `normalise` raises
+        needs = _NO_GRADIENTS
+    if bias is sinks is slopes is None:
+        return needs
+    return (*needs[:3], *(getattr(t, "requires_grad", False) for t in (bias, sinks, slopes)))
+
+
+def _are_in_memory(q: Tensor, k: Tensor, v: Tensor, spans: tuple[int, int, int, int]) -> bool:
+    """Whether the storages, which can be resized at any time, hold all elements; False if there is no storage."""
+    q_end, k_end, v_end, size = spans
+    try:
+        return (
+            q.untyped_storage().nbytes() >= q_end + q.storage_offset() * size
+            and k.untyped_storage().nbytes() >= k_end + k.storage_offset() * size
+            and v.untyped_storage().nbytes() >= v_end + v.storage_offset() * size
+        )
+    except NotImplementedError:  # sparse tensors, those of torch.func
+        return False
 
 
 def check_kinds_and_sizes(request: Request) -> None:
