@@ -62,7 +62,7 @@ def _problems() -> Iterator[Any]:
                     yield pytest.param(case, dtype, backend, id=f"{case}-{_named(dtype)}-{backend.name}")
 
 
-_asked = functools.lru_cache(maxsize=2)(contract.build_request)
+_trial = functools.lru_cache(maxsize=2)(contract.build_trial)
 
 
 def _bytes(built: Inputs) -> list[Tensor]:
@@ -73,9 +73,9 @@ def _bytes(built: Inputs) -> list[Tensor]:
 
 @pytest.mark.parametrize(("case", "dtype", "backend"), list(_problems()))
 def test_right_within_its_budget_or_refused_with_a_reason(case: Case, dtype: torch.dtype, backend: Backend) -> None:
-    built, asked = _asked(case, dtype)
+    built, trial = _trial(case, dtype)
     before = _bytes(built)
-    outcome = runs.run(backend, asked)
+    outcome = runs.run(backend, trial)
     if not outcome.rows:
         assert all(isinstance(reason, str) and reason.strip() for reason in outcome.reasons)
         with pytest.raises(undivided.NoBackendError) as refused, torch.no_grad():
@@ -121,9 +121,9 @@ def _run(built: Inputs, backend: Backend) -> dict[str, Tensor]:
     return {name: _layout.canonical(x, layout) if name in in_layout else x for name, x in found.items()}
 
 
-def _apart(one: Tensor, other: Tensor, name: str, asked: runs.Request) -> float:
+def _apart(one: Tensor, other: Tensor, name: str, trial: runs.Trial) -> float:
     """How far two results are apart, in budgets."""
-    budget = asked.budget
+    budget = trial.budget
     return distance(one, other) / budget.scale[name] / budget.allowed[name]
 
 
@@ -141,25 +141,25 @@ def test_a_layout_is_only_strides(case: Case, backend: Backend) -> None:
 
     Within the budget, not bitwise: torch's matrix product chooses its blocks by strides.
     """
-    first, asked = _asked(case.in_layout("bshd"), torch.float32)
+    first, trial = _trial(case.in_layout("bshd"), torch.float32)
     if _refuses(first, backend):
         return
     want = _run(first, backend)
     for layout in ("sbhd", "bhsd"):
         got = _run(inputs.build(case.in_layout(layout), poison=True), backend)
         for name in want:
-            assert _apart(got[name], want[name], name, asked) < 1, f"{name} in {layout}"
+            assert _apart(got[name], want[name], name, trial) < 1, f"{name} in {layout}"
 
 
 @pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
 def test_packed_documents_are_a_dense_batch_of_one(backend: Backend) -> None:
     case = CASES["documents-thd-causal"]
-    packed, asked = _asked(case, torch.float32)
+    packed, trial = _trial(case, torch.float32)
     if _refuses(packed, backend):
         return
     dense = _run(inputs.build(case.in_layout("bshd")), backend)
     for name, x in _run(packed, backend).items():
-        assert _apart(x, dense[name], name, asked) < 1, name
+        assert _apart(x, dense[name], name, trial) < 1, name
 
 
 @pytest.mark.parametrize("backend", FAST_HERE, ids=_named)

@@ -23,7 +23,7 @@ from undivided.masks import Mask
 from undivided.request.request import Options, Tensors
 from undivided.run import autograd
 from undivided.verification.report import Report, Row
-from undivided.verification.runs import build_request, run
+from undivided.verification.runs import build_trial, run
 
 __all__ = ["Report", "Row", "verify"]
 
@@ -103,10 +103,10 @@ def verify(
         tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
         options = Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale)
         rest = {**options._asdict(), "deterministic": deterministic, "batch_invariant": batch_invariant}
-        request = build_request(tensors, rest.pop("layout"), rest, gradients)
-        outcomes = {candidate.name: run(candidate, request) for candidate in selected}
+        trial = build_trial(tensors, rest.pop("layout"), rest, gradients)
+        outcomes = {candidate.name: run(candidate, trial) for candidate in selected}
     return Report(
-        str(request.budget.problem),
+        str(trial.budget.problem),
         tuple(row for outcome in outcomes.values() for row in outcome.rows),
         {name: outcome.reasons for name, outcome in outcomes.items() if not outcome.rows},
         {name: outcome.reasons for name, outcome in outcomes.items() if outcome.rows and outcome.reasons},

@@ -35,14 +35,14 @@ TASK_SECONDS = 180.0
 """Time limit of one case on all backends, compiling included."""
 
 
-def build_request(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Inputs, runs.Request]:
-    """The tensors of a case, with NaN in all memory that must not be read, and the request for the backends."""
+def build_trial(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Inputs, runs.Trial]:
+    """The tensors of a case, with NaN in all memory that must not be read, and the trial for the backends."""
     built = inputs.build(case, dtype, device=device, poison=True)
     rest = dict(built.arguments)
     tensors = {name: rest.pop(name, None) for name in DIFFERENTIABLE}
     layout = rest.pop("layout")
     gradients = case.needs is None or bool(case.needs)
-    return built, runs.build_request(tensors, layout, rest, gradients, (built.grad_out, built.grad_lse))
+    return built, runs.build_trial(tensors, layout, rest, gradients, (built.grad_out, built.grad_lse))
 
 
 def available(device: str) -> tuple[Backend, ...]:
@@ -86,14 +86,14 @@ def contract(
 def task_lines(task: Task) -> list[Line]:
     """One line for each backend of a task."""
     dtype = getattr(torch, task.dtype)
-    request = functools.cache(lambda: build_request(CASES[task.case], dtype, task.device)[1])
-    return [Line(task.case, task.dtype, name, *_verdict(get(name), request)) for name in task.backends]
+    trial = functools.cache(lambda: build_trial(CASES[task.case], dtype, task.device)[1])
+    return [Line(task.case, task.dtype, name, *_verdict(get(name), trial)) for name in task.backends]
 
 
-def _verdict(backend: Backend, request: Callable[[], runs.Request]) -> tuple[str, tuple[str, ...]]:
+def _verdict(backend: Backend, trial: Callable[[], runs.Trial]) -> tuple[str, tuple[str, ...]]:
     """(verdict, details) of one backend."""
     try:
-        outcome = runs.run(backend, request())
+        outcome = runs.run(backend, trial())
     except Exception as error:  # the failure of one kernel is a line of the report; the others still run
         return "wrong", (f"raised {type(error).__name__}: {error}", traceback.format_exc(limit=-6))
     wrong = tuple(

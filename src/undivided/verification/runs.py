@@ -17,7 +17,7 @@ from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.functional import attention, explain
 from undivided.request.normalise import normalise
-from undivided.request.request import Request as AttentionRequest
+from undivided.request.request import Request
 from undivided.request.result import lse_dtype
 from undivided.selection.decision import Decision
 from undivided.verification.budget import Budget, budget_for
@@ -25,24 +25,23 @@ from undivided.verification.inputs import upstream
 from undivided.verification.pieces import NAMES, Upstream
 from undivided.verification.report import Row
 
-__all__ = ["Outcome", "Request", "build_request", "run"]
+__all__ = ["Outcome", "Trial", "build_trial", "run"]
 
-Leaves = Mapping[str, Tensor | None]
-_attention: Callable[..., Tensor | tuple[Tensor, Tensor]] = (
-    attention  # called with dictionaries, which no overload names
-)
+NamedTensors = Mapping[str, Tensor | None]
+# called with dictionaries, which no overload names
+_attention: Callable[..., Tensor | tuple[Tensor, Tensor]] = attention
 _explain: Callable[..., Decision] = explain
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """A problem that can be run any number of times.
+class Trial:
+    """A problem with its right answer and its budget, to run on any number of backends.
 
     tensors: the differentiable arguments by name, detached. requires_grad: the names of those that require a gradient.
     rest: all other arguments of `attention`.
     """
 
-    tensors: Leaves
+    tensors: NamedTensors
     requires_grad: frozenset[str]
     rest: Mapping[str, Any]
     upstream: Upstream
@@ -51,7 +50,7 @@ class Request:
 
     @property
     def return_lse(self) -> bool:
-        """Whether the request returns the lse, with gradients through it."""
+        """Whether attention returns the lse, with gradients through it."""
         return bool(self.rest.get("return_lse"))
 
 
@@ -63,14 +62,14 @@ class Outcome:
     reasons: tuple[str, ...] = ()
 
 
-def build_request(
-    tensors: Leaves,
+def build_trial(
+    tensors: NamedTensors,
     layout: Layout,
     rest: Mapping[str, Any],
     gradients: bool = True,
     grads: tuple[Tensor, Tensor | None] | None = None,
-) -> Request:
-    """The validated request, with its right answer and its budget.
+) -> Trial:
+    """The trial of a validated problem.
 
     Args:
         tensors: q, k, v, bias, sinks, alibi_slopes by name.
@@ -86,7 +85,7 @@ def build_request(
     known: dict[str, Any] = {
         name: value for name, value in rest.items() if name not in ("deterministic", "batch_invariant")
     }
-    call, leaves = normalise(AttentionRequest.from_keywords(**detached, **known))
+    call, leaves = normalise(Request.from_keywords(**detached, **known))
     problem, q = call.problem, leaves.q
     out = torch.empty((*q.shape[:-1], problem.v_dim), dtype=problem.dtype, device=q.device)
     shape = (problem.batch, problem.heads, problem.q_len)
@@ -96,7 +95,7 @@ def build_request(
     grad_lse = None if grads[1] is None else grads[1].reshape(shape)
     up = Upstream(grads[0], grad_lse)
     requires_grad = frozenset(name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad)
-    return Request(detached, requires_grad, rest, up, budget_for(call, leaves, up), gradients)
+    return Trial(detached, requires_grad, rest, up, budget_for(call, leaves, up), gradients)
 
 
 def _detached(name: str, tensor: Any) -> Any:
@@ -109,48 +108,46 @@ def _detached(name: str, tensor: Any) -> Any:
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
-def run(backend: Backend, request: Request) -> Outcome:
+def run(backend: Backend, trial: Trial) -> Outcome:
     """The outcome of one backend: its out, the gradients that it computes, and its lse.
 
     A backend that refuses the gradients of all tensors is run with the required ones, and then without gradients.
     """
     refusals: list[str] = []
     reasons: tuple[str, ...] = ()
-    for needs in _attempts(request):
-        reasons = _reasons(backend, request, needs)
+    for needs in _attempts(trial):
+        reasons = _reasons(backend, trial, needs)
         if reasons:
             refusals.append(_refusal(needs, reasons))
             continue
-        rows = _rows(backend, request, needs)
-        if not request.return_lse:
-            reasons = _reasons(backend, request, (), return_lse=True)
-            rows += [] if reasons else _rows(backend, request, (), only="lse", return_lse=True)
+        rows = _rows(backend, trial, needs)
+        if not trial.return_lse:
+            reasons = _reasons(backend, trial, (), return_lse=True)
+            rows += [] if reasons else _rows(backend, trial, (), only="lse", return_lse=True)
             refusals += [f"lse: {'; '.join(reasons)}"] if reasons else []
         return Outcome(tuple(rows), tuple(refusals))
     return Outcome((), reasons)
 
 
-def _attempts(request: Request) -> list[tuple[str, ...]]:
+def _attempts(trial: Trial) -> list[tuple[str, ...]]:
     """The sets of gradients to try, the largest first."""
-    if not request.gradients or request.rest.get("k_scale") is not None:
+    if not trial.gradients or trial.rest.get("k_scale") is not None:
         return [()]
-    paged = request.rest.get("pages") is not None
-    names = [name for name in NAMES if request.tensors.get(name) is not None and not (paged and name in ("k", "v"))]
-    required = request.requires_grad or {"q", "k", "v"}
+    paged = trial.rest.get("pages") is not None
+    names = [name for name in NAMES if trial.tensors.get(name) is not None and not (paged and name in ("k", "v"))]
+    required = trial.requires_grad or {"q", "k", "v"}
     attempts = [tuple(names), tuple(name for name in names if name in required), ()]
     return list(dict.fromkeys(attempts))
 
 
-def _leaves(request: Request, needs: Sequence[str]) -> dict[str, Tensor | None]:
+def _leaves(trial: Trial, needs: Sequence[str]) -> dict[str, Tensor | None]:
     """New leaves that share the memory of the caller's tensors."""
-    return {
-        name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in request.tensors.items()
-    }
+    return {name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in trial.tensors.items()}
 
 
-def _reasons(backend: Backend, request: Request, needs: Sequence[str], **changes: Any) -> tuple[str, ...]:
-    """The reasons why the backend refuses the request; empty if it runs it."""
-    decision = _explain(**_leaves(request, needs), backend=backend.name, **{**request.rest, **changes})
+def _reasons(backend: Backend, trial: Trial, needs: Sequence[str], **changes: Any) -> tuple[str, ...]:
+    """The reasons why the backend refuses the problem; empty if it runs it."""
+    decision = _explain(**_leaves(trial, needs), backend=backend.name, **{**trial.rest, **changes})
     if decision.chosen is backend:
         return ()
     return decision.reasons.get(backend.name) or ("it was not chosen and gave no reason",)
@@ -161,41 +158,39 @@ def _refusal(needs: Sequence[str], reasons: Sequence[str]) -> str:
     return f"{subject}: {'; '.join(reasons)}"
 
 
-def _rows(
-    backend: Backend, request: Request, needs: Sequence[str], only: str | None = None, **changes: Any
-) -> list[Row]:
+def _rows(backend: Backend, trial: Trial, needs: Sequence[str], only: str | None = None, **changes: Any) -> list[Row]:
     """The rows of a run with these gradients: of all quantities, or only of one."""
-    leaves, rest = _leaves(request, needs), {**request.rest, **changes}
+    leaves, rest = _leaves(trial, needs), {**trial.rest, **changes}
     names = ["out", *(["lse"] if rest.get("return_lse") else []), *(f"d{name}" for name in needs)]
     try:
         returned = _attention(**leaves, backend=backend.name, **rest)
         outputs = [returned] if isinstance(returned, Tensor) else list(returned)
-        quantities = dict(zip(names, [*outputs, *_gradients(outputs, leaves, needs, request)], strict=True))
-        return [_row(backend, name, x, request) for name, x in quantities.items() if only in (None, name)]
+        quantities = dict(zip(names, [*outputs, *_gradients(outputs, leaves, needs, trial)], strict=True))
+        return [_row(backend, name, x, trial) for name, x in quantities.items() if only in (None, name)]
     except Exception as error:  # whatever a kernel raises is a failed row
         text = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         name = only or "out"
-        return [Row(backend.name, name, math.inf, request.budget.allowed[name], text)]
+        return [Row(backend.name, name, math.inf, trial.budget.allowed[name], text)]
 
 
 def _gradients(
-    outputs: list[Tensor], leaves: Leaves, needs: Sequence[str], request: Request
+    outputs: list[Tensor], leaves: NamedTensors, needs: Sequence[str], trial: Trial
 ) -> tuple[Tensor | None, ...]:
     if not needs:
         return ()
-    grads = [request.upstream.out]
-    if len(outputs) == 2 and request.upstream.lse is not None:
-        grads.append(request.upstream.lse.reshape(outputs[1].shape).to(outputs[1].dtype))
+    grads = [trial.upstream.out]
+    if len(outputs) == 2 and trial.upstream.lse is not None:
+        grads.append(trial.upstream.lse.reshape(outputs[1].shape).to(outputs[1].dtype))
     required = [leaf for name in needs if (leaf := leaves[name]) is not None]
     return torch.autograd.grad(outputs, required, grads, allow_unused=True)
 
 
-def _row(backend: Backend, name: str, value: Tensor | None, request: Request) -> Row:
-    budget = request.budget
+def _row(backend: Backend, name: str, value: Tensor | None, trial: Trial) -> Row:
+    budget = trial.budget
     allowed, note = budget.allowed[name], ""
     if value is None:
         return Row(backend.name, name, math.inf, allowed, "no gradient was returned")
-    tensor = request.tensors["q" if name == "out" else name[1:]] if name != "lse" else None
+    tensor = trial.tensors["q" if name == "out" else name[1:]] if name != "lse" else None
     dtype = lse_dtype(budget.problem.dtype) if tensor is None else tensor.dtype
     if value.dtype != dtype:
         return Row(backend.name, name, math.inf, allowed, f"dtype {value.dtype}, expected {dtype}")

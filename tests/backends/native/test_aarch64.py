@@ -75,13 +75,13 @@ def test_every_case_is_within_its_budget_and_equal_on_any_number_of_threads(
     for dtype in case.dtypes:
         if dtype == torch.float64:
             continue
-        _, asked = contract.build_request(case, dtype)
+        _, trial = contract.build_trial(case, dtype)
         for level, library in libraries.items():
             outcomes = []
             for threads in (1, 2):
                 before = library.calls
                 with levels.running_library(library, threads):
-                    outcomes.append(runs.run(get("native"), asked).rows)
+                    outcomes.append(runs.run(get("native"), trial).rows)
             assert library.level == level
             assert outcomes[0] or name.startswith("last-axis-strided"), (level, dtype)
             assert library.calls > before or not outcomes[0]

@@ -16,12 +16,12 @@ def test_every_case_is_within_its_budget_and_equal_on_any_number_of_threads(case
     for dtype in case.dtypes:
         if dtype == torch.float64:
             continue
-        _, asked = contract.build_request(case, dtype)
+        _, trial = contract.build_trial(case, dtype)
         for level in levels.here():
             outcomes = []
             for threads in (1, 2, 3):
                 with levels.running(level, threads):
-                    outcomes.append(runs.run(get("native"), asked).rows)
+                    outcomes.append(runs.run(get("native"), trial).rows)
             rows = outcomes[0]
             assert rows or case.name.startswith("last-axis-strided"), (level, dtype)
             wrong = [f"{row.quantity}: {row.error:.2e} of {row.budget:.2e}" for row in rows if not row.ok]
