@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import undivided
 from undivided import InputError, masks
-from undivided.masks._selection import Selection, select_part
+from undivided.masks._slice import CallSlice, slice_mask
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 4, 16, 8, 4, 8
 WHOLE = Replicate()
@@ -372,7 +372,7 @@ def test_every_backend_drops_for_a_part_what_it_drops_in_the_whole(mesh: Any, ba
 
 def test_verify_knows_what_a_part_of_the_batch_drops(mesh: Any) -> None:
     """A mask with the numbers of the first sequence and head, as a rank's own call has it."""
-    mask = select_part(masks.causal(), Selection(BATCH, (2, 4), HEADS, (4, 8)), with_origin=True)
+    mask = slice_mask(masks.causal(), CallSlice(BATCH, (2, 4), HEADS, (4, 8)), with_origin=True)
     q, k = torch.randn(2, LENGTH, 4, SIZE), torch.randn(2, LENGTH, 2, SIZE)
     report = undivided.verify(q, k, k, layout="bshd", mask=mask, dropout_p=0.3, dropout_seed=4, backend="native")
     assert report.ok, report

@@ -62,7 +62,7 @@ class Settings:
         call = peak.tiles() if self.device == "cpu" else None
         return timing.Witness(call) if call else None
 
-    def race(self, competitors: Mapping[str, timing.Call], patience: float) -> timing.Race:
+    def race(self, competitors: Mapping[str, timing.Function], patience: float) -> timing.Race:
         """The times of alternating competitors."""
         return timing.race(competitors, patience, self.stopwatch, self.witness, self.attempts)
 
@@ -85,7 +85,7 @@ def run(benchmark: Benchmark, settings: Settings) -> Case:
     participants, absent = _participants(prepared, settings)
     entries, right = verify(participants)
     probe = _probe(prepared, settings)
-    calls: dict[str, timing.Call] = {competitor.name: competitor.call for competitor in right}
+    calls: dict[str, timing.Function] = {competitor.name: competitor.call for competitor in right}
     if probe.turn is not None:
         calls[probe.what] = probe.turn
     result = _measure_steadily(lambda: settings.race(calls, settings.patience), probe, settings)

@@ -17,8 +17,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-Call = Callable[[], object]
-Stopwatch = Callable[[Call, int], float]
+Function = Callable[[], object]
+Stopwatch = Callable[[Function, int], float]
 """Returns the seconds that a number of consecutive calls took together."""
 
 T = TypeVar("T")
@@ -57,14 +57,14 @@ def stopwatch(device: str = "cpu") -> Stopwatch:
     return _by_events if device.startswith("cuda") else _by_clock
 
 
-def _by_clock(function: Call, calls: int) -> float:
+def _by_clock(function: Function, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         function()
     return time.perf_counter() - start
 
 
-def _by_events(function: Call, calls: int) -> float:
+def _by_events(function: Function, calls: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -74,7 +74,7 @@ def _by_events(function: Call, calls: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def interleaved(competitors: Mapping[str, Call], turns: int, calls: int) -> dict[str, float]:
+def interleaved(competitors: Mapping[str, Function], turns: int, calls: int) -> dict[str, float]:
     """The median seconds of one call of each competitor, over alternating turns of `calls` calls each.
 
     >>> times = interleaved({"a": lambda: sum(range(10)), "b": lambda: sum(range(10_000))}, turns=5, calls=20)
@@ -98,7 +98,7 @@ class Witness:
     True
     """
 
-    def __init__(self, call: Call, watch: Stopwatch = _by_clock) -> None:
+    def __init__(self, call: Function, watch: Stopwatch = _by_clock) -> None:
         self._call, self._watch = call, watch
         self._best = math.inf
 
@@ -118,7 +118,7 @@ class Race(NamedTuple):
 
 
 def race(
-    competitors: Mapping[str, Call],
+    competitors: Mapping[str, Function],
     patience: float,
     watch: Stopwatch = _by_clock,
     witness: Witness | None = None,
@@ -147,14 +147,14 @@ def race(
 
 
 def _run_turns(
-    competitors: Mapping[str, Call], turns: int, calls: Mapping[str, int], watch: Stopwatch
+    competitors: Mapping[str, Function], turns: int, calls: Mapping[str, int], watch: Stopwatch
 ) -> dict[str, float]:
     times = turn_times(competitors, turns, calls, watch)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
 def turn_times(
-    competitors: Mapping[str, Call], turns: int, calls: Mapping[str, int], watch: Stopwatch = _by_clock
+    competitors: Mapping[str, Function], turns: int, calls: Mapping[str, int], watch: Stopwatch = _by_clock
 ) -> dict[str, list[float]]:
     """The seconds of one call of each competitor in every turn; a turn is `calls` calls of each, one after the other.
 

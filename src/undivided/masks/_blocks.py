@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer, check_int_dtype, check_tensor
 from undivided.errors import InputError
-from undivided.masks._constructors import _from_part as from_part
+from undivided.masks._constructors import from_part
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Blocks
 

@@ -92,7 +92,7 @@ def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_sta
             raise InputError(argument, f"have an entry for each of kv's {keys.shape[0]}", f"{value.shape[0]} entries")
     if query_start is not None and queries is None:
         raise InputError("q", "be given with q_start", None, "q is the number of real rows from q_start on")
-    return _from_part(Lengths(keys, queries, key_start, query_start))
+    return from_part(Lengths(keys, queries, key_start, query_start))
 
 
 def documents(
@@ -160,7 +160,7 @@ def documents(
     longest_q, room_q = _optional_count("max_q", max_q), _optional_count("total_q", total_q)
     longest_kv = longest_q if same and max_kv is None else _optional_count("max_kv", max_kv)
     room_kv = room_q if same and total_kv is None else _optional_count("total_kv", total_kv)
-    return _from_part(Documents(real_q, real_kv, slots_q, slots_kv, longest_q, longest_kv, room_q, room_kv))
+    return from_part(Documents(real_q, real_kv, slots_q, slots_kv, longest_q, longest_kv, room_q, room_kv))
 
 
 def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
@@ -182,11 +182,11 @@ def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] |
     >>> document_ids([7, 7, -1, 3]).intervals(4, 4).tolist()
     [[[0, 2], [0, 2], [0, 0], [3, 4]]]
     """
-    queries = _ids("ids_q", ids_q)
-    keys = queries if ids_kv is None or ids_kv is ids_q else _ids("ids_kv", ids_kv)
+    queries = ids_tensor("ids_q", ids_q)
+    keys = queries if ids_kv is None or ids_kv is ids_q else ids_tensor("ids_kv", ids_kv)
     if queries.shape[0] != keys.shape[0] and 1 not in (queries.shape[0], keys.shape[0]):
         raise InputError("ids_kv", f"have the batch size of ids_q ({queries.shape[0]})", keys.shape[0])
-    return _from_part(DocumentIds(queries, keys))
+    return from_part(DocumentIds(queries, keys))
 
 
 def prefix(n: int | Ints) -> Mask:
@@ -211,7 +211,7 @@ def prefix(n: int | Ints) -> Mask:
     >>> (causal() | prefix(2)).intervals(4, 4).tolist()
     [[[0, 2], [0, 2], [0, 3], [0, 4]]]
     """
-    return _from_part(Prefix(_size("n", n, 0)))
+    return from_part(Prefix(_size("n", n, 0)))
 
 
 def sinks(n: int | Ints, align: Align | None = None) -> Mask:
@@ -262,7 +262,7 @@ def chunks(size: int, align: Align | None = None, offset: int | Ints | None = No
     [[[2, 4]]]
     """
     first = None if offset is None else _size("offset", offset)
-    return _from_part(Chunk(min(as_integer("size", size, 1), INT32_MAX), first), _checked_align(align))
+    return from_part(Chunk(min(as_integer("size", size, 1), INT32_MAX), first), _checked_align(align))
 
 
 def dense(tensor: Tensor) -> Mask:
@@ -293,7 +293,7 @@ def dense(tensor: Tensor) -> Mask:
             f"shape {list(tensor.shape)}",
             "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
         )
-    return _from_part(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
+    return from_part(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
 
 
 def predicate(fn: PredicateFunction) -> Mask:
@@ -328,7 +328,7 @@ def predicate(fn: PredicateFunction) -> Mask:
             "build the mask before the compiled function and pass it in",
         )
     _check_signature(fn)
-    return _from_part(register_predicate(fn))
+    return from_part(register_predicate(fn))
 
 
 def _check_signature(fn: PredicateFunction) -> None:
@@ -342,7 +342,8 @@ def _check_signature(fn: PredicateFunction) -> None:
         raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature) from error
 
 
-def _from_part(part: Part, align: Align | None = None) -> Mask:
+def from_part(part: Part, align: Align | None = None) -> Mask:
+    """The mask of one part, after the checks of its values."""
     part.validate()
     return Mask(align, None, None, (part,))
 
@@ -379,7 +380,8 @@ def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size
     return number
 
 
-def _ids(argument: str, value: Tensor | Sequence[int]) -> Tensor:
+def ids_tensor(argument: str, value: Tensor | Sequence[int]) -> Tensor:
+    """One number per token as an int tensor [B, S] or [1, S], or InputError."""
     ids = value if isinstance(value, Tensor) else as_vector(argument, value)
     check_tensor(argument, ids)
     check_int_dtype(argument, ids)

@@ -23,7 +23,7 @@ from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
 from undivided.masks._alignment import resolve
 from undivided.masks._fields import MaskFields
-from undivided.masks._parts import Blocks, Call, Chunk, Dense, Documents, GlobalBand, Lengths, Origin
+from undivided.masks._parts import Blocks, CallSizes, Chunk, Dense, Documents, GlobalBand, Origin
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form import NormalForm, ranges
 
@@ -142,9 +142,10 @@ class Mask(MaskFields):
             InputError: the sizes or the device do not fit.
         """
         key = ("check", batch, heads, q_len, kv_len, packed, device)
-        self.cached(key, lambda: self._check(Call(batch, heads, q_len, kv_len, batch, argument), packed, device))
+        call = CallSizes(batch, heads, q_len, kv_len, batch, packed, argument)
+        self.cached(key, self._check, call, device)
 
-    def _check(self, call: Call, packed: bool, device: torch.device) -> bool:
+    def _check(self, call: CallSizes, device: torch.device) -> bool:
         for side, length in (("q", call.q_len), ("kv", call.kv_len)):
             if not self.is_full and length > INT32_MAX:
                 raise InputError(
@@ -154,13 +155,6 @@ class Mask(MaskFields):
             part.validate()
             if isinstance(part, Documents):
                 call = call._replace(sequences=part.cu_seqlens_q.shape[0] - 1)
-            if packed and isinstance(part, Lengths):
-                raise InputError(
-                    call.argument,
-                    "describe packed tokens by documents",
-                    "lengths",
-                    "masks.documents(cu_seqlens), where cu_seqlens are the cumulative lengths",
-                )
         for part in self.parts:
             part.check_call(call)
         for tensor in self.tensors:

@@ -22,14 +22,15 @@ Size = int | Tensor
 Field = int | Tensor | None
 
 
-class Call(NamedTuple):
-    """The sizes of one attention call, and the name of its mask argument."""
+class CallSizes(NamedTuple):
+    """The sizes of one attention call, whether it is in layout "thd", and the name of its mask argument."""
 
     batch: int
     heads: int
     q_len: int
     kv_len: int
     sequences: int
+    packed: bool
     argument: str
 
 
@@ -63,7 +64,7 @@ class Part(DerivedValues):
     def check_values(self) -> None:
         """Raise InputError if a value is wrong for every call."""
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         """Raise InputError if the part does not fit the sizes of the call."""
 
 
@@ -84,7 +85,10 @@ class Lengths(Part):
         for argument in ("kv", "q", "kv_start", "q_start"):
             check_at_least(argument, getattr(self, argument), 0)
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
+        if call.packed:
+            hint = "masks.documents(cu_seqlens), where cu_seqlens are the cumulative lengths"
+            raise InputError(call.argument, "describe packed tokens by documents", "lengths", hint)
         check_entries(call, "lengths", self.kv, call.batch, "batch elements")
         for side, length, start, limit in (
             ("kv", self.kv, self.kv_start, call.kv_len),
@@ -169,7 +173,7 @@ class Documents(Part):
                         f"padded_{side} holds the offset of each document in memory, then the total",
                     )
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         if call.batch != 1:
             raise InputError(
                 call.argument,
@@ -212,7 +216,7 @@ class DocumentIds(Part):
     def fields(self) -> tuple[Field, ...]:
         return (self.ids_q, self.ids_kv)
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         for argument, ids, length in (("ids_q", self.ids_q, call.q_len), ("ids_kv", self.ids_kv, call.kv_len)):
             if ids.shape[1] != length or ids.shape[0] not in (1, call.batch):
                 shape = f"[{call.batch}, {length}]" if call.batch == 1 else f"[{call.batch} or 1, {length}]"
@@ -235,7 +239,7 @@ class Prefix(Part):
     def check_values(self) -> None:
         check_at_least("n", self.length, 0)
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         check_entries(call, "prefix(n)", self.length, call.sequences, "sequences")
 
 
@@ -254,7 +258,7 @@ class GlobalBand(Part):
     def check_values(self) -> None:
         check_at_least("n", self.prefix, 0)
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         check_entries(call, "prefix(n)", self.prefix, call.sequences, "sequences")
 
 
@@ -269,7 +273,7 @@ class Chunk(Part):
     def fields(self) -> tuple[Field, ...]:
         return (self.size, self.offset)
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         check_entries(call, "chunks(offset)", self.offset, call.sequences, "sequences")
 
 
@@ -283,7 +287,7 @@ class Dense(Part):
     def fields(self) -> tuple[Field, ...]:
         return (self.tensor,)
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         sizes = (call.batch, call.heads, call.q_len, call.kv_len)
         if any(have not in (1, size) for have, size in zip(self.tensor.shape, sizes, strict=True)):
             raise InputError(
@@ -315,7 +319,7 @@ class Tree(Part):
                 "number the nodes so that every parent comes before its children",
             )
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         rows, nodes = self.parents.shape
         if nodes != call.q_len or rows not in (1, call.batch):
             shape = f"[{call.q_len}] or [{call.batch}, {call.q_len}]"
@@ -340,7 +344,7 @@ class Blocks(Part):
     def check_values(self) -> None:
         check_at_least("table", self.table, -1)
 
-    def check_call(self, call: Call) -> None:
+    def check_call(self, call: CallSizes) -> None:
         sequences, heads, q_blocks, _ = self.table.shape
         shape = list(self.table.shape)
         if sequences not in (1, call.sequences):
@@ -370,7 +374,7 @@ class Origin(Part):
         return (self.sequence, self.head)
 
 
-def check_entries(call: Call, what: str, value: Field, count: int, unit: str) -> None:
+def check_entries(call: CallSizes, what: str, value: Field, count: int, unit: str) -> None:
     """Raise InputError unless a tensor has one entry per batch element or sequence."""
     if isinstance(value, Tensor) and value.shape[0] != count:
         raise InputError(

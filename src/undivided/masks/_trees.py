@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from undivided.masks._constructors import Ints, causal
-from undivided.masks._constructors import _from_part as from_part
-from undivided.masks._constructors import _ids as ids
+from undivided.masks._constructors import Ints, causal, from_part, ids_tensor
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Tree
 
@@ -33,4 +31,4 @@ def tree(parents: Ints) -> Mask:
     >>> tree([-1, 0, 0, 2]).to_dense(batch=1, heads=1, q_len=4, kv_len=6).int().tolist()
     [[[[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 1, 1]]]]
     """
-    return causal(align="bottom_right") & from_part(Tree(ids("parents", parents)))
+    return causal(align="bottom_right") & from_part(Tree(ids_tensor("parents", parents)))

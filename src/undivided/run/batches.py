@@ -13,49 +13,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Call = Callable[..., Sequence[Tensor | None]]
+Operation = Callable[..., Sequence[Tensor | None]]
 
 _is_hidden = torch._C._functorch.is_legacy_batchedtensor
 _LEVELS = 64
 """PyTorch's limit on the nesting of batches of the older kind."""
 
 
-def over_hidden_batch(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """The results of `call`; it runs once per element if some of the arguments are batches of the older kind.
+def over_hidden_batch(operation: Operation, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """The results of `operation`; it runs once per element if some of the arguments are batches of the older kind.
 
     Args:
-        call: takes the arguments, and returns tensors or None.
+        operation: takes the arguments, and returns tensors or None.
         arguments: tensors of any shape, and other values, which are passed on unchanged.
 
     Returns:
-        The results of `call`, with the batch axis hidden again.
+        The results of `operation`, with the batch axis hidden again.
     """
     batched = [isinstance(a, Tensor) and _is_hidden(a) for a in arguments]
     if not any(batched):
-        return tuple(call(*arguments))
+        return tuple(operation(*arguments))
     level = _level(arguments[batched.index(True)])
     arguments = tuple(
         torch._remove_batch_dim(a, level, 1, 0) if b else a for a, b in zip(arguments, batched, strict=True)
     )
     size = arguments[batched.index(True)].shape[0]
-    found = one_by_one(call, size, [0 if b else None for b in batched], arguments)
+    found = one_by_one(operation, size, [0 if b else None for b in batched], arguments)
     return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in found)
 
 
-def one_by_one(call: Call, size: int, axes: Sequence[Any], arguments: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """The results of `call` for each of `size` elements, stacked along a new first axis.
+def one_by_one(
+    operation: Operation, size: int, axes: Sequence[Any], arguments: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The results of `operation` for each of `size` elements, stacked along a new first axis.
 
     Args:
-        call: takes the arguments, and returns tensors or None.
+        operation: takes the arguments, and returns tensors or None.
         size: number of elements, at least 1.
         axes: the batch axis of each argument; None, or a tuple of None for a named tuple, if it has none.
         arguments: tensors, and anything else.
 
     Returns:
-        A tensor [size, ...] for each tensor that `call` returns, and None for each None.
+        A tensor [size, ...] for each tensor that `operation` returns, and None for each None.
     """
     each = [
-        call(*(a.select(x, n) if isinstance(x, int) else a for a, x in zip(arguments, axes, strict=True)))
+        operation(*(a.select(x, n) if isinstance(x, int) else a for a, x in zip(arguments, axes, strict=True)))
         for n in range(size)
     ]
     return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))

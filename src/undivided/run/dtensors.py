@@ -5,8 +5,8 @@ decides: over each axis of its mesh it is replicated, or sharded on its batch, o
 over the same ranks, on its sequence. The other tensors are sharded alike or replicated. Of a replicated one, a rank
 takes what its queries need, and its gradient is a partial sum over the ranks. Masks are plain and describe the whole.
 
-A `Plan` follows from shapes and placements alone and is cached. Whether it refuses does not depend on the rank: a rank
-that raises alone would leave the others waiting.
+A `Division` follows from shapes and placements alone and is cached. Whether it refuses does not depend on the rank: a
+rank that raises alone would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError
-from undivided.masks._selection import Selection, select_part
+from undivided.masks._slice import CallSlice, slice_mask
 from undivided.request.checks import check_layout, check_ranks, checked_mask
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 Axes = Mapping[str, int | None]
 Groups = tuple[tuple[int, ...], ...]
-Result = Tensor | tuple[Tensor, Tensor]
+Output = Tensor | tuple[Tensor, Tensor]
 
 _AXES: Mapping[str, Axes] = {
     "bshd": {"batch": 0, "sequence": 1, "heads": 2},
@@ -57,7 +57,7 @@ _AXES_FROM_THE_END: Mapping[str, Mapping[str, int]] = {
 class Context(Protocol):
     """The part of `undivided.ContextParallel` that is used here."""
 
-    def attention(self, request: Request) -> Result:
+    def attention(self, request: Request) -> Output:
         """The result for this rank's tokens."""
 
     def process_groups(self) -> list[list[int]]:
@@ -72,7 +72,7 @@ class Placed(NamedTuple):
     placements: tuple[Placement, ...]
 
 
-class Part(NamedTuple):
+class LocalPart(NamedTuple):
     """What a rank takes of a tensor. gradients: how the gradient of the local tensor is placed. narrowed: (axis, first,
     length) of what its queries need of it."""
 
@@ -87,17 +87,17 @@ class Part(NamedTuple):
         return local
 
 
-class Plan(NamedTuple):
-    """What this rank does. parts: by the name of the tensor. selection: its sequences and heads. placements, of_lse:
+class Division(NamedTuple):
+    """What this rank does. parts: by the name of the tensor. own: its sequences and heads. placements, of_lse:
     how out, which is placed as q, and lse are placed."""
 
     mesh: DeviceMesh
-    parts: Mapping[str, Part]
-    selection: Selection
+    parts: Mapping[str, LocalPart]
+    own: CallSlice
     placements: tuple[Placement, ...]
     of_lse: tuple[Placement, ...]
 
-    def result(self, result: Result) -> Result:
+    def result(self, result: Output) -> Output:
         """A rank's out, or (out, lse), as DTensors of the whole."""
         from torch.distributed.tensor import DTensor
 
@@ -108,28 +108,28 @@ class Plan(NamedTuple):
         return DTensor.from_local(out, self.mesh, self.placements), whole
 
 
-def attention(request: Request, switches: str = "-") -> Result:
+def attention(request: Request, switches: str = "-") -> Output:
     """The result of a request that must be dispatched: of DTensors from their local parts, of others as one operator.
 
     switches: PyTorch's, for a call that depends on them.
     """
     if not has_dtensors(request):
         return compile.attention(request, switches)
-    request, plan = local_request(request, None)
+    request, division = local_request(request, None)
     if torch.compiler.is_compiling() or is_observed(*request.tensors[:3], request.options.mask, *request.tensors[3:]):
-        return plan.result(compile.attention(request, switches))
+        return division.result(compile.attention(request, switches))
     backend, deterministic, batch_invariant = request[2:]
     allowed = policy(backend, deterministic, "" if switches == "-" else switches, batch_invariant)
     decision, call, tensors = prepare(request, allowed)
-    return plan.result(autograd.run(decision.backend, call, tensors))
+    return division.result(autograd.run(decision.backend, call, tensors))
 
 
-def context_attention(request: Request, context: Context) -> Result:
+def context_attention(request: Request, context: Context) -> Output:
     """The result of a request over the ranks of a context, which may be of DTensors."""
     if not has_dtensors(request):
         return context.attention(request)
-    request, plan = local_request(request, context)
-    return plan.result(context.attention(request))
+    request, division = local_request(request, context)
+    return division.result(context.attention(request))
 
 
 def has_dtensors(request: Request) -> bool:
@@ -137,8 +137,8 @@ def has_dtensors(request: Request) -> bool:
     return any(is_dtensor(tensor) for tensor in request.tensors)
 
 
-def local_request(request: Request, context: Context | None) -> tuple[Request, Plan]:
-    """This rank's part of a request of DTensors, with plain tensors, and the plan that places the result.
+def local_request(request: Request, context: Context | None) -> tuple[Request, Division]:
+    """This rank's part of a request of DTensors, with plain tensors, and the division that places the result.
 
     Raises:
         InputError: an argument is wrong in the whole, or is placed so that ranks would have to communicate.
@@ -152,19 +152,19 @@ def local_request(request: Request, context: Context | None) -> tuple[Request, P
     mesh = given["q"].device_mesh
     arguments = mesh, tuple(mesh.get_coordinate() or ()), options.layout, placed, groups
     if torch.compiler.is_compiling():
-        plan = _plan(*arguments)
+        division = _divide(*arguments)
     else:
         try:
-            plan = _cached_plan(*arguments)
+            division = _cached_division(*arguments)
         except TypeError:  # a symbolic size has no hash
-            plan = _plan(*arguments)
+            division = _divide(*arguments)
         _check_whole(request)
     mask = options.mask
     if mask is not None or options.dropout_p:
-        mask = select_part(checked_mask(mask), plan.selection, bool(options.dropout_p))
-    local = {name: plan.parts[name].local(tensor) for name, tensor in given.items()}
+        mask = slice_mask(checked_mask(mask), division.own, bool(options.dropout_p))
+    local = {name: division.parts[name].local(tensor) for name, tensor in given.items()}
     tensors = Tensors(*[local.get(name) for name in Tensors._fields])  # type: ignore[arg-type]
-    return request._replace(tensors=tensors, options=options._replace(mask=mask)), plan
+    return request._replace(tensors=tensors, options=options._replace(mask=mask)), division
 
 
 def _checked_tensors(request: Request) -> dict[str, DTensor]:
@@ -200,11 +200,11 @@ def _check_whole(request: Request) -> None:
     normalise(request._replace(tensors=Tensors._make(meta)), tensors.q.device.type, needs)
 
 
-def _plan(
+def _divide(
     mesh: DeviceMesh, coordinate: tuple[int, ...], layout: Layout, placed: tuple[Placed, ...], groups: Groups | None
-) -> Plan:
-    """The plan for tensors of these shapes and placements. coordinate: of this rank in the mesh. groups: the ranks of
-    the context, if there is one."""
+) -> Division:
+    """The division of tensors of these shapes and placements. coordinate: of this rank in the mesh. groups: the ranks
+    of the context, if there is one."""
     from torch.distributed.tensor import Replicate, Shard
 
     q, k, v = placed[:3]
@@ -230,10 +230,10 @@ def _plan(
         parts[tensor.name] = _part(mesh, coordinate, tensor, _axes(tensor, layout), own, roles)
     lse_axes = {"heads": 0, "sequence": 1} if layout == "thd" else {"batch": 0, "heads": 1, "sequence": 2}
     of_lse = tuple([Replicate() if role is None else Shard(lse_axes[role]) for role in roles])
-    return Plan(mesh, parts, Selection(batch, own_batch, heads, own_heads), q.placements, of_lse)
+    return Division(mesh, parts, CallSlice(batch, own_batch, heads, own_heads), q.placements, of_lse)
 
 
-_cached_plan = functools.lru_cache(256)(_plan)
+_cached_division = functools.lru_cache(256)(_divide)
 
 
 def _check_context(
@@ -301,7 +301,7 @@ def _part(
     axes: Axes,
     own: Mapping[str, Span],
     roles: Sequence[str | None],
-) -> Part:
+) -> LocalPart:
     """What this rank takes of a tensor, if its queries are those of `own`."""
     from torch.distributed.tensor import Partial, Replicate
 
@@ -328,7 +328,7 @@ def _part(
             start, stop = _span(mesh, coordinate, tensor, axis, tensor.shape[axis])
             if (first, last) != (start, stop):
                 narrowed.append((axis, first - start, last - first))
-    return Part(tuple(gradients), tuple(narrowed))
+    return LocalPart(tuple(gradients), tuple(narrowed))
 
 
 def _span(mesh: DeviceMesh, coordinate: tuple[int, ...], tensor: Placed, axis: int | None, size: int) -> Span:

@@ -19,7 +19,7 @@ from undivided.cli.demo.batch import Batch
 from undivided.functional import attention
 from undivided.verification.budget import relative_error
 
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Outcome(NamedTuple):
@@ -37,7 +37,7 @@ class Way:
 
     name: str
     layout: Layout
-    call: Call
+    call: AttentionFunction
     poison: float = 0.0
     is_ours: bool = True
 
@@ -59,7 +59,7 @@ def our_ways(batch: Batch) -> list[Way]:
     """The ways of this library: packed, padded in every layout with NaN in the padding, and one document at a time."""
     packed, padded = batch.packed_mask(), batch.padded_mask()
 
-    def with_mask(layout: Layout, mask: masks.Mask) -> Call:
+    def with_mask(layout: Layout, mask: masks.Mask) -> AttentionFunction:
         return lambda q, k, v: attention(q, k, v, layout=layout, mask=mask)
 
     one = _each_document(
@@ -97,7 +97,7 @@ def _sdpa_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
-def _each_document(batch: Batch, one_document: Call) -> Call:
+def _each_document(batch: Batch, one_document: AttentionFunction) -> AttentionFunction:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
         return torch.cat([one_document(*part) for part in parts])

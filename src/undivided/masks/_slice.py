@@ -1,4 +1,4 @@
-"""``select_part``: the mask of some sequences and heads of a call, for a rank that holds only these."""
+"""``slice_mask``: the mask of some sequences and heads of a call, for a rank that holds only these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from undivided.masks._predicate import Predicate, PredicateFunction, register_pr
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class CallSlice:
     """Some sequences of ``batch`` and some heads of ``heads``: consecutive numbers, from start to stop."""
 
     batch: int
@@ -30,72 +30,72 @@ class Selection:
         return self.sequences == (0, self.batch) and self.own_heads == (0, self.heads)
 
 
-def select_part(mask: Mask, selection: Selection, with_origin: bool) -> Mask:
-    """The mask of a selection; cached, so that a repeated call finds its normal form.
+def slice_mask(mask: Mask, kept: CallSlice, with_origin: bool) -> Mask:
+    """The mask of a slice of a call; cached, so that a repeated call finds its normal form.
 
     Args:
         mask: of all sequences and heads; it has passed ``check``.
-        selection: what remains.
+        kept: the sequences and heads that remain.
         with_origin: keep the numbers of the first sequence and head, which dropout draws by.
 
     Returns:
-        A mask for a call of the selected sequences and heads.
+        A mask for a call of these sequences and heads.
 
     >>> from undivided import masks
-    >>> half = Selection(batch=4, sequences=(2, 4), heads=8, own_heads=(0, 8))
-    >>> select_part(masks.causal() & masks.lengths([1, 2, 3, 4]), half, with_origin=False)
+    >>> half = CallSlice(batch=4, sequences=(2, 4), heads=8, own_heads=(0, 8))
+    >>> slice_mask(masks.causal() & masks.lengths([1, 2, 3, 4]), half, with_origin=False)
     causal() & lengths(kv=[3, 4])
     """
-    if selection.is_whole:
+    if kept.is_whole:
         return mask
-    return mask.cached(("selection", selection, with_origin), _build, mask, selection, with_origin)
+    return mask.cached(("slice", kept, with_origin), _build, mask, kept, with_origin)
 
 
-def _build(mask: Mask, selection: Selection, with_origin: bool) -> Mask:
-    parts = [_select(part, selection) for part in mask.parts if not isinstance(part, Origin)]
+def _build(mask: Mask, kept: CallSlice, with_origin: bool) -> Mask:
+    parts = [_select(part, kept) for part in mask.parts if not isinstance(part, Origin)]
     if with_origin:
         whole = next((part for part in mask.parts if isinstance(part, Origin)), Origin(0, 0))
-        parts.append(Origin(whole.sequence + selection.sequences[0], whole.head + selection.own_heads[0]))
+        parts.append(Origin(whole.sequence + kept.sequences[0], whole.head + kept.own_heads[0]))
     return dataclasses.replace(mask, parts=tuple(parts))
 
 
-def _select(part: Part, selection: Selection) -> Part:
-    """A part for the selection. A pack of documents has a batch of one, and its documents stay together."""
-    start, stop = selection.sequences
+def _select(part: Part, kept: CallSlice) -> Part:
+    """A part of the mask for the slice. A pack of documents has a batch of one, and its documents stay together."""
+    start, stop = kept.sequences
     if isinstance(part, Predicate):
-        return register_predicate(_with_offsets(part.fn, start, selection.own_heads[0]))
+        return register_predicate(_with_offsets(part.fn, start, kept.own_heads[0]))
     if isinstance(part, Dense):
-        dense = _rows(part.tensor, selection)
-        return Dense(dense if dense.shape[1] == 1 else dense[:, slice(*selection.own_heads)])
+        dense = _rows(part.tensor, kept)
+        return Dense(dense if dense.shape[1] == 1 else dense[:, slice(*kept.own_heads)])
     if isinstance(part, Blocks):
-        return dataclasses.replace(part, table=_table(_rows(part.table, selection), selection))
+        return dataclasses.replace(part, table=_table(_rows(part.table, kept), kept))
     if not isinstance(part, Lengths | DocumentIds | Prefix | GlobalBand | Chunk | Tree):
         return part
-    if (start, stop) == (0, selection.batch):
+    if (start, stop) == (0, kept.batch):
         return part
     known: dict[int, Tensor] = {}  # one tensor for both sides stays one: alignments are compared by it
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
-            changes[field.name] = known.setdefault(id(value), _rows(value, selection))
+            changes[field.name] = known.setdefault(id(value), _rows(value, kept))
     return dataclasses.replace(part, **changes)
 
 
-def _rows(tensor: Tensor, selection: Selection) -> Tensor:
-    """The rows of the selected sequences of a tensor with one row per sequence, or one for all."""
-    start, stop = selection.sequences
-    if (start, stop) == (0, selection.batch) or (tensor.dim() > 1 and tensor.shape[0] == 1):
+def _rows(tensor: Tensor, kept: CallSlice) -> Tensor:
+    """The rows of the kept sequences of a tensor with one row per sequence, or one for all."""
+    start, stop = kept.sequences
+    if (start, stop) == (0, kept.batch) or (tensor.dim() > 1 and tensor.shape[0] == 1):
         return tensor
     return tensor[start:stop]
 
 
-def _table(table: Tensor, selection: Selection) -> Tensor:
-    """The rows of a block table ``[B|1, T, A, n]`` for the selected heads, of which T rows have equally many each."""
-    start, stop = selection.own_heads
-    if table.shape[1] == 1 or (start, stop) == (0, selection.heads):
+def _table(table: Tensor, kept: CallSlice) -> Tensor:
+    """The rows of a block table ``[B|1, T, A, n]`` for the kept heads, of which T rows have equally many each."""
+    start, stop = kept.own_heads
+    if table.shape[1] == 1 or (start, stop) == (0, kept.heads):
         return table
-    group = selection.heads // table.shape[1]
+    group = kept.heads // table.shape[1]
     step = math.gcd(group, start, stop)  # heads per row of the result
     return table[:, torch.arange(start, stop, step, device=table.device) // group]
 
