@@ -13,7 +13,9 @@ from undivided.errors import InputError
 __all__ = ["Cell", "Table", "markdown", "tables"]
 
 Report = Mapping[str, Any]
+"""The result of `execute`."""
 Case = Mapping[str, Any]
+"""An entry of its "cases"."""
 
 TITLES = {
     "forward": "Forward",

@@ -1,6 +1,6 @@
 """A benchmark, from its tensors to its figures: prepare, verify, time between probes, compare with the goal.
 
-A competitor whose results are outside the error budget is not result. The results are plain values for JSON.
+A competitor whose results are outside the error budget is not timed. The figures are plain values for JSON.
 """
 
 from __future__ import annotations

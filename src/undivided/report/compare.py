@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from undivided.benchmarking.report import Cell, Table, span, tables
+from undivided.benchmarking.report import Case, Cell, Report, Table, span, tables
 from undivided.benchmarking.timing import DRIFT
-
-Report = Mapping[str, Any]
-Case = Mapping[str, Any]
 
 RULE = (
     f"A change counts if our time differs by more than the largest of: {100 * DRIFT:.0f} %; the difference of the "

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-Report = Mapping[str, Any]
-Case = Mapping[str, Any]
+from undivided.benchmarking.report import Report
 
 SIZES = re.compile(r"(q|kv) ([0-9]+(?:x[0-9]+)+)(?: \(([BSHDT](?:x[BSHDT])+)\))?(?:, v dim (\d+))?")
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

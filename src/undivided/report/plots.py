@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undivided.benchmarking.report import headline, tables
+from undivided.benchmarking.report import Report, headline, tables
 from undivided.errors import InputError
 from undivided.report.figures import OURS, Point, geometric_mean, points, ratios, roofs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Report = Mapping[str, Any]
 
 THEMES = {
     "light": {"ink": "#1c2330", "paper": "#ffffff", "grid": "#d5dae1"},
