@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, Protocol, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -17,25 +17,13 @@ from undivided.masks import Mask
 from undivided.request.foreign import keyword_hint
 from undivided.request.request import Options, Request, Tensors, new_tuple
 from undivided.run import autograd, dtensors
+from undivided.run.dtensors import ContextParallelLike
 from undivided.run.prepare import decide_request, prepare
 from undivided.sdpa import scaled_dot_product_attention
 from undivided.selection.decision import Decision
 from undivided.selection.policy import policy
 
 __all__ = ["attention", "explain", "scaled_dot_product_attention"]
-
-
-class ContextParallelLike(Protocol):
-    """The part of `undivided.ContextParallel` that `attention` calls; this module does not import process groups."""
-
-    def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
-        """The result for this rank's tokens."""
-
-    def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
-        """The decision for this rank's largest piece of work."""
-
-    def process_groups(self) -> list[list[int]]:
-        """The global ranks of each of its process groups."""
 
 
 @overload

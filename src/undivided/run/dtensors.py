@@ -22,12 +22,14 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.masks._slice import CallSlice, slice_mask
 from undivided.request.checks import check_layout, check_ranks, checked_mask
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
 from undivided.run import autograd, compile
 from undivided.run.prepare import prepare
+from undivided.selection.decision import Decision
 from undivided.selection.policy import policy
 
 if TYPE_CHECKING:
@@ -54,11 +56,14 @@ _AXES_FROM_THE_END: Mapping[str, Mapping[str, int]] = {
 }
 
 
-class Context(Protocol):
-    """The part of `undivided.ContextParallel` that is used here."""
+class ContextParallelLike(Protocol):
+    """The part of `undivided.ContextParallel` that `attention` calls: nothing below it imports process groups."""
 
     def attention(self, request: Request) -> Output:
         """The result for this rank's tokens."""
+
+    def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
+        """The decision for this rank's largest piece of work."""
 
     def process_groups(self) -> list[list[int]]:
         """The global ranks of each of its groups."""
@@ -124,7 +129,7 @@ def attention(request: Request, switches: str = "-") -> Output:
     return division.result(autograd.run(decision.backend, call, tensors))
 
 
-def context_attention(request: Request, context: Context) -> Output:
+def context_attention(request: Request, context: ContextParallelLike) -> Output:
     """The result of a request over the ranks of a context, which may be of DTensors."""
     if not has_dtensors(request):
         return context.attention(request)
@@ -137,7 +142,7 @@ def has_dtensors(request: Request) -> bool:
     return any(is_dtensor(tensor) for tensor in request.tensors)
 
 
-def local_request(request: Request, context: Context | None) -> tuple[Request, Division]:
+def local_request(request: Request, context: ContextParallelLike | None) -> tuple[Request, Division]:
     """This rank's part of a request of DTensors, with plain tensors, and the division that places the result.
 
     Raises:
