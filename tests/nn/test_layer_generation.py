@@ -8,7 +8,7 @@ from typing import Any
 import plain_layer
 import pytest
 import torch
-from layer_cases import ENCODER, FORMATS, HEADS, HIDDEN, OPTIONS, cache, cu, laid_out, layer, taken_apart
+from layer_cases import ENCODER, FORMATS, HEADS, HIDDEN, OPTIONS, cache, cu, in_format, layer, split_sequences
 from torch import Tensor
 
 from undivided import InputError, RotaryPositionEmbedding, TransformerLayer
@@ -69,7 +69,7 @@ def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged
     options = {"self_attn_mask_type": "padding_causal"} | options
     layers = [layer(format, **(options | {"layer_number": n})).eval() for n in (1, 2)]
     for n, module in enumerate(layers):
-        plain_layer.shaken(module, n)
+        plain_layer.with_random_parameters(module, n)
     sizes = options.get("kv_channels", (6, 6))
     sizes = sizes if isinstance(sizes, tuple) else (sizes, sizes)
     rope = RotaryPositionEmbedding(sizes[0]).cos_sin(12)
@@ -79,7 +79,7 @@ def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged
     if options.get("layer_type") == "decoder":
         encoders = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in ENCODER]
         encoder = {
-            "encoder_output": laid_out(encoders, format),
+            "encoder_output": in_format(encoders, format),
             "cu_seqlens_kv": cu(ENCODER),
             "enc_dec_attn_mask_type": "padding",
         }
@@ -92,14 +92,14 @@ def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged
         return x
 
     with torch.inference_mode():
-        full = taken_apart(model(laid_out(xs, format), (12, 12)), (12, 12), format)
+        full = split_sequences(model(in_format(xs, format), (12, 12)), (12, 12), format)
         found: list[list[Tensor]] = [[], []]
         start = 0
         for count in steps:
             params.pre_step(OrderedDict(a=count, b=count))
-            new = laid_out([x[start : start + count] for x in xs], format)
+            new = in_format([x[start : start + count] for x in xs], format)
             out = model(new, (count, count), inference_params=params)
-            for n, part in enumerate(taken_apart(out, (count, count), format)):
+            for n, part in enumerate(split_sequences(out, (count, count), format)):
                 found[n].append(part)
             start += count
     for n in range(2):
@@ -111,7 +111,7 @@ def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged
 def test_sequences_start_and_end_with_unequal_numbers_of_tokens(format: str, paged: bool) -> None:
     """A ragged batch of prompts and single tokens, in which sequences end, start and change their order."""
     module = layer(format, self_attn_mask_type="padding_causal", window_size=(5, 0), num_gqa_groups=2).eval()
-    plain_layer.shaken(module)
+    plain_layer.with_random_parameters(module)
     rope, params = RotaryPositionEmbedding(6)(24), cache(paged, 2)
     xs = {name: torch.randn(12, HIDDEN, dtype=torch.float64) for name in "abcd"}
     alone = {name: layer_alone(module, x, rope) for name, x in xs.items()}
@@ -123,8 +123,8 @@ def test_sequences_start_and_end_with_unequal_numbers_of_tokens(format: str, pag
             new = [xs[name][at[name] : at[name] + count] for name, count in step.items()]
             counts = tuple(step.values())
             call = {} if format != "thd" else {"cu_seqlens_q": cu(counts)}  # accepted, and not required
-            out = module(laid_out(new, format), inference_params=params, rotary_pos_emb=rope, **call)
-            for (name, count), part in zip(step.items(), taken_apart(out, counts, format), strict=True):
+            out = module(in_format(new, format), inference_params=params, rotary_pos_emb=rope, **call)
+            for (name, count), part in zip(step.items(), split_sequences(out, counts, format), strict=True):
                 torch.testing.assert_close(part, alone[name][at[name] : at[name] + count], rtol=1e-6, atol=1e-7)
                 at[name] += count
 
@@ -141,7 +141,7 @@ def layer_alone(module: TransformerLayer, x: Tensor, rope: Tensor) -> Tensor:
 def test_a_cache_with_masks_of_pairs_and_slopes() -> None:
     """A mask of pairs and a bias have the cached keys on their last axis; ALiBi counts distances in the sequence."""
     module = layer("bshd").eval()
-    plain_layer.shaken(module)
+    plain_layer.with_random_parameters(module)
     x = torch.randn(2, 8, HIDDEN, dtype=torch.float64)
     hidden = (torch.rand(2, 1, 8, 8) < 0.4) | torch.ones(8, 8, dtype=torch.bool).triu(1)
     bias, slopes = torch.randn(1, HEADS, 8, 8, dtype=torch.float64), torch.rand(HEADS)

@@ -11,7 +11,7 @@ from typing import Any
 import plain_layer
 import pytest
 import torch
-from layer_cases import FORMATS, HIDDEN, LENGTHS, PADDING, cu, laid_out, layer, taken_apart
+from layer_cases import FORMATS, HIDDEN, LENGTHS, PADDING, cu, in_format, layer, split_sequences
 from torch import Tensor, distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -31,7 +31,7 @@ def test_the_same_seed_drops_the_same_entries(format: str) -> None:
 
     def once(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return torch.cat(taken_apart(module(laid_out(xs, format, PADDING), **call), LENGTHS, format))
+        return torch.cat(split_sequences(module(in_format(xs, format, PADDING), **call), LENGTHS, format))
 
     assert torch.equal(once(1), once(1))
     assert not torch.allclose(once(1), once(2))
@@ -46,10 +46,10 @@ def test_attention_drops_the_same_weights_in_every_format() -> None:
     for format in FORMATS:
         torch.manual_seed(3)
         module = layer(format, attention_dropout=0.4, self_attn_mask_type="padding_causal")
-        plain_layer.shaken(module)
+        plain_layer.with_random_parameters(module)
         torch.manual_seed(4)
-        out = module(laid_out(xs, format), cu_seqlens_q=cu(LENGTHS))
-        outs.append(torch.cat(taken_apart(out, LENGTHS, format)))
+        out = module(in_format(xs, format), cu_seqlens_q=cu(LENGTHS))
+        outs.append(torch.cat(split_sequences(out, LENGTHS, format)))
     torch.testing.assert_close(outs[0], outs[1])
     torch.testing.assert_close(outs[0], outs[2])
 
@@ -58,15 +58,15 @@ def test_attention_drops_the_same_weights_in_every_format() -> None:
 def test_a_dropped_path_leaves_a_whole_sequence_out(format: str) -> None:
     """Each block of each sequence is either scaled by two or omitted; TransformerEngine drops along axis 0."""
     module = layer(format, drop_path_rate=0.5, self_attn_mask_type="padding_causal")
-    plain_layer.shaken(module)
+    plain_layer.with_random_parameters(module)
     whole = layer(format, self_attn_mask_type="padding_causal")
     whole.load_state_dict(module.state_dict())
     xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
-    x, call = laid_out(xs, format, PADDING), {"cu_seqlens_q": cu(LENGTHS)}
-    attended = taken_apart(whole.self_attention(x, attn_mask_type="padding_causal", **call), LENGTHS, format)
+    x, call = in_format(xs, format, PADDING), {"cu_seqlens_q": cu(LENGTHS)}
+    attended = split_sequences(whole.self_attention(x, attn_mask_type="padding_causal", **call), LENGTHS, format)
     seen = set()
     for _ in range(40):
-        out = taken_apart(module(x, **call), LENGTHS, format)
+        out = split_sequences(module(x, **call), LENGTHS, format)
         for n, sequence in enumerate(xs):
             possible = {}
             for kept_attention, kept_mlp in itertools.product((0, 2), repeat=2):
@@ -123,7 +123,7 @@ def test_compiled_in_one_graph(format: str) -> None:
     }
     module = layer(format, self_attn_mask_type="padding_causal", **options)
     xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
-    x = laid_out(xs, format, PADDING).requires_grad_()
+    x = in_format(xs, format, PADDING).requires_grad_()
     call = {"cu_seqlens_q": cu(LENGTHS), "rotary_pos_emb": RotaryPositionEmbedding(6)(8)}
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

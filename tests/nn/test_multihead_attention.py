@@ -11,7 +11,7 @@ from typing import Any
 import plain_layer
 import pytest
 import torch
-from layer_cases import laid_out, taken_apart
+from layer_cases import in_format, split_sequences
 from torch import Tensor
 
 import undivided
@@ -180,7 +180,7 @@ def test_a_fused_weight_has_the_rows_of_three_in_its_order(
         "qkv_format": format,
     }
     apart = MultiheadAttention(HIDDEN, HEADS, **options)
-    plain_layer.shaken(apart)
+    plain_layer.with_random_parameters(apart)
     fused = MultiheadAttention(
         HIDDEN, HEADS, fuse_qkv_params=True, qkv_weight_interleaved=kind == "interleaved", **options
     )
@@ -239,7 +239,7 @@ def test_the_init_functions_are_called_on_their_weights() -> None:
 def test_the_bias_and_the_normalised_input_may_be_returned(bias: bool) -> None:
     options: dict[str, Any] = {"qkv_format": "bshd", "input_layernorm": True, "bias": bias, "attention_dropout": 0.0}
     plain = MultiheadAttention(HIDDEN, HEADS, **options)
-    plain_layer.shaken(plain)
+    plain_layer.with_random_parameters(plain)
     x = torch.randn(2, 5, HIDDEN)
     whole = plain(x)
     assert isinstance(whole, Tensor)
@@ -269,7 +269,7 @@ def test_attention_without_other_options_in_every_format(format: str) -> None:
         attention_dropout=0.0,
         params_dtype=torch.float64,
     )
-    plain_layer.shaken(module)
+    plain_layer.with_random_parameters(module)
     x, encoder = (torch.randn(2, 3, HIDDEN, dtype=torch.float64), torch.randn(2, 5, HIDDEN, dtype=torch.float64))
     rope = RotaryPositionEmbedding(6)(5)
     options = {
@@ -375,7 +375,7 @@ def test_every_mask_type_on_a_cache(kind: str, window: tuple[int, int] | None, f
     if "causal" in kind and window == (2, 1):
         window = (2, 0)
     module = DotProductAttention(HEADS, 6, GROUPS, 0.0, format, kind, window, layer_number=7, softmax_type="learnable")
-    plain_layer.shaken(module)
+    plain_layer.with_random_parameters(module)
     params = InferenceParams(2, 16, GROUPS, 6, torch.float64, is_paged=paged, page_size=4 if paged else None)
     seen: dict[str, list[Tensor]] = {
         name: [torch.empty(0, n, 6, dtype=torch.float64) for n in (GROUPS, GROUPS)] for name in "ab"
@@ -386,14 +386,14 @@ def test_every_mask_type_on_a_cache(kind: str, window: tuple[int, int] | None, f
         q = [torch.randn(n, HEADS, 6, dtype=torch.float64) for n in counts]
         new = [[torch.randn(n, GROUPS, 6, dtype=torch.float64) for _ in "kv"] for n in counts]
         params.pre_step(OrderedDict(zip("ab", counts, strict=True)))
-        out = module(*(laid_out(list(t), format) for t in (q, *zip(*new, strict=True))), inference_params=params)
+        out = module(*(in_format(list(t), format) for t in (q, *zip(*new, strict=True))), inference_params=params)
         for n, name in enumerate("ab"):
             seen[name] = [torch.cat(pair) for pair in zip(seen[name], new[n], strict=True)]
             k, v = seen[name]
             wanted = undivided.attention(
                 q[n][None], k[None], v[None], layout="bshd", mask=mask, sinks=module.softmax_offset, backend="reference"
             )[0].flatten(-2)
-            torch.testing.assert_close(taken_apart(out, counts, format)[n], wanted)
+            torch.testing.assert_close(split_sequences(out, counts, format)[n], wanted)
 
 
 def test_a_largest_score_is_not_returned_from_a_cache() -> None:

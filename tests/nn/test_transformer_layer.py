@@ -7,7 +7,19 @@ from typing import Any
 import plain_layer
 import pytest
 import torch
-from layer_cases import ENCODER, FORMATS, HEADS, HIDDEN, LENGTHS, OPTIONS, PADDING, cu, laid_out, layer, taken_apart
+from layer_cases import (
+    ENCODER,
+    FORMATS,
+    HEADS,
+    HIDDEN,
+    LENGTHS,
+    OPTIONS,
+    PADDING,
+    cu,
+    in_format,
+    layer,
+    split_sequences,
+)
 from torch import Tensor
 
 from undivided import InputError, RotaryPositionEmbedding
@@ -22,21 +34,21 @@ def seed() -> None:
 def check(format: str, options: dict[str, Any], rotary: bool = False, mask_type: str = "padding_causal") -> None:
     """Outputs and all gradients of two sequences of unequal length, against each sequence alone."""
     module = layer(format, self_attn_mask_type=mask_type, **options)
-    plain_layer.shaken(module)
+    plain_layer.with_random_parameters(module)
     decoder = options.get("layer_type") == "decoder"
     xs = [torch.randn(n, HIDDEN, dtype=torch.float64, requires_grad=True) for n in LENGTHS]
     encoders = [torch.randn(n, HIDDEN, dtype=torch.float64, requires_grad=True) for n in ENCODER] if decoder else []
     call: dict[str, Any] = {"cu_seqlens_q": cu(LENGTHS)}
     if decoder:
         call |= {
-            "encoder_output": laid_out(encoders, format, PADDING),
+            "encoder_output": in_format(encoders, format, PADDING),
             "cu_seqlens_kv": cu(ENCODER),
             "enc_dec_attn_mask_type": "padding",
         }
     if rotary:
         interleaved = options.get("rotary_pos_interleaved", False)
         call["rotary_pos_emb"] = RotaryPositionEmbedding(HIDDEN // HEADS, interleaved=interleaved)(8)
-    outs = taken_apart(module(laid_out(xs, format, PADDING), **call), LENGTHS, format)
+    outs = split_sequences(module(in_format(xs, format, PADDING), **call), LENGTHS, format)
     state = dict(module.named_parameters())
     known = options | {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "rotary": rotary}
     wanted = []
@@ -99,7 +111,7 @@ def test_norm_and_rotary_do_not_commute() -> None:
     """Otherwise the order above is not tested."""
     x, rope = torch.randn(1, 5, HIDDEN, dtype=torch.float64), RotaryPositionEmbedding(6)(5)
     first, second = (layer("bshd", qk_norm_type="LayerNorm", qk_norm_before_rope=before) for before in (True, False))
-    plain_layer.shaken(first), plain_layer.shaken(second)
+    plain_layer.with_random_parameters(first), plain_layer.with_random_parameters(second)
     assert not torch.allclose(first(x, rotary_pos_emb=rope), second(x, rotary_pos_emb=rope), rtol=1e-3)
 
 
@@ -187,7 +199,7 @@ def test_an_empty_document_and_a_tail_without_one() -> None:
     Without padded offsets they are an error, because a forgotten sequence would give rows of 0.
     """
     module = layer("thd", self_attn_mask_type="padding_causal")
-    plain_layer.shaken(module)
+    plain_layer.with_random_parameters(module)
     x = torch.randn(7, HIDDEN, dtype=torch.float64)
     freqs = RotaryPositionEmbedding(6)(7)
     with pytest.raises(InputError, match=r"cu_seqlens_q\[-1\] of 7, the q tokens, got 5"):

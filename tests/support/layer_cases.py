@@ -49,7 +49,7 @@ def cu(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def laid_out(sequences: list[Tensor], format: str, padding: float = torch.nan) -> Tensor:
+def in_format(sequences: list[Tensor], format: str, padding: float = torch.nan) -> Tensor:
     """Sequences [s, hidden] as a padded batch, or packed."""
     if format == "thd":
         return torch.cat(sequences)
@@ -57,7 +57,7 @@ def laid_out(sequences: list[Tensor], format: str, padding: float = torch.nan) -
     return padded if format == "bshd" else padded.transpose(0, 1)
 
 
-def taken_apart(out: Tensor, lengths: tuple[int, ...], format: str) -> list[Tensor]:
+def split_sequences(out: Tensor, lengths: tuple[int, ...], format: str) -> list[Tensor]:
     if format == "thd":
         return list(out.split(lengths))
     rows = out if format == "bshd" else out.transpose(0, 1)

@@ -33,7 +33,7 @@ def linear(state: State, name: str, x: Tensor, prefix: str = "") -> Tensor:
     return out if bias is None else out + bias
 
 
-def turned(x: Tensor, start: int, interleaved: bool, base: float = 10000.0) -> Tensor:
+def rotate(x: Tensor, start: int, interleaved: bool, base: float = 10000.0) -> Tensor:
     """Rotary embeddings of [s, d], pair by pair."""
     s, d = x.shape
     columns: list[Tensor] = list(x.unbind(-1))
@@ -90,7 +90,7 @@ def multihead(
 
         first = options.get("qk_norm_before_rope", False)
         t = normalise(t) if first else t
-        t = turned(t, 0, options.get("rotary_pos_interleaved", False)) if options.get("rotary") else t
+        t = rotate(t, 0, options.get("rotary_pos_interleaved", False)) if options.get("rotary") else t
         return t if first else normalise(t)
 
     scale = options.get("softmax_scale") or 1 / math.sqrt(size)
@@ -190,7 +190,7 @@ def layer(
     return norm(state, "layernorm.", x, kind, eps, zero) if output_norm else x
 
 
-def shaken(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+def with_random_parameters(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """The module with random parameters: biases of 0 and scales of 1 would hide omitted terms."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

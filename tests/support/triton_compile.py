@@ -104,7 +104,7 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
 
 
 def problems() -> Iterator[tuple[str, Any]]:
-    """(name, what `_problem.normalise` gives): plain at the table's widths, everything at once, heads in steps,
+    """(name, the call and its tensors): plain at the table's widths, everything at once, heads in steps,
     decoding."""
 
     def made(
