@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.tensors import dtype_name
 from undivided.errors import InputError
 
 __all__ = ["FORMATS", "Format", "Quantized", "dequantize", "empty", "format_of", "quantize"]
@@ -219,7 +220,7 @@ def check_scale(argument: str, scale: Tensor, of: str, values: Tensor) -> None:
 
 
 def _names_of_dtypes() -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')} for {format}" for format, dtype in DTYPES.items())
+    return ", ".join(f"{dtype_name(dtype)} for {format}" for format, dtype in DTYPES.items())
 
 
 def _pack(values: Tensor) -> Tensor:

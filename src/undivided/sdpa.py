@@ -17,7 +17,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.tensors import is_dtensor, is_observed
+from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
@@ -323,7 +323,7 @@ def _as_added(mask: Tensor, query: Tensor) -> Tensor:
     if torch.is_autocast_enabled(query.device.type) and not query.is_meta and mask.dtype != torch.float64:
         mask = mask.to(query.dtype) if mask.is_floating_point() else mask
     if mask.dtype not in (torch.float32, query.dtype):
-        wanted = dict.fromkeys(("bool", "float32", str(query.dtype).removeprefix("torch.")))
+        wanted = dict.fromkeys(("bool", "float32", dtype_name(query.dtype)))
         hint = "attn_mask.bool(), if its ones mean attend" if not mask.is_floating_point() else None
         raise InputError("attn_mask", f"be {' or '.join(wanted)}", str(mask.dtype), hint=hint)
     return mask

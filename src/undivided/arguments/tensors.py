@@ -44,6 +44,11 @@ def is_observed(q: object, k: object, v: object, mask: object = None, *others: o
     return False
 
 
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def span(tensor: Tensor) -> int:
     """Number of elements from the first to the last in memory, inclusive; 0 if it is empty."""
     if 0 in tensor.shape:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from undivided.arguments.tensors import dtype_name
 from undivided.machine import Machine, Version, format_version
 from undivided.request.call import Call
 from undivided.request.problem import FEATURES, Problem
@@ -187,7 +188,9 @@ def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[st
     if problem.device == "cuda" and "cuda" in limits.devices:
         reasons += _capability_reasons(limits, machine)
     if problem.dtype not in limits.dtypes:
-        reasons.append(f"dtype={_name(problem.dtype)} (supports {', '.join(sorted(map(_name, limits.dtypes)))})")
+        reasons.append(
+            f"dtype={dtype_name(problem.dtype)} (supports {', '.join(sorted(map(dtype_name, limits.dtypes)))})"
+        )
     reasons += _head_dim_reasons(limits, problem)
     for kind in sorted(problem.mask.kinds - limits.masks):
         reasons.append(_with_note(f"no support for {_MASK_WORDS[kind]}", limits.notes.get(kind)))
@@ -230,7 +233,7 @@ def _capability_reasons(limits: Limits, machine: Machine) -> list[str]:
     lowest, highest = limits.compute_capability
     if machine.compute_capability is None:
         return []
-    have = ".".join(map(str, machine.compute_capability))
+    have = format_version(machine.compute_capability)
     if lowest is not None and machine.compute_capability < lowest:
         return [f"compute capability {have} (min {lowest[0]}.{lowest[1]})"]
     if highest is not None and machine.compute_capability > highest:
@@ -240,7 +243,3 @@ def _capability_reasons(limits: Limits, machine: Machine) -> list[str]:
 
 def _with_note(reason: str, note: str | None) -> str:
     return f"{reason} ({note})" if note else reason
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.tensors import dtype_name
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 
@@ -68,7 +69,7 @@ def _require(dtype: torch.dtype, device: str, build: Callable[[], bytes]) -> byt
         if importlib.util.find_spec(package) is None:
             raise Unavailable(f"{package} is not installed (pip install 'undivided[bench]')")
     if dtype != torch.float32 or device != "cpu":
-        raise Unavailable(f"{str(dtype).removeprefix('torch.')} on {device} (it is timed only in fp32 on a CPU)")
+        raise Unavailable(f"{dtype_name(dtype)} on {device} (it is timed only in fp32 on a CPU)")
     return build()
 
 

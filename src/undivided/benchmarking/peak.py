@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from undivided.arguments.tensors import dtype_name
 from undivided.benchmarking.timing import Reading, stopwatch
 from undivided.kernels import cpu
 
@@ -74,7 +75,7 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
     >>> arithmetic(torch.float32).unit
     'FLOP/s'
     """
-    name, library = str(dtype).removeprefix("torch."), cpu.load()
+    name, library = dtype_name(dtype), cpu.load()
     if device != "cpu" or isinstance(library, str):
         return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device))
     if dtype != torch.float32 and "UNDIVIDED_ISA" not in os.environ:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided.arguments.tensors import dtype_name
 from undivided.backends.triton import BACKEND
 from undivided.backends.triton.inputs import architecture
 from undivided.kernels.triton import config
@@ -68,7 +69,7 @@ def tune(
     for dtype in dtypes:
         for width in widths:
             for work in _passes(device, dtype, width, length):
-                step(f"{work.name} {str(dtype).removeprefix('torch.')} head size {width}")
+                step(f"{work.name} {dtype_name(dtype)} head size {width}")
                 tried = candidates
                 if tried is None:
                     tried = config.candidates(work.name, architecture(torch.device(device)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import readable
+from undivided.arguments.tensors import dtype_name, readable
 from undivided.errors import InputError
 from undivided.masks._fields import MaskFields
 from undivided.masks._parts import (
@@ -161,7 +161,7 @@ def _value(value: Field) -> str:
         return str(value)
     if value.dim() == 1 and value.numel() <= EXAMPLE and _is_in_memory(value):
         return str(value.tolist())
-    return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
+    return f"<{dtype_name(value.dtype)} {list(value.shape)}>"
 
 
 def _is_in_memory(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from undivided import masks
 from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import dtype_name
 from undivided.masks import Structure
 from undivided.quantization import Format
 
@@ -74,7 +75,7 @@ class Problem(NamedTuple):
         kv = f"kv {self.batch}x{self.kv_len}x{self.kv_heads}x{self.qk_dim}"
         if self.v_dim != self.qk_dim:
             kv += f"/{self.v_dim}"
-        parts = [f"{q} (BxSxHxD), {kv}", f"{str(self.dtype).removeprefix('torch.')} {self.layout} on {self.device}"]
+        parts = [f"{q} (BxSxHxD), {kv}", f"{dtype_name(self.dtype)} {self.layout} on {self.device}"]
         if self.quantized is not None:
             parts.append(f"keys and values in {self.quantized}")
         parts.append(f"mask {masks.describe(self.mask)}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_memory
+from undivided.arguments.tensors import dtype_name
 from undivided.errors import InputError
 from undivided.quantization import DTYPES, Format, check_scale, format_of
 from undivided.request.checks import check_float
@@ -22,7 +23,7 @@ def check_quantized(
             raise InputError(name, f"be given if {other} is", "None", hint=hint)
     format = format_of(k.dtype)
     if format is None:
-        formats = ", ".join(f"{str(dtype).removeprefix('torch.')} for {name}" for name, dtype in DTYPES.items())
+        formats = ", ".join(f"{dtype_name(dtype)} for {name}" for name, dtype in DTYPES.items())
         hint = "k, k_scale = undivided.quantization.quantize(k, 'int8')"
         raise InputError("k", f"be quantised if k_scale is given ({formats})", str(k.dtype), hint=hint)
     if v.dtype != k.dtype:

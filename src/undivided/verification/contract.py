@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from undivided.arguments.tensors import dtype_name
 from undivided.backends import all_backends, get
 from undivided.backends._base import Backend
 from undivided.machine import Machine
@@ -58,14 +59,13 @@ def tasks(device: str, backends: Sequence[Backend], cases: Iterable[Case]) -> li
     planned = []
     for case in cases:
         for dtype in case.dtypes:
-            dtype_name = str(dtype).removeprefix("torch.")
             names = tuple(
                 backend.name
                 for backend in backends
                 if backend.name not in COMPILES or (case.name in SAMPLE and dtype == torch.bfloat16)
             )
             if names:
-                planned.append(Task(device, case.name, dtype_name, names))
+                planned.append(Task(device, case.name, dtype_name(dtype), names))
     return sorted(planned, key=lambda task: task.dtype != "bfloat16")
 
 

@@ -18,7 +18,7 @@ from undivided.arguments import layout as _layout
 from undivided.backends.cudnn import graph
 from undivided.backends.cudnn.graph import CudnnCall
 from undivided.backends.shared import cudnn_rules, gpu
-from undivided.backends.shared.cudnn_rules import dotted, have
+from undivided.backends.shared.cudnn_rules import capability_name, cudnn_name
 from undivided.machine import Machine
 from undivided.masks import FULL
 from undivided.masks._parts import Lengths
@@ -48,11 +48,11 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     if version is None or capability is None:
         return found
     if version < (9, 5):
-        found.append(f"paged keys ({have(version)}; from 9.5)")
+        found.append(f"paged keys ({cudnn_name(version)}; from 9.5)")
     if max(problem.qk_dim, problem.v_dim) > 128 and version <= (9, 9, 0):
-        found.append(f"paged keys with head sizes above 128 ({have(version)}; after 9.9.0)")
+        found.append(f"paged keys with head sizes above 128 ({cudnn_name(version)}; after 9.9.0)")
     if capability == (8, 9) or capability >= (12, 0):
-        found.append(f"paged keys on compute capability {dotted(capability)} (TransformerEngine: a bug in cuDNN)")
+        found.append(f"paged keys on {capability_name(capability)} (TransformerEngine: a bug in cuDNN)")
     return found
 
 

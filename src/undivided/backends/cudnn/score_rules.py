@@ -7,7 +7,8 @@ applies.
 
 from __future__ import annotations
 
-from undivided.backends.shared.cudnn_rules import Capability, dotted, have
+from undivided.arguments.tensors import dtype_name
+from undivided.backends.shared.cudnn_rules import Capability, capability_name, cudnn_name
 from undivided.machine import Machine, Version
 from undivided.request.problem import Problem
 
@@ -32,13 +33,15 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
 def _bias_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
     found = []
     if problem.bias_dtype != problem.dtype:
-        found.append(f"a {name(problem.bias_dtype)} bias with {name(problem.dtype)} operands (cuDNN takes one dtype)")
+        found.append(
+            f"a {dtype_name(problem.bias_dtype)} bias with {dtype_name(problem.dtype)} operands (cuDNN takes one dtype)"
+        )
     if problem.bias is not None and "1" in problem.bias[2:]:
         found.append("a bias broadcast over queries or keys (cuDNN reads one for every pair)")
     if version < (9, 0) and (version < (8, 9, 6) or capability < (9, 0)):
-        found.append(f"a bias ({have(version)} on compute capability {dotted(capability)}; from 9.0)")
+        found.append(f"a bias ({cudnn_name(version)} on {capability_name(capability)}; from 9.0)")
     if "bias_grad" in problem.features and version < (9, 5):
-        found.append(f"the gradient of a bias ({have(version)}; this library uses it from 9.5)")
+        found.append(f"the gradient of a bias ({cudnn_name(version)}; this library uses it from 9.5)")
     return found
 
 
@@ -47,12 +50,12 @@ def _alibi_reasons(problem: Problem, version: Version, capability: Capability) -
     if not problem.usual_slopes:
         found.append(
             "ALiBi slopes that are not known to be the usual ones (cuDNN computes those; a bias would be rounded to "
-            f"{name(problem.dtype)}; undivided.alibi_slopes(heads) gives them)"
+            f"{dtype_name(problem.dtype)}; undivided.alibi_slopes(heads) gives them)"
         )
     if problem.mask.right != 0:
         found.append("ALiBi slopes without a causal mask (cuDNN's are signed)")
     if version < (8, 9, 6) or capability < (9, 0):
-        found.append(f"ALiBi slopes ({have(version)} on compute capability {dotted(capability)}; from 8.9.6 on 9.0)")
+        found.append(f"ALiBi slopes ({cudnn_name(version)} on {capability_name(capability)}; from 8.9.6 on 9.0)")
     if "bias" in problem.features:
         found.append("ALiBi slopes together with a bias")
     return found
@@ -63,7 +66,7 @@ def _sink_reasons(problem: Problem, version: Version, frontend: Version | None, 
     oldest = (9, 18) if problem.mask.kinds & {"documents"} else (9, 13, 1)
     if version < oldest:
         packed = " with packed documents" if oldest == (9, 18) else ""
-        found.append(f"sinks{packed} ({have(version)}; from {'.'.join(map(str, oldest))})")
+        found.append(f"sinks{packed} ({cudnn_name(version)}; from {'.'.join(map(str, oldest))})")
     if frontend is not None and frontend < (1, 19):
         found.append("sinks (nvidia-cudnn-frontend from 1.19)")
     if problem.q_len == 1 and not problem.packed:
@@ -71,7 +74,7 @@ def _sink_reasons(problem: Problem, version: Version, frontend: Version | None, 
     if problem.features & {"lse", "lse_grad"}:
         found.append("the log-sum-exp returned with sinks (cuDNN's contains them)")
     if "backward" in problem.features and capability[0] >= 10 and problem.qk_dim == problem.v_dim == 256:
-        found.append(f"gradients for head_dim=256 with sinks on compute capability {dotted(capability)}")
+        found.append(f"gradients for head_dim=256 with sinks on {capability_name(capability)}")
     return found
 
 
@@ -86,12 +89,7 @@ def _together_reasons(what: str, problem: Problem, capability: Capability) -> li
         found.append(f"{what} with bottom-right alignment")
     if "backward" in problem.features and capability[0] >= 10:
         if problem.deterministic:
-            found.append(f"deterministic gradients with {what} on compute capability {dotted(capability)}")
+            found.append(f"deterministic gradients with {what} on {capability_name(capability)}")
         if problem.qk_dim == problem.v_dim == 256:  # the frontend always runs these deterministically
-            found.append(f"gradients for head_dim=256 with {what} on compute capability {dotted(capability)}")
+            found.append(f"gradients for head_dim=256 with {what} on {capability_name(capability)}")
     return found
-
-
-def name(dtype: object) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")

@@ -36,21 +36,26 @@ def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST, *, pla
     return found + _determinism_reasons(problem, version, capability)
 
 
-def have(version: Version) -> str:
+def cudnn_name(version: Version) -> str:
     """``(9, 8, 0)`` -> ``"cuDNN 9.8.0"``."""
     return f"cuDNN {format_version(version)}"
+
+
+def capability_name(capability: Capability) -> str:
+    """``(9, 0)`` -> ``"compute capability 9.0"``."""
+    return f"compute capability {format_version(capability)}"
 
 
 def _version_reasons(version: Version, capability: Capability, oldest: Version) -> list[str]:
     found = []
     if version < oldest:
-        found.append(f"{have(version)} (min {format_version(oldest)})")
+        found.append(f"{cudnn_name(version)} (min {format_version(oldest)})")
     if version[:3] in _BROKEN:
-        found.append(f"{have(version)} computes wrong attention ({_BROKEN[version[:3]]} fixes it)")
+        found.append(f"{cudnn_name(version)} computes wrong attention ({_BROKEN[version[:3]]} fixes it)")
     if capability >= (10, 0) and version < (9, 7):
-        found.append(f"{have(version)} on compute capability {dotted(capability)} (min 9.7)")
+        found.append(f"{cudnn_name(version)} on {capability_name(capability)} (min 9.7)")
     elif capability >= (12, 0) and version < (9, 18, 1):
-        found.append(f"{have(version)} on compute capability {dotted(capability)} (min 9.18.1)")
+        found.append(f"{cudnn_name(version)} on {capability_name(capability)} (min 9.18.1)")
     return found
 
 
@@ -59,11 +64,13 @@ def _length_reasons(problem: Problem, version: Version) -> list[str]:
     if version < (9, 0) and not problem.packed:
         for name, length in (("query", problem.q_len), ("key", problem.kv_len)):
             if length % 64:
-                found.append(f"{name} length {length} is not a multiple of 64 ({have(version)}; any length from 9.0)")
+                found.append(
+                    f"{name} length {length} is not a multiple of 64 ({cudnn_name(version)}; any length from 9.0)"
+                )
     if "gqa" in problem.features and version < (8, 9, 7):
-        found.append(f"fewer key/value heads than query heads ({have(version)}; from 8.9.7)")
+        found.append(f"fewer key/value heads than query heads ({cudnn_name(version)}; from 8.9.7)")
     if problem.q_len == 1 and version <= (9, 9, 0) and problem.mask.right is not None:
-        found.append(f"query length 1 under a causal mask or window ({have(version)}; after 9.9.0)")
+        found.append(f"query length 1 under a causal mask or window ({cudnn_name(version)}; after 9.9.0)")
     if problem.q_len == 1 and problem.kv_len == 1 and "backward" in problem.features:
         found.append("gradients for query and key length 1 (min 2)")
     if problem.kv_len == 1 and not problem.packed:
@@ -80,7 +87,7 @@ def _one_query_reasons(problem: Problem, version: Version, capability: Capabilit
     if not wrong or capability[0] not in (10, 11) or problem.q_len != 1 or problem.documents is not None:
         return []
     return [
-        f"one query on compute capability {dotted(capability)} ({have(version)} computes wrong attention, as do 9.19 "
+        f"one query on {capability_name(capability)} ({cudnn_name(version)} computes wrong attention, as do 9.19 "
         "to 9.25.0 except 9.24.1: pytorch issue 193893)"
     ]
 
@@ -98,7 +105,7 @@ def _head_dim_reasons(problem: Problem, version: Version, capability: Capability
     sizes = f"head_dim={problem.qk_dim}"
     if problem.v_dim != problem.qk_dim:
         sizes += f", value_dim={problem.v_dim}"
-    return [f"{sizes} ({limit}; {have(version)} on compute capability {dotted(capability)})"]
+    return [f"{sizes} ({limit}; {cudnn_name(version)} on {capability_name(capability)})"]
 
 
 def _training_limit(problem: Problem, version: Version, capability: Capability) -> str | None:
@@ -138,17 +145,15 @@ def _mask_reasons(problem: Problem, version: Version, capability: Capability) ->
         found += _bottom_right_reasons(problem, version, padded)
         at_stake = mask.left is not None and (problem.q_len == problem.kv_len or padded)
         if capability[0] == 9 and version <= (9, 9, 0) and at_stake:
-            found.append(
-                f"a bottom-right window on compute capability {dotted(capability)} ({have(version)}; after 9.9.0)"
-            )
+            found.append(f"a bottom-right window on {capability_name(capability)} ({cudnn_name(version)}; after 9.9.0)")
     if "window" not in mask.kinds:
         return found
     if version < (9, 2):
-        found.append(f"a sliding window ({have(version)}; from 9.2)")
+        found.append(f"a sliding window ({cudnn_name(version)}; from 9.2)")
     elif version < (9, 6) and padded:
-        found.append(f"a sliding window with per-sequence lengths ({have(version)}; from 9.6)")
+        found.append(f"a sliding window with per-sequence lengths ({cudnn_name(version)}; from 9.6)")
     elif mask.right != 0 and version < (9, 10, 2):
-        found.append(f"a window that is not causal ({have(version)}; from 9.10.2)")
+        found.append(f"a window that is not causal ({cudnn_name(version)}; from 9.10.2)")
     if not padded and problem.q_len > problem.kv_len:
         found.append("a sliding window with more queries than keys (at most as many)")
     if version[:3] == (9, 14, 0) and mask.right != 0 and problem.kv_len > 1024:
@@ -158,9 +163,9 @@ def _mask_reasons(problem: Problem, version: Version, capability: Capability) ->
 
 def _bottom_right_reasons(problem: Problem, version: Version, padded: bool) -> list[str]:
     if version < (9, 3):
-        return [f"bottom-right alignment ({have(version)}; from 9.3)"]
+        return [f"bottom-right alignment ({cudnn_name(version)}; from 9.3)"]
     if padded and version < (9, 6):
-        return [f"bottom-right alignment with per-sequence lengths ({have(version)}; from 9.6)"]
+        return [f"bottom-right alignment with per-sequence lengths ({cudnn_name(version)}; from 9.6)"]
     found = []
     q_len, kv_len = problem.q_len, problem.kv_len
     if problem.documents is not None and None not in problem.documents:
@@ -172,7 +177,7 @@ def _bottom_right_reasons(problem: Problem, version: Version, padded: bool) -> l
             if length % 64:
                 found.append(
                     f"{name} length {length} is not a multiple of 64 under bottom-right alignment "
-                    f"({have(version)}; any length from 9.7)"
+                    f"({cudnn_name(version)}; any length from 9.7)"
                 )
     return found
 
@@ -180,17 +185,17 @@ def _bottom_right_reasons(problem: Problem, version: Version, padded: bool) -> l
 def _packed_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
     if not problem.mask.kinds & {"documents", "padded"}:
         if problem.mask.kinds & {"lengths", "q_lengths"} and version < (8, 9, 6):
-            return [f"per-sequence lengths ({have(version)}; from 8.9.6)"]
+            return [f"per-sequence lengths ({cudnn_name(version)}; from 8.9.6)"]
         return []
     found = []
     if capability < (9, 0):
-        found.append(f"packed documents on compute capability {dotted(capability)} (min 9.0)")
+        found.append(f"packed documents on {capability_name(capability)} (min 9.0)")
     if capability >= (12, 0):  # statistics cannot be packed there
-        found.append(f"packed documents on compute capability {dotted(capability)} (9.0 to 11.0)")
+        found.append(f"packed documents on {capability_name(capability)} (9.0 to 11.0)")
     if version < (9, 1):
-        found.append(f"packed documents ({have(version)}; from 9.1)")
+        found.append(f"packed documents ({cudnn_name(version)}; from 9.1)")
     elif version < (9, 6):  # before 9.6 offsets and statistics have the layout of a padded batch
-        found.append(f"packed documents ({have(version)}; this library writes them for 9.6 and later)")
+        found.append(f"packed documents ({cudnn_name(version)}; this library writes them for 9.6 and later)")
     return found
 
 
@@ -198,12 +203,7 @@ def _determinism_reasons(problem: Problem, version: Version, capability: Capabil
     if not problem.deterministic or "backward" not in problem.features:
         return []
     if capability[0] == 8 or capability[0] >= 12:
-        return [f"deterministic gradients on compute capability {dotted(capability)} (9.x, and 10.x from cuDNN 9.18.1)"]
+        return [f"deterministic gradients on {capability_name(capability)} (9.x, and 10.x from cuDNN 9.18.1)"]
     if capability[0] >= 10 and version < (9, 18, 1):
-        return [f"deterministic gradients on compute capability {dotted(capability)} ({have(version)}; from 9.18.1)"]
+        return [f"deterministic gradients on {capability_name(capability)} ({cudnn_name(version)}; from 9.18.1)"]
     return []
-
-
-def dotted(capability: Capability) -> str:
-    """``(9, 0)`` -> ``"9.0"``."""
-    return ".".join(map(str, capability))

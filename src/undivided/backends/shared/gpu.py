@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.machine import Machine, Version
+from undivided.machine import Machine, Version, format_version
 from undivided.masks import NormalForm
 from undivided.masks._parts import Documents
 from undivided.request.call import Call
@@ -95,7 +95,7 @@ def large_head_reasons(problem: Problem, machine: Machine) -> list[str]:
 
 def capability_text(machine: Machine) -> str:
     """The compute capability for a reason, "8.0"."""
-    return ".".join(map(str, machine.compute_capability or ()))
+    return format_version(machine.compute_capability or ())
 
 
 def band(call: Call, tensors: Tensors) -> tuple[int | None, int | None]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.tensors import dtype_name
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
 from undivided.backends.torch_efficient.packed import LSE_ROWS, MAX_DOCUMENTS, Packing
@@ -72,7 +73,7 @@ class TorchEfficient(Backend):
                 "first row)"
             )
         if "bias" in problem.features and problem.bias_dtype != problem.dtype:
-            bias, q = (str(t).removeprefix("torch.") for t in (problem.bias_dtype, problem.dtype))
+            bias, q = map(dtype_name, (problem.bias_dtype, problem.dtype))
             reasons.append(f"a {bias} bias with {q} operands (the kernel rounds the bias to the dtype of q)")
         if "bias" in problem.features and problem.documents is not None:
             reasons.append("a bias with packed documents (PyTorch's operator takes one or the other)")
@@ -158,7 +159,7 @@ def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     multiple = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
     sizes = {"head_dim": problem.qk_dim} | ({"value_dim": problem.v_dim} if "value_dim" in problem.features else {})
-    dtype = str(problem.dtype).removeprefix("torch.")
+    dtype = dtype_name(problem.dtype)
     return [
         f"{name}={size} (must be a multiple of {multiple} in {dtype})"
         for name, size in sizes.items()

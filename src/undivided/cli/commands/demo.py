@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from undivided.arguments.tensors import dtype_name
 from undivided.cli import _charts
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._paths import file_to_write, folder_to_write
@@ -172,7 +173,7 @@ def _facts(batch: Batch, chosen: list[Document]) -> Report:
             "threads": torch.get_num_threads(),
             "isa": torch.backends.cpu.get_cpu_capability(),
         },
-        "dtype": str(batch.q.dtype).removeprefix("torch."),
+        "dtype": dtype_name(batch.q.dtype),
         "documents": [{"name": document.name, "tokens": len(document)} for document in chosen],
         "tokens": {"packed": batch.tokens, "padded": padded},
         "pairs": {"packed": allowed, "padded": padded * batch.longest},

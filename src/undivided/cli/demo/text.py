@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from undivided.arguments.tensors import dtype_name
 from undivided.cli._terminal import decision_table, human, print_table, shaded, table
 from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, Batch
 from undivided.cli.demo.documents import Document
@@ -28,7 +29,7 @@ def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
         f"token:\n"
         f"{bars}  {documents[0].name} to {documents[-1].name}\nembedded as {HEADS} query heads on "
         f"{KV_HEADS} key/value heads "
-        f"of {HEAD_DIM}, {str(batch.q.dtype).removeprefix('torch.')}.",
+        f"of {HEAD_DIM}, {dtype_name(batch.q.dtype)}.",
     )
     _title(screen, "The mask, packed")
     _print(screen, f"Causal within each document, {batch.tokens} packed tokens. Rows are queries, columns are keys.")

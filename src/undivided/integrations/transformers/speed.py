@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.tensors import dtype_name
 from undivided.integrations.transformers import register
 
 IMPLEMENTATIONS = ("eager", "sdpa", "undivided")
@@ -71,7 +72,7 @@ def measure(
         model = _model(sizes, dtype)
         _compare(model)
         for work, make in {"prefill": _prefill, "decoding": _decoding, "training step": _training}.items():
-            name = str(dtype).removeprefix("torch.")
+            name = dtype_name(dtype)
             step(f"{work}, {name}")
             rows.append(Row(work, name, _minimum_seconds(model, make(model, sizes), turns, clock)))
     return rows
