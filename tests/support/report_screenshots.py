@@ -11,7 +11,8 @@ from browser import chromium, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SHOTS = {"light": (1200, 900, False), "dark": (1200, 900, True), "phone": (390, 844, False)}
+PARTS = ("benchmarks", "masks")
+"""The parts of the report that pages of the documentation show."""
 
 
 def main() -> None:
@@ -23,17 +24,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         subprocess.run([sys.executable, "-m", "undivided", "report", "--out", str(page), *sys.argv[1:]], check=True)
-        for name, (width, height, dark) in SHOTS.items():
-            with chromium(width, height, dark) as browser:
-                browser.get(page.as_uri())
-                for part in ("machine", "benchmarks", "masks"):
-                    found = browser.execute_script(
-                        "const e = document.getElementById(arguments[0]); if (e) e.scrollIntoView(); return !!e", part
-                    )
-                    if found and (part == "masks" or name == "light"):
-                        path = images / f"report-{part}-{name}.png"
-                        browser.save_screenshot(str(path))
-                        print(path.relative_to(ROOT))
+        with chromium(1200, 900, False) as browser:
+            browser.get(page.as_uri())
+            for part in PARTS:
+                script = "const e = document.getElementById(arguments[0]); if (e) e.scrollIntoView(); return !!e"
+                if browser.execute_script(script, part):
+                    path = images / f"report-{part}-light.png"
+                    browser.save_screenshot(str(path))
+                    print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":
