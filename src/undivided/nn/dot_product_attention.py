@@ -27,7 +27,7 @@ from undivided.nn.arguments.checks import (
     checked_optional_flag,
 )
 from undivided.nn.arguments.error_names import with_module_names
-from undivided.nn.arguments.formats import Heads, Inputs
+from undivided.nn.arguments.formats import Heads, Inputs, InputTensors
 from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalise_window
 from undivided.nn.arguments.refused import AT_CALL, check_refused
 from undivided.nn.arguments.scores import ScoreTerms, score_terms
@@ -254,9 +254,8 @@ class DotProductAttention(DividedModule):
         )
         check_call_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
         format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, query_layer)
-        inputs = formats.checked_inputs(
-            query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, format, self.heads
-        )
+        given = InputTensors(query_layer, key_layer, value_layer, qkv_layer, kv_layer)
+        inputs = formats.checked_inputs(given, qkv_interleave_dim, format, self.heads)
         arguments = SequenceArguments(
             attention_mask,
             cu_seqlens_q,

@@ -91,35 +91,29 @@ def checked_format(
     raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
 
 
-def checked_inputs(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor | None,
-    qkv: Tensor | None,
-    kv: Tensor | None,
-    interleave_dim: int,
-    format: Layout,
-    heads: Heads,
-) -> Inputs:
-    """q, k and v in this format, from three tensors, from two or from one; InputError if one of them is wrong."""
-    q, k, v = _unpack(query, key, value, qkv, kv, interleave_dim, layout.rank(format))
+class InputTensors(NamedTuple):
+    """The tensors of a call: three, or query_layer and kv_layer, or qkv_layer alone; the others are None."""
+
+    query_layer: Tensor | None
+    key_layer: Tensor | None
+    value_layer: Tensor | None
+    qkv_layer: Tensor | None
+    kv_layer: Tensor | None
+
+
+def checked_inputs(given: InputTensors, interleave_dim: int, format: Layout, heads: Heads) -> Inputs:
+    """q, k and v in this format; InputError if one of the tensors is wrong."""
+    q, k, v = _unpack(given, interleave_dim, layout.rank(format))
     inputs = Inputs(q, k, v, format)
     _check(inputs, heads)
     return inputs
 
 
-def _unpack(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor | None,
-    qkv: Tensor | None,
-    kv: Tensor | None,
-    interleave_dim: int,
-    rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _unpack(given: InputTensors, interleave_dim: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v: the tensors themselves, or views of qkv_layer or kv_layer."""
     if interleave_dim not in (-3, -2):
         raise InputError("qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim))
+    query, key, value, qkv, kv = given
     separate = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
     if qkv is not None:
         _check_none(separate, "qkv_layer")
