@@ -307,7 +307,7 @@ class TestVerificationFirst:
             missing[0, 0, 3, 1] = math.nan
             assert sample.error(name, missing) == math.inf
 
-    def test_a_sample_wants_exact_zeros_where_nothing_reaches(self) -> None:
+    def test_a_sample_requires_exact_zeros_where_nothing_reaches(self) -> None:
         case = replace(TINY, mask=lambda: masks.causal("bottom_right"), kv_len=8, q_len=12)
         prepared = prepare(Benchmark("forward", case, torch.float32))
         sample = sample_of(prepared.call, prepared.tensors, None)
@@ -584,7 +584,7 @@ class TestReport:
         assert machine["threads"] == 1
         assert small_report["commit"] is None or len(small_report["commit"]) >= 7
 
-    def test_every_case_says_what_was_asked_and_how_it_was_measured(self, small_report: dict[str, Any]) -> None:
+    def test_every_case_has_its_problem_and_how_it_was_measured(self, small_report: dict[str, Any]) -> None:
         for case in small_report["cases"]:
             assert {
                 "suite",

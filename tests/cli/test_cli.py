@@ -262,11 +262,11 @@ class TestMask:
         assert "█" in done.stdout
         assert (tmp_path / "causal.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_alignment_that_matters_must_be_said(self) -> None:
+    def test_alignment_that_matters_is_required(self) -> None:
         assert "align" in refused("mask", "causal", "--q-len", "2", "--kv-len", "5")
         assert answer("mask", "causal", "--align", "bottom_right", "--q-len", "2", "--kv-len", "5")["pairs"] == 9
 
-    def test_nothing_said_is_refused(self) -> None:
+    def test_a_mask_is_required(self) -> None:
         assert "HINT" in refused("mask")
 
     def test_a_misspelt_mask_gives_the_name_that_is_meant(self) -> None:

@@ -561,7 +561,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("suite", GPU_SUITES)
-def test_every_case_for_a_gpu_has_rivals_there_and_a_place(suite: str) -> None:
+def test_every_case_for_a_gpu_has_competitors_there_and_a_place(suite: str) -> None:
     """On meta tensors: all but a few would be timed with two backends or more of an H100 with everything installed."""
     alone = []
     for benchmark in benchmarks(suite):

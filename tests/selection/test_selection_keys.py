@@ -41,7 +41,7 @@ def test_documents_of_other_lengths_have_another_key(documents: tuple[int, int |
     assert other == selection.selection_key(problem(documents=documents))
 
 
-def test_a_cached_decision_is_for_the_machine_and_problem_that_asked() -> None:
+def test_a_cached_decision_is_for_the_machine_and_problem_of_the_request() -> None:
     for kv_len in (320, 384):
         asked = problem(q_len=1, kv_len=kv_len)
         found = selection.select(asked, MACHINE, policy())
