@@ -163,7 +163,7 @@ def attention(
     torch.Size([10, 8, 64])
     """
     if unknown:
-        error = _unknown("attention", unknown, _ARGUMENTS)
+        error = _unknown_keywords("attention", unknown, _ARGUMENTS)
         if torch.compiler.is_compiling():  # torch.compile cannot create a class
             raise error
         raise error.as_also(TypeError)  # Python raises TypeError for an unknown keyword
@@ -177,7 +177,7 @@ def attention(
         (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic, batch_invariant),
     )
     if context_parallel is not None:
-        return dtensors.context_attention(request, _checked(context_parallel))
+        return dtensors.context_attention(request, _checked_context(context_parallel))
     if torch.compiler.is_compiling() or is_observed(
         q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
     ):
@@ -235,7 +235,7 @@ def explain(
     'query length 16534 is not a multiple of 64 (cuDNN 8.9.7; any length from 9.0)'
     """
     if unknown:
-        raise _unknown("explain", unknown, {*_ARGUMENTS, "machine"}).as_also(TypeError)
+        raise _unknown_keywords("explain", unknown, {*_ARGUMENTS, "machine"}).as_also(TypeError)
     if machine is not None and not isinstance(machine, Machine):
         raise InputError("machine", "be an undivided.Machine or None", type(machine).__name__, "Machine.named('a100')")
     device = machine.device if machine is not None and machine.device is not None else None
@@ -252,8 +252,8 @@ def explain(
         deterministic,
         batch_invariant,
     )
-    machine = machine or _this(q, device)
-    context = None if context_parallel is None else _checked(context_parallel)
+    machine = machine or _machine_of(q, device)
+    context = None if context_parallel is None else _checked_context(context_parallel)
     if dtensors.has_dtensors(request):
         request, _ = dtensors.local_request(request, context)
     if context is not None:
@@ -262,18 +262,18 @@ def explain(
     return decide_request(request, machine, allowed, device)
 
 
-def _unknown(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
+def _unknown_keywords(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
     """The error for keywords that a function does not have."""
     must = f"be given only its own arguments ({', '.join(sorted(known))})"
     return InputError(function, must, sorted(given), keyword_hint(given, _ARGUMENTS))
 
 
-def _this(q: Tensor, device: str | None) -> Machine:
+def _machine_of(q: Tensor, device: str | None) -> Machine:
     """The machine that q is on; that of `device` if q is on the meta device."""
     return Machine.this("cuda" if device == "cuda" else getattr(q, "device", None))
 
 
-def _checked(context_parallel: object) -> ContextParallelLike:
+def _checked_context(context_parallel: object) -> ContextParallelLike:
     """The argument, if it has the attributes of a ContextParallel; otherwise InputError."""
     if not hasattr(context_parallel, "traffic"):
         raise InputError(

@@ -207,7 +207,7 @@ def _capability(value: object) -> tuple[int, int]:
     return pair
 
 
-def _installed(names: tuple[str, ...]) -> str | None:
+def _installed_version(names: tuple[str, ...]) -> str | None:
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -230,7 +230,7 @@ _CPU = torch.device("cpu")
 
 @functools.cache
 def _probe(device: str, flash_impl: str | None) -> Machine:
-    packages = {name: version for name, names in _PACKAGES.items() if (version := _installed(names))}
+    packages = {name: version for name, names in _PACKAGES.items() if (version := _installed_version(names))}
     isa = torch.backends.cpu.get_cpu_capability()
     if device == "cpu":
         name = f"{platform.machine()} {platform.system()}"

@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
                 return _nothing(query, key, value, enable_gqa)
             if query.shape[-1] == 0:
                 query, key = _scores_of_zero(query), _scores_of_zero(key)
-            q, k, v = _folded(query, key, value, shape, enable_gqa)
+            q, k, v = _as_four_axes(query, key, value, shape, enable_gqa)
         mask, bias = _CAUSAL if is_causal else None, None
         if attn_mask is not None:
             mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
@@ -222,7 +222,7 @@ def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
     return (heads,)
 
 
-def _folded(
+def _as_four_axes(
     query: Tensor, key: Tensor, value: Tensor, shape: Sequence[int], enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors as [B, H, S, D]: views, unless the strides of the leading axes cannot be merged."""
@@ -297,7 +297,7 @@ def _mask_or_bias(
     folded = _folded_mask(attn_mask, scores[:-3])
     causal = _CAUSAL if is_causal else None
     if attn_mask.dtype != torch.bool:
-        return causal, _as_added(folded, query)
+        return causal, _as_bias(folded, query)
     # torch.func sees plain operations only, and masks are of plain tensors
     if distributed or torch._C._functorch.peek_interpreter_stack() is not None:
         return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
@@ -318,7 +318,7 @@ def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
     return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
 
 
-def _as_added(mask: Tensor, query: Tensor) -> Tensor:
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
     """A mask that is added, in a dtype that PyTorch accepts; under autocast it is cast like query."""
     if torch.is_autocast_enabled(query.device.type) and not query.is_meta and mask.dtype != torch.float64:
         mask = mask.to(query.dtype) if mask.is_floating_point() else mask

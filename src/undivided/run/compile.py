@@ -237,7 +237,7 @@ def _gradient_shapes(*arguments: Any) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor, is_needed in needed if is_needed and tensor is not None]
 
 
-class _Saved(NamedTuple):
+class _SavedArguments(NamedTuple):
     """What a backward reads again: the arguments of the operator, and the tensors that were saved after them."""
 
     given: _Arguments
@@ -250,23 +250,23 @@ class _Saved(NamedTuple):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def read(ctx: Any) -> _Saved:
+    def read(ctx: Any) -> _SavedArguments:
         saved: Sequence[Any] = ctx.saved_tensors
         end = 6 + ctx.mask_tensors
         seed, pages, *others = saved[end:]
         first: tuple[Any, ...] = (*saved[:6], list(saved[6:end]), seed, pages, *ctx.constants)
-        return _Saved(_Arguments(*first), others)
+        return _SavedArguments(_Arguments(*first), others)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     given = _Arguments(*inputs)
-    _Saved.write(ctx, given, *output)
+    _SavedArguments.write(ctx, given, *output)
     if _Spec.read(given.spec).return_lse != "y":
         ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    given, (out, lse) = _Saved.read(ctx)
+    given, (out, lse) = _SavedArguments.read(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     found = iter(torch.ops.undivided.attention_backward(*given[:-2], out, lse, grad_out, grad_lse))
@@ -288,12 +288,12 @@ def _reshape_like(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor |
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *first, _, _, grad_out, grad_lse = inputs
-    _Saved.write(ctx, _Arguments(*first), grad_out, grad_lse)
+    _SavedArguments.write(ctx, _Arguments(*first), grad_out, grad_lse)
 
 
 def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Derivatives of the backward by the reference, in plain operations that modes and subclasses can intercept."""
-    given, (grad_out, grad_lse) = _Saved.read(ctx)
+    given, (grad_out, grad_lse) = _SavedArguments.read(ctx)
     _, call, tensors = _prepare(given)
     found = iter(gradients)
     # the bias of `tensors` has four axes

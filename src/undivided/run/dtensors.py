@@ -69,7 +69,7 @@ class ContextParallelLike(Protocol):
         """The global ranks of each of its groups."""
 
 
-class Placed(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor of the call: its name, its shape over all ranks, and its placement over each axis of the mesh."""
 
     name: str
@@ -153,7 +153,7 @@ def local_request(request: Request, context: ContextParallelLike | None) -> tupl
     given = _checked_tensors(request)
     check_ranks(given["q"], given["k"], given["v"], options.layout, None)
     groups = None if context is None else tuple(map(tuple, context.process_groups()))
-    placed = tuple([Placed(name, tensor.shape, tensor.placements) for name, tensor in given.items()])
+    placed = tuple([PlacedTensor(name, tensor.shape, tensor.placements) for name, tensor in given.items()])
     mesh = given["q"].device_mesh
     arguments = mesh, tuple(mesh.get_coordinate() or ()), options.layout, placed, groups
     if torch.compiler.is_compiling():
@@ -206,7 +206,11 @@ def _check_whole(request: Request) -> None:
 
 
 def _divide(
-    mesh: DeviceMesh, coordinate: tuple[int, ...], layout: Layout, placed: tuple[Placed, ...], groups: Groups | None
+    mesh: DeviceMesh,
+    coordinate: tuple[int, ...],
+    layout: Layout,
+    placed: tuple[PlacedTensor, ...],
+    groups: Groups | None,
 ) -> Division:
     """The division of tensors of these shapes and placements. coordinate: of this rank in the mesh. groups: the ranks
     of the context, if there is one."""
@@ -242,7 +246,7 @@ _cached_division = functools.lru_cache(256)(_divide)
 
 
 def _check_context(
-    mesh: DeviceMesh, layout: Layout, q: Placed, roles: Sequence[str | None], groups: Groups | None
+    mesh: DeviceMesh, layout: Layout, q: PlacedTensor, roles: Sequence[str | None], groups: Groups | None
 ) -> None:
     """InputError unless q shards its sequence over exactly the ranks of the context."""
     sharded = [dim for dim, role in enumerate(roles) if role == "sequence"]
@@ -263,7 +267,7 @@ def _check_context(
         )
 
 
-def _role(mesh: DeviceMesh, q: Placed, dim: int, axes: Axes) -> str | None:
+def _role(mesh: DeviceMesh, q: PlacedTensor, dim: int, axes: Axes) -> str | None:
     """What q shards over an axis of its mesh: "batch", "heads", "sequence"; None if it is replicated."""
     axis = _shard_axis(mesh, q, dim)
     if axis is None:
@@ -274,7 +278,7 @@ def _role(mesh: DeviceMesh, q: Placed, dim: int, axes: Axes) -> str | None:
     raise _refusal(mesh, q, dim, "not be sharded on the head size: a score needs all of it")
 
 
-def _shard_axis(mesh: DeviceMesh, tensor: Placed, dim: int) -> int | None:
+def _shard_axis(mesh: DeviceMesh, tensor: PlacedTensor, dim: int) -> int | None:
     """The axis that a tensor shards over an axis of its mesh; None if it is replicated."""
     from torch.distributed.tensor import Shard
 
@@ -286,7 +290,7 @@ def _shard_axis(mesh: DeviceMesh, tensor: Placed, dim: int) -> int | None:
     raise _refusal(mesh, tensor, dim, "be sharded or replicated")
 
 
-def _axes(tensor: Placed, layout: Layout) -> Axes:
+def _axes(tensor: PlacedTensor, layout: Layout) -> Axes:
     """The axes of a tensor that follow those of q; None for one that it lacks or broadcasts."""
     if tensor.name in ("q", "k", "v"):
         return _AXES[layout]
@@ -302,7 +306,7 @@ def _axes(tensor: Placed, layout: Layout) -> Axes:
 def _part(
     mesh: DeviceMesh,
     coordinate: tuple[int, ...],
-    tensor: Placed,
+    tensor: PlacedTensor,
     axes: Axes,
     own: Mapping[str, Span],
     roles: Sequence[str | None],
@@ -336,7 +340,7 @@ def _part(
     return LocalPart(tuple(gradients), tuple(narrowed))
 
 
-def _span(mesh: DeviceMesh, coordinate: tuple[int, ...], tensor: Placed, axis: int | None, size: int) -> Span:
+def _span(mesh: DeviceMesh, coordinate: tuple[int, ...], tensor: PlacedTensor, axis: int | None, size: int) -> Span:
     """The first index of this rank along an axis, and one past its last."""
     if axis is None:
         return 0, size
@@ -366,7 +370,13 @@ def _axis_name(mesh: DeviceMesh, dim: int) -> str:
 
 
 def _refusal(
-    mesh: DeviceMesh, tensor: Placed, dim: int, must: str, axis: int | None = None, only: bool = False, hint: str = ""
+    mesh: DeviceMesh,
+    tensor: PlacedTensor,
+    dim: int,
+    must: str,
+    axis: int | None = None,
+    only: bool = False,
+    hint: str = "",
 ) -> InputError:
     """The error for the placement over an axis of the mesh; the hint has the placements that are accepted.
 

@@ -89,9 +89,9 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
     global _process
     if isinstance(disable, str):
         raise InputError("disable", "be a list of names", repr(disable), hint=f"disable=[{disable!r}]")
-    disabled = tuple((name, "set_backends(disable=...)") for name in _known(disable, "disable"))
+    disabled = tuple((name, "set_backends(disable=...)") for name in _check_names(disable, "disable"))
     _check_flag("batch_invariant", batch_invariant)
-    _process = _Switch(_known(names) or None, "set_backends", disabled, batch_invariant)
+    _process = _Switch(_check_names(names) or None, "set_backends", disabled, batch_invariant)
 
 
 class use_backends:
@@ -118,7 +118,7 @@ class use_backends:
     """
 
     def __init__(self, *names: str) -> None:
-        self._names = _known(names)
+        self._names = _check_names(names)
         self._disabled: tuple[str, ...] | None = None
 
     @classmethod
@@ -141,7 +141,7 @@ class use_backends:
         'switched off by use_backends.disable'
         """
         block = cls()
-        block._disabled = _known(names)
+        block._disabled = _check_names(names)
         return block
 
     def __enter__(self) -> use_backends:
@@ -160,7 +160,8 @@ class use_backends:
         _block.set(block.outer if block is not None else None)
 
 
-def _known(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
+def _check_names(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
+    """The names; InputError unless each is a backend or a family."""
     from undivided.backends import names_and_families
 
     known = names_and_families()
@@ -251,7 +252,7 @@ def _read_policy(
     backend: str | None, deterministic: bool | None, batch_invariant: bool | None, switch: _Switch, switches: str = ""
 ) -> Policy:
     if backend is not None:
-        _known((backend,))
+        _check_names((backend,))
     disabled = list(switch.disabled)
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
         if not _flag(f"NVTE_{variable}_ATTN", True):
@@ -279,7 +280,7 @@ def _split_names(text: str) -> tuple[str, ...]:
 
         known = ", ".join(sorted(names_and_families()))
         raise InputError("UNDIVIDED_BACKENDS", f"name at least one of {known}", repr(text))
-    return _known(names, "UNDIVIDED_BACKENDS")
+    return _check_names(names, "UNDIVIDED_BACKENDS")
 
 
 def _flag(variable: str, default: bool) -> bool:

@@ -81,7 +81,7 @@ def build_trial(
         InputError: as for `attention`.
     """
     rest = {"layout": layout, **rest}
-    detached = {name: _detached(name, tensor) for name, tensor in tensors.items()}
+    detached = {name: _detach(name, tensor) for name, tensor in tensors.items()}
     known: dict[str, Any] = {
         name: value for name, value in rest.items() if name not in ("deterministic", "batch_invariant")
     }
@@ -98,7 +98,7 @@ def build_trial(
     return Trial(detached, requires_grad, rest, up, budget_for(call, leaves, up), gradients)
 
 
-def _detached(name: str, tensor: Any) -> Any:
+def _detach(name: str, tensor: Any) -> Any:
     """The tensor without its autograd history; a copy if it is an inference tensor. `normalise` refuses other types."""
     if not isinstance(tensor, Tensor):
         return tensor

@@ -38,7 +38,7 @@ def diagnose(
         refuse_together("--list", {"TEXT": text})
         _list(as_json)
         return
-    answer = look_up(_given(text))
+    answer = look_up(_given_text(text))
     if as_json:
         print_json(answer.to_dict())
     else:
@@ -47,7 +47,7 @@ def diagnose(
         raise typer.Exit(1)
 
 
-def _given(text: str | None) -> str:
+def _given_text(text: str | None) -> str:
     if text is not None and text != "-":
         return text
     piped = "" if sys.stdin.isatty() else sys.stdin.read()

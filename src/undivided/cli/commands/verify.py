@@ -39,12 +39,12 @@ def verify(
     else:
         screen = console()
         for line in str(report).splitlines():
-            screen.print(_wrapped(line, screen.width), markup=False, soft_wrap=True)
+            screen.print(_wrap(line, screen.width), markup=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _wrapped(line: str, width: int) -> str:
+def _wrap(line: str, width: int) -> str:
     """A line of the report, wrapped to the width of the terminal and indented to the start of its reason."""
     begin = re.match(r" +(\S+ +(refused|not checked): )?", line)
     indent = " " * (len(begin[0]) if begin else 2)
