@@ -155,7 +155,7 @@ def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
         given = _Arguments(*call)
         tensors = (*given.saved, given.k_scale, given.v_scale)
-        kinds = sorted({type(tensor).__name__ for tensor in tensors if tensor is not None})
+        kinds = sorted({type(tensor).__name__ for tensor in tensors if isinstance(tensor, Tensor)})
         raise InputError(
             "q, k, v and the other tensors",
             "be of classes that take undivided::attention together",
