@@ -101,6 +101,11 @@ class ShardedSteps(BetweenSteps):
         sequence = torch.searchsorted(offsets[1:], rows, right=True)
         return rows - offsets[sequence] + starts[sequence]
 
+    @property
+    def sharded_length(self) -> int | None:
+        """The new tokens of all ranks along the axis of tokens, padding included; None unless the step is sharded."""
+        return self._sharded
+
     def _sharded_step(self) -> tuple[PageRanks, int]:
         if self._ranks is None or self._sharded is None:
             hint = "inference_params.pre_step(step_dict, sharded=True), with context_parallel at construction"
