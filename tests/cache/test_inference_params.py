@@ -268,7 +268,9 @@ def test_memory_is_allocated_on_the_device_of_the_first_keys() -> None:
 def state(params: InferenceParams) -> tuple[object, ...]:
     storages = [t.nan_to_num(1e9).tolist() for s in params._storages.values() for t in (s.k, s.v)]
     ledger = params._batch.ledger
-    pages = (list(ledger.unused[0]), list(ledger.references), [list(t) for t in ledger.tables]) if params.is_paged else ()
+    pages = (
+        (list(ledger.unused[0]), list(ledger.references), [list(t) for t in ledger.tables]) if params.is_paged else ()
+    )
     return params.sequences, params.batch_size, dict(params._batch.slots), ledger.lengths, pages, storages
 
 
