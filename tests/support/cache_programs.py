@@ -48,7 +48,7 @@ class Program:
         quantize = rng.choice([None, None, "int8", "fp8_e4m3", "int4"])
         self.dim = 32 if quantize == "int4" else 8
         pages = rng.choice([6, 10, 60])  # of each rank; the first two are too few for long sequences
-        sizes = {"batch": BATCH, "dtype": torch.float32, "layout": layout, "quantize": quantize}
+        sizes: dict[str, Any] = {"batch": BATCH, "dtype": torch.float32, "layout": layout, "quantize": quantize}
         context = undivided.ContextParallel(group, check=rng.random() < 0.5)
         self.cache = ContextPagedKVCache(context, pages, page_size, KV_HEADS, self.dim, **sizes)
         self.alone = PagedKVCache(2000, page_size, KV_HEADS, self.dim, **sizes)
