@@ -109,9 +109,7 @@ class ShardedSteps(BetweenSteps):
     def _sharded_step(self) -> tuple[PageRanks, int]:
         if self._ranks is None or self._sharded is None:
             hint = "inference_params.pre_step(step_dict, sharded=True), with context_parallel at construction"
-            raise InputError(
-                "inference_params", "have a sharded step", "a step of which each rank has all tokens", hint
-            )
+            raise InputError("inference_params", "have a sharded step", "none, or one that is not sharded", hint)
         return self._ranks, self._sharded
 
     def _attend_sharded(

@@ -248,7 +248,7 @@ class InferenceParams(ShardedSteps):
 
         Args:
             layer_number, new_k, new_v, qkv_format: as in `step`.
-            q: queries of the same tokens, [.., h, d].
+            q: queries of the same tokens, [.., h, d]; in a sharded step all three are those of this rank.
             mask: as in `KVCache.attend`: causal if None, aligned bottom-right by default, without lengths.
             options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, batch_invariant and return_lse,
                 as in `undivided.attention`.
@@ -257,8 +257,9 @@ class InferenceParams(ShardedSteps):
             The output in q's format, 0 in padding rows; with return_lse, (output, lse).
 
         Raises:
-            InputError: the tokens do not match `pre_step`, or an argument is wrong.
+            InputError: the tokens do not match `pre_step`, or an argument is wrong, or differs between ranks.
             NoBackendError: no allowed backend can run the problem.
+            RankError: another rank refused its arguments, or failed (with context_parallel).
         """
         if self._ranks is None:
             return _attend.attend(self._call(layer_number, q, new_k, new_v, qkv_format, mask, options))

@@ -20,6 +20,7 @@ from undivided.nn.arguments import sequences
 from undivided.nn.arguments.formats import Inputs
 from undivided.nn.arguments.mask_types import MaskType, Window, band
 from undivided.nn.arguments.sequences import SequenceArguments
+from undivided.nn.rotary.checks import check_rows
 
 
 def checked_params(params: object) -> InferenceParams | None:
@@ -74,11 +75,9 @@ def rows_of_positions(freqs: Tensor, positions: Tensor, format: Layout) -> Tenso
         freqs: angles of all positions, [s, 1, 1, ..].
         positions: [b, tokens], in "thd" [tokens].
     """
-    last = int(positions.max()) if positions.numel() else -1
     if freqs.shape[1] != 1:
         raise InputError("freqs", "have 1 at axis 1 in a sharded step", list(freqs.shape))
-    if last >= freqs.shape[0]:
-        raise InputError("freqs", f"have a row for each of {last + 1} positions", freqs.shape[0])
+    check_rows(freqs, positions, 0)
     rows = freqs[:, 0, 0][positions.to(freqs.device)]
     return rows[:, None, None] if format == "thd" else rows.transpose(0, 1).unsqueeze(2)
 
