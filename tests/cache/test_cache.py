@@ -413,7 +413,7 @@ def state(cache: Cache) -> tuple[object, ...]:
     pages: tuple[object, ...] = ()
     if isinstance(cache, PagedKVCache):
         ledger = cache._ledger
-        pages = cache.block_table.tolist(), list(ledger.references), list(ledger.unused)
+        pages = cache.block_table.tolist(), list(ledger.references), list(ledger.unused[0])
     k, v = (t.nan_to_num(1e9).tolist() for t in (cache._storage.k, cache._storage.v))
     return cache.lengths, cache._last, pages, k, v
 

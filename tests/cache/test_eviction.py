@@ -40,7 +40,7 @@ def in_one_pass(sequence: list[Tensor], mask: Mask) -> Tensor:
 
 def poison(cache: PagedKVCache) -> None:
     """Fill every page that no sequence uses with NaN."""
-    unused = list(cache._ledger.unused)
+    unused = list(cache._ledger.unused[0])
     cache._storage.k[unused] = POISON
     cache._storage.v[unused] = POISON
 

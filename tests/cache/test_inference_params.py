@@ -117,7 +117,7 @@ def test_any_traffic_equals_one_pass_per_sequence(paged: bool, format: str, mask
             model.seen[name] = [[t[:length] for t in layer] for layer in model.seen[name]]
     assert refused > 0 or not paged
     params.pre_step({})
-    assert not paged or len(params._batch.ledger.unused) == 11
+    assert not paged or len(params._batch.ledger.unused[0]) == 11
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
@@ -190,9 +190,9 @@ def test_prompts_share_their_pages() -> None:
     for name in ("a", "b"):
         model.params.fork("prompt", name)
         model.seen[name] = [list(layer) for layer in model.seen["prompt"]]
-    assert len(model.params._batch.ledger.unused) == 11 - 5
+    assert len(model.params._batch.ledger.unused[0]) == 11 - 5
     model.step({"a": 3, "b": 1})  # the prompt itself has ended
-    assert len(model.params._batch.ledger.unused) == 11 - 4 - 3
+    assert len(model.params._batch.ledger.unused[0]) == 11 - 4 - 3
 
 
 def matched(model: Model, prompt: list[int], name: object, source: object) -> int:
@@ -268,7 +268,9 @@ def test_memory_is_allocated_on_the_device_of_the_first_keys() -> None:
 def state(params: InferenceParams) -> tuple[object, ...]:
     storages = [t.nan_to_num(1e9).tolist() for s in params._storages.values() for t in (s.k, s.v)]
     ledger = params._batch.ledger
-    pages = (list(ledger.unused), list(ledger.references), [list(t) for t in ledger.tables]) if params.is_paged else ()
+    pages = (
+        (list(ledger.unused[0]), list(ledger.references), [list(t) for t in ledger.tables]) if params.is_paged else ()
+    )
     return params.sequences, params.batch_size, dict(params._batch.slots), ledger.lengths, pages, storages
 
 

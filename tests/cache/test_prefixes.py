@@ -144,7 +144,7 @@ def test_no_page_is_lost() -> None:
         i = chance.randrange(3)
         cache.free(i)
         prompt = [*chance.choice(beginnings)[: chance.randrange(1, 13)], *(chance.randrange(9) for _ in range(4))]
-        unused = list(cache._ledger.unused)
+        unused = list(cache._ledger.unused[0])
         cache.k[unused] = cache.v[unused] = POISON
         out, known = serve(cache, i, prompt)
         found += known

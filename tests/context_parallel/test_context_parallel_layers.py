@@ -227,13 +227,3 @@ def test_the_largest_score_of_each_head_is_that_of_one_process(name: str, comm: 
     for found, largest in simulate(WORLDS[comm], rank):
         torch.testing.assert_close(found, out)
         torch.testing.assert_close(largest, right)
-
-
-def test_a_cache_of_all_tokens_is_refused_with_what_to_do() -> None:
-    module = DotProductAttention(2, 8, qkv_format="bshd", layer_number=1).eval()
-    module.set_context_parallel_group(undivided.ContextParallel(rank=0, world=2))
-    params = undivided.InferenceParams(1, 8, 2, 8, torch.float32)
-    params.pre_step({"a": 4})
-    q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(undivided.InputError, match=r"(?s)inference_params must be None .*ContextPagedKVCache"):
-        module(q, q, q, inference_params=params)

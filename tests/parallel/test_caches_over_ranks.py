@@ -81,9 +81,43 @@ def pages_over_context_and_tensor_ranks() -> float:
     return max(differences)
 
 
+@torch.no_grad()
+def layers_over_context_and_tensor_ranks() -> list[tuple[Any, float]]:
+    """A prompt that the context ranks divide, then single tokens, in layers that the tensor ranks divide."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
+    freqs = undivided.RotaryPositionEmbedding(SIZE)(64)
+    found: list[tuple[Any, float]] = []
+    for groups, window, quantize in ((4, (-1, 0), None), (2, (6, 0), "int8"), (1, (-1, 0), None)):
+
+        def run(layer: Any, sharded: bool, params: InferenceParams) -> list[Tensor]:
+            draw = torch.Generator().manual_seed(1)
+            outs = []
+            for step in ({"a": 19, "b": 6}, {"a": 1, "b": 1}, {"a": 5}, {"a": 1}):
+                shard = sharded and step["a"] > 1
+                params.pre_step(OrderedDict(step), **({"sharded": True} if shard else {}))
+                x = torch.randn(len(step), step["a"], HIDDEN, generator=draw)
+                x = layer(params.shard(x) if shard else x, inference_params=params, rotary_pos_emb=freqs)
+                x = params.unshard(x) if shard else x
+                outs += [x[n, :count] for n, count in enumerate(step.values())]
+            return outs
+
+        sizes = 3, 32, groups, SIZE, torch.float32
+        made: dict[str, Any] = {"is_paged": True, "page_size": 4, "quantize": quantize}
+        expected = run(make_layer(groups, window), False, InferenceParams(*sizes, **made))
+        layer = parallelize(make_layer(groups, window), mesh["tensor"])
+        context = undivided.ContextParallel(mesh["context"])
+        layer.set_context_parallel_group(context)
+        own = InferenceParams(*sizes, **made, mesh=mesh["tensor"], context_parallel=context)
+        largest = max(float((a - b).abs().max()) for a, b in zip(run(layer, True, own), expected, strict=True))
+        found.append(((groups, window, quantize), largest))
+    return found
+
+
 @functools.cache
 def results() -> list[list[Any]]:
-    return run_ranks(4, layers_over_tensor_ranks, pages_over_context_and_tensor_ranks)
+    return run_ranks(
+        4, layers_over_tensor_ranks, pages_over_context_and_tensor_ranks, layers_over_context_and_tensor_ranks
+    )
 
 
 def test_divided_layers_generate_what_one_process_does() -> None:
@@ -96,6 +130,12 @@ def test_pages_over_context_ranks_and_heads_over_tensor_ranks() -> None:
     for answer in results()[1]:
         assert isinstance(answer, float), answer
         assert answer < 1e-5
+
+
+def test_layers_with_pages_over_context_ranks_and_heads_over_tensor_ranks() -> None:
+    for answer in results()[2]:
+        assert isinstance(answer, list), answer
+        assert all(difference < 1e-5 for _, difference in answer), answer
 
 
 class _Mesh:

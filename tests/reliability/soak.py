@@ -214,7 +214,7 @@ class Model:
         used = Counter(page for table in ledger.tables for page in table)
         used.update(node.page for node in ledger.prefixes)
         assert [used[page] for page in range(self.PAGES)] == ledger.references
-        assert sorted(ledger.unused) == [page for page in range(self.PAGES) if not used[page]]
+        assert sorted(ledger.unused[0]) == [page for page in range(self.PAGES) if not used[page]]
         if self.exact:
             i = self.rng.randrange(self.BATCH)
             pages, (k, v) = cache.block_table[i].long(), self.keys(self.tokens[i], 0)

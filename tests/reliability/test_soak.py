@@ -23,6 +23,6 @@ def test_a_lost_page_is_found() -> None:
     model = soak.Model(4)
     for _ in range(50):
         model.step()
-    model.cache._ledger.unused.pop()
+    model.cache._ledger.unused[0].pop()
     with pytest.raises(AssertionError):
         model.check()

@@ -16,7 +16,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
-from undivided.cache import _eviction
+from undivided.cache._ledger import eviction
 from undivided.cache._masks import (
     CAUSAL,
     EVERY,
@@ -45,31 +45,53 @@ class CachedSequences(NamedTuple):
 
     Args:
         pools: keys and values, [B, R, N, D], or pools of pages, [P, R, N, D], and their scales if they are quantised.
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence, on all ranks together.
         pages: block table of the pools, int32 [B, pages of the longest].
-        tables: the pages of each sequence if any were evicted, otherwise None.
+        tables: the pages of each sequence, on all ranks, if any were evicted, otherwise None.
+        digest: a number that differs if the pages of sequences differ; 0 for one process.
     """
 
     pools: Pools
     lengths: Counts
     pages: Tensor | None = None
     tables: Sequence[Sequence[int]] | None = None
+    digest: int = 0
 
 
-def attend(
-    q: Tensor, cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask | None, **options: Any
-) -> Output:
-    """Attention of q, in `layout`, over the cached keys.
+class CachedCall(NamedTuple):
+    """A call of attention over cached keys.
 
-    `q_counts` are the real queries of each sequence. None: every row is real.
+    Args:
+        q: queries in `layout`.
+        q_counts: real queries of each sequence. None: every row is real.
+        mask: the caller's mask; None is causal.
+        options: other arguments of `undivided.attention`.
     """
-    if mask is None:
-        mask = CAUSAL
-    else:
-        check_mask(checked_mask(mask), layout)
-    if cached.tables is not None:
-        counts = (q.shape[_AXIS[layout]],) * len(cached.lengths) if q_counts is None else q_counts
-        _eviction.check_hidden(mask, cached.tables, cached.lengths, counts, cached.pools.k.shape[1])
+
+    q: Tensor
+    cached: CachedSequences
+    layout: Layout
+    q_counts: Counts | None
+    mask: Mask | None
+    options: dict[str, Any]
+
+    def validated_mask(self) -> Mask:
+        """The mask; InputError if it has lengths, or shows keys that were evicted."""
+        q, cached, layout, q_counts, mask, _ = self
+        if mask is None:
+            mask = CAUSAL
+        else:
+            check_mask(checked_mask(mask), layout)
+        if cached.tables is not None:
+            counts = (q.shape[_AXIS[layout]],) * len(cached.lengths) if q_counts is None else q_counts
+            eviction.check_hidden(mask, cached.tables, cached.lengths, counts, cached.pools.k.shape[1])
+        return mask
+
+
+def attend(call: CachedCall) -> Output:
+    """Attention over the cached keys of one process."""
+    mask, (q, cached, layout, q_counts, _, options) = call.validated_mask(), call
+    options = dict(options)
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":
@@ -81,9 +103,9 @@ def attend(
         k, v, mask = _paged_inputs(cached, q_counts, mask, options)
     if cached.pools.k_scale is not None:
         options["k_scale"], options["v_scale"] = _scales(cached, layout)
-    if mask is EVERY:
-        mask = None  # less work per step
-    out: Output = attention(q, k, v, layout=layout, mask=mask, pages=cached.pages, **options)
+    if mask is not EVERY:  # without a mask there is less work per step
+        options["mask"] = mask
+    out: Output = attention(q, k, v, layout=layout, pages=cached.pages, **options)
     return out
 
 
@@ -91,7 +113,7 @@ def _contiguous_inputs(
     cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys up to the longest sequence, and their mask. Sequences of equal length need no lengths in the mask."""
-    (k, v, *_), lengths, _, _ = cached
+    (k, v, *_), lengths = cached[:2]
     longest = max(lengths)
     k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
@@ -103,7 +125,7 @@ def _paged_inputs(
     cached: CachedSequences, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The pools, and a mask of whole pages: masks and biases per pair are extended to the end of the last page."""
-    (k, v, *_), lengths, pages, _ = cached
+    (k, v, *_), lengths, pages = cached[:3]
     assert pages is not None
     longest, extent = max(lengths), pages.shape[1] * k.shape[1]
     if longest != extent and mask.kinds & PER_KEY:
@@ -118,7 +140,7 @@ def _packed_inputs(
     cached: CachedSequences, q_counts: Counts, mask: Mask, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Mask]:
     """The keys for packed queries, and a mask of documents; the keys of each start at its own slot or page."""
-    (k, v, *_), lengths, pages, _ = cached
+    (k, v, *_), lengths, pages = cached[:3]
     if options.get("bias") is not None:
         hint = "a cache in layout 'bshd', with padding"
         raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)

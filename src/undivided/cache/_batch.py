@@ -12,7 +12,9 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import LAYOUTS, Layout
-from undivided.cache._ledger import Pages, Slots, checked_indices, keep
+from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
+from undivided.cache._ledger.pages import Pages
+from undivided.cache._ledger.plan import Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError
 
@@ -77,14 +79,17 @@ class Batch:
         rows = [row for slot in slots.values() for row in ledger.rows(plan, slot, new[slot])]
         return Step(tuple(slots.values()), tuple(counts.values()), before, after, rows)
 
-    def tables(self, slots: Counts) -> list[list[int]]:
-        """The pages of these slots, or the slots themselves if not paged."""
+    def tables(self, slots: Counts, rank: int) -> list[list[int]]:
+        """The pages of these slots on a rank, or the slots themselves if not paged."""
         ledger = self.ledger
-        return [ledger.tables[slot] if isinstance(ledger, Pages) else [slot] for slot in slots]
+        return [ledger.of_rank(rank, slot) if isinstance(ledger, Pages) else [slot] for slot in slots]
 
     def evicted_tables(self, slots: Counts) -> list[list[int]] | None:
-        """The pages of these slots if any were evicted, otherwise None."""
-        return self.tables(slots) if isinstance(self.ledger, Pages) and any(self.ledger.evicted) else None
+        """The pages of these slots on all ranks if any were evicted, otherwise None."""
+        ledger = self.ledger
+        if not isinstance(ledger, Pages) or not any(ledger.evicted):
+            return None
+        return [ledger.tables[slot] for slot in slots]
 
     def _check_counts(self, step_dict: object) -> dict[Hashable, int]:
         if not isinstance(step_dict, Mapping):
@@ -152,17 +157,17 @@ class Batch:
         self.ledger.free(self._slot("seq_id", name))
         del self.slots[name]
 
-    def keep(
-        self, indices: Mapping[Hashable, Sequence[int]], counts: Mapping[Hashable, int], storages: Iterable[Storage]
-    ) -> None:
-        """Keep some of the last tokens of sequences, which have these numbers of them."""
+    def compaction(
+        self, indices: Mapping[Hashable, Sequence[int]], counts: Mapping[Hashable, int]
+    ) -> Compaction[Slots | Pages]:
+        """The compaction of the last tokens of sequences, which have these numbers of them."""
         if not isinstance(indices, Mapping):
             raise InputError("indices", "map the id of a sequence to a list of ints", type(indices).__name__)
         kept = {}
         for name, chosen in indices.items():
             slot = self._slot("indices", name)
             kept[slot] = counts[name], checked_indices(f"indices[{name!r}]", chosen, counts[name])
-        self.ledger = keep(self.ledger, storages, kept)
+        return compact(self.ledger, kept)
 
     def paged_ledger(self, purpose: str) -> Pages:
         """The ledger, or InputError if the batch is not paged."""
@@ -184,12 +189,14 @@ class Batch:
         return self.slots[name]
 
 
-def pool_sizes(page_size: int | None, pages: int | None, max_len: int, max_sequences: int) -> tuple[int, int]:
-    """(tokens per page, pages) of a pool; by default enough pages for all sequences at full length."""
+def pool_sizes(
+    page_size: int | None, pages: int | None, max_len: int, max_sequences: int, ranks: int
+) -> tuple[int, int]:
+    """(tokens per page, pages) of a pool of each rank; by default enough for all sequences at full length."""
     if page_size is None:
         raise InputError("page_size", "be given with is_paged=True", None, hint="16 to 256 tokens")
     size = as_integer("page_size", page_size, 1)
-    enough = max_sequences * -(-max_len // size)
+    enough = max_sequences * -(-max_len // (size * ranks))
     return size, enough if pages is None else as_integer("total_num_pages", pages, 1)
 
 

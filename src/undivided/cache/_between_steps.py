@@ -1,4 +1,4 @@
-"""`BetweenSteps`: what changes the sequences of `InferenceParams` between two steps."""
+"""`BetweenSteps`: the memory of all layers, and what changes the sequences of `InferenceParams` between two steps."""
 
 from __future__ import annotations
 
@@ -6,20 +6,67 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._layers import LayerCaches
-from undivided.cache._storage import checked_token_ids
+from undivided.cache._ledger import eviction
+from undivided.cache._ledger.compaction import Compaction
+from undivided.cache._ledger.pages import Pages
+from undivided.cache._ledger.plan import Slots
+from undivided.cache._ranks import PageRanks, on_all_ranks
+from undivided.cache._storage import Heads, Memory, Storage, checked_token_ids
+from undivided.masks import Mask
 
 if TYPE_CHECKING:
     from undivided.cache._batch import Batch, Step
+
+
+class LayerCaches:
+    """The storage of each layer by its number, all with the same sizes."""
+
+    def __init__(self, heads: Heads) -> None:
+        self._heads = heads
+        self._storages: dict[int, Storage] = {}
+
+    @property
+    def num_heads_kv(self) -> int:
+        """Key/value heads in this process; with a mesh, those of this rank."""
+        return self._heads.kv_heads
+
+    @property
+    def head_dim_k(self) -> int:
+        """Head size of queries and keys."""
+        return self._heads.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """Head size of values."""
+        return self._heads.value_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the new keys and values, and of the queries."""
+        return self._heads.dtype
+
+    @property
+    def quantize(self) -> str | None:
+        """The format of the cached keys and values, or None."""
+        return self._heads.format
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes of the caches that are allocated, and those of the same caches in bfloat16; `print` shows them."""
+        return Memory(
+            *(sum(sizes) for sizes in zip((0, 0, 0), *(s.memory for s in self._storages.values()), strict=True))
+        )
 
 
 class BetweenSteps(LayerCaches, ABC):
     """Sequences that start from others, lose tokens, or end."""
 
     _batch: Batch
+    _ranks: PageRanks | None
 
     @abstractmethod
     def _current_step(self) -> Step:
@@ -125,6 +172,22 @@ class BetweenSteps(LayerCaches, ABC):
         self._batch.free(seq_id)
         self._set_step(None)
 
+    def evict(self, mask: Mask) -> int:
+        """As `PagedKVCache.evict`, between two steps.
+
+        Args:
+            mask: the mask of all layers, or the union of their masks.
+
+        Returns:
+            The number of released pages, counted for each sequence.
+
+        Raises:
+            InputError: not paged, or not such a mask.
+        """
+        released = eviction.evict(self._batch.paged_ledger("evict pages"), mask)
+        self._set_step(None)
+        return released
+
     def keep(self, indices: Mapping[Hashable, Sequence[int]]) -> None:
         """Keep some of the step's new tokens, after the model ran, for example the accepted path of a draft tree.
 
@@ -135,7 +198,10 @@ class BetweenSteps(LayerCaches, ABC):
         Raises:
             InputError: there is no step, a sequence is not in it, or an index is wrong. Nothing changes.
         """
-        step = self._current_step()
-        counts = dict(zip(self._batch.slots, step.counts, strict=False))
-        self._batch.keep(indices, counts, self._storages.values())
+
+        def compaction() -> Compaction[Slots | Pages]:
+            counts = dict(zip(self._batch.slots, self._current_step().counts, strict=False))
+            return self._batch.compaction(indices, counts)
+
+        self._batch.ledger = on_all_ranks(self._ranks, compaction).run(self._storages.values())
         self._set_step(None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
 from undivided.cache import _attend
-from undivided.cache._attend import CachedSequences
+from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._ledger import Ledger, SequenceLedger, Slots, checked_indices, keep
+from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
+from undivided.cache._ledger.plan import Ledger, SequenceLedger, Slots
+from undivided.cache._ranks import PageRanks, on_all_ranks
 from undivided.cache._storage import Counts, Memory, Storage, checked_counts, checked_tokens, packed_counts
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -177,6 +179,7 @@ class Cache(SequenceCache, ABC):
     """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
 
     _ledger: Ledger
+    _ranks: PageRanks | None = None
 
     @outside_of_graphs
     def append(self, k: Tensor, v: Tensor, lengths: Lengths | None = None) -> None:
@@ -208,8 +211,7 @@ class Cache(SequenceCache, ABC):
         else:
             storage.copy(plan.copies, storage.k.shape[1])
             rows = [row for n, count in enumerate(new.counts) for row in self._ledger.rows(plan, n, count)]
-            if rows:
-                storage.write(torch.tensor(rows, dtype=torch.int64, device=storage.k.device), new)
+            storage.write(storage.rows(rows), new)
         self._ledger.commit(plan)
         self._last = new.counts, new.k.shape[1]
 
@@ -290,23 +292,24 @@ class Cache(SequenceCache, ABC):
             InputError: an argument is wrong, or q_lengths is required.
             NoBackendError: no allowed backend can run the problem.
         """
+        options = {
+            "bias": bias,
+            "scale": scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "backend": backend,
+            "deterministic": deterministic,
+            "batch_invariant": batch_invariant,
+            "return_lse": return_lse,
+        }
+        return _attend.attend(self._call(q, mask, q_lengths, options))
+
+    def _call(self, q: Tensor, mask: Mask | None, q_lengths: Lengths | None, options: dict[str, Any]) -> CachedCall:
+        """The call of `attend`; InputError if q or q_lengths are wrong."""
         q_len = _attend.checked_query(q, self.layout, self.batch, self._storage.heads)
-        return _attend.attend(
-            q,
-            self._cached_sequences(),
-            self.layout,
-            self._queries(q_lengths, q_len),
-            mask,
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            backend=backend,
-            deterministic=deterministic,
-            batch_invariant=batch_invariant,
-            return_lse=return_lse,
-        )
+        counts = self._queries(q_lengths, q_len)
+        return CachedCall(q, self._cached_sequences(), self.layout, counts, mask, options)
 
     def keep(self, indices: Sequence[Sequence[int] | Tensor]) -> None:
         """Keep some of the tokens that were appended last, for example the accepted path of a draft tree.
@@ -326,6 +329,11 @@ class Cache(SequenceCache, ABC):
         >>> cache.lengths, cache.k[0, :3, 0, 0].tolist()
         ((3,), [0.0, 2.0, 3.0])
         """
+        compaction = on_all_ranks(self._ranks, lambda: self._compaction(indices))
+        self._ledger = compaction.run([self._storage])
+        self._last = None
+
+    def _compaction(self, indices: Sequence[Sequence[int] | Tensor]) -> Compaction[Ledger]:
         if self._last is None:
             raise InputError("indices", "be given directly after append", "no append, or another change since it")
         if len(indices) != self.batch:
@@ -333,8 +341,7 @@ class Cache(SequenceCache, ABC):
         kept = {
             n: (count, checked_indices(f"indices[{n}]", indices[n], count)) for n, count in enumerate(self._last[0])
         }
-        self._ledger = keep(self._ledger, [self._storage], kept)
-        self._last = None
+        return compact(self._ledger, kept)
 
     @abstractmethod
     def _cached_sequences(self) -> CachedSequences:

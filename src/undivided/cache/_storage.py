@@ -99,6 +99,18 @@ class NewTokens(NamedTuple):
         return k.index_select(0, index), v.index_select(0, index)
 
 
+class Rows(NamedTuple):
+    """Where new tokens are written.
+
+    Args:
+        rows: rows of the flattened pools, int64 [n].
+        tokens: the real tokens, counted over all sequences, that are written there, int64 [n]. None: all, in order.
+    """
+
+    rows: Tensor
+    tokens: Tensor | None = None
+
+
 class Memory(NamedTuple):
     """The bytes of a cache.
 
@@ -194,10 +206,19 @@ class Storage:
         for part, tokens in zip(self._parts, self._encoded(k, v), strict=True):
             part[:, position:end] = tokens
 
-    def write(self, rows: Tensor, new: NewTokens) -> None:
-        """Write the real tokens to these rows of the flattened pools, int64 [T]."""
-        for part, tokens in zip(self._rows, self._encoded(*new.rows()), strict=True):
-            part.index_copy_(0, rows, _as_bytes(tokens).to(part.dtype))
+    def rows(self, rows: Sequence[int]) -> Rows:
+        """These rows of the flattened pools, for the real tokens in order; storages of other layers can use them."""
+        return Rows(torch.tensor(rows, dtype=torch.int64, device=self.k.device))
+
+    def write(self, rows: Rows, new: NewTokens) -> None:
+        """Write the real tokens to these rows."""
+        if not rows.rows.numel():
+            return
+        k, v = new.rows()
+        if rows.tokens is not None:
+            k, v = k.index_select(0, rows.tokens), v.index_select(0, rows.tokens)
+        for part, tokens in zip(self._rows, self._encoded(k, v), strict=True):
+            part.index_copy_(0, rows.rows, _as_bytes(tokens).to(part.dtype))
 
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
         """Copy the first rows of a page to another page for each pair (from, to), all at once."""

@@ -10,7 +10,7 @@ from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
-from undivided.cache._ledger import Slots
+from undivided.cache._ledger.plan import Slots
 from undivided.cache._storage import Heads, Storage
 
 if TYPE_CHECKING:

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.layout import Layout
-from undivided.cache import _attend, _eviction
-from undivided.cache._attend import CachedSequences, Output
+from undivided.cache import _attend
+from undivided.cache._attend import CachedCall, CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
-from undivided.cache._between_steps import BetweenSteps
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._ledger import Pages, Slots
-from undivided.cache._storage import Heads, Storage, checked_tokens
+from undivided.cache._ledger.pages import Pages
+from undivided.cache._ledger.plan import Slots
+from undivided.cache._ranks import checked_ranks
+from undivided.cache._sharded_steps import ShardedSteps
+from undivided.cache._storage import Heads, Rows, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class InferenceParams(BetweenSteps):
+class InferenceParams(ShardedSteps):
     """The key/value caches of all layers of a model, and the sequences of the batch.
 
     Before each iteration, `pre_step` receives the sequences of the batch and the number of their new tokens. Then the
@@ -57,6 +59,9 @@ class InferenceParams(BetweenSteps):
             read it in place; `step` is refused.
         mesh: the ranks that layers are divided over by `undivided.parallel.parallelize`, as in `KVCache`:
             num_heads_kv then counts the heads of all ranks.
+        context_parallel: an `undivided.ContextParallel`, whose ranks the pages are spread over: page p of every
+            sequence is on rank p % ranks, and total_num_pages counts those of each rank. Layers need the same group
+            (`set_context_parallel_group`). All ranks make the same calls.
 
     Raises:
         InputError: an argument is wrong or missing.
@@ -77,7 +82,7 @@ class InferenceParams(BetweenSteps):
 
     _batch: Batch
     _step: Step | None
-    _rows: Tensor | None  # pool rows of the new tokens, on the device
+    _rows: Rows | None  # pool rows of the new tokens, on the device
     _table: Tensor | None  # `page_table`, once it was read
 
     def __init__(
@@ -98,6 +103,7 @@ class InferenceParams(BetweenSteps):
         device: torch.device | str | None = None,
         quantize: str | None = None,
         mesh: DeviceMesh | None = None,
+        context_parallel: Any = None,
     ) -> None:
         for name, value in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("dtype", dtype)):
             if value is None:
@@ -112,8 +118,13 @@ class InferenceParams(BetweenSteps):
         if not isinstance(is_paged, bool):
             raise InputError("is_paged", "be True or False", repr(is_paged))
         self.is_paged, self.qkv_format = is_paged, checked_format(qkv_format)
+        self.context_parallel, self._ranks = context_parallel, checked_ranks(context_parallel)
+        if self._ranks is not None and not is_paged:
+            raise InputError("is_paged", "be True with context_parallel: pages are what ranks hold", False)
         sizes = self.max_sequence_length, self.max_batch_size  # one page per sequence
-        self.page_size, self.total_num_pages = pool_sizes(page_size, total_num_pages, *sizes) if is_paged else sizes
+        if is_paged:
+            sizes = pool_sizes(page_size, total_num_pages, *sizes, self._world)
+        self.page_size, self.total_num_pages = sizes
         if max_ctx_len is not None and as_integer("max_ctx_len", max_ctx_len, 1) > self.max_sequence_length:
             raise InputError("max_ctx_len", f"be at most max_sequence_length ({max_sequence_length})", max_ctx_len)
         self.device = None if device is None else torch.device(device)
@@ -124,9 +135,13 @@ class InferenceParams(BetweenSteps):
         """Drop all sequences. The memory stays allocated."""
         ledger: Slots | Pages = Slots(self.max_batch_size, self.max_sequence_length)
         if self.is_paged:
-            ledger = BatchPages(self.total_num_pages, self.page_size, self.max_batch_size)
+            ledger = BatchPages(self.total_num_pages, self.page_size, self.max_batch_size, self._world)
         self._batch = Batch(ledger, self.max_batch_size, self.max_sequence_length)
         self._set_step(None)
+
+    @property
+    def _world(self) -> int:
+        return 1 if self._ranks is None else self._ranks.world
 
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate the cache of a layer: now if the device is known, otherwise when the first keys arrive.
@@ -141,7 +156,8 @@ class InferenceParams(BetweenSteps):
         """
         number = as_integer("layer_number", layer_number, 0)
         if self.device is not None and number not in self._storages:
-            self._storages[number] = Storage(self.total_num_pages, self.page_size, self._heads, self.device)
+            sizes = self.total_num_pages, self.page_size, self._heads, self.device
+            self._storages[number] = Storage(*sizes) if self._ranks is None else self._ranks.storage(*sizes)
         self._layers.add(number)
 
     def has_memory(self, layer_number: int) -> bool:
@@ -156,17 +172,25 @@ class InferenceParams(BetweenSteps):
         return layer_number in self._layers
 
     @outside_of_graphs
-    def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
+    def pre_step(self, step_dict: Mapping[Hashable, int], *, sharded: bool = False) -> None:
         """Start an iteration, before the model runs: set the sequences of the batch and the number of their new tokens.
 
         Args:
             step_dict: number of new tokens (0 or more) by sequence id (any hashable), in the order of the batch. A new
                 id starts a sequence; an id that is missing has ended, and its memory is freed.
+            sharded: with context_parallel, whether each rank has a part of the new tokens (`shard`), as for a long
+                prompt. Otherwise every rank has all of them, as for decoding.
 
         Raises:
             InputError: there are too many sequences, one is too long, or the pages do not suffice. Nothing changes.
         """
-        self._set_step(self._batch.step(step_dict, self._storages.values()))
+        if not isinstance(sharded, bool) or (sharded and self._ranks is None):
+            raise InputError("sharded", "be True or False, and False without context_parallel", repr(sharded))
+        step = self._batch.step(step_dict, self._storages.values())
+        length = None
+        if sharded:
+            length = sum(step.counts) if self.qkv_format == "thd" else max(step.counts, default=0)
+        self._set_step(step, length)
 
     @outside_of_graphs
     def step(
@@ -191,6 +215,9 @@ class InferenceParams(BetweenSteps):
         Raises:
             InputError: the tokens do not match `pre_step`, or the caches are quantised.
         """
+        if self._ranks is not None:
+            hint = "attend(layer_number, q, k, v) reads the pages of all ranks"
+            raise InputError("context_parallel", "be None for step(), which returns the caches", "ranks", hint=hint)
         if self.quantize is not None:
             hint = (
                 "attend(layer_number, q, k, v) reads the cache in place; convert_paged_to_nonpaged gives a plain copy"
@@ -221,7 +248,7 @@ class InferenceParams(BetweenSteps):
 
         Args:
             layer_number, new_k, new_v, qkv_format: as in `step`.
-            q: queries of the same tokens, [.., h, d].
+            q: queries of the same tokens, [.., h, d]; in a sharded step all three are those of this rank.
             mask: as in `KVCache.attend`: causal if None, aligned bottom-right by default, without lengths.
             options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, batch_invariant and return_lse,
                 as in `undivided.attention`.
@@ -230,9 +257,27 @@ class InferenceParams(BetweenSteps):
             The output in q's format, 0 in padding rows; with return_lse, (output, lse).
 
         Raises:
-            InputError: the tokens do not match `pre_step`, or an argument is wrong.
+            InputError: the tokens do not match `pre_step`, or an argument is wrong, or differs between ranks.
             NoBackendError: no allowed backend can run the problem.
+            RankError: another rank refused its arguments, or failed (with context_parallel).
         """
+        if self._ranks is None:
+            return _attend.attend(self._call(layer_number, q, new_k, new_v, qkv_format, mask, options))
+        if self._sharded is not None:
+            return self._attend_sharded(layer_number, q, new_k, new_v, qkv_format, mask, options)
+        return self._ranks.attend(lambda: self._call(layer_number, q, new_k, new_v, qkv_format, mask, options))
+
+    def _call(
+        self,
+        layer_number: int,
+        q: Tensor,
+        new_k: Tensor,
+        new_v: Tensor,
+        qkv_format: str | None,
+        mask: Mask | None,
+        options: dict[str, Any],
+    ) -> CachedCall:
+        """The call of `attend` over the cache of a layer, after its new tokens are appended."""
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         step = self._current_step()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
@@ -242,14 +287,14 @@ class InferenceParams(BetweenSteps):
         storage = self._write(layer_number, new_k, new_v, format)
         all_real = format != "thd" and step.counts.count(q_len) == len(step.counts)
         counts = None if all_real else step.counts
-        return _attend.attend(q, self._cached_sequences(storage), format, counts, mask, **options)
+        return CachedCall(q, self._cached_sequences(storage), format, counts, mask, options)
 
     def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
         step = self._current_step()
         check_tensor("new_k", new_k)
         if self.device is None:
             self.device = new_k.device
-            self._set_step(step)
+            self._set_step(step, self._sharded)
         self.allocate_memory(layer_number)
         storage = self._storages[layer_number]
         device = storage.k.device
@@ -265,7 +310,7 @@ class InferenceParams(BetweenSteps):
         )
         if step.rows:
             if self._rows is None:
-                self._rows = torch.tensor(step.rows, dtype=torch.int64, device=device)
+                self._rows = storage.rows(step.rows)
             storage.write(self._rows, tokens)
         return storage
 
@@ -279,8 +324,9 @@ class InferenceParams(BetweenSteps):
             )
         return self._step
 
-    def _set_step(self, step: Step | None) -> None:
-        """Set the step, and compute once what every layer needs of it."""
+    def _set_step(self, step: Step | None, sharded: int | None = None) -> None:
+        """Set the step, and compute once what every layer needs of it. sharded: the tokens that ranks divide."""
+        self._sharded = sharded
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
         self._step, self._rows, self._table = step, None, None
         self.sequences = self._batch.sequences
@@ -295,17 +341,19 @@ class InferenceParams(BetweenSteps):
         if not self.is_paged and step.slots == tuple(range(first, first + count)):
             return CachedSequences(storage.pools.pages(first, first + count), step.after)
         evicted = self._batch.evicted_tables(step.slots)
-        return CachedSequences(storage.pools, step.after, self.page_table, evicted)
+        digest = 0 if self._ranks is None else self._batch.paged_ledger("have ranks").digest()
+        return CachedSequences(storage.pools, step.after, self.page_table, evicted, digest)
 
     @property
     def page_table(self) -> Tensor:
         """The pages of each sequence in order, int32 [b, pages of the longest]; 0 after the end of a sequence.
 
-        If not paged, the cache row of each sequence, [b, 1].
+        Over ranks, those of this rank. If not paged, the cache row of each sequence, [b, 1].
         """
         if self._table is None:
             slots = self._step.slots if self._step is not None else ()
-            self._table = _attend.table(self._batch.tables(slots), self.device or torch.device("cpu"))
+            tables = self._batch.tables(slots, 0 if self._ranks is None else self._ranks.rank)
+            self._table = _attend.table(tables, self.device or torch.device("cpu"))
         return self._table
 
     @property
@@ -321,22 +369,6 @@ class InferenceParams(BetweenSteps):
         """
         return self._seqlens_pre_step
 
-    def evict(self, mask: Mask) -> int:
-        """As `PagedKVCache.evict`, between two steps.
-
-        Args:
-            mask: the mask of all layers, or the union of their masks.
-
-        Returns:
-            The number of released pages, counted for each sequence.
-
-        Raises:
-            InputError: not paged, or not such a mask.
-        """
-        released = _eviction.evict(self._batch.paged_ledger("evict pages"), mask)
-        self._set_step(None)
-        return released
-
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """A contiguous copy of the keys and values of the batch, in `dtype` also if the caches are quantised.
 
@@ -347,8 +379,10 @@ class InferenceParams(BetweenSteps):
             (k, v), each [b, tokens, g, d]. Values after the end of a sequence are undefined.
 
         Raises:
-            InputError: the layer has no cache, or there is no step.
+            InputError: the layer has no cache, there is no step, or the pages are on several ranks.
         """
+        if self._ranks is not None:
+            raise InputError("context_parallel", "be None for a contiguous copy: a rank has some of the pages", "ranks")
         self._current_step()
         if layer_number not in self._storages:
             raise InputError("layer_number", "be that of a layer with a cache", layer_number)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
-from undivided.cache import _attend, _eviction
+from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._graphs import outside_of_graphs
-from undivided.cache._ledger import Pages
+from undivided.cache._ledger import eviction
+from undivided.cache._ledger.pages import Pages
 from undivided.cache._storage import Heads, Storage, checked_token_ids
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -23,84 +24,33 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class PagedKVCache(Cache):
-    """A cache whose sequences take pages from one pool as they grow, and share the pages of a common prefix.
-
-    A sequence is a list of pages; its length is limited by the pool only. `fork` shares pages. A shared page is copied
-    before a sequence writes to it, and a page that no sequence uses is free again.
-
-    Args:
-        num_pages: pages of the pool.
-        page_size: tokens per page.
-        kv_heads: key/value heads, N.
-        head_dim: head size of queries and keys, Dk.
-        batch: number of sequences, B; may exceed the number of pages.
-        value_dim: head size of values, Dv; Dk if None.
-        dtype: float16, bfloat16, float32 or float64.
-        device: device of keys and values.
-        layout: layout of the arguments and results of `append` and `attend`: "bshd", "sbhd", "bhsd" or "thd". The
-            memory is always [num_pages, page_size, N, D].
-        quantize: format in which keys and values are stored, as in `KVCache`. Shared, copied and evicted pages have
-            their scales beside them.
-        mesh: the ranks that the heads are divided over, a `DeviceMesh` with one axis: kv_heads then counts those of all
-            ranks, and this cache holds the heads of one. None: kv_heads are those of this cache.
-
-    Raises:
-        InputError: an argument is wrong.
-
-    Source: Kwon et al. 2023 (arXiv:2309.06180), PagedAttention.
-
-    >>> import torch, undivided
-    >>> cache = undivided.PagedKVCache(8, page_size=4, kv_heads=2, head_dim=16, batch=2, dtype=torch.float32)
-    >>> prompt = torch.randn(2, 6, 2, 16)
-    >>> cache.append(prompt, prompt, lengths=[6, 0])             # two pages for the first sequence
-    >>> cache.fork(0, 1)                                         # the second shares both: no copy
-    >>> cache.lengths, cache.free_pages
-    ((6, 6), 6)
-    >>> cache.append(prompt[:, :1], prompt[:, 1:2])              # they differ now: one copies its last page
-    >>> cache.attend(torch.randn(2, 1, 8, 16)).shape, cache.free_pages
-    (torch.Size([2, 1, 8, 16]), 5)
-    """
+class SequencesOnPages(Cache):
+    """A cache whose sequences are lists of pages; with ranks, of the pages of all ranks."""
 
     _ledger: Pages
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        batch: int,
-        value_dim: int | None = None,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        layout: Layout = "bshd",
-        quantize: str | None = None,
-        mesh: DeviceMesh | None = None,
+        self, heads: Heads, num_pages: int, page_size: int, batch: int, device: torch.device | str, layout: Layout
     ) -> None:
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
-        self.num_pages, self.page_size = (as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1))
+        self.num_pages, self.page_size = as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1)
         batch = as_integer("batch", batch, 1)
-        storage = Storage(self.num_pages, self.page_size, heads, torch.device(device))
-        ledger = Pages(self.num_pages, self.page_size, batch)
+        ranks, sizes = self._ranks, (self.num_pages, self.page_size, heads, torch.device(device))
+        storage = Storage(*sizes) if ranks is None else ranks.storage(*sizes)
+        ledger = Pages(self.num_pages, self.page_size, batch, 1 if ranks is None else ranks.world)
         super().__init__(ledger, storage, batch, layout)
         self._table: tuple[int, Tensor] | None = None
 
     @property
-    def free_pages(self) -> int:
-        """The number of pages that no sequence uses."""
-        return self._ledger.free_pages
-
-    @property
     def block_table(self) -> Tensor:
-        """The pages of each sequence in order, int32 [B, pages of the longest].
+        """The pages of each sequence in order, int32 [B, pages of the longest]; over ranks, those of this rank.
 
         0 after the end of a sequence, and for evicted pages.
         """
+        ledger, rank = self._ledger, 0 if self._ranks is None else self._ranks.rank
         known = self._table
-        if known is None or known[0] != self._ledger.changes:
-            known = self._table = self._ledger.changes, _attend.table(self._ledger.tables, self.device)
+        if known is None or known[0] != ledger.changes:
+            tables = [ledger.of_rank(rank, n) for n in range(self.batch)]
+            known = self._table = ledger.changes, _attend.table(tables, self.device)
         return known[1]
 
     @outside_of_graphs
@@ -197,12 +147,76 @@ class PagedKVCache(Cache):
         >>> cache.lengths, cache.free_pages
         ((100,), 5)
         """
-        return _eviction.evict(self._ledger, mask)
+        return eviction.evict(self._ledger, mask)
 
     def _cached_sequences(self) -> CachedSequences:
         ledger = self._ledger
         tables = ledger.tables if any(ledger.evicted) else None
-        return CachedSequences(self._storage.pools, ledger.lengths, self.block_table, tables)
+        digest = 0 if self._ranks is None else ledger.digest()
+        return CachedSequences(self._storage.pools, ledger.lengths, self.block_table, tables, digest)
+
+
+class PagedKVCache(SequencesOnPages):
+    """A cache whose sequences take pages from one pool as they grow, and share the pages of a common prefix.
+
+    A sequence is a list of pages; its length is limited by the pool only. `fork` shares pages. A shared page is copied
+    before a sequence writes to it, and a page that no sequence uses is free again.
+
+    Args:
+        num_pages: pages of the pool.
+        page_size: tokens per page.
+        kv_heads: key/value heads, N.
+        head_dim: head size of queries and keys, Dk.
+        batch: number of sequences, B; may exceed the number of pages.
+        value_dim: head size of values, Dv; Dk if None.
+        dtype: float16, bfloat16, float32 or float64.
+        device: device of keys and values.
+        layout: layout of the arguments and results of `append` and `attend`: "bshd", "sbhd", "bhsd" or "thd". The
+            memory is always [num_pages, page_size, N, D].
+        quantize: format in which keys and values are stored, as in `KVCache`. Shared, copied and evicted pages have
+            their scales beside them.
+        mesh: the ranks that the heads are divided over, a `DeviceMesh` with one axis: kv_heads then counts those of all
+            ranks, and this cache holds the heads of one. None: kv_heads are those of this cache.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    Source: Kwon et al. 2023 (arXiv:2309.06180), PagedAttention.
+
+    >>> import torch, undivided
+    >>> cache = undivided.PagedKVCache(8, page_size=4, kv_heads=2, head_dim=16, batch=2, dtype=torch.float32)
+    >>> prompt = torch.randn(2, 6, 2, 16)
+    >>> cache.append(prompt, prompt, lengths=[6, 0])             # two pages for the first sequence
+    >>> cache.fork(0, 1)                                         # the second shares both: no copy
+    >>> cache.lengths, cache.free_pages
+    ((6, 6), 6)
+    >>> cache.append(prompt[:, :1], prompt[:, 1:2])              # they differ now: one copies its last page
+    >>> cache.attend(torch.randn(2, 1, 8, 16)).shape, cache.free_pages
+    (torch.Size([2, 1, 8, 16]), 5)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        batch: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layout: Layout = "bshd",
+        quantize: str | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
+        super().__init__(heads, num_pages, page_size, batch, device, layout)
+
+    @property
+    def free_pages(self) -> int:
+        """The number of pages that no sequence uses."""
+        return self._ledger.free_pages[0]
 
     def __repr__(self) -> str:
         heads = self._storage.heads

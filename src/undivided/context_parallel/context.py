@@ -29,6 +29,7 @@ from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
 from undivided.context_parallel.exchange.collectives import CountingCommunicator, ProcessGroup, Traffic, gather_all
 from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
 from undivided.context_parallel.max_logit import head_maxima
+from undivided.context_parallel.pages.ranks import RanksOfPages
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -277,6 +278,22 @@ class ContextParallel(ShardedTokens):
         """
         found = [axis.comm for axis in self._group_axes()]
         return [comm.ranks for comm in found if isinstance(comm, ProcessGroup)]
+
+    def page_ranks(self) -> RanksOfPages:
+        """The ranks as owners of pages, for ``InferenceParams(context_parallel=)`` and `ContextPagedKVCache`.
+
+        Returns:
+            An object with the interface that the caches call.
+
+        Raises:
+            InputError: there is no group.
+
+        >>> import undivided
+        >>> from undivided.context_parallel import simulate
+        >>> simulate(2, lambda group: undivided.ContextParallel(group).page_ranks().rank)
+        [0, 1]
+        """
+        return RanksOfPages(self, self._group_axes(), self.check)
 
     @staticmethod
     def _policy(request: Request) -> Policy:

@@ -118,7 +118,7 @@ def merge_ranks(
     partial = torch.cat([part.out.to(dtype), part.lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
     for comm in reversed(axes):
         partial = _merge_ranks(comm, partial, by)
-    merged = partial.view(batch, rows, heads, -1)
+    merged = partial.view(batch, rows, heads, partial.shape[-1])
     out, lse = merged[..., :-1], merged[..., -1].transpose(1, 2).contiguous()  # [B, H, Sq]
     if sinks is not None:
         out = out * sink_factor(lse, sinks).transpose(1, 2).unsqueeze(-1)

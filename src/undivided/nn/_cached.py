@@ -9,14 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undivided.arguments import layout
+from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
 from undivided.cache import InferenceParams
+from undivided.context_parallel import ContextParallel
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments import sequences
 from undivided.nn.arguments.formats import Inputs
 from undivided.nn.arguments.mask_types import MaskType, Window, band
 from undivided.nn.arguments.sequences import SequenceArguments
+from undivided.nn.rotary.checks import check_rows
 
 
 def checked_params(params: object) -> InferenceParams | None:
@@ -26,9 +30,56 @@ def checked_params(params: object) -> InferenceParams | None:
     return params
 
 
+def check_cross_attention(params: InferenceParams | None, cp: ContextParallel | None) -> None:
+    """InputError for a cache and a context group together."""
+    if params is not None and cp is not None:
+        must = "be None for cross-attention with a context group: ranks hold parts of its keys, but whole steps"
+        raise InputError("inference_params", must, "a cache", hint="a decoder without set_context_parallel_group")
+
+
+def check_ranks(params: InferenceParams, cp: ContextParallel | None) -> None:
+    """InputError unless the pages of the cache are on the ranks of the layer's context group."""
+    own = params.context_parallel
+    if cp is None and own is not None:
+        must = f"be a cache of one process for a layer without a context group, or one of {own.world} ranks with it"
+        hint = "set_context_parallel_group(cp) with the ContextParallel of the cache"
+        raise InputError("inference_params", must, f"a cache over {own.world} ranks", hint=hint)
+    if cp is not None and own is None:
+        hint = "InferenceParams(..., is_paged=True, page_size=64, context_parallel=cp)"
+        must = f"have its pages on the {cp.world} ranks of the layer's context group"
+        raise InputError("inference_params", must, "a cache of one process", hint=hint)
+    if cp is not None and cp is not own and _ranks(cp) != _ranks(own):
+        must = f"have its pages on the ranks of the layer's context group, {_ranks(cp)}"
+        raise InputError("inference_params", must, _ranks(own))
+
+
+def _ranks(cp: ContextParallel) -> str:
+    """This rank's place in a context, and the processes of its groups."""
+    return f"rank {cp.rank} of {cp.world}, processes {cp.process_groups()}"
+
+
 def with_cached_keys(inputs: Inputs, params: InferenceParams) -> Inputs:
-    """The inputs with the number of keys of the longest cached sequence."""
-    return inputs._replace(cached=max(params.sequences.values(), default=0))
+    """The inputs with the number of keys of the longest cached sequence, and the new tokens of all ranks."""
+    inputs = inputs._replace(cached=max(params.sequences.values(), default=0))
+    if (length := params.sharded_length) is None:
+        return inputs
+    shape = list(layout.canonical(inputs.q, inputs.format).shape)
+    shape[1] = length
+    return inputs._replace(q=layout.restore(inputs.q.new_empty(()).expand(shape), inputs.format))
+
+
+def rows_of_positions(freqs: Tensor, positions: Tensor, format: Layout) -> Tensor:
+    """The rows of freqs for tokens at these positions, as freqs whose rows are the tokens.
+
+    Args:
+        freqs: angles of all positions, [s, 1, 1, ..].
+        positions: [b, tokens], in "thd" [tokens].
+    """
+    if freqs.shape[1] != 1:
+        raise InputError("freqs", "have 1 at axis 1 in a sharded step", list(freqs.shape))
+    check_rows(freqs, positions, 0)
+    rows = freqs[:, 0, 0][positions.to(freqs.device)]
+    return rows[:, None, None] if format == "thd" else rows.transpose(0, 1).unsqueeze(2)
 
 
 def mask(

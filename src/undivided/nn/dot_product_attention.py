@@ -229,7 +229,9 @@ class DotProductAttention(DividedModule):
             qkv_layer, kv_layer: instead, one tensor of q, k and v, or one of k and v.
             qkv_interleave_dim: -3 for [.., 3, h, d], -2 for [.., h, 3, d] (kv_layer: 2 instead of 3).
             inference_params: cache of earlier keys and values, under `layer_number`. New ones are appended, masks are
-                aligned bottom-right, and the lengths come from the cache; omit cu_seqlens.
+                aligned bottom-right, and the lengths come from the cache; omit cu_seqlens. With a context group, the
+                cache has the same (``InferenceParams(context_parallel=)``), and q, k and v are all new tokens, or those
+                of this rank after ``pre_step(..., sharded=True)``.
             fp8_output, bf16_backward, score_mod, score_mod_bprop, score_mod_tensors,
                 score_mod_bprop_tensors: accepted at their defaults only; another value is an error with the reason.
 
@@ -269,8 +271,10 @@ class DotProductAttention(DividedModule):
         try:
             params = _cached.checked_params(inference_params)
             if params is not None:
-                inputs = _cached.with_cached_keys(inputs, params)
-            full = self._global_inputs(inputs, arguments, params)
+                _cached.check_ranks(params, self.context_parallel)
+                full = _cached.with_cached_keys(inputs, params)
+            else:
+                full = self._global_inputs(inputs, arguments)
             scores = score_terms(
                 core_attention_bias_type,
                 core_attention_bias,
@@ -286,17 +290,10 @@ class DotProductAttention(DividedModule):
         except InputError as error:
             raise with_module_names(error) from None
 
-    def _global_inputs(self, inputs: Inputs, arguments: SequenceArguments, params: InferenceParams | None) -> Inputs:
+    def _global_inputs(self, inputs: Inputs, arguments: SequenceArguments) -> Inputs:
         """The inputs with the sizes that masks and biases describe: those of all ranks together."""
         if self.context_parallel is None:
             return inputs
-        if params is not None:
-            raise InputError(
-                "inference_params",
-                "be None under context parallelism: a cache holds every token, not those of a rank",
-                "a cache",
-                hint="undivided.context_parallel.ContextPagedKVCache spreads the pages of a layer over ranks",
-            )
         return _context_parallel.global_inputs(inputs, self.context_parallel, arguments.offsets_in_memory)
 
     def _mask(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
+from undivided.nn import _cached
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import (
     check_layer_hints,
@@ -355,8 +356,7 @@ class MultiheadAttention(DividedModule):
         # an FSDP shard has another dtype than the weight of the projection
         like = weight if type(weight) is torch.nn.Parameter else None
         hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", like)
-        if params is not None and not isinstance(params, InferenceParams):
-            raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)
+        params = _cached.checked_params(params)
         if self.attention_type == "self":
             if encoder is not None:
                 got = f"a tensor {list(encoder.shape)}"
@@ -365,6 +365,7 @@ class MultiheadAttention(DividedModule):
         hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", like)
         assert encoder is not None
         hidden.check_encoder(x, encoder, format, "qkv_format")
+        _cached.check_cross_attention(params, self.core_attention.context_parallel)
 
     def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""

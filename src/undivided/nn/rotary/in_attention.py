@@ -9,6 +9,7 @@ from undivided.cache import InferenceParams
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
+from undivided.nn._cached import rows_of_positions
 from undivided.nn._context_parallel import rank_freqs
 from undivided.nn.arguments.error_names import rename_arguments
 from undivided.nn.rotary.rotation import Rotation, compute_rotation, rotate
@@ -42,6 +43,9 @@ def rotate_queries_and_keys(
         cp: context parallelism.
     """
     q_freqs, k_freqs = freqs if isinstance(freqs, tuple | list) else (freqs, freqs)
+    if params is not None:  # its steps decide which tokens a rank has
+        cp = None
+    positions = None if params is None else params.own_positions()
     starts = None if params is None else params.get_seqlens_pre_step()[: params.batch_size]
     if format != "thd":  # cu_seqlens are lengths there, and every row starts at its first position
         offsets_q = offsets_kv = None
@@ -51,6 +55,9 @@ def rotate_queries_and_keys(
     def rotation(t: Tensor, rows: Tensor, start: Tensor | None, offsets: Tensor | None, side: Side = "q") -> Rotation:
         if cp is not None:
             rows = rank_freqs(rows, t, format, cp, offsets, side)
+            offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
+        elif positions is not None:
+            rows, start = rows_of_positions(rows, positions, format), None
             offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
         return compute_rotation(t, rows, format, start, interleaved, offsets)
 

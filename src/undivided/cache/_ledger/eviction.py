@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from undivided import masks
-from undivided.cache._ledger import EVICTED, Pages
+from undivided.cache._ledger.pages import EVICTED, Pages
 from undivided.cache._masks import align
 from undivided.cache._storage import Counts
 from undivided.errors import InputError

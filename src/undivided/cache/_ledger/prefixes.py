@@ -78,10 +78,16 @@ class PrefixIndex:
         self._use(parent)
         return pages
 
-    def drop(self, references: Sequence[int], count: int) -> list[int]:
-        """Forget up to `count` pages that nothing but the index refers to, least recently used first."""
+    def drop(self, references: Sequence[int], missing: Sequence[int]) -> list[int]:
+        """Forget pages that nothing but the index refers to, least recently used first, until enough are forgotten.
+
+        Args:
+            references: number of references of each page.
+            missing: how many pages are needed of each rank, which is the page modulo the number of ranks.
+        """
         dropped: list[int] = []
-        while len(dropped) < count:
+        missing = list(missing)
+        while max(missing) > 0:
             unused = (n for n in self if not n.children and references[n.page] == 1)
             node = next(unused, None)
             if node is None:
@@ -90,17 +96,18 @@ class PrefixIndex:
             if node.parent is not None:
                 node.parent.children -= 1
             dropped.append(node.page)
+            missing[node.page % len(missing)] -= 1
         return dropped
 
-    def droppable(self, references: Sequence[int]) -> int:
-        """The number of pages that `drop` can forget: those without a page after them that a sequence uses."""
+    def droppable(self, references: Sequence[int]) -> list[int]:
+        """The pages that `drop` can forget: those without a page after them that a sequence uses."""
         held: set[int] = set()
         for node in self:
             above: Node | None = node if references[node.page] > 1 else None
             while above is not None and id(above) not in held:
                 held.add(id(above))
                 above = above.parent
-        return len(self) - len(held)
+        return [node.page for node in self if id(node) not in held]
 
     def _page_tokens(self, tokens: Sequence[int]) -> Iterator[Tokens]:
         size = self.page_size

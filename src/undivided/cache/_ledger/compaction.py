@@ -1,0 +1,77 @@
+"""Tokens that were appended last and of which some stay, such as the accepted path of a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from undivided.arguments.checks import as_integer
+from undivided.cache._ledger.plan import Ledger, Plan
+from undivided.cache._storage import Storage
+from undivided.errors import InputError
+
+L = TypeVar("L", bound=Ledger)
+
+
+def checked_indices(argument: str, indices: object, drafted: int) -> list[int]:
+    """The indices, if they ascend within the drafted tokens; otherwise InputError."""
+    values = indices.tolist() if isinstance(indices, Tensor) else indices
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputError(argument, "be a list of ints", type(indices).__name__)
+    found = [as_integer(f"{argument}[{n}]", value, 0) for n, value in enumerate(values)]
+    for n, index in enumerate(found):
+        if index >= drafted:
+            raise InputError(f"{argument}[{n}]", f"be one of the {drafted} tokens that were appended last", index)
+        if n and index <= found[n - 1]:
+            raise InputError(argument, "ascend, as a path from the root does", found)
+    return found
+
+
+class Compaction(NamedTuple, Generic[L]):
+    """The last tokens of some sequences, compacted, not yet committed.
+
+    Args:
+        ledger: the ledger afterwards.
+        source, target: rows of the flattened pools, before and after, of each token that stays.
+        copies: pages to copy, (from, to), before tokens are written.
+    """
+
+    ledger: L
+    source: list[int]
+    target: list[int]
+    copies: Sequence[tuple[int, int]]
+
+    def run(self, storages: Iterable[Storage]) -> L:
+        """Move the tokens in every storage; the ledger afterwards."""
+        for storage in storages:
+            storage.move(self.source, self.target, self.copies)
+        return self.ledger
+
+
+def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compaction[L]:
+    """The compaction of the last tokens of some sequences.
+
+    Args:
+        ledger: unchanged.
+        kept: by sequence: the number of its last tokens, and which of them stay.
+
+    Raises:
+        InputError: pages of these tokens were evicted, or shared pages cannot be copied.
+    """
+    lengths, counts = list(ledger.lengths), [0] * len(ledger.lengths)
+    for sequence, (drafted, indices) in kept.items():
+        lengths[sequence] -= drafted
+        counts[sequence] = len(indices)
+    after = ledger.copy()
+    after.truncate(tuple(lengths))
+    plan, now = after.plan(tuple(counts)), Plan(ledger.lengths)
+    source: list[int] = []
+    target: list[int] = []
+    for sequence, (drafted, indices) in kept.items():
+        rows = ledger.rows(now, sequence, drafted)
+        source += [rows[index] for index in indices]
+        target += after.rows(plan, sequence, len(indices))
+    after.commit(plan)
+    return Compaction(after, source, target, plan.copies)

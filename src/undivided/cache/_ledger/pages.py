@@ -1,0 +1,229 @@
+"""`Pages`: the ledger of sequences that take pages from a pool, or from the pools of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from undivided.cache._ledger.plan import Plan
+from undivided.cache._ledger.prefixes import PrefixIndex
+from undivided.cache._storage import Counts
+from undivided.errors import InputError
+
+EVICTED = -1
+"""The entry of an evicted page in the list of a sequence's pages."""
+
+
+class Pages:
+    """A ledger in which a sequence is a list of pages. Sequences share pages; a shared page is copied before a write.
+
+    With several ranks, each has `num_pages`, and page p of every sequence is on rank ``p % ranks``: page 3 of rank 1 of
+    4 has the number 3 * 4 + 1. Every rank keeps this ledger of all ranks, so that all refuse the same requests without
+    a message. `argument` and `hint` are the argument and the fix in the error for too few pages.
+    """
+
+    argument = "k"
+    hint = "free(i) a sequence that has ended, truncate(lengths), or increase num_pages"
+
+    def __init__(self, num_pages: int, page_size: int, batch: int, ranks: int = 1) -> None:
+        self.num_pages, self.page_size, self.ranks = num_pages, page_size, ranks
+        self.lengths: Counts = (0,) * batch
+        self.tables: list[list[int]] = [[] for _ in range(batch)]
+        total = num_pages * ranks
+        self.references = [0] * total
+        # of each rank, taken from the end: page 0 first
+        self.unused = [list(range(total - ranks + rank, -1, -ranks)) for rank in range(ranks)]
+        self.evicted = [0] * batch  # tokens that each sequence had at its last eviction; fewer must not remain
+        self.prefixes = PrefixIndex(page_size)
+        self.changes = 0  # of the tables, so that copies of them can be refreshed
+        self._digest = -1, 0  # of the tables after so many changes
+
+    def plan(self, counts: Counts) -> Plan:
+        lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
+        needs = self._needs(lengths, counts)
+        if not needs:
+            return Plan(lengths)
+        self._reclaim(needs)
+        following = [reversed(pages) for pages in self.unused]
+        copies, tables, fresh = [], {}, []
+        for n, first, stop, copy in needs:
+            pages = [next(following[place % self.ranks]) for place in range(first, stop)]
+            if copy:
+                copies.append((self.tables[n][first], pages[0]))
+            tables[n] = self.tables[n][:first] + pages
+            fresh += pages
+        return Plan(lengths, copies, tables, fresh)
+
+    @property
+    def free_pages(self) -> Counts:
+        """The number of pages of each rank that no sequence uses; the index of prefixes gives its own up if they are
+        needed."""
+        counts = [len(pages) for pages in self.unused]
+        for page in self.prefixes.droppable(self.references):
+            counts[page % self.ranks] += 1
+        return tuple(counts)
+
+    def _reclaim(self, needs: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Free pages of the index until these needs are met; InputError if that is impossible, and nothing changes."""
+        needed = [0] * self.ranks
+        for _, first, stop, _ in needs:
+            for place in range(first, stop):
+                needed[place % self.ranks] += 1
+        missing = [count - len(pages) for count, pages in zip(needed, self.unused, strict=True)]
+        if max(missing) <= 0:
+            return
+        for rank, (count, free) in enumerate(zip(needed, self.free_pages, strict=True)):
+            if count > free:
+                where, of_rank = (f" on rank {rank}", ", the pages of each rank") if self.ranks > 1 else ("", "")
+                raise InputError(
+                    self.argument,
+                    f"fit into the {free} free pages of {self.num_pages}{where} (page_size {self.page_size})",
+                    f"tokens that need {count}",
+                    hint=self.hint + of_rank,
+                )
+        self._release(self.prefixes.drop(self.references, missing))
+
+    def remember(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Index the full pages that hold these tokens, the first ones of a sequence."""
+        for page in self.prefixes.add(tokens, self.tables[sequence]):
+            self.references[page] += 1
+
+    def match(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Give an empty sequence the pages of the longest indexed prefix; the number of its tokens."""
+        assert not self.lengths[sequence]
+        pages = self.prefixes.find(tokens)
+        for page in pages:
+            self.references[page] += 1
+        count = len(pages) * self.page_size
+        self.tables[sequence] = pages
+        self.lengths = (*self.lengths[:sequence], count, *self.lengths[sequence + 1 :])
+        self.changes += 1
+        return count
+
+    def _needs(self, lengths: Counts, counts: Counts) -> list[tuple[int, int, int, bool]]:
+        """(sequence, first and stop of the places in its list that need a page, whether the first is a copy) for each
+        sequence that needs pages."""
+        needs: list[tuple[int, int, int, bool]] = []
+        leaving: dict[int, int] = {}  # number of sequences that copy a shared page; the last one may keep it
+        for n, count in enumerate(counts):
+            if not count:
+                continue
+            pages = self.tables[n]
+            copy = False
+            if self.lengths[n] % self.page_size:  # the last page is written to
+                last = pages[-1]
+                copy = self.references[last] - leaving.get(last, 0) > 1
+                if copy:
+                    leaving[last] = leaving.get(last, 0) + 1
+            first, stop = len(pages) - copy, -(-lengths[n] // self.page_size)
+            if first < stop:
+                needs.append((n, first, stop, copy))
+        return needs
+
+    def commit(self, plan: Plan) -> None:
+        self.lengths = plan.lengths
+        if not plan.tables:
+            return
+        for page in plan.fresh:
+            self.unused[page % self.ranks].pop()
+            self.references[page] = 1
+        for source, _ in plan.copies:
+            self.references[source] -= 1
+        for n, pages in plan.tables.items():
+            self.tables[n] = pages
+        self.changes += 1
+
+    def digest(self) -> int:
+        """A number that differs between ledgers with other pages, from 0 to 2**64 - 1; the same in every process."""
+        if self._digest[0] != self.changes:
+            self._digest = self.changes, hash(tuple(map(tuple, self.tables))) & (2**64 - 1)
+        return self._digest[1]
+
+    def of_rank(self, rank: int, sequence: int) -> list[int]:
+        """The pages of a sequence on a rank, numbered within it."""
+        pages = self.tables[sequence]
+        return pages if self.ranks == 1 else [page // self.ranks for page in pages[rank :: self.ranks]]
+
+    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
+        rows: list[int] = []
+        size, end = self.page_size, plan.lengths[sequence]
+        pages = plan.tables.get(sequence) or self.tables[sequence]
+        at = end - count
+        if count == 1:  # decoding
+            return [pages[at // size] * size + at % size]
+        while at < end:  # one page per pass
+            stop = min(end, (at // size + 1) * size)
+            first = pages[at // size] * size + at % size
+            rows.extend(range(first, first + stop - at))
+            at = stop
+        return rows
+
+    def evict(self, sequence: int, places: Sequence[int]) -> int:
+        """Release the pages at these places in the list of a sequence; how many were not released before."""
+        pages = self.tables[sequence]
+        held = [place for place in places if pages[place] != EVICTED]
+        if held:
+            self._release([pages[place] for place in held])
+            for place in held:
+                pages[place] = EVICTED
+            self.evicted[sequence] = self.lengths[sequence]
+            self.changes += 1
+        return len(held)
+
+    def truncate(self, lengths: Counts) -> None:
+        for n, length in enumerate(lengths):
+            if 0 < length < self.evicted[n]:
+                raise InputError(
+                    f"lengths[{n}]",
+                    f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted",
+                    length,
+                    hint="evict after the rejected tokens were truncated",
+                )
+        for n, length in enumerate(lengths):
+            self.evicted[n] = self.evicted[n] if length else 0
+            keep = -(-length // self.page_size)
+            pages = self.tables[n]
+            if keep < len(pages):
+                self._release(pages[keep:])
+                self.tables[n] = pages[:keep]
+                self.changes += 1
+        self.lengths = lengths
+
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+        return (), 0
+
+    def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
+        tables, lengths, evicted = list(self.tables), list(self.lengths), list(self.evicted)
+        for source, target in pairs:
+            for page in self.tables[source]:
+                if page != EVICTED:
+                    self.references[page] += 1
+            tables[target], lengths[target] = list(self.tables[source]), self.lengths[source]
+            evicted[target] = self.evicted[source]
+        for _, target in pairs:
+            self._release(self.tables[target])
+        self.tables, self.lengths, self.evicted = tables, tuple(lengths), evicted
+        self.changes += 1
+
+    def free(self, sequence: int) -> None:
+        self._release(self.tables[sequence])
+        self.tables[sequence], self.evicted[sequence] = [], 0
+        self.lengths = (*self.lengths[:sequence], 0, *self.lengths[sequence + 1 :])
+        self.changes += 1
+
+    def _release(self, pages: Sequence[int]) -> None:
+        for page in reversed(pages):
+            if page == EVICTED:
+                continue
+            self.references[page] -= 1
+            if not self.references[page]:
+                self.unused[page % self.ranks].append(page)
+
+    def copy(self) -> Pages:
+        """An equal ledger, with the same index of prefixes."""
+        twin = type(self)(0, self.page_size, 0, self.ranks)
+        twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
+        twin.tables = [list(pages) for pages in self.tables]
+        twin.references, twin.evicted = list(self.references), list(self.evicted)
+        twin.unused = [list(pages) for pages in self.unused]
+        twin.prefixes = self.prefixes
+        return twin

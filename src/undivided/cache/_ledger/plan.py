@@ -1,0 +1,120 @@
+"""The interface of a ledger, plans of memory for new tokens, and the ledger of a cache with a slot per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, Self
+
+from undivided.cache._storage import Counts
+from undivided.errors import InputError
+
+
+class Plan(NamedTuple):
+    """Memory for new tokens, not yet committed.
+
+    Args:
+        lengths: tokens of every sequence after the commit.
+        copies: pages to copy, (from, to), before tokens are written, because another sequence shares the first.
+        tables: the new pages of each sequence whose pages change.
+        fresh: the pages that were free.
+    """
+
+    lengths: Counts
+    copies: Sequence[tuple[int, int]] = ()
+    tables: Mapping[int, list[int]] = MappingProxyType({})
+    fresh: Sequence[int] = ()
+
+
+class SequenceLedger(Protocol):
+    """The part of a ledger that changes whole sequences."""
+
+    @property
+    def lengths(self) -> Counts:
+        """The tokens of each sequence."""
+        ...
+
+    def truncate(self, lengths: Counts) -> None:
+        """Drop the last tokens of each sequence, down to these lengths, which are at most the current ones."""
+        ...
+
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+        """Pages to copy, (from, to), and the number of their rows, before `fork` of these pairs."""
+        ...
+
+    def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Make sequences copies of others, (from, to), all at once."""
+        ...
+
+    def free(self, sequence: int) -> None:
+        """Drop a sequence."""
+        ...
+
+
+class Ledger(SequenceLedger, Protocol):
+    """The interface of a ledger."""
+
+    def plan(self, counts: Counts) -> Plan:
+        """A plan for this number of new tokens of each sequence; InputError if they do not fit."""
+        ...
+
+    def commit(self, plan: Plan) -> None:
+        """Apply the last plan."""
+        ...
+
+    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
+        """The rows of a sequence's last `count` tokens in the flattened pool, after the plan."""
+        ...
+
+    def copy(self) -> Self:
+        """An equal ledger."""
+        ...
+
+
+class Slots:
+    """A ledger in which page b belongs to sequence b."""
+
+    def __init__(self, batch: int, max_len: int) -> None:
+        self.lengths: Counts = (0,) * batch
+        self.max_len = max_len
+
+    def plan(self, counts: Counts) -> Plan:
+        lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
+        if max(lengths) > self.max_len:
+            n = lengths.index(max(lengths))
+            raise InputError(
+                "k",
+                f"leave every sequence within max_len={self.max_len} tokens",
+                f"{counts[n]} new after {self.lengths[n]} in sequence {n}",
+                hint="increase max_len, free(i) a sequence that has ended, or truncate(lengths)",
+            )
+        return Plan(lengths)
+
+    def commit(self, plan: Plan) -> None:
+        self.lengths = plan.lengths
+
+    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
+        end = sequence * self.max_len + plan.lengths[sequence]
+        return list(range(end - count, end))
+
+    def truncate(self, lengths: Counts) -> None:
+        self.lengths = lengths
+
+    def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+        moved = [pair for pair in pairs if pair[0] != pair[1]]
+        return moved, max((self.lengths[source] for source, _ in moved), default=0)
+
+    def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
+        after = list(self.lengths)
+        for source, target in pairs:
+            after[target] = self.lengths[source]
+        self.lengths = tuple(after)
+
+    def free(self, sequence: int) -> None:
+        self.lengths = (*self.lengths[:sequence], 0, *self.lengths[sequence + 1 :])
+
+    def copy(self) -> Slots:
+        """An equal ledger."""
+        twin = Slots(len(self.lengths), self.max_len)
+        twin.lengths = self.lengths
+        return twin

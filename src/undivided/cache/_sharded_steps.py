@@ -1,0 +1,137 @@
+"""`ShardedSteps`: steps whose new tokens are divided over the ranks of a context, for long prompts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.layout import Layout
+from undivided.cache._attend import CachedCall, Output
+from undivided.cache._batch import cumulative, padded
+from undivided.cache._between_steps import BetweenSteps
+from undivided.cache._graphs import outside_of_graphs
+from undivided.cache._ranks import PageRanks
+from undivided.errors import InputError
+from undivided.masks import Mask
+
+TOKENS = {"bshd": 1, "sbhd": 0, "thd": 0}
+"""The axis of the tokens, of hidden states too."""
+
+
+class ShardedSteps(BetweenSteps):
+    """Each rank computes the layers for its part of the new tokens, as in training with context parallelism."""
+
+    qkv_format: Layout
+    _sharded: int | None  # new tokens of all ranks together, padding included, if the step is sharded
+
+    @abstractmethod
+    def _call(
+        self,
+        layer_number: int,
+        q: Tensor,
+        new_k: Tensor,
+        new_v: Tensor,
+        qkv_format: str | None,
+        mask: Mask | None,
+        options: dict[str, Any],
+    ) -> CachedCall:
+        """The call of `attend`, after the new tokens were written."""
+
+    @outside_of_graphs
+    def shard(self, tensor: Tensor) -> Tensor:
+        """This rank's part of token ids, hidden states or labels, in a step with ``sharded=True``.
+
+        Args:
+            tensor: of all new tokens of the step, [b, s, ..], [s, b, ..] or [t, ..], depending on `qkv_format`; s is
+                the largest number of new tokens of a sequence.
+
+        Returns:
+            The rows of this rank, in ascending order.
+
+        Raises:
+            InputError: the step is not sharded, or the tensor has another number of tokens.
+
+        >>> import torch, undivided
+        >>> from undivided.context_parallel import simulate
+        >>> def rank(group):
+        ...     cp = undivided.ContextParallel(group)
+        ...     params = undivided.InferenceParams(1, 64, 1, 8, torch.float32, is_paged=True, page_size=4,
+        ...                                        context_parallel=cp)
+        ...     params.pre_step({"a": 8}, sharded=True)
+        ...     return params.shard(torch.arange(8)[None]).tolist()
+        >>> simulate(2, rank)
+        [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+        """
+        ranks, length = self._sharded_step()
+        return ranks.shard(tensor, TOKENS[self.qkv_format], length)
+
+    @outside_of_graphs
+    def unshard(self, tensor: Tensor) -> Tensor:
+        """The tensor of all new tokens on every rank: the inverse of `shard`, for example for the last hidden states.
+
+        Args:
+            tensor: this rank's part.
+
+        Returns:
+            The rows of all ranks, in the order of the step.
+
+        Raises:
+            InputError: the step is not sharded, or the tensor has another number of tokens.
+        """
+        ranks, length = self._sharded_step()
+        return ranks.unshard(tensor, TOKENS[self.qkv_format], length)
+
+    def own_positions(self) -> Tensor | None:
+        """The positions of this rank's new tokens in their sequences, for rotary embeddings.
+
+        Returns:
+            int64 [b, s of this rank] in "bshd" and "sbhd", [t of this rank] in "thd"; None unless the step is sharded.
+        """
+        if self._sharded is None:
+            return None
+        ranks, length = self._sharded_step()
+        step, rows = self._current_step(), ranks.positions(length)
+        starts = padded(step.before, len(step.slots), None).long()
+        if self.qkv_format != "thd":
+            return starts[:, None] + rows
+        offsets = cumulative(step.counts, len(step.slots), None).long()
+        sequence = torch.searchsorted(offsets[1:], rows, right=True)
+        return rows - offsets[sequence] + starts[sequence]
+
+    @property
+    def sharded_length(self) -> int | None:
+        """The new tokens of all ranks along the axis of tokens, padding included; None unless the step is sharded."""
+        return self._sharded
+
+    def _sharded_step(self) -> tuple[PageRanks, int]:
+        if self._ranks is None or self._sharded is None:
+            hint = "inference_params.pre_step(step_dict, sharded=True), with context_parallel at construction"
+            raise InputError("inference_params", "have a sharded step", "none, or one that is not sharded", hint)
+        return self._ranks, self._sharded
+
+    def _attend_sharded(
+        self,
+        layer_number: int,
+        q: Tensor,
+        new_k: Tensor,
+        new_v: Tensor,
+        qkv_format: str | None,
+        mask: Mask | None,
+        options: dict[str, Any],
+    ) -> Output:
+        """`attend` for this rank's tokens: the queries and the new keys of all ranks are gathered first."""
+        ranks, length = self._sharded_step()
+        if qkv_format not in (None, self.qkv_format):
+            must = f"be the qkv_format of inference_params ({self.qkv_format!r}) in a sharded step"
+            raise InputError("qkv_format", must, repr(qkv_format))
+        if options.get("bias") is not None:
+            must = "be None in a sharded step: ranks have rows of it, and all queries are on every rank"
+            raise InputError("bias", must, "a tensor", hint="pre_step(step_dict), with all tokens on every rank")
+        q, new_k, new_v = ranks.gather({"q": q, "new_k": new_k, "new_v": new_v}, self.qkv_format, length)
+        found = ranks.attend(lambda: self._call(layer_number, q, new_k, new_v, self.qkv_format, mask, options))
+        if isinstance(found, Tensor):
+            return ranks.shard(found, TOKENS[self.qkv_format], length)
+        return ranks.shard(found[0], TOKENS[self.qkv_format], length), ranks.shard(found[1], -1, length)

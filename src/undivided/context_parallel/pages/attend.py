@@ -1,0 +1,205 @@
+"""Attention over a cache whose pages are spread over ranks: every rank attends to its own pages, results are merged.
+
+Every rank has the queries of all sequences; no keys are sent. Legend: B sequences, S queries, H heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
+from undivided.backends._base import Backend
+from undivided.cache._attend import CachedCall, Output
+from undivided.cache._masks import EVERY, PER_KEY, extend, extend_mask, with_cached_lengths, with_documents
+from undivided.cache._storage import Counts
+from undivided.context_parallel.decode import MergeMethod, check_merge_method, merge_ranks
+from undivided.context_parallel.exchange.collectives import Communicator
+from undivided.context_parallel.exchange.handshake import SharedArguments, describe_mask, prepare_on_all_ranks
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.masks.normal_form import Ranges
+from undivided.request.call import Call
+from undivided.request.checks import check_extras
+from undivided.request.request import Request, Tensors
+from undivided.request.result import Result
+from undivided.run import autograd
+from undivided.run.prepare import prepare as prepare_call
+from undivided.selection.policy import policy
+
+RING_BYTES = 1 << 18
+"""Partial results of this size or more are merged by "ring" unless the caller chooses: two exchanges, fewer bytes."""
+
+
+class _Step(NamedTuple):
+    """This rank's part of a step: attention over its own pages, and what the merge needs."""
+
+    backend: Backend
+    call: Call
+    tensors: Tensors
+    sinks: Tensor | None
+    by: MergeMethod
+    return_lse: bool
+
+
+class _Keys(NamedTuple):
+    """The keys of a step on one rank. lengths: of the whole sequences. width: pages of this rank's longest list."""
+
+    rank: int
+    world: int
+    page_size: int
+    lengths: Counts
+    width: int
+
+    @property
+    def held(self) -> Counts:
+        """The tokens of each sequence that this rank holds."""
+        return tuple([held(length, self.page_size, self.rank, self.world) for length in self.lengths])
+
+    @property
+    def extent(self) -> int:
+        """Keys of the longest sequence, up to the end of the last page that any rank may have in that row of pages."""
+        pages = max(1, -(-max(self.lengths) // self.page_size))
+        return -(-pages // self.world) * self.world * self.page_size
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The positions in a sequence of the keys in this rank's pages, int64 [width * page_size]."""
+        pages = torch.arange(self.width) * self.world + self.rank
+        return (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten().to(device)
+
+
+def held(length: int, page_size: int, rank: int, world: int) -> int:
+    """The tokens that a rank holds of a sequence of this length.
+
+    >>> held(10, 4, 0, 2), held(10, 4, 1, 2)
+    (6, 4)
+    """
+    full, rest = divmod(length, page_size)
+    return page_size * ((full - rank + world - 1) // world) + (rest if full % world == rank else 0)
+
+
+@torch.no_grad()
+def attend(
+    axes: Sequence[Communicator], check: bool, rank: int, world: int, prepare: Callable[[], CachedCall]
+) -> Output:
+    """The attention of the call that `prepare` returns, bitwise the same on every rank; (out, lse) if requested.
+
+    axes, check: as for `prepare_on_all_ranks`.
+    """
+
+    def prepared() -> tuple[_Step, SharedArguments]:
+        return _prepare(prepare(), rank, world)
+
+    step = prepare_on_all_ranks(axes, check, prepared)
+    part = autograd.forward(step.backend, step.call, step.tensors)
+    problem = step.call.problem
+    part = Result(_layout.canonical(part.out, problem.layout), part.lse)
+    out, lse = merge_ranks(axes, part, step.sinks, problem, step.by)
+    return (out, lse) if step.return_lse else out
+
+
+def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArguments]:
+    """This rank's attention over its own pages, without sinks, and the values that all ranks must share."""
+    mask, cached, layout = call.validated_mask(), call.cached, call.layout
+    request, by = _request(call, mask)
+    (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
+    q, k, v = autograd.autocast(q, k, v, options.k_scale)
+    _, q_len, heads, _ = _layout.sizes(q.shape, layout)
+    check_extras(q, bias, sinks, slopes, heads)
+    assert cached.pages is not None
+    keys = _Keys(rank, world, k.shape[1], cached.lengths, cached.pages.shape[1])
+    if bias is not None:
+        bias = _own_bias(bias, keys, layout)
+    key = "context pages", *keys, call.q_counts, heads, q_len, layout, q.device
+    own = mask.cached(key, functools.partial(_own_mask, mask, keys, layout, call.q_counts, (heads, q_len), q.device))
+    allowed = policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
+    if allowed.batch_invariant:
+        must = "be False over ranks, whose partial results are merged in their order"
+        raise InputError("batch_invariant", must, "True")
+    request = request._replace(
+        tensors=Tensors(q, k, v, bias, None, slopes), options=options._replace(mask=own, return_lse=True)
+    )
+    decision, local, tensors = prepare_call(request, allowed)
+    problem = local.problem
+    if by is None:
+        partial = problem.batch * q_len * heads * (problem.v_dim + 1) * 4
+        by = "ring" if partial >= RING_BYTES else "all_gather"
+    shared: SharedArguments = {
+        "q": (layout, problem.batch, q_len, heads, problem.qk_dim, problem.dtype),
+        "cache": f"lengths {cached.lengths}, pages {cached.digest:016x}",
+        "q_lengths": call.q_counts,
+        "mask": describe_mask(mask),
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "sinks": sinks is not None,
+        "by": by,
+        "features": sorted(problem.features),
+    }
+    return _Step(decision.backend, local, tensors, sinks, by, options.return_lse), shared
+
+
+def _request(call: CachedCall, mask: Mask) -> tuple[Request, MergeMethod | None]:
+    """The request over this rank's pools, and the way in which results are merged; None: their size decides."""
+    options: dict[str, Any] = {name: value for name, value in call.options.items() if name != "by"}
+    if unknown := options.keys() - _OPTIONS:
+        raise InputError("attend", f"be given only {', '.join(sorted(_OPTIONS))} over ranks", sorted(unknown))
+    by = call.options.get("by")
+    if by is not None:
+        check_merge_method(by)
+    pools, pages = call.cached.pools, call.cached.pages
+    request = Request.from_keywords(
+        call.q,
+        pools.k,
+        pools.v,
+        layout=call.layout,
+        mask=mask,
+        pages=pages,
+        k_scale=pools.k_scale,
+        v_scale=pools.v_scale,
+        **options,
+    )
+    return request, by
+
+
+def _own_bias(bias: Tensor, keys: _Keys, layout: Layout) -> Tensor:
+    """The bias of this rank's keys; one that is equal for all keys stays."""
+    if layout == "thd":
+        hint = "a cache in layout 'bshd', with padding"
+        raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
+    bias = extend("bias", bias, max(keys.lengths), keys.extent, 0.0)
+    return bias if bias.shape[-1] == 1 else bias.index_select(-1, keys.positions(bias.device))
+
+
+def _own_mask(
+    mask: Mask, keys: _Keys, layout: Layout, counts: Counts | None, sizes: tuple[int, int], device: torch.device
+) -> Mask:
+    """The mask of whole sequences, cut to the keys of this rank, for its block table. sizes: heads, queries."""
+    (heads, q_len), batch = sizes, len(keys.lengths)
+    own_keys, rows = keys.positions(device), torch.arange(q_len, device=device)
+    longest, extent = max(keys.lengths), keys.extent
+    if longest != extent and mask.kinds & PER_KEY:
+        mask = extend_mask(mask, longest, extent)
+    if layout == "thd":
+        assert counts is not None
+        shape = 1, heads, q_len, batch * extent
+        whole = with_documents(mask, keys.lengths, counts, device, extent)
+        own = with_documents(EVERY, keys.held, counts, device, None)
+        own_keys = (torch.arange(batch, device=device)[:, None] * extent + own_keys).flatten()
+    else:
+        shape = batch, heads, q_len, extent
+        whole = with_cached_lengths(mask, keys.lengths, counts, device)
+        own = with_cached_lengths(EVERY, keys.held, counts, device)
+    whole.check(*shape, packed=layout == "thd", device=device)
+    with torch.inference_mode(False), torch.no_grad():
+        part = whole.normal_form(*shape, device).shard(rows, own_keys)
+    return dataclasses.replace(own, align="bottom_right", parts=(Ranges(part), *own.parts))
+
+
+_OPTIONS = frozenset("bias scale softcap alibi_slopes sinks backend deterministic batch_invariant return_lse".split())
+"""Arguments of `attend` that a cache over ranks takes; dropout is not among them."""

@@ -1,0 +1,88 @@
+"""`RanksOfPages`: the ranks of a context as owners of pages, which the caches of `undivided.cache` call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.arguments.layout import Layout
+from undivided.cache._attend import CachedCall, Output
+from undivided.cache._storage import Heads
+from undivided.context_parallel._sharded import ShardedTokens
+from undivided.context_parallel._shards import SEQUENCE_AXIS
+from undivided.context_parallel.exchange.collectives import Communicator
+from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
+from undivided.context_parallel.pages.attend import attend
+from undivided.context_parallel.pages.storage import RankStorage
+from undivided.errors import InputError
+
+T = TypeVar("T")
+
+
+class RanksOfPages:
+    """The ranks of a context, for `undivided.cache._ranks.PageRanks`.
+
+    tokens: the placement of the tokens of a step that is divided over the ranks. check: as in `ContextParallel`.
+    """
+
+    def __init__(self, tokens: ShardedTokens, axes: Sequence[Communicator], check: bool) -> None:
+        self.rank, self.world = tokens.rank, tokens.world
+        self._tokens, self._axes, self._check = tokens, axes, check
+
+    def storage(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> RankStorage:
+        """See `PageRanks.storage`."""
+        return RankStorage(self._axes, self.rank, self.world, pages, page_size, heads, device)
+
+    def agree(self, prepare: Callable[[], T], shared: Callable[[T], Mapping[str, object]]) -> T:
+        """See `PageRanks.agree`."""
+
+        def prepared() -> tuple[T, SharedArguments]:
+            found = prepare()
+            return found, shared(found)
+
+        return prepare_on_all_ranks(self._axes, self._check, prepared)
+
+    def attend(self, prepare: Callable[[], CachedCall]) -> Output:
+        """See `PageRanks.attend`."""
+        return attend(self._axes, self._check, self.rank, self.world, prepare)
+
+    def gather(self, tensors: Mapping[str, Tensor], layout: Layout, length: int) -> list[Tensor]:
+        """See `PageRanks.gather`."""
+        axis = SEQUENCE_AXIS[layout]
+        count = self.positions(length).numel()
+
+        def check() -> list[Tensor]:
+            for name, tensor in tensors.items():
+                if tensor.dim() != _layout.rank(layout) or tensor.shape[axis] != count:
+                    must = f"have this rank's {count} of the step's {length} tokens at axis {axis} in {layout!r}"
+                    hint = "inference_params.shard(hidden_states)"
+                    raise InputError(name, must, list(tensor.shape), hint=hint)
+            return list(tensors.values())
+
+        def shared(found: list[Tensor]) -> dict[str, object]:
+            sizes = [(*t.shape[:axis], *t.shape[axis + 1 :], t.dtype) for t in found]
+            return {name: (layout, length, *size) for name, size in zip(tensors, sizes, strict=True)}
+
+        return [self.unshard(tensor, axis, length) for tensor in self.agree(check, shared)]
+
+    def shard(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """See `PageRanks.shard`."""
+        return self._bound(length).shard(tensor, dim=dim)
+
+    def unshard(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """See `PageRanks.unshard`."""
+        return self._bound(length).unshard(tensor, dim=dim)
+
+    def positions(self, length: int) -> Tensor:
+        """See `PageRanks.positions`."""
+        return self._bound(length).positions()
+
+    def _bound(self, length: int) -> ShardedTokens:
+        bound = self._tokens.bound
+        if bound is None or bound.length("q") != length:
+            self._tokens = self._tokens.bind(length)
+        return self._tokens

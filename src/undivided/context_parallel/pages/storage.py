@@ -1,0 +1,74 @@
+"""`RankStorage`: the pools of one rank, for a ledger that numbers the pages of all ranks.
+
+Page n is page ``n // world`` of rank ``n % world``, as `undivided.cache._ledger.Pages` numbers them; rows follow from
+that. A request names the pages of all ranks, the same on every rank, and each rank does its own part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from undivided.cache._storage import Heads, Rows, Storage
+from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
+
+
+class RankStorage(Storage):
+    """This rank's pools of one layer."""
+
+    def __init__(
+        self,
+        axes: Sequence[Communicator],
+        rank: int,
+        world: int,
+        pages: int,
+        page_size: int,
+        heads: Heads,
+        device: torch.device,
+    ) -> None:
+        super().__init__(pages, page_size, heads, device)
+        self._axes, self._rank, self._world = axes, rank, world
+
+    def rows(self, rows: Sequence[int]) -> Rows:
+        """Those of the rows that this rank has, and which tokens they hold."""
+        owners, local = self._split(rows)
+        own = (owners == self._rank).nonzero().squeeze(1)
+        return Rows(local[own].to(self.k.device), own.to(self.k.device))
+
+    def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
+        """`Storage.copy` of this rank's pages; both pages of a pair are on the same rank."""
+        world = self._world
+        super().copy([(a // world, b // world) for a, b in pages if a % world == self._rank], rows)
+
+    def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """`Storage.move`. Tokens are sent if some of them move between ranks, so all ranks must call it."""
+        (owners, read), (to, write) = self._split(source), self._split(target)
+        if not torch.equal(owners, to):
+            tokens = self._tokens(owners, read)[to == self._rank]
+        else:
+            tokens = self._bytes(read[owners == self._rank])
+        self.copy(copies, self.k.shape[1])
+        rows = write[to == self._rank].to(self.k.device)
+        sizes = [part[0].numel() * part.itemsize for part in self._rows]
+        for part, packed in zip(self._rows, tokens.split(sizes, 1), strict=True):
+            part.index_copy_(0, rows, packed.contiguous().view(part.dtype).view(-1, *part.shape[1:]))
+
+    def _split(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The rank of each row, and its number there, int64 on the host."""
+        size = self.k.shape[1]
+        numbers = torch.tensor(rows, dtype=torch.int64)
+        pages = numbers // size
+        return pages % self._world, pages // self._world * size + numbers % size
+
+    def _bytes(self, rows: Tensor) -> Tensor:
+        """The tokens in these rows of this rank, uint8 [n, bytes of all pools]."""
+        rows = rows.to(self.k.device)
+        return torch.cat([part.index_select(0, rows).flatten(1).view(torch.uint8) for part in self._rows], 1)
+
+    def _tokens(self, owners: Tensor, rows: Tensor) -> Tensor:
+        """The tokens in these rows of these ranks, uint8 [n, bytes], gathered from all ranks."""
+        counts = torch.bincount(owners, minlength=self._world).tolist()
+        parts = gather_rows(self._axes, self._bytes(rows[owners == self._rank]), counts)
+        return torch.cat(parts)[owners.argsort(stable=True).argsort().to(self.k.device)]
