@@ -44,7 +44,7 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
     >>> dist.destroy_process_group()
     """
     own = dict(state)
-    for name, axis, sizes, ranks in _divisions(module):
+    for name, axis, sizes, ranks in divisions(module):
         if name not in state:
             raise InputError("state", f"have the parameter {name!r} of module", f"{len(state)} other parameters")
         whole, expected = state[name], sum(sizes) * ranks.size
@@ -80,7 +80,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     >>> dist.destroy_process_group()
     """
     state: dict[str, Tensor] = module.state_dict()
-    for name, axis, sizes, ranks in _divisions(module):
+    for name, axis, sizes, ranks in divisions(module):
         own = state[name].contiguous()
         gathered = [torch.empty_like(own) for _ in range(ranks.size)]
         distributed.all_gather(gathered, own, group=ranks.group)
@@ -89,7 +89,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _divisions(module: torch.nn.Module) -> Iterator[Division]:
+def divisions(module: torch.nn.Module) -> Iterator[Division]:
     """The divided parameters of the layers in a module."""
     for prefix, layer in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
