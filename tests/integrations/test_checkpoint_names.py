@@ -174,7 +174,7 @@ def test_errors_of_conversions_list_names_sizes_and_a_fix() -> None:
     assert "names must name entries of state for 'embedding.weight', got 'wte'" in error(
         theirs, names={"embedding.weight": "wte"}
     )
-    assert "others: model.layers.0" in error(theirs, layers="transformer.h")
+    assert "18 unknown: model.layers.0" in error(theirs, layers="transformer.h")
     assert "state must be a mapping" in error([1])
     assert "must be a tensor, got int" in error({"a": 1})
     assert "contain an undivided.TransformerLayer, got Linear" in error(theirs, nn.Linear(2, 2))

@@ -107,10 +107,10 @@ def to_hugging_face(
     given = _separate(model, given)
     buffers = dict(model.named_buffers())
     result: dict[str, Tensor] = {}
-    for here, there in (names or {}).items():
+    for here, name in (names or {}).items():
         if here not in given:
             raise InputError("names", "name parameters of model", repr(here))
-        result[there] = given.pop(here)
+        result[name] = given.pop(here)
     for here, there in _entries(model, layers):
         if here in given:
             parts = given.pop(here).chunk(len(there))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -126,6 +126,6 @@ def _local(part: Tensor) -> tuple[Tensor, list[int]]:
     """The memory of this rank, and where it begins in its part."""
     if not hasattr(part, "to_local"):
         return part.detach(), [0] * part.dim()
-    local: Tensor = part.detach().to_local()
-    (chunk,) = part.__create_chunk_list__()
-    return local, list(chunk.offsets)
+    sharded: Any = part
+    (chunk,) = sharded.__create_chunk_list__()
+    return sharded.detach().to_local(), list(chunk.offsets)

@@ -77,10 +77,9 @@ def on_first_rank(action: Callable[[], Value]) -> Value:
             answer[1] = error
     if is_parallel:
         distributed.broadcast_object_list(answer, src=0)
-    result, error = answer
-    if error is not None:
-        raise error
-    value: Value = result
+    if answer[1] is not None:
+        raise answer[1]
+    value: Value = answer[0]
     return value
 
 

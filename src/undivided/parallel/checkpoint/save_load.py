@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from undivided.errors import InputError
 from undivided.parallel.checkpoint import folder as folders
@@ -80,7 +82,7 @@ def save_checkpoint(
     entries = state.tensors | {HEADER: Header(step, plain, state.groups).to_bytes()}
     folders.on_first_rank(lambda: folders.begin(folder, step))
     with _alone_without_warning():
-        dcp.save(entries, checkpoint_id=folders.unfinished(folder, step), planner=SavePlanner(_divided(state)))
+        save(entries, checkpoint_id=folders.unfinished(folder, step), planner=SavePlanner(_divided(state)))
     folders.on_first_rank(lambda: folders.finish(folder, step, keep))
 
 
@@ -117,7 +119,7 @@ def load_checkpoint(
     if not found:
         return None
     path = found[max(found) if step is None else step]
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = FileSystemReader(path).read_metadata()
     state = training_state(model, optimizer)
     divided = _divided(state)
     sizes = {
@@ -128,7 +130,7 @@ def load_checkpoint(
     check_files(metadata, path)
     entries = {name: value for name, value in state.tensors.items() if name not in divided} | {HEADER: b""}
     with _alone_without_warning():
-        dcp.load(entries, checkpoint_id=path, planner=LoadPlanner(divided))
+        load(entries, checkpoint_id=path, planner=LoadPlanner(divided))
     header = Header.from_bytes(entries[HEADER])
     # those of divided tensors were read in place
     set_training_state(model, optimizer, state.tensors | entries, header.groups)

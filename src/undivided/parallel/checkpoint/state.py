@@ -59,7 +59,8 @@ class TrainingState(NamedTuple):
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
     """The tensors of a model and its optimizer. All ranks call it."""
-    parameters, moments = get_state_dict(model, () if optimizer is None else optimizer)
+    both: Any = get_state_dict(model, () if optimizer is None else optimizer)
+    parameters, moments = both
     tensors = {f"{MODEL}{name}": value for name, value in parameters.items()}
     by_name = {_plain(division[0]): division for division in divisions(model)}
     divided = {f"{MODEL}{name}": division for name, division in by_name.items()}
