@@ -77,7 +77,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(shape: dict[str, int], names: tuple[str, ...], checkpointed: bool = False) -> list[str]:
+def compare(
+    shape: dict[str, int], names: tuple[str, ...], checkpointed: bool = False, dropout: float = 0.0
+) -> list[str]:
     """In each rank: what differs from one process, in a training step and an evaluation after it."""
     register()
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
@@ -86,14 +88,17 @@ def compare(shape: dict[str, int], names: tuple[str, ...], checkpointed: bool = 
     tensor_ranks, wrong = shape.get("tensor", 1), []
     for name in names:
         for kind, given in batches(shape.get("data", 1)).items():
-            one, model = build(name, "undivided").train(), build(name, "undivided").train()
+            one, model = (build(name, "undivided", attention_dropout=dropout).train() for _ in range(2))
             if checkpointed:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             parallelize(model, mesh)
             for layer in (*model.model.layers, model):
                 fully_shard(layer, mesh=shards)
             steps = [torch.optim.SGD(m.parameters(), 0.05, foreach=False) for m in (one, model)]
-            expected, found = alone(one, given), on_mesh(model, given, mesh)
+            torch.manual_seed(7)  # what dropout draws: that of the first rank
+            expected = alone(one, given)
+            torch.manual_seed(7 + 100 * distributed.get_rank())
+            found = on_mesh(model, given, mesh)
             expected.backward()
             (found * shards.size()).backward()  # FSDP averages over its ranks
             what = f"{name} {kind} {shape}"
@@ -159,13 +164,16 @@ def errors() -> dict[str, str]:
         nn.init.zeros_(other.lm_head.weight)
     model = parallelize(build("llama", "undivided"), mesh)
     sharded = fully_shard(build("llama", "undivided"), mesh=mesh)
+    dropping = build("llama", "undivided")
+    dropping.model.layers[0].mlp.act_fn = nn.Dropout(0.1)
     calls: dict[str, Callable[[], object]] = {
         "axis": lambda: parallelize(build("llama", "undivided"), named),
         "implementation": lambda: parallelize(build("llama", "sdpa"), mesh),
         "type": lambda: parallelize(build("gpt-2", "undivided"), mesh),
         "plan": lambda: parallelize(build("gpt-2", "undivided"), tensor),
         "heads": lambda: parallelize(build("llama", "undivided"), tensor),
-        "dropout": lambda: parallelize(build("llama", "undivided", attention_dropout=0.1), mesh),
+        "noise": lambda: parallelize(build("mixtral", "undivided", router_jitter_noise=0.1), mesh),
+        "dropout": lambda: parallelize(dropping, mesh),
         "parameters": lambda: parallelize(other, mesh),
         "order": lambda: parallelize(sharded, mesh),
         "twice": lambda: parallelize(model, mesh),
@@ -193,7 +201,11 @@ def check_errors(answers: list[Any]) -> None:
         assert "got 'gpt2'" in found["type"]
         assert "model must have a tensor parallel plan for the 4 ranks of the axis 'tensor'" in found["plan"]
         assert "num_key_value_heads must be a multiple of the 4 ranks of the axis 'tensor', got 2" in found["heads"]
-        assert "attention_dropout must be 0 on several context or tensor ranks, got 0.1" in found["dropout"]
+        assert "router_jitter_noise must be 0 on several context or tensor ranks, got 0.1" in found["noise"]
+        message = (
+            "model must have no dropout outside of the attention on several context or tensor ranks, got 1: model."
+        )
+        assert f"{message}layers.0.mlp.act_fn (p=0.1)" in found["dropout"]
         assert re.search("model must be the same on every rank.* on rank 2", found["parameters"])
         assert "call parallelize before fully_shard" in found["order"]
         assert "model must be parallelized once" in found["twice"]
@@ -288,6 +300,7 @@ def test_losses_and_gradients_are_those_of_one_process_and_errors_name_the_argum
         functools.partial(compare, {"context": 4}, NAMES),
         functools.partial(compare, {"context": 2, "tensor": 2}, NAMES),
         functools.partial(compare, {"data": 2, "context": 2}, ("gemma-3",), checkpointed=True),
+        functools.partial(compare, {"context": 2, "tensor": 2}, ("qwen3", "mixtral"), checkpointed=True, dropout=0.3),
     ]
     *compared, loaded, found = run_ranks(4, *jobs, functools.partial(save_and_load, str(tmp_path)), errors)
     assert loaded == [{"another mesh": 0.0, "rank 0": 0.0}, *[{"another mesh": 0.0}] * 3]
