@@ -245,6 +245,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         "cu_seq_lens_k must equal cu_seq_lens_q, got [0, 8]",
     ),
     "no offsets": ({"input_ids": IDS, "max_length_q": 8}, "cu_seq_lens_q must be given with max_length_q, got None"),
+    "labels elsewhere": (
+        {"input_ids": IDS, "labels": IDS.to("meta")},
+        "labels must be on the device of the tokens (cpu), got meta",
+    ),
+    "no values": (
+        {"input_ids": IDS.to("meta")},
+        "input_ids must have values, which all ranks compare, got a tensor on meta",
+    ),
+    "offsets elsewhere": (
+        {"input_ids": IDS, "cu_seq_lens_q": OFFSETS.to("meta")},
+        "cu_seq_lens_q must be on the device of the tokens (cpu) or on the CPU, got meta",
+    ),
     "count": (
         {"input_ids": IDS, "labels": IDS, "num_items_in_batch": 0},
         "num_items_in_batch must be a positive number of labels, got 0",
@@ -257,6 +269,19 @@ def test_a_wrong_batch_is_refused(name: str) -> None:
     batch, message = WRONG[name]
     with pytest.raises(undivided.InputError, match=re.escape(message)):
         shard_batch(batch, undivided.ContextParallel(rank=0, world=2))
+
+
+def test_a_model_without_values_or_on_two_devices_is_refused() -> None:
+    register()
+    context = undivided.ContextParallel(rank=0, world=1)
+    model = build("llama", "undivided")
+    model.lm_head.to("meta")
+    with pytest.raises(
+        undivided.InputError, match="model must have parameters with values on one device, got cpu, meta"
+    ):
+        parallelize(model, context)
+    with pytest.raises(undivided.InputError, match="on one device, got meta\n  HINT: load or initialise"):
+        parallelize(model.to("meta"), context)
 
 
 @pytest.mark.parametrize("name", ["gemma-2", "gpt-oss", "mistral", "qwen2", "qwen3-moe"])

@@ -354,9 +354,7 @@ class MultiheadAttention(DividedModule):
         """
         self.tensor_parallel.check_ranks()
         weight, format = self.proj.weight, self.qkv_format
-        # an FSDP shard has another dtype than the weight of the projection
-        like = weight if type(weight) is torch.nn.Parameter else None
-        hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", like)
+        hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", weight)
         if params is not None and not isinstance(params, InferenceParams):
             raise InputError("inference_params", "be an undivided.InferenceParams", type(params).__name__)
         if self.attention_type == "self":
@@ -365,7 +363,7 @@ class MultiheadAttention(DividedModule):
                     "encoder_output", "be None with attention_type='self'", f"a tensor {list(encoder.shape)}"
                 )
             return
-        hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", like)
+        hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", weight)
         assert encoder is not None
         hidden.check_encoder(x, encoder, format, "qkv_format")
 

@@ -133,6 +133,10 @@ def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArgumen
     if tensor > 1:
         check_plan(model, tensor)
     parameters = list(model.parameters())
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1 or devices == ["meta"]:
+        hint = "load or initialise the parameters, the same on all ranks, and move the model to one device"
+        raise InputError("model", "have parameters with values on one device", ", ".join(devices), hint=hint)
     total = sum(bit_sum(parameter) for parameter in parameters)
     return True, {"model": f"{name} of {len(parameters)} parameters with the checksum {total & (2**64 - 1):016x}"}
 
