@@ -273,15 +273,38 @@ def test_a_wrong_batch_is_refused(name: str) -> None:
 
 def test_a_model_without_values_or_on_two_devices_is_refused() -> None:
     register()
-    context = undivided.ContextParallel(rank=0, world=1)
     model = build("llama", "undivided")
     model.lm_head.to("meta")
-    with pytest.raises(
-        undivided.InputError, match="model must have parameters with values on one device, got cpu, meta"
-    ):
-        parallelize(model, context)
-    with pytest.raises(undivided.InputError, match="on one device, got meta\n  HINT: load or initialise"):
-        parallelize(model.to("meta"), context)
+
+    def call(group: Any) -> str:
+        return refused(lambda: parallelize(model, undivided.ContextParallel(group)))
+
+    (found,) = simulate(1, call)
+    assert "model must have parameters with values on one device, got cpu, meta" in found
+    model.to("meta")
+    (found,) = simulate(1, call)
+    assert "values on one device, got meta\n  HINT: load or initialise the parameters" in found
+
+
+@pytest.mark.parametrize("with_offsets", [False, True])
+def test_each_text_of_the_flattening_collator_is_alone_on_several_ranks(with_offsets: bool) -> None:
+    """Logits of packed texts are those of each text in a batch of its own."""
+    register()
+    texts = [[3 + (7 * n + length) % 40 for n in range(length)] for length in (9, 1, 3, 10)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=with_offsets)
+    batch = dict(collate([{"input_ids": text} for text in texts]))
+    one, models = build("llama", "undivided"), [build("llama", "undivided") for _ in range(3)]
+
+    def step(group: Any) -> Tensor:
+        context = undivided.ContextParallel(group)
+        part = shard_batch(batch, context)
+        logits = parallelize(models[context.rank], context)(**part).logits.detach()
+        return part["shard"].context.unshard(logits, dim=1)
+
+    packed = simulate(3, step)[0]
+    for text, found in zip(texts, packed[0].split([len(text) for text in texts]), strict=True):
+        exact = one(torch.tensor([text]), use_cache=False).logits.detach()[0]
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma-2", "gpt-oss", "mistral", "qwen2", "qwen3-moe"])
