@@ -176,6 +176,8 @@ def test_errors_of_conversions_list_names_sizes_and_a_fix() -> None:
     )
     assert "18 unknown: model.layers.0" in error(theirs, layers="transformer.h")
     assert "state must be a mapping" in error([1])
+    assert "model must be a torch.nn.Module, got dict" in error(theirs, {})
+    assert "names must be a mapping of names in model to names in transformers" in error(theirs, names={"a": 1})  # type: ignore[dict-item]
     assert "must be a tensor, got int" in error({"a": 1})
     assert "contain an undivided.TransformerLayer, got Linear" in error(theirs, nn.Linear(2, 2))
     assert "layer_type='decoder' in the layer" in error(

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import listed
 from undivided.errors import InputError
 from undivided.nn import TransformerLayer
-
-_SHOWN = 6
 
 
 def check_state(state: object) -> dict[str, Tensor]:
@@ -33,6 +32,19 @@ def check_state(state: object) -> dict[str, Tensor]:
             )
             raise InputError(f"state[{name!r}]", "be a whole tensor", "a DTensor", hint=hint)
     return kept
+
+
+def checked_names(names: object) -> dict[str, str]:
+    """The names of parameters outside of the layers.
+
+    Raises:
+        InputError: it is not a mapping of names to names.
+    """
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise InputError("names", "be a mapping of names in model to names in transformers, or None", repr(names))
+    return dict(names)
 
 
 def checked_layers(model: object) -> dict[str, TransformerLayer]:
@@ -80,9 +92,3 @@ def check_result(state: Mapping[str, Tensor], expected: Mapping[str, Any], argum
     ]
     if wrong:
         raise InputError("state", f"have the sizes of {argument}", f"{len(wrong)} different: {listed(wrong)}")
-
-
-def listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

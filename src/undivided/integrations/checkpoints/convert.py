@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import listed
 from undivided.errors import InputError
-from undivided.integrations.checkpoints.check import check_result, check_state, checked_layers, listed
+from undivided.integrations.checkpoints.check import check_result, check_state, checked_layers, checked_names
 from undivided.integrations.checkpoints.fused import arranged, projections
 from undivided.integrations.checkpoints.table import pairs
 
@@ -53,8 +54,10 @@ def from_hugging_face(
     >>> layer.load_state_dict(from_hugging_face(state, layer))
     <All keys matched successfully>
     """
+    checked_layers(model)
+    names = checked_names(names)
     given = {name: value for name, value in check_state(state).items() if not _COMPUTED.search(name)}
-    result = _outside(given, model, names or {})
+    result = _outside(given, model, names)
     separate = _separate(model, {name: value.to("meta") for name, value in model.state_dict().items()})
     for here, there in _entries(model, layers):
         if all(name in given for name in there):
@@ -62,8 +65,7 @@ def from_hugging_face(
             result[here] = parts[0] if len(parts) == 1 else torch.cat(parts)
         elif _is_bias_of_map(here) and here in separate and (weight := result.get(f"{here[:-4]}weight")) is not None:
             result[here] = weight.new_zeros(separate[here].shape)
-    used = set((names or {}).values())
-    if unknown := sorted(given.keys() - used):
+    if unknown := sorted(given.keys() - set(names.values())):
         hint = f"give names outside of {layers!r} in names; a model with other blocks has no layers here"
         known = "have only the names of undivided.integrations.checkpoints.NAMES"
         raise InputError("state", known, f"{len(unknown)} unknown: {listed(unknown)}", hint=hint)
@@ -102,12 +104,13 @@ def to_hugging_face(
     >>> sorted(to_hugging_face(layer.state_dict(), layer))[-2:]
     ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.v_proj.weight']
     """
+    checked_layers(model)
     given = check_state(state)
     check_result(given, model.state_dict(), "model", None)
     given = _separate(model, given)
     buffers = dict(model.named_buffers())
     result: dict[str, Tensor] = {}
-    for here, name in (names or {}).items():
+    for here, name in checked_names(names).items():
         if here not in given:
             raise InputError("names", "name parameters of model", repr(here))
         result[name] = given.pop(here)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from undivided.arguments.checks import listed
 from undivided.errors import InputError
 from undivided.parallel.checkpoint.state import HEADER, MODEL, STATE
 
-_SHOWN = 6
 _FUSED = ("layernorm_qkv.weight", "qkv.weight", "key_value.weight")
 _HINTS = {
     "another project": "undivided.integrations.checkpoints.from_hugging_face(state, model) converts its names",
@@ -66,15 +66,15 @@ def check_files(metadata: Metadata, path: Path) -> None:
             wrong.append(f"{name} ({'absent' if size is None else f'{size} of {end} bytes'})")
     if wrong:
         hint = "copy it again, or pass an earlier step"
-        raise InputError("folder", f"have all files of {path.name}", f"damaged: {_listed(wrong)}", hint=hint)
+        raise InputError("folder", f"have all files of {path.name}", f"damaged: {listed(wrong)}", hint=hint)
 
 
 def _check_names(argument: str, prefix: str, needed: set[str], found: set[str], checkpoint: str) -> None:
     absent, other = (sorted(name.removeprefix(prefix) for name in names) for names in (needed - found, found - needed))
     if not absent and not other:
         return
-    parts = [f"{len(absent)} that the checkpoint lacks: {_listed(absent)}"] if absent else []
-    parts += [f"without {len(other)} that it has: {_listed(other)}"] if other else []
+    parts = [f"{len(absent)} that the checkpoint lacks: {listed(absent)}"] if absent else []
+    parts += [f"without {len(other)} that it has: {listed(other)}"] if other else []
     hint = "names"
     if any("_proj." in name for name in other):
         hint = "another project"
@@ -97,14 +97,9 @@ def _check_sizes(
         if stored != (None if size is None else list(size)):
             wrong.append(f"{name.removeprefix(prefix)} {_shape(size)} instead of {_shape(stored)}")
     if wrong:
-        got = f"{len(wrong)} different: {_listed(wrong)}"
+        got = f"{len(wrong)} different: {listed(wrong)}"
         raise InputError(argument, f"have the sizes of {checkpoint}", got, hint=_HINTS["sizes"])
 
 
 def _shape(size: Iterable[int] | None) -> object:
     return "a number" if size is None else list(size)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
