@@ -32,7 +32,15 @@ StrPath = str | os.PathLike[str]
 
 
 class Checkpoint(NamedTuple):
-    """What `load_checkpoint` returns: the step, and the values that `save_checkpoint` was given."""
+    """What `load_checkpoint` returns.
+
+    Args:
+        step: the number of finished steps.
+        values: those that `save_checkpoint` was given.
+
+    >>> Checkpoint(step=12, values={"tokens": 4096}).values["tokens"]
+    4096
+    """
 
     step: int
     values: dict[str, Any]
@@ -142,6 +150,9 @@ def checkpoint_steps(folder: StrPath) -> list[int]:
 
     Args:
         folder: of all checkpoints; it need not exist.
+
+    Returns:
+        The steps, each of which `load_checkpoint` takes.
 
     >>> checkpoint_steps("no such folder")
     []
