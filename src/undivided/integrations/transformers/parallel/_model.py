@@ -125,13 +125,14 @@ def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArgumen
             hint="use a mesh without the axis 'context'",
         )
     if context * tensor > 1:
-        _check_noise(model, config)
         if getattr(config, "output_router_logits", False):
             raise InputError(
                 "output_router_logits", "be False on several ranks", True, hint=WHOLE["output_router_logits"]
             )
     if tensor > 1:
         check_plan(model, tensor)
+    if context * tensor > 1:
+        _check_noise(model, config)
     parameters = list(model.parameters())
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1 or devices == ["meta"]:
