@@ -124,11 +124,8 @@ def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArgumen
             repr(config.model_type),
             hint="use a mesh without the axis 'context'",
         )
-    if context * tensor > 1:
-        if getattr(config, "output_router_logits", False):
-            raise InputError(
-                "output_router_logits", "be False on several ranks", True, hint=WHOLE["output_router_logits"]
-            )
+    if context * tensor > 1 and getattr(config, "output_router_logits", False):
+        raise InputError("output_router_logits", "be False on several ranks", True, hint=WHOLE["output_router_logits"])
     if tensor > 1:
         check_plan(model, tensor)
     if context * tensor > 1:
