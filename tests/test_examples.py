@@ -20,6 +20,7 @@ NUMBERS_ARE_TESTED = {
     "20_hugging_face_over_ranks": "tests/integrations/test_transformers_ranks.py",
     "21_restart_from_a_checkpoint": "tests/parallel/test_restart.py",
     "22_trace_a_ring": "tests/context_parallel/test_ring_trace.py",
+    "23_checkpoint_on_another_mesh": "tests/parallel/test_checkpoints.py",
 }
 """Examples that start several processes, and run in a test of their numbers."""
 PAGES = [

@@ -77,7 +77,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(shape: dict[str, int], names: tuple[str, ...], checkpointed: bool = False) -> list[str]:
+def compare(
+    shape: dict[str, int], names: tuple[str, ...], checkpointed: bool = False, dropout: float = 0.0
+) -> list[str]:
     """In each rank: what differs from one process, in a training step and an evaluation after it."""
     register()
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
@@ -86,14 +88,17 @@ def compare(shape: dict[str, int], names: tuple[str, ...], checkpointed: bool = 
     tensor_ranks, wrong = shape.get("tensor", 1), []
     for name in names:
         for kind, given in batches(shape.get("data", 1)).items():
-            one, model = build(name, "undivided").train(), build(name, "undivided").train()
+            one, model = (build(name, "undivided", attention_dropout=dropout).train() for _ in range(2))
             if checkpointed:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             parallelize(model, mesh)
             for layer in (*model.model.layers, model):
                 fully_shard(layer, mesh=shards)
             steps = [torch.optim.SGD(m.parameters(), 0.05, foreach=False) for m in (one, model)]
-            expected, found = alone(one, given), on_mesh(model, given, mesh)
+            torch.manual_seed(7)  # what dropout draws: that of the first rank
+            expected = alone(one, given)
+            torch.manual_seed(7 + 100 * distributed.get_rank())
+            found = on_mesh(model, given, mesh)
             expected.backward()
             (found * shards.size()).backward()  # FSDP averages over its ranks
             what = f"{name} {kind} {shape}"
@@ -159,13 +164,16 @@ def errors() -> dict[str, str]:
         nn.init.zeros_(other.lm_head.weight)
     model = parallelize(build("llama", "undivided"), mesh)
     sharded = fully_shard(build("llama", "undivided"), mesh=mesh)
+    dropping = build("llama", "undivided")
+    dropping.model.layers[0].mlp.act_fn = nn.Dropout(0.1)
     calls: dict[str, Callable[[], object]] = {
         "axis": lambda: parallelize(build("llama", "undivided"), named),
         "implementation": lambda: parallelize(build("llama", "sdpa"), mesh),
         "type": lambda: parallelize(build("gpt-2", "undivided"), mesh),
         "plan": lambda: parallelize(build("gpt-2", "undivided"), tensor),
         "heads": lambda: parallelize(build("llama", "undivided"), tensor),
-        "dropout": lambda: parallelize(build("llama", "undivided", attention_dropout=0.1), mesh),
+        "noise": lambda: parallelize(build("mixtral", "undivided", router_jitter_noise=0.1), mesh),
+        "dropout": lambda: parallelize(dropping, mesh),
         "parameters": lambda: parallelize(other, mesh),
         "order": lambda: parallelize(sharded, mesh),
         "twice": lambda: parallelize(model, mesh),
@@ -193,7 +201,11 @@ def check_errors(answers: list[Any]) -> None:
         assert "got 'gpt2'" in found["type"]
         assert "model must have a tensor parallel plan for the 4 ranks of the axis 'tensor'" in found["plan"]
         assert "num_key_value_heads must be a multiple of the 4 ranks of the axis 'tensor', got 2" in found["heads"]
-        assert "attention_dropout must be 0 on several context or tensor ranks, got 0.1" in found["dropout"]
+        assert "router_jitter_noise must be 0 on several context or tensor ranks, got 0.1" in found["noise"]
+        message = (
+            "model must have no dropout outside of the attention on several context or tensor ranks, got 1: model."
+        )
+        assert f"{message}layers.0.mlp.act_fn (p=0.1)" in found["dropout"]
         assert re.search("model must be the same on every rank.* on rank 2", found["parameters"])
         assert "call parallelize before fully_shard" in found["order"]
         assert "model must be parallelized once" in found["twice"]
@@ -233,6 +245,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         "cu_seq_lens_k must equal cu_seq_lens_q, got [0, 8]",
     ),
     "no offsets": ({"input_ids": IDS, "max_length_q": 8}, "cu_seq_lens_q must be given with max_length_q, got None"),
+    "labels elsewhere": (
+        {"input_ids": IDS, "labels": IDS.to("meta")},
+        "labels must be on the device of the tokens (cpu), got meta",
+    ),
+    "no values": (
+        {"input_ids": IDS.to("meta")},
+        "input_ids must have values, which all ranks compare, got a tensor on meta",
+    ),
+    "offsets elsewhere": (
+        {"input_ids": IDS, "cu_seq_lens_q": OFFSETS.to("meta")},
+        "cu_seq_lens_q must be on the device of the tokens (cpu) or on the CPU, got meta",
+    ),
     "count": (
         {"input_ids": IDS, "labels": IDS, "num_items_in_batch": 0},
         "num_items_in_batch must be a positive number of labels, got 0",
@@ -245,6 +269,42 @@ def test_a_wrong_batch_is_refused(name: str) -> None:
     batch, message = WRONG[name]
     with pytest.raises(undivided.InputError, match=re.escape(message)):
         shard_batch(batch, undivided.ContextParallel(rank=0, world=2))
+
+
+def test_a_model_without_values_or_on_two_devices_is_refused() -> None:
+    register()
+    model = build("llama", "undivided")
+    model.lm_head.to("meta")
+
+    def call(group: Any) -> str:
+        return refused(lambda: parallelize(model, undivided.ContextParallel(group)))
+
+    (found,) = simulate(1, call)
+    assert "model must have parameters with values on one device, got cpu, meta" in found
+    model.to("meta")
+    (found,) = simulate(1, call)
+    assert "values on one device, got meta\n  HINT: load or initialise the parameters" in found
+
+
+@pytest.mark.parametrize("with_offsets", [False, True])
+def test_each_text_of_the_flattening_collator_is_alone_on_several_ranks(with_offsets: bool) -> None:
+    """Logits of packed texts are those of each text in a batch of its own."""
+    register()
+    texts = [[3 + (7 * n + length) % 40 for n in range(length)] for length in (9, 1, 3, 10)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=with_offsets)
+    batch = dict(collate([{"input_ids": text} for text in texts]))
+    one, models = build("llama", "undivided"), [build("llama", "undivided") for _ in range(3)]
+
+    def step(group: Any) -> Tensor:
+        context = undivided.ContextParallel(group)
+        part = shard_batch(batch, context)
+        logits = parallelize(models[context.rank], context)(**part).logits.detach()
+        return part["shard"].context.unshard(logits, dim=1)
+
+    packed = simulate(3, step)[0]
+    for text, found in zip(texts, packed[0].split([len(text) for text in texts]), strict=True):
+        exact = one(torch.tensor([text]), use_cache=False).logits.detach()[0]
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma-2", "gpt-oss", "mistral", "qwen2", "qwen3-moe"])
@@ -288,6 +348,7 @@ def test_losses_and_gradients_are_those_of_one_process_and_errors_name_the_argum
         functools.partial(compare, {"context": 4}, NAMES),
         functools.partial(compare, {"context": 2, "tensor": 2}, NAMES),
         functools.partial(compare, {"data": 2, "context": 2}, ("gemma-3",), checkpointed=True),
+        functools.partial(compare, {"context": 2, "tensor": 2}, ("qwen3", "mixtral"), checkpointed=True, dropout=0.3),
     ]
     *compared, loaded, found = run_ranks(4, *jobs, functools.partial(save_and_load, str(tmp_path)), errors)
     assert loaded == [{"another mesh": 0.0, "rank 0": 0.0}, *[{"another mesh": 0.0}] * 3]

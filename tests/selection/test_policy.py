@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -449,6 +452,28 @@ def test_at_debug_level_the_record_is_the_table(
         run(softcap=1.0)
     (record,) = records(caplog)
     assert record.getMessage() == str(undivided.last_decision())
+
+
+def test_a_record_can_be_written_as_json_and_keeps_what_a_factory_added(
+    logged: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Formatters of Ray and of python-json-logger write every attribute that is not logging's own."""
+
+    class Traced(logging.LogRecord):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.trace = "7f"
+
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(Traced)
+    try:
+        with caplog.at_level(logging.INFO, "undivided"):
+            run()
+    finally:
+        logging.setLogRecordFactory(before)
+    (record,) = records(caplog)
+    assert json.loads(json.dumps(record.__dict__))["trace"] == "7f"
+    assert copy.copy(record).decision is undivided.last_decision()  # type: ignore[attr-defined]
 
 
 def test_undivided_log_leaves_the_logger_as_it_is(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -126,3 +127,9 @@ def check_offsets(argument: str, offsets: Tensor) -> None:
         raise InputError(argument, "start at 0", int(offsets[0]), hint)
     if offsets.numel() > 1 and int(offsets.diff().min()) < 0:
         raise InputError(argument, "never decrease", offsets.tolist() if offsets.numel() < 10 else "a decrease", hint)
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """The first names, separated by commas, and how many more there are, for a message."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -52,8 +52,12 @@ def _communicators(group: Any) -> Iterator[Communicator]:
             "and world= if you only shard",
         )
     if isinstance(group, list | tuple):  # TransformerEngine's order: heads, then ring
-        yield from (ProcessGroup(part) for part in reversed(group))
+        for part in reversed(group):
+            yield from _communicators(part)
     elif hasattr(group, "mesh_dim_names"):
         yield from (ProcessGroup(group.get_group(dim)) for dim in range(group.ndim))
-    else:
+    elif group is None or isinstance(group, dist.ProcessGroup):
         yield ProcessGroup(group)
+    else:
+        hint = 'mesh.get_group("context") of a DeviceMesh, or torch.distributed.new_group(ranks) with this rank'
+        raise InputError("group", "be a process group, a DeviceMesh or a simulated group", repr(group), hint=hint)

@@ -353,16 +353,14 @@ class MultiheadAttention(DividedModule):
         """
         self.tensor_parallel.check_ranks()
         weight, format = self.proj.weight, self.qkv_format
-        # an FSDP shard has another dtype than the weight of the projection
-        like = weight if type(weight) is torch.nn.Parameter else None
-        hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", like)
+        hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", weight)
         params = _cached.checked_params(params)
         if self.attention_type == "self":
             if encoder is not None:
                 got = f"a tensor {list(encoder.shape)}"
                 raise InputError("encoder_output", "be None with attention_type='self'", got)
             return
-        hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", like)
+        hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", weight)
         assert encoder is not None
         hidden.check_encoder(x, encoder, format, "qkv_format")
         _cached.check_cross_attention(params, self.core_attention.context_parallel)

@@ -1,6 +1,15 @@
-"""Tensor and sequence parallelism of the layers, on PyTorch's `DeviceMesh` and `DTensor`."""
+"""Tensor parallelism of the layers on PyTorch's `DeviceMesh` and `DTensor`, and checkpoints of training."""
 
+from undivided.parallel.checkpoint import Checkpoint, checkpoint_steps, load_checkpoint, save_checkpoint
 from undivided.parallel.state import own_state_dict, whole_state_dict
 from undivided.parallel.tensor import parallelize
 
-__all__ = ["own_state_dict", "parallelize", "whole_state_dict"]
+__all__ = [
+    "Checkpoint",
+    "checkpoint_steps",
+    "load_checkpoint",
+    "own_state_dict",
+    "parallelize",
+    "save_checkpoint",
+    "whole_state_dict",
+]

@@ -16,6 +16,11 @@ from undivided.nn.blocks.tensor_ranks import TensorRanks
 Division = tuple[str, int, tuple[int, ...], TensorRanks]
 """Name of a parameter, its divided axis, the sizes of this rank's parts of it (of q, k and v, say), and the ranks."""
 
+_FULL = (
+    "get_model_state_dict and set_model_state_dict of torch.distributed.checkpoint.state_dict, with "
+    "StateDictOptions(full_state_dict=True); or undivided.parallel.save_checkpoint"
+)
+
 
 def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of a state dict of whole parameters, for layers built with `tp_group` or `tp_size`.
@@ -32,7 +37,8 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
         views of them where their rows are consecutive.
 
     Raises:
-        InputError: a divided parameter is missing in `state`, or has another size than the parts of all ranks.
+        InputError: a divided parameter is missing in `state`, or has another size than the parts of all ranks; or
+            `parallelize` has divided the layers.
 
     >>> import torch, torch.distributed as dist, undivided
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -43,8 +49,9 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
     <All keys matched successfully>
     >>> dist.destroy_process_group()
     """
+    _check_not_parallelized(module)
     own = dict(state)
-    for name, axis, sizes, ranks in _divisions(module):
+    for name, axis, sizes, ranks in divisions(module):
         if name not in state:
             raise InputError("state", f"have the parameter {name!r} of module", f"{len(state)} other parameters")
         whole, expected = state[name], sum(sizes) * ranks.size
@@ -69,7 +76,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
         tensors, the others are those of the module.
 
     Raises:
-        InputError: the group of a layer is unknown.
+        InputError: the group of a layer is unknown, or parameters are DTensors.
 
     >>> import torch, torch.distributed as dist, undivided
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -79,8 +86,11 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     <All keys matched successfully>
     >>> dist.destroy_process_group()
     """
+    _check_not_parallelized(module)
+    if any(hasattr(parameter, "placements") for parameter in module.parameters()):
+        raise InputError("module", "have plain parameters", "DTensors", hint=_FULL)
     state: dict[str, Tensor] = module.state_dict()
-    for name, axis, sizes, ranks in _divisions(module):
+    for name, axis, sizes, ranks in divisions(module):
         own = state[name].contiguous()
         gathered = [torch.empty_like(own) for _ in range(ranks.size)]
         distributed.all_gather(gathered, own, group=ranks.group)
@@ -89,11 +99,11 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _divisions(module: torch.nn.Module) -> Iterator[Division]:
-    """The divided parameters of the layers in a module."""
+def divisions(module: torch.nn.Module) -> Iterator[Division]:
+    """The parameters that ranks have parts of as plain tensors, which FSDP2 may have divided again."""
     for prefix, layer in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
-        if not isinstance(layer, MultiheadAttention | TransformerLayer):
+        if not isinstance(layer, MultiheadAttention | TransformerLayer) or layer.tensor_parallel.is_parallelized:
             continue
         layer.tensor_parallel.check_ranks()
         ranks = layer.tensor_parallel.ranks
@@ -102,6 +112,12 @@ def _divisions(module: torch.nn.Module) -> Iterator[Division]:
         divisions = _of_attention(layer) if isinstance(layer, MultiheadAttention) else _of_mlp(layer)
         for name, axis, sizes in divisions:
             yield f"{prefix}{name}", axis, sizes, ranks
+
+
+def _check_not_parallelized(module: torch.nn.Module) -> None:
+    layers = (layer for layer in module.modules() if isinstance(layer, MultiheadAttention | TransformerLayer))
+    if any(layer.tensor_parallel.is_parallelized for layer in layers):
+        raise InputError("module", "have layers built with tp_group", "layers divided by parallelize", hint=_FULL)
 
 
 def _of_attention(layer: MultiheadAttention) -> Iterator[tuple[str, int, tuple[int, ...]]]:

@@ -115,6 +115,9 @@ def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
         raise InputError(
             "module", "have plain parameters", "DTensors", hint="call parallelize once, before fully_shard"
         )
+    devices = sorted({str(parameter.device) for parameter in layer.parameters()})
+    if len(devices) > 1:
+        raise InputError("module", "have the parameters of each layer on one device", ", ".join(devices))
     if layer.tensor_parallel.size > 1:
         hint = "parallelize divides whole layers; a layer with tp_size has its part already"
         raise InputError("tp_size", "be 1 for parallelize", layer.tensor_parallel.size, hint=hint)

@@ -12,6 +12,13 @@ import sys
 logger = logging.getLogger("undivided")
 
 
+class _Record(logging.LogRecord):
+    """A record whose ``decision`` is not in its ``__dict__``: formatters that write all of that as JSON cannot."""
+
+    __slots__ = ("decision",)
+    decision: object
+
+
 class _StandardError(logging.Handler):
     """Prints to the current `sys.stderr`."""
 
@@ -29,7 +36,10 @@ def log(decision: object, summary: str, shortcut: str) -> None:
         return
     in_full = shortcut == "debug" or logger.isEnabledFor(logging.DEBUG)
     text = str(decision) if in_full else summary
-    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None, extra={"decision": decision})
+    made = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None)
+    record = _Record(made.name, made.levelno, made.pathname, made.lineno, text, (), None)
+    record.__dict__.update(made.__dict__)  # with what the program's own factory of records has added
+    record.decision = decision
     if is_enabled:
         logger.handle(record)
     if shortcut:  # not attached to the logger, because its level would have to be changed and restored

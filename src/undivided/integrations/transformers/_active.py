@@ -19,3 +19,5 @@ class ActiveBatch(Protocol):
 
 ACTIVE: ContextVar[ActiveBatch | None] = ContextVar("undivided_active_batch", default=None)
 """None outside of the forward pass of a model that `parallelize` changed. Each thread has its own."""
+TENSOR_RANKS = "_undivided_tensor_ranks"
+"""The attribute of a model's modules with the tensor parallel ranks that divide their heads."""

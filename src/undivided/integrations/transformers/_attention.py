@@ -12,7 +12,7 @@ from undivided import masks
 from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.functional import attention as attend
-from undivided.integrations.transformers._active import ACTIVE
+from undivided.integrations.transformers._active import ACTIVE, TENSOR_RANKS
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
@@ -21,6 +21,8 @@ from undivided.integrations.transformers._masks import packed_mask, within_docum
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.masks import Mask
+from undivided.nn.blocks.tensor_ranks import TensorRanks
+from undivided.request.checks import draw_seed
 from undivided.run.autograd import autocast
 
 REFUSED = ("head_mask", "cache")
@@ -124,8 +126,10 @@ def attention(
         refused = {"output_attentions": needs_weights or None, "position_bias": position_bias, "sinks": sinks}
         refused |= {"indices": indices, "block_indices": block_indices, "cu_seq_lens_q": cu_seq_lens_q}
         options["context_parallel"] = _context(attention_mask, refused)
-    if dropout and needs_weights:  # output and weights must drop the same entries
-        options["dropout_seed"] = torch.empty((), dtype=torch.int64, device=query.device).random_()
+    if dropout:
+        options |= _dropout_over_ranks(module, query, options)
+        if needs_weights and "dropout_seed" not in options:  # output and weights must drop the same entries
+            options["dropout_seed"] = draw_seed(query.device)
     q = query.transpose(1, 2)
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
         k, v = key.quantized, value.quantized
@@ -170,6 +174,17 @@ def _context(mask: ModelMask | Tensor | None, refused: dict[str, Any]) -> Contex
         must = "be built by the model from the batch of shard_batch, because the sequence is spread over ranks"
         raise InputError("attention_mask", must, type(mask).__name__)
     return context
+
+
+def _dropout_over_ranks(module: nn.Module, query: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """The seed on which ranks agree, and the mask that knows which heads of the layer these are: as in one process."""
+    context: ContextParallel | None = options.get("context_parallel")
+    ranks: TensorRanks | None = getattr(module, TENSOR_RANKS, None)
+    if ranks is None:
+        return {} if context is None else {"dropout_seed": context.seed()}
+    seed = ranks.agree_on_seed(draw_seed(query.device) if context is None else context.seed(), query.device)
+    mask = options["mask"] or masks.FULL
+    return {"dropout_seed": seed, "mask": mask.with_first_head(ranks.rank * query.shape[1])}
 
 
 def _document_mask(

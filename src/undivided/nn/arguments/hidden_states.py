@@ -69,8 +69,8 @@ def _format_hint() -> str:
     )
 
 
-def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor | None) -> None:
-    """Raise InputError if axes, features, device or dtype are wrong. `like` is a parameter of the layer, if known."""
+def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor) -> None:
+    """Raise InputError if axes, features, device or dtype are wrong. `like` is a parameter of the layer."""
     if not isinstance(x, Tensor):
         raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
     check_tensor(name, x)
@@ -83,12 +83,12 @@ def check(name: str, x: object, hidden_size: int, format: Layout, argument: str,
         raise InputError(name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}")
     if not x.is_floating_point():
         raise InputError(name, "be a floating-point tensor", x.dtype)
-    if like is None:
-        return
-    if x.device != like.device:
+    mesh = getattr(like, "device_mesh", None)  # FSDP keeps shards elsewhere while they are not used
+    if x.device != like.device and (mesh is None or x.device.type != mesh.device_type):
         hint = f"{name}.to({str(like.device)!r}), or the layer.to({str(x.device)!r})"
         raise InputError(name, f"be on the parameters' device ({like.device})", x.device, hint=hint)
-    if x.dtype != like.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+    is_sharded = type(like) is not torch.nn.Parameter  # FSDP's shards have another dtype than the weight of a call
+    if x.dtype != like.dtype and not is_sharded and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         hint = f"{name}.to({like.dtype}), the layer.to({x.dtype}), or torch.autocast"
         raise InputError(name, f"have the parameters' dtype ({like.dtype})", x.dtype, hint=hint)
 

@@ -135,6 +135,8 @@ def _checked(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArgume
     for name in PER_TOKEN:
         if name in given:
             _check_shape(name, given[name], tokens)
+    if tokens.is_meta:
+        raise InputError(tokens_name, "have values, which all ranks compare", "a tensor on meta")
     length = tokens.shape[1]
     if length < world:
         raise InputError(tokens_name, f"have at least one token for each of the {world} context ranks", length)
@@ -167,6 +169,8 @@ def _check_shape(name: str, value: object, tokens: object) -> None:
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise InputError(name, f"be a tensor [B, S{', hidden' if axes == 3 else ''}]", got)
     assert isinstance(tokens, Tensor)
+    if value.device != tokens.device:
+        raise InputError(name, f"be on the device of the tokens ({tokens.device})", value.device)
     batch, length = tokens.shape[:2]
     if name in INTEGERS and (value.is_floating_point() or value.is_complex()):
         raise InputError(name, "have an integer dtype", value.dtype)
@@ -188,6 +192,8 @@ def _checked_offsets(given: dict[str, Any], tokens: Tensor) -> Tensor | None:
         if value is not None and not (isinstance(value, Tensor) and value.dim() == 1 and value.numel() > 1):
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InputError(name, "be a tensor [documents + 1]", got)
+        if value is not None and value.device not in (tokens.device, torch.device("cpu")):
+            raise InputError(name, f"be on the device of the tokens ({tokens.device}) or on the CPU", value.device)
     assert isinstance(offsets, Tensor)
     if tokens.shape[0] != 1:
         raise InputError(_tokens_name(given), "have one row if cu_seq_lens_q is given", tokens.shape[0])

@@ -7,22 +7,24 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.dropout import _DropoutNd
 
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
 from undivided.errors import InputError
-from undivided.integrations.transformers._active import ACTIVE
+from undivided.integrations.transformers._active import ACTIVE, TENSOR_RANKS
 from undivided.integrations.transformers.parallel._axes import AXES, checked_mesh, size
 from undivided.integrations.transformers.parallel._shard import SequenceShard
 from undivided.integrations.transformers.parallel._tensor import check_plan, divide
+from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 MODEL_TYPES = ("gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Models whose layers use other tokens in the attention alone, and that are tested on several ranks."""
-ZERO = ("attention_dropout", "router_jitter_noise")
-"""Options of a configuration that draw random numbers, which would differ between ranks."""
+NOISE = "router_jitter_noise"
+"""The option of a configuration that draws random numbers, which would differ between ranks."""
 WHOLE = {
     "use_cache": "a cache would have to hold the keys of all ranks",
     "past_key_values": "a cache would have to hold the keys of all ranks",
@@ -41,7 +43,9 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     - "data": nothing changes here. Apply ``torch.distributed.fsdp.fully_shard`` over ``mesh["data", "context"]``
       afterwards.
 
-    All ranks call it with the same parameters. Attention dropout is refused on several context or tensor ranks.
+    All ranks call it with the same parameters. Attention dropout is that of one process whose generator has the state
+    of the first context and tensor rank's: the ranks agree on a seed in every attention. Other dropout is refused on
+    several context or tensor ranks.
 
     Args:
         model: a causal language model of transformers with ``attn_implementation="undivided"``.
@@ -78,6 +82,9 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     if tensor > 1:
         assert isinstance(mesh, DeviceMesh)
         divide(model, mesh["tensor"] if mesh.ndim > 1 else mesh)
+        ranks = TensorRanks(mesh.get_group("tensor"), None)
+        for layer in model.modules():
+            setattr(layer, TENSOR_RANKS, ranks)
     hooks = _Hooks(context)
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave, always_call=True)
@@ -117,24 +124,30 @@ def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArgumen
             repr(config.model_type),
             hint="use a mesh without the axis 'context'",
         )
-    if context * tensor > 1:
-        _check_zero(config, ZERO)
-        if getattr(config, "output_router_logits", False):
-            raise InputError(
-                "output_router_logits", "be False on several ranks", True, hint=WHOLE["output_router_logits"]
-            )
+    if context * tensor > 1 and getattr(config, "output_router_logits", False):
+        raise InputError("output_router_logits", "be False on several ranks", True, hint=WHOLE["output_router_logits"])
     if tensor > 1:
         check_plan(model, tensor)
+    if context * tensor > 1:
+        _check_noise(model, config)
     parameters = list(model.parameters())
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1 or devices == ["meta"]:
+        hint = "load or initialise the parameters, the same on all ranks, and move the model to one device"
+        raise InputError("model", "have parameters with values on one device", ", ".join(devices), hint=hint)
     total = sum(bit_sum(parameter) for parameter in parameters)
     return True, {"model": f"{name} of {len(parameters)} parameters with the checksum {total & (2**64 - 1):016x}"}
 
 
-def _check_zero(config: Any, names: Sequence[str]) -> None:
-    for name in names:
-        if getattr(config, name, 0):
-            hint = "the generators of the ranks would draw different numbers"
-            raise InputError(name, "be 0 on several context or tensor ranks", getattr(config, name), hint=hint)
+def _check_noise(model: nn.Module, config: Any) -> None:
+    """Raise InputError for random numbers outside of the attention."""
+    hint = "the generators of the ranks would draw different numbers"
+    if getattr(config, NOISE, 0):
+        raise InputError(NOISE, "be 0 on several context or tensor ranks", getattr(config, NOISE), hint=hint)
+    dropout = [f"{name} (p={m.p:g})" for name, m in model.named_modules() if isinstance(m, _DropoutNd) and m.p]
+    if dropout:
+        must = "have no dropout outside of the attention on several context or tensor ranks"
+        raise InputError("model", must, f"{len(dropout)}: {', '.join(dropout[:3])}", hint=hint)
 
 
 class _Hooks:

@@ -1,0 +1,99 @@
+"""Queries, keys and values in one weight, and in a weight each: the rows in TransformerEngine's orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided.errors import InputError
+from undivided.nn import MultiheadAttention
+from undivided.nn.arguments.formats import Heads
+from undivided.nn.blocks.projections import split_kv, split_qkv
+
+
+class Projection(NamedTuple):
+    """A map whose parts have one weight, or a weight each.
+
+    Attributes:
+        name: of the map in the model, with a point at the end.
+        parts: "query", "key" and "value", or some of them.
+        layer: the attention that has it.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    layer: MultiheadAttention
+
+    def split(self, weight: Tensor, interleaved: bool) -> list[Tensor]:
+        """The weight or bias of each part, from that of all."""
+        if len(self.parts) == 1:
+            return [weight]
+        heads, rows = self.layer.heads, weight.movedim(0, -1)
+        whole = (rows,)
+        split = split_kv(whole, heads, interleaved) if len(self.parts) == 2 else split_qkv(whole, heads, interleaved)
+        return [part.flatten(-2).movedim(-1, 0) for part in split]
+
+    def join(self, weights: list[Tensor], interleaved: bool) -> Tensor:
+        """The weight or bias of all parts, from that of each."""
+        if interleaved and len(weights) > 1:
+            by_head = [weight.unflatten(0, (self.layer.heads.kv, -1)) for weight in weights]
+            return torch.cat(by_head, 1).flatten(0, 1)
+        return torch.cat(weights)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts together."""
+        heads: Heads = self.layer.heads
+        sizes = {"query": heads.q * heads.qk_dim, "key": heads.kv * heads.qk_dim, "value": heads.kv * heads.v_dim}
+        return sum(sizes[part] for part in self.parts)
+
+
+def projections(model: torch.nn.Module) -> Iterator[Projection]:
+    """The maps of a model that may have one weight or several."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, MultiheadAttention):
+            continue
+        prefix = f"{name}." if name else ""
+        if layer.attention_type == "self":
+            yield Projection(
+                f"{prefix}{'layernorm_qkv' if layer.input_layernorm else 'qkv'}.", ("query", "key", "value"), layer
+            )
+            continue
+        if layer.input_layernorm:
+            yield Projection(f"{prefix}layernorm_query.", ("query",), layer)
+        yield Projection(f"{prefix}key_value.", ("key", "value"), layer)
+
+
+def arranged(
+    state: dict[str, Tensor], found: Projection, source: bool | None, fused: bool, interleaved: bool
+) -> dict[str, Tensor]:
+    """The entries of a map in one arrangement; it takes those of the other one out of the state.
+
+    Args:
+        state: of the model; entries are removed.
+        found: the map.
+        source: whether one weight in the state is interleaved; None if that is unknown.
+        fused, interleaved: the arrangement of the result: one weight, and its order.
+    """
+    result: dict[str, Tensor] = {}
+    for kind in ("weight", "bias"):
+        one, several = f"{found.name}{kind}", [f"{found.name}{part}_{kind}" for part in found.parts]
+        if one in state:
+            if source is None and len(found.parts) > 1:
+                hint = "True is TransformerEngine's default: for each key head its queries, its key and its value"
+                raise InputError(
+                    "qkv_weight_interleaved", f"be True or False, because state has {one!r}", None, hint=hint
+                )
+            weight = state.pop(one)
+            if weight.shape[0] != found.rows:
+                raise InputError(f"state[{one!r}]", f"have {found.rows} rows", list(weight.shape))
+            weights = found.split(weight, bool(source))
+        elif all(name in state for name in several):
+            weights = [state.pop(name) for name in several]
+        else:
+            continue
+        result |= {one: found.join(weights, interleaved)} if fused else dict(zip(several, weights, strict=True))
+    return result

@@ -1,0 +1,105 @@
+"""What a model and its optimizer need, and what a checkpoint has: compared before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from undivided.arguments.checks import listed
+from undivided.errors import InputError
+from undivided.parallel.checkpoint.state import HEADER, MODEL, STATE
+
+_FUSED = ("layernorm_qkv.weight", "qkv.weight", "key_value.weight")
+_HINTS = {
+    "another project": "undivided.integrations.checkpoints.from_hugging_face(state, model) converts its names",
+    "one weight": "undivided.integrations.checkpoints.from_transformer_engine(state, model) converts fused weights",
+    "names": "build the model of the checkpoint: the same number of layers, biases and normalisations",
+    "sizes": "build the model of the checkpoint: the same hidden size, heads and features",
+}
+
+
+def check_entries(metadata: Metadata, sizes: Mapping[str, torch.Size | None], path: Path) -> None:
+    """Raise InputError unless a checkpoint has exactly the entries that are loaded, with their sizes.
+
+    Args:
+        metadata: of the checkpoint.
+        sizes: by name, what is loaded: the size of a whole tensor, or None for anything else.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        InputError: "model" or "optimizer" differs from the checkpoint; the message lists names and sizes.
+    """
+    saved = metadata.state_dict_metadata
+    if HEADER not in saved:
+        hint = "torch.distributed.checkpoint.load reads it, if that wrote it"
+        raise InputError("folder", "have checkpoints of save_checkpoint", path.name, hint=hint)
+    for argument, prefix in (("model", MODEL), ("optimizer", STATE)):
+        needed = {name for name in sizes if name.startswith(prefix)}
+        if argument == "optimizer" and not needed:
+            continue
+        found = {name for name in saved if name.startswith(prefix)}
+        if argument == "optimizer" and not found:
+            raise InputError(argument, f"be None, because {path.name} has no optimizer state", "an optimizer")
+        _check_names(argument, prefix, needed, found, path.name)
+        _check_sizes(argument, prefix, {name: sizes[name] for name in sorted(needed)}, saved, path.name)
+
+
+def check_files(metadata: Metadata, path: Path) -> None:
+    """Raise InputError if a file of a checkpoint is absent or too short.
+
+    Args:
+        metadata: of the checkpoint.
+        path: of its folder.
+    """
+    ends: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    wrong = []
+    for name, end in sorted(ends.items()):
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None or size < end:
+            wrong.append(f"{name} ({'absent' if size is None else f'{size} of {end} bytes'})")
+    if wrong:
+        hint = "copy it again, or pass an earlier step"
+        raise InputError("folder", f"have all files of {path.name}", f"damaged: {listed(wrong)}", hint=hint)
+
+
+def _check_names(argument: str, prefix: str, needed: set[str], found: set[str], checkpoint: str) -> None:
+    absent, other = (sorted(name.removeprefix(prefix) for name in names) for names in (needed - found, found - needed))
+    if not absent and not other:
+        return
+    parts = [f"{len(absent)} that the checkpoint lacks: {listed(absent)}"] if absent else []
+    parts += [f"without {len(other)} that it has: {listed(other)}"] if other else []
+    hint = "names"
+    if any("_proj." in name for name in other):
+        hint = "another project"
+    elif any(name.endswith(_FUSED) for name in (*absent, *other)):
+        hint = "one weight"
+    text = (
+        "build the optimizer of the checkpoint: the same class and options" if argument == "optimizer" else _HINTS[hint]
+    )
+    what = "tensors" if argument == "optimizer" else "parameters"
+    raise InputError(argument, f"have the {len(found)} {what} of {checkpoint}", "; ".join(parts), hint=text)
+
+
+def _check_sizes(
+    argument: str, prefix: str, needed: Mapping[str, torch.Size | None], saved: Mapping[str, Any], checkpoint: str
+) -> None:
+    wrong = []
+    for name, size in needed.items():
+        entry = saved[name]
+        stored = list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        if stored != (None if size is None else list(size)):
+            wrong.append(f"{name.removeprefix(prefix)} {_shape(size)} instead of {_shape(stored)}")
+    if wrong:
+        got = f"{len(wrong)} different: {listed(wrong)}"
+        raise InputError(argument, f"have the sizes of {checkpoint}", got, hint=_HINTS["sizes"])
+
+
+def _shape(size: Iterable[int] | None) -> object:
+    return "a number" if size is None else list(size)

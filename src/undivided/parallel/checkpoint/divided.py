@@ -1,0 +1,131 @@
+"""Planners of `torch.distributed.checkpoint` for plain tensors of which each rank has a part.
+
+Layers built with `tp_group` have such tensors. A rank's rows may come from several places of the whole, such as its
+queries, keys and values in one weight, so each run of rows is a chunk. FSDP2 may have sharded the part again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from undivided.parallel.state import Division
+
+
+class Chunk(NamedTuple):
+    """Some rows or columns of a rank's tensor (a view), and where they begin in the whole tensor."""
+
+    view: Tensor
+    offsets: torch.Size
+
+    @property
+    def metadata(self) -> ChunkStorageMetadata:
+        """The place of the chunk, for a plan."""
+        return ChunkStorageMetadata(self.offsets, self.view.shape)
+
+
+class DividedTensor:
+    """A rank's part of a tensor: its chunks, and the size of the whole.
+
+    Args:
+        part: a plain tensor, or a DTensor of the ranks that FSDP2 divides the part over.
+        division: how tensor parallel ranks divide the whole.
+    """
+
+    def __init__(self, part: Tensor, division: Division) -> None:
+        _, axis, sizes, ranks = division
+        whole = list(part.shape)
+        whole[axis] = sum(sizes) * ranks.size
+        self.size = torch.Size(whole)
+        self.chunks: list[Chunk] = []
+        local, place = _local(part)
+        begin, stop = place[axis], place[axis] + local.shape[axis]
+        first = 0  # of this part of the rank's tensor
+        for size in sizes:
+            low, high = max(begin, first), min(stop, first + size)
+            if low < high and local.numel():
+                offsets = list(place)
+                offsets[axis] = first * ranks.size + ranks.rank * size + low - first
+                self.chunks.append(Chunk(local.narrow(axis, low - begin, high - low), torch.Size(offsets)))
+            first += size
+
+    def find(self, index: MetadataIndex) -> Tensor:
+        """The view of a chunk of this rank."""
+        return next(chunk.view for chunk in self.chunks if chunk.offsets == index.offset)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes a rank's chunks of divided tensors, and everything else as PyTorch does.
+
+    Args:
+        divided: the divided tensors of the state, by name.
+    """
+
+    def __init__(self, divided: dict[str, DividedTensor]) -> None:
+        super().__init__()
+        self.divided = divided
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank has."""
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if item.index.fqn not in self.divided]
+        for name, tensor in self.divided.items():
+            for chunk in tensor.chunks:
+                data = TensorWriteData(chunk.metadata, TensorProperties.create_from_tensor(chunk.view), tensor.size)
+                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The object of an item."""
+        tensor = self.divided.get(index.fqn)
+        return super().lookup_object(index) if tensor is None else tensor.find(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads a rank's chunks of divided tensors in place, and everything else as PyTorch does.
+
+    Args:
+        divided: the divided tensors, by name. They are absent in the state that is loaded.
+    """
+
+    def __init__(self, divided: dict[str, DividedTensor]) -> None:
+        super().__init__()
+        self.divided = divided
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank needs."""
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        for name, tensor in self.divided.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            plan.items += create_read_items_for_chunk_list(name, saved, [chunk.metadata for chunk in tensor.chunks])
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor of an item."""
+        tensor = self.divided.get(index.fqn)
+        found: Tensor = super().lookup_tensor(index) if tensor is None else tensor.find(index)
+        return found
+
+
+def _local(part: Tensor) -> tuple[Tensor, list[int]]:
+    """The memory of this rank, and where it begins in its part."""
+    if not hasattr(part, "to_local"):
+        return part.detach(), [0] * part.dim()
+    sharded: Any = part
+    (chunk,) = sharded.__create_chunk_list__()
+    return sharded.detach().to_local(), list(chunk.offsets)

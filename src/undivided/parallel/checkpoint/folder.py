@@ -1,0 +1,94 @@
+"""One folder per step. It is written under another name, and renamed when it is complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import distributed
+
+Value = TypeVar("Value")
+
+_NAME = re.compile(r"step-(\d+)(\.replaced)?")
+
+
+def unfinished(folder: Path, step: int) -> Path:
+    """The path of a checkpoint while it is written."""
+    return folder / f"step-{step:08}.unfinished"
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints of a folder by step, in the order of the steps."""
+    found: dict[int, Path] = {}
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # a replaced one is last, and counts if it is alone
+    for path in paths:
+        name = _NAME.fullmatch(path.name)
+        if name and (path / ".metadata").is_file():
+            found.setdefault(int(name[1]), path)
+    return dict(sorted(found.items()))
+
+
+def begin(folder: Path, step: int) -> None:
+    """Create an empty folder to write a checkpoint to, without what an interrupted call has left there."""
+    path = unfinished(folder, step)
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def finish(folder: Path, step: int, keep: int | None) -> None:
+    """Give a written checkpoint its name, and delete checkpoints of earlier steps, except for the last ones.
+
+    A checkpoint of the same step is renamed before and deleted after, so that one of the two is complete at any time.
+
+    Args:
+        folder, step: of the checkpoint.
+        keep: how many checkpoints of steps up to this one are left; None is all.
+    """
+    path = folder / f"step-{step:08}"
+    replaced = path.with_name(f"{path.name}.replaced")
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    unfinished(folder, step).rename(path)
+    _write_to_disk(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if keep is not None:
+        earlier = [found for number, found in complete(folder).items() if number <= step]
+        for found in earlier[:-keep]:
+            shutil.rmtree(found, ignore_errors=True)
+
+
+def on_first_rank(action: Callable[[], Value]) -> Value:
+    """The result of a function that rank 0 calls, on all ranks; or its error.
+
+    Raises:
+        OSError: the function raised one.
+    """
+    answer: list[Any] = [None, None]
+    is_parallel = distributed.is_available() and distributed.is_initialized()
+    if not is_parallel or distributed.get_rank() == 0:
+        try:
+            answer[0] = action()
+        except OSError as error:
+            answer[1] = error
+    if is_parallel:
+        distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    value: Value = answer[0]
+    return value
+
+
+def _write_to_disk(folder: Path) -> None:
+    """Write the names in a folder to the disk, so that they outlive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems do not have it
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,194 @@
+"""`save_checkpoint` and `load_checkpoint`: a model and its optimizer, on any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from undivided.errors import InputError
+from undivided.parallel.checkpoint import folder as folders
+from undivided.parallel.checkpoint.compare import check_entries, check_files
+from undivided.parallel.checkpoint.divided import DividedTensor, LoadPlanner, SavePlanner
+from undivided.parallel.checkpoint.state import (
+    HEADER,
+    Header,
+    TrainingState,
+    checked_values,
+    set_training_state,
+    training_state,
+)
+
+StrPath = str | os.PathLike[str]
+
+
+class Checkpoint(NamedTuple):
+    """What `load_checkpoint` returns.
+
+    Args:
+        step: the number of finished steps.
+        values: those that `save_checkpoint` was given.
+
+    >>> Checkpoint(step=12, values={"tokens": 4096}).values["tokens"]
+    4096
+    """
+
+    step: int
+    values: dict[str, Any]
+
+
+def save_checkpoint(
+    folder: StrPath,
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    values: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> None:
+    """Write the folder ``step-00000012`` (of step 12), which loads on any mesh. All ranks call it.
+
+    `torch.distributed.checkpoint` writes it: each rank its own tensors, each tensor once. Layers divided by
+    `parallelize`, by ``tp_group`` or by FSDP2 give the same checkpoint as those of one process. The folder gets its
+    name when all ranks have written, so that an interrupted call leaves the checkpoints before it as they were. A
+    checkpoint of the same step is replaced.
+
+    Args:
+        folder: of all checkpoints, on a file system that all ranks share.
+        step: the number of finished steps.
+        model, optimizer: those of the training; without an optimizer only the parameters are written.
+        values: more to come back with: tensors, numbers, text, lists and dictionaries. Rank 0's are written.
+        keep: how many checkpoints of steps up to this one are left, for example 3; None leaves all.
+
+    Raises:
+        InputError: an argument is wrong, or an optimizer has state that is not divided as its parameters.
+        OSError: rank 0 cannot create or rename the folder.
+        torch.distributed.checkpoint.api.CheckpointException: a rank cannot write.
+
+    >>> import tempfile, undivided
+    >>> layer = undivided.TransformerLayer(32, 64, 4, attn_input_format="bshd")
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> folder = tempfile.mkdtemp()
+    >>> save_checkpoint(folder, 12, layer, optimizer, values={"tokens": 4096})
+    >>> load_checkpoint(folder, layer, optimizer)
+    Checkpoint(step=12, values={'tokens': 4096})
+    """
+    folder, step = _checked_folder(folder), _checked_step(step)
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise InputError("keep", "be a positive number of checkpoints or None", repr(keep))
+    _check_training(model, optimizer)
+    plain = checked_values(values)
+    state = training_state(model, optimizer)
+    entries = state.tensors | {HEADER: Header(step, plain, state.groups).to_bytes()}
+    folders.on_first_rank(lambda: folders.begin(folder, step))
+    with _alone_without_warning():
+        save(entries, checkpoint_id=folders.unfinished(folder, step), planner=SavePlanner(_divided(state)))
+    folders.on_first_rank(lambda: folders.finish(folder, step, keep))
+
+
+def load_checkpoint(
+    folder: StrPath, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None
+) -> Checkpoint | None:
+    """Load a checkpoint of `save_checkpoint` into a model and an optimizer, on any mesh. All ranks call it.
+
+    Each rank reads what it holds. The model is built and divided as for training, before the call; numbers of other
+    dtypes are converted.
+
+    Args:
+        folder: of all checkpoints.
+        model, optimizer: what is loaded; without an optimizer only the parameters are.
+        step: of the checkpoint; None is the newest complete one.
+
+    Returns:
+        The step and the values; None if step is None and there is no complete checkpoint.
+
+    Raises:
+        InputError: there is no such step, a file is damaged, or the model or the optimizer has other names or sizes.
+            Nothing has been loaded then.
+
+    >>> import tempfile, undivided
+    >>> layer = undivided.TransformerLayer(32, 64, 4, attn_input_format="bshd")
+    >>> load_checkpoint(tempfile.mkdtemp(), layer) is None
+    True
+    """
+    folder = _checked_folder(folder)
+    _check_training(model, optimizer)
+    found = folders.on_first_rank(lambda: folders.complete(folder))
+    if step is not None and _checked_step(step) not in found:
+        raise InputError("step", f"be that of a complete checkpoint ({', '.join(map(str, found)) or 'none'})", step)
+    if not found:
+        return None
+    path = found[max(found) if step is None else step]
+    metadata = FileSystemReader(path).read_metadata()
+    state = training_state(model, optimizer)
+    divided = _divided(state)
+    sizes = {
+        name: divided[name].size if name in divided else value.shape if isinstance(value, Tensor) else None
+        for name, value in state.tensors.items()
+    }
+    check_entries(metadata, sizes, path)
+    check_files(metadata, path)
+    entries = {name: value for name, value in state.tensors.items() if name not in divided} | {HEADER: b""}
+    with _alone_without_warning():
+        load(entries, checkpoint_id=path, planner=LoadPlanner(divided))
+    header = Header.from_bytes(entries[HEADER])
+    # those of divided tensors were read in place
+    set_training_state(model, optimizer, state.tensors | entries, header.groups)
+    return Checkpoint(header.step, header.values)
+
+
+def checkpoint_steps(folder: StrPath) -> list[int]:
+    """The steps of the complete checkpoints in a folder, from the first to the newest.
+
+    Args:
+        folder: of all checkpoints; it need not exist.
+
+    Returns:
+        The steps, each of which `load_checkpoint` takes.
+
+    >>> checkpoint_steps("no such folder")
+    []
+    """
+    return list(folders.complete(_checked_folder(folder)))
+
+
+def _divided(state: TrainingState) -> dict[str, DividedTensor]:
+    return {name: DividedTensor(state.tensors[name], division) for name, division in state.divided.items()}
+
+
+def _checked_folder(folder: object) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise InputError("folder", "be a path", type(folder).__name__)
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise InputError("folder", "be a folder", f"the file {path.name}")
+    return path
+
+
+def _checked_step(step: object) -> int:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise InputError("step", "be an int of at least 0", repr(step))
+    return step
+
+
+def _check_training(model: object, optimizer: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InputError("model", "be a torch.nn.Module", type(model).__name__)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError("optimizer", "be a torch.optim.Optimizer or None", type(optimizer).__name__)
+
+
+@contextlib.contextmanager
+def _alone_without_warning() -> Iterator[None]:
+    """Without PyTorch's warning that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
