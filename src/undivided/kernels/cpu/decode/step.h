@@ -1,5 +1,5 @@
 // A step of decoding: the keys that are computed together, the prefetch of the next step, and the softmax between the
-// two products. The products are in decode_vector.h and decode_amx.h.
+// two products. The products are in vectors.h, pairs.h and amx.h.
 #pragma once
 
 #include "forward/block.h"
@@ -97,7 +97,7 @@ class StepPrefetch {
     if (left_ < lines_) return step_across();
     for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kLinesAtOnce * 64) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
     }
     left_ -= lines_;
   }
@@ -116,7 +116,7 @@ class StepPrefetch {
         begin();
       }
       const int64_t count = smaller_of(lines_wanted, left_);
-      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
       at_ += count * 64, left_ -= count, lines_wanted -= count;
     }
   }
