@@ -13,7 +13,7 @@ namespace {
 //   sum_floats(dim), restore_sums   memory of a row's sums, and their order
 //   kWeightPairs, pack_weights      pairs of weights per row and pair of keys, for kWeightColumns columns
 //   add_values<R>                   adds these columns of a step to the sums of R rows; calls prefetch.step()
-//                                   value_passes<R>(dim) times per pair of keys
+//                                   value_passes<R>(dim) times per kKeysPerPrefetch keys
 template <class T>
 struct PairFormat;
 
@@ -24,6 +24,7 @@ struct PairFormat<BFloat16> {
   static int64_t query_floats(int64_t dim) { return dim / kColumns * kQueryBlock; }
   static int64_t sum_floats(int64_t dim) { return dim; }
   static constexpr int64_t kWeightPairs = 1, kWeightColumns = kAllColumns;
+  static constexpr int kKeysPerPrefetch = 2;
   // Lanes [4 b, 4 b + 4) of vector i, which are those of four keys, have pair 4 b + i.
   static void pack_query(const T* q, int64_t dim, float* to, int64_t step) {
     const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
@@ -67,7 +68,7 @@ struct PairFormat<BFloat16> {
   template <int R, int Loads>
   INLINE void add_columns(const PairSums& to, const StepPart<T>& v, int64_t d, StepPrefetch& prefetch) {
     with_sums<R, 2 * Loads>(to, d, [&](Vec(&acc)[R][2 * Loads]) {
-      for_each_pair(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
+      for_each_pair<kKeysPerPrefetch>(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
 #pragma GCC unroll 4
         for (int l = 0; l < Loads; l++) {
           const int64_t at = d + l * kPairColumns;
@@ -101,6 +102,7 @@ struct PairFormat {  // numbers of 8 bits
   static int64_t query_floats(int64_t dim) { return round_up(dim, kColumns); }
   static int64_t sum_floats(int64_t dim) { return round_up(dim, kColumns); }
   static constexpr int64_t kWeightPairs = 1, kWeightColumns = kAllColumns;
+  static constexpr int kKeysPerPrefetch = 4;
 
   // Lane 4 b + p of vector i has numbers 16 b + 4 i + 2 (p % 2) and the next one: two lanes for two pairs of a key.
   static void pack_query(const BFloat16* q, int64_t dim, float* to, int64_t step) {
@@ -150,7 +152,7 @@ struct PairFormat {  // numbers of 8 bits
   static void add_values(const PairSums& to, const StepPart<T>& v, int64_t, int64_t dim, StepPrefetch& prefetch) {
     for (int64_t d = 0; d < dim; d += kColumns)
       with_sums<R, 4>(to, d, [&](Vec(&acc)[R][4]) {
-        for_each_pair(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
+        for_each_pair<kKeysPerPrefetch>(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
           const __m512i a = load_line(even, d, dim), b = odd ? load_line(odd, d, dim) : __m512i{};
           __m512i x[4];
           to_bf16<T>(_mm512_unpacklo_epi8(a, b), x[0], x[1]), to_bf16<T>(_mm512_unpackhi_epi8(a, b), x[2], x[3]);
@@ -184,6 +186,7 @@ struct PairFormat<Int4> {
   static int64_t query_floats(int64_t dim) { return blocks(dim) * kQueryBlock; }
   static int64_t sum_floats(int64_t dim) { return blocks(dim) * kSumBlock; }
   static constexpr int64_t kWeightPairs = 4, kWeightColumns = kColumns;
+  static constexpr int kKeysPerPrefetch = 4;
 
   // Lanes [4 g, 4 g + 4) of vector 4 i + t, which are those of four keys, have numbers 8 i + t and 8 i + t + 4 of group
   // g. The last vector starts the sums.
@@ -274,7 +277,7 @@ struct PairFormat<Int4> {
                        StepPrefetch& prefetch) {
     const __m512i order = index_of([&](int n) { return n / 2 % 4 * 8 + half * 4 + n / 8 + n % 2 * 32; });
     with_sums<R, 4>(to, d / kColumns * kSumBlock + half * 4 * kLanes, [&](Vec(&acc)[R][4]) {
-      for_each_pair(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
+      for_each_pair<kKeysPerPrefetch>(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
         const __m512i a = load_line(even, d / 2, dim / 2), b = odd ? load_line(odd, d / 2, dim / 2) : __m512i{};
         __m512i weight[R];
 #pragma GCC unroll 4

@@ -46,16 +46,18 @@ INLINE void with_sums(const PairSums& to, int64_t at, F add) {
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) store(to.sums + r * to.stride + at + c * kLanes, acc[r][c]);
 }
-// Calls f(j, row j, row j + 1) for every pair of keys; a missing last row is null.
-template <class T, class F>
+// Calls f(j, row j, row j + 1) for every pair of keys; a missing last row is null. Calls prefetch.step() once per `Keys`
+// keys.
+template <int Keys, class T, class F>
 INLINE void for_each_pair(const StepPart<T>& v, int64_t keys, StepPrefetch& shared, F f) {
   StepPrefetch prefetch = shared;
   int64_t j = 0;
-  for (; j + 2 <= keys; j += 2) {
+  for (; j + Keys <= keys; j += Keys) {
     prefetch.step();
-    f(j, row_of(v, j), row_of(v, j + 1));
+#pragma GCC unroll 2
+    for (int64_t i = j; i < j + Keys; i += 2) f(i, row_of(v, i), row_of(v, i + 1));
   }
-  if (j < keys) f(j, row_of(v, j), (const T*)nullptr);
+  for (; j < keys; j += 2) f(j, row_of(v, j), j + 1 < keys ? row_of(v, j + 1) : (const T*)nullptr);
   shared = prefetch;
 }
 // Weights, multiplied by the scale of each key if there are scales, as [row][pair].
@@ -85,6 +87,7 @@ INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int
     const float* block = q;
 #pragma GCC unroll 1
     for (int64_t d = 0; d < dim; d += Format::kColumns, block += R * Format::kQueryBlock) {
+      prefetch.step();
       __m512i part[2][4];
 #pragma GCC unroll 2
       for (int u = 0; u < 2; u++) {
@@ -95,8 +98,7 @@ INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int
         scores[u].begin(block);
       }
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        if (i % 2 == 0) prefetch.step();
+      for (int i = 0; i < 4; i++)
         Format::for_each_pair_of(part[0][i], part[1][i], i, [&](int n, int chain, __m512i x, __m512i y) {
 #pragma GCC unroll 4
           for (int r = 0; r < R; r++) {
@@ -105,7 +107,6 @@ INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int
             scores[1].acc[r][chain] = dot_bf16(scores[1].acc[r][chain], pairs, y);
           }
         });
-      }
 #pragma GCC unroll 2
       for (int u = 0; u < 2; u++) scores[u].end(k, first + 4 * (g + u), d, dim);
     }

@@ -40,13 +40,13 @@ struct DecodePairs : DecodeVectors<Key> {
   static int64_t score_steps(const Attention& a, int64_t rows, int64_t keys) {
     const int64_t blocks = (a.qk_dim + Format::kColumns - 1) / Format::kColumns;
     int64_t steps = 0;
-    for_each_four(round_up_rows(rows), [&](auto, int64_t) { steps += (keys + kLanes - 1) / kLanes * 4 * blocks; });
+    for_each_four(round_up_rows(rows), [&](auto, int64_t) { steps += (keys + kLanes - 1) / kLanes * 2 * blocks; });
     return steps;
   }
   static int64_t value_steps(const Attention& a, int64_t rows, int64_t keys) {
     int64_t steps = 0;
     for_each_four(round_up_rows(rows), [&](auto count, int64_t) {
-      steps += Format::template value_passes<decltype(count)::value>(a.v_dim) * (keys / 2);
+      steps += Format::template value_passes<decltype(count)::value>(a.v_dim) * (keys / Format::kKeysPerPrefetch);
     });
     return larger_of(steps, 1);
   }
