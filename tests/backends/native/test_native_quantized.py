@@ -26,8 +26,8 @@ def draw(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("format", BYTES)
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 def test_every_8_bit_value_is_read_exactly(heads: int, format: str, dtype: torch.dtype) -> None:
-    """A single key has the weight 1, so the output is its value, which bf16 holds: -128, subnormal numbers, infinity and
-    NaN included."""
+    """A single key has the weight 1, so the output is its value, which bf16 holds; -128, subnormal numbers, infinity
+    and NaN included."""
     v = CODES.view(BYTES[format]).view(1, 1, 1, 256)
     one = torch.ones(1, 1, 1)
     out = undivided.attention(
