@@ -168,7 +168,8 @@ constexpr int kDecodePrefetch = 3;
 #endif
 // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
 // half as many instructions, but whether memory keeps up depends on the pattern of reads. (Zen 5, 16k keys of 8 heads:
-// one row 1.1 to 1.25, two 1.0, four 0.8 to 0.9, eight 1.05; 1k keys, in L3: one row 1.0, four 1.0, eight 1.4.)
+// one row 1.1 to 1.25, two 0.9 to 1.0, four 0.7 to 0.9, eight 1.05 to 1.2; 1k keys, in L3: one row 0.8 to 1.0, four
+// 1.0, eight 1.3.)
 constexpr int64_t kMinDotRows = 5;
 
 // Keys that sequences share are computed as blocks of all their rows from so many rows per key/value head and so many

@@ -62,7 +62,9 @@ struct Steps {
     if constexpr (kIsQuantized<T>) {
       step.k_scale.find(key_scales(a, b, h), from, keys, other_heads * a.k_scale_h + scales_of<T>(a.qk_dim));
       step.v_scale.find(value_scales(a, b, h), from, keys, other_heads * a.v_scale_h + scales_of<T>(a.v_dim));
-      step.k_scale.prefetch_all(), step.v_scale.prefetch_all();
+      // int4 has 2 lines of scales per 8 of numbers, 8 bits have 1 per 32 (Zen 5, with the numbers: 1.2 and 0.8)
+      if constexpr (kHasGroups<T>) step.k.prefetch_with(step.k_scale), step.v.prefetch_with(step.v_scale);
+      else step.k_scale.prefetch_all(), step.v_scale.prefetch_all();
     }
   }
   void next(Step<T>& step) {

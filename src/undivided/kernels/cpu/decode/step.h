@@ -29,11 +29,11 @@ struct Region {
 };
 
 // Addresses of a step's rows of K or V. row: of the first head, padded to a multiple of kLanes by repeating the last
-// one. region: the memory of all heads' rows, in order.
+// one. region: the memory of all heads' rows, in order, and what else is prefetched with them.
 template <class T>
 struct StepRows {
   const T* row[kDecodeStepKeys];
-  Region region[kDecodeStepKeys];
+  Region region[2 * kDecodeStepKeys];
   int64_t regions, lines;
   uint32_t split_groups;  // bit g: rows [g, g + 1) * kStepAlignment are incomplete or not at one stride
 
@@ -54,6 +54,12 @@ struct StepRows {
       j += count;
     }
     for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
+  }
+  // Prefetches other rows of the same keys with these.
+  template <class Other>
+  void prefetch_with(const StepRows<Other>& others) {
+    for (int64_t n = 0; n < others.regions; n++) region[regions++] = others.region[n];
+    lines += others.lines;
   }
   void prefetch_all() const {
     for (int64_t n = 0; n < regions; n++)
