@@ -42,7 +42,8 @@ def test_every_8_bit_value_is_read_exactly(heads: int, format: str, dtype: torch
 @pytest.mark.parametrize("format", BYTES)
 @pytest.mark.parametrize("heads", [1, 4])
 def test_every_8_bit_key_is_read_exactly(heads: int, format: str) -> None:
-    """A query that is 1 in one place and 0 elsewhere has the number in that place as its score."""
+    """A query that is 1 in one place and 0 elsewhere has the number in that place as its score. The log-sum-exp adds
+    the logarithm of the weight, which is 1 up to 6e-8."""
     numbers = CODES.view(BYTES[format]).float()
     numbers = numbers[numbers.isfinite()]
     numbers = torch.cat((numbers, numbers.new_zeros(-len(numbers) % 32)))
@@ -53,7 +54,8 @@ def test_every_8_bit_key_is_read_exactly(heads: int, format: str) -> None:
     _, lse = undivided.attention(
         q, k, k, layout="bhsd", k_scale=one, v_scale=one, scale=1.0, return_lse=True, backend="native"
     )
-    assert torch.equal(lse, numbers.view(size, 1, 1).expand(size, heads, 1))
+    want = numbers.view(size, 1, 1).expand(size, heads, 1)
+    assert ((lse - want).abs() <= want.abs() * 2**-23 + 2**-23).all()
 
 
 @pytest.mark.parametrize("keys", [1, 2, 17, 64, 131])
