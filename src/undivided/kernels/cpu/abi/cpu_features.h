@@ -10,16 +10,16 @@
 namespace undivided {
 
 struct CpuFeatures {
-  uint32_t ecx1 = 0, ebx7 = 0, edx7 = 0;  // leaf 1; leaf 7
-  uint32_t eax7_1 = 0;                    // leaf 7, subleaf 1
-  uint32_t ecx_extended = 0;              // leaf 0x80000001
-  uint32_t xcr0 = 0;                      // the registers that the operating system saves
+  uint32_t ecx1 = 0, ebx7 = 0, ecx7 = 0, edx7 = 0;  // leaf 1; leaf 7
+  uint32_t eax7_1 = 0;                              // leaf 7, subleaf 1
+  uint32_t ecx_extended = 0;                        // leaf 0x80000001
+  uint32_t xcr0 = 0;                                // the registers that the operating system saves
 
   static CpuFeatures read() {
     CpuFeatures f;
     uint32_t a, b, c, d;
     if (__get_cpuid(1, &a, &b, &c, &d)) f.ecx1 = c;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.ebx7 = b, f.edx7 = d;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.ebx7 = b, f.ecx7 = c, f.edx7 = d;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) f.eax7_1 = a;
     if (__get_cpuid(0x80000001, &a, &b, &c, &d)) f.ecx_extended = c;
     if (f.ecx1 >> 27 & 1) __asm__("xgetbv" : "=a"(f.xcr0) : "c"(0) : "edx");  // OSXSAVE
@@ -38,7 +38,8 @@ struct CpuFeatures {
     constexpr uint32_t kF = 1 << 16, kDq = 1 << 17, kBw = 1 << 30, kVl = 1u << 31, kSaved = 0xe6;  // and k, zmm
     return has_avx2() && has(ebx7, kF | kDq | kBw | kVl) && has(xcr0, kSaved);
   }
-  bool has_avx512_bf16() const { return has_avx512() && has(eax7_1, 1 << 5); }
+  // BF16 and VBMI; Cooper Lake, which has no VBMI, uses the level below
+  bool has_avx512_bf16() const { return has_avx512() && has(eax7_1, 1 << 5) && has(ecx7, 1 << 1); }
   bool has_amx_bf16() const { return has_avx512_bf16() && has(edx7, 1 << 22 | 1 << 24); }
   bool has_amx_fp16() const { return has_amx_bf16() && has(eax7_1, 1 << 21); }
 

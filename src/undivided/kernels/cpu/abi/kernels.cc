@@ -3,7 +3,7 @@
 // type that the tiles of a table hold.
 #include "backward/driver.h"
 #include "backward/pairs.h"
-#include "forward/decode.h"
+#include "decode/chunk.h"
 #include "gemm/peak.h"
 
 #if defined(UNDIVIDED_AMX)
@@ -78,6 +78,10 @@ INLINE auto with_engine(const Attention& a, F f) {
   if (a.dtype == kBFloat16 && DecodeAmx<BFloat16, 4>::fits(a)) return with_amx_engine<BFloat16>(a, f);
   if constexpr (std::is_same<Half, Float16>::value)
     if (a.dtype == kFloat16 && DecodeAmx<Float16, 4>::fits(a)) return with_amx_engine<Float16>(a, f);
+#endif
+#if defined(__AVX512BF16__)
+  if (a.dtype == kBFloat16 && DecodePairs<BFloat16>::fits(a) && are_pairs_faster(a))
+    return f(TypeTag<DecodePairs<BFloat16>>());
 #endif
   if (a.dtype == kBFloat16) return f(TypeTag<DecodeVectors<BFloat16>>());
   if (a.dtype == kFloat16) return f(TypeTag<DecodeVectors<Float16>>());

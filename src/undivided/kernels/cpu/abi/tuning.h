@@ -159,6 +159,18 @@ constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 
 // Keys of a step, at most: the scores of 8 rows take 2 KiB. Bytes of K and V of all heads: this step and the next fit
 // in L2.
 constexpr int64_t kDecodeStepKeys = 64, kDecodeStepBytes = 128 << 10;
+// The cache that the next step is prefetched to, for __builtin_prefetch: 3 is L1, 2 is L2. (Zen 5, 16k keys of 8 heads,
+// L1 against L2: bf16 1.05 to 1.2, int8 1.1.) On AMX only L2 was measured.
+#if defined(UNDIVIDED_AMX)
+constexpr int kDecodePrefetch = 2;
+#else
+constexpr int kDecodePrefetch = 3;
+#endif
+// bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
+// half as many instructions, but whether memory keeps up depends on the pattern of reads. (Zen 5, 16k keys of 8 heads:
+// one row 1.1 to 1.25, two 0.9 to 1.0, four 0.7 to 0.9, eight 1.05 to 1.2; 1k keys, in L3: one row 0.8 to 1.0, four
+// 1.0, eight 1.3.)
+constexpr int64_t kMinDotRows = 5;
 
 // Keys that sequences share are computed as blocks of all their rows from so many rows per key/value head and so many
 // keys on (schedule/prefixes.cc).

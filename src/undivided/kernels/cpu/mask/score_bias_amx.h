@@ -14,7 +14,6 @@
 
 namespace {
 
-#define INLINE_MEMBER inline __attribute__((always_inline))
 constexpr int64_t kSoftmaxKeys = 2 * kTileRows;  // keys per softmax step
 
 // The bases that are subtracted from the scores of rows. `offset` is part of the multiply-add that converts to units of

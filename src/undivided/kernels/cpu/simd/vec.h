@@ -22,6 +22,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace {
 

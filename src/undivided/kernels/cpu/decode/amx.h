@@ -11,7 +11,7 @@
 // (small pages of a cache, the end of a sequence) are copied first.
 #pragma once
 
-#include "forward/decode_step.h"
+#include "decode/step.h"
 #include "gemm/amx.h"
 
 #if defined(UNDIVIDED_AMX)

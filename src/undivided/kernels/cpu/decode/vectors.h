@@ -1,7 +1,7 @@
 // The two products of a decoding step on vectors: lanes lie along the head axis, where K and V are contiguous.
 #pragma once
 
-#include "forward/decode_step.h"
+#include "decode/step.h"
 
 namespace {
 

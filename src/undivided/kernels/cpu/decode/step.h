@@ -1,5 +1,5 @@
 // A step of decoding: the keys that are computed together, the prefetch of the next step, and the softmax between the
-// two products. The products are in decode_vector.h and decode_amx.h.
+// two products. The products are in vectors.h, pairs.h and amx.h.
 #pragma once
 
 #include "forward/block.h"
@@ -29,11 +29,11 @@ struct Region {
 };
 
 // Addresses of a step's rows of K or V. row: of the first head, padded to a multiple of kLanes by repeating the last
-// one. region: the memory of all heads' rows, in order.
+// one. region: the memory of all heads' rows, in order, and what else is prefetched with them.
 template <class T>
 struct StepRows {
   const T* row[kDecodeStepKeys];
-  Region region[kDecodeStepKeys];
+  Region region[2 * kDecodeStepKeys];
   int64_t regions, lines;
   uint32_t split_groups;  // bit g: rows [g, g + 1) * kStepAlignment are incomplete or not at one stride
 
@@ -54,6 +54,12 @@ struct StepRows {
       j += count;
     }
     for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
+  }
+  // Prefetches other rows of the same keys with these.
+  template <class Other>
+  void prefetch_with(const StepRows<Other>& others) {
+    for (int64_t n = 0; n < others.regions; n++) region[regions++] = others.region[n];
+    lines += others.lines;
   }
   void prefetch_all() const {
     for (int64_t n = 0; n < regions; n++)
@@ -97,7 +103,7 @@ class StepPrefetch {
     if (left_ < lines_) return step_across();
     for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kLinesAtOnce * 64) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
     }
     left_ -= lines_;
   }
@@ -116,7 +122,7 @@ class StepPrefetch {
         begin();
       }
       const int64_t count = smaller_of(lines_wanted, left_);
-      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
       at_ += count * 64, left_ -= count, lines_wanted -= count;
     }
   }

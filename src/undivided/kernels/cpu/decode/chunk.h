@@ -10,8 +10,8 @@
 // chunks (sums, largest score, total) are merged in order.
 #pragma once
 
-#include "forward/decode_amx.h"
-#include "forward/decode_pairs.h"
+#include "decode/amx.h"
+#include "decode/pairs.h"
 
 namespace {
 
@@ -33,7 +33,7 @@ static DecodeSpace layout_decode(const Attention& a, int64_t kv_heads, char* bas
   Arena arena{base};
   DecodeSpace space;
   space.panel = (Panel*)arena.allocate((int64_t)sizeof(Panel));
-  space.scores = (float*)arena.allocate(2 * Engine::kScores * 4);
+  space.scores = (float*)arena.allocate(larger_of(2, kv_heads) * Engine::kScores * 4);
   space.q = (float*)arena.allocate(kv_heads * Engine::q_floats(a) * 4);
   space.sums = (float*)arena.allocate(kv_heads * Engine::sum_floats(a) * 4);
   space.max_score = (float*)arena.allocate(kv_heads * kRowSlots * 4);
@@ -62,7 +62,9 @@ struct Steps {
     if constexpr (kIsQuantized<T>) {
       step.k_scale.find(key_scales(a, b, h), from, keys, other_heads * a.k_scale_h + scales_of<T>(a.qk_dim));
       step.v_scale.find(value_scales(a, b, h), from, keys, other_heads * a.v_scale_h + scales_of<T>(a.v_dim));
-      step.k_scale.prefetch_all(), step.v_scale.prefetch_all();
+      // int4 has 2 lines of scales per 8 of numbers, 8 bits have 1 per 32 (Zen 5, with the numbers: 1.2 and 0.8)
+      if constexpr (kHasGroups<T>) step.k.prefetch_with(step.k_scale), step.v.prefetch_with(step.v_scale);
+      else step.k_scale.prefetch_all(), step.v_scale.prefetch_all();
     }
   }
   void next(Step<T>& step) {
@@ -96,8 +98,8 @@ static void start_head(const KeyChunk& chunk, int64_t n, int64_t first, HeadStat
     Row row[kMaxDecodeRows];
     for (int64_t r = 0; r < state.rows; r++) {
       const int64_t at = first + r;
-      row[r] = (Row)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h +
-               at % a.q_len * a.q_s;
+      row[r] =
+          (Row)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h + at % a.q_len * a.q_s;
     }
     Engine::load_queries(a, row, state.rows, q);
   };
@@ -134,18 +136,20 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
   float *scores = space.scores, *weights = scores + Engine::kScores;
   Engine engine;
   StepPrefetch k_prefetch, v_prefetch;
-  // a head's second product follows the next head's first one, so that neither waits for the softmax between them
-  int64_t pending = -1;
-  auto finish_head = [&](const Step<T>& current) {
-    HeadState state = state_of(pending);
+  auto finish_head = [&](const Step<T>& current, int64_t n, float* head_scores) {
+    HeadState state = state_of(n);
     float decay[kRowSlots];
-    float* found = engine.to_scores(state, weights, current.keys);
+    float* found = engine.to_scores(state, head_scores, current.keys);
     for_each_pass(round_up_rows(rows), [&](auto count, int64_t r) {
       decode_softmax<decltype(count)::value>(a, p, state, r, current.key, current.keys, Engine::kBits,
                                              found + r * kDecodeStepKeys, decay);
     });
-    engine.multiply_values(a, state, current, pending, found, decay, v_prefetch);
+    engine.multiply_values(a, state, current, n, found, decay, v_prefetch);
   };
+  // The keys of all heads, then their values, because the hardware prefetches memory that is read in order. The values
+  // of a single head follow the keys of its next step, so that they need not wait for the softmax.
+  const bool lags = chunk.kv_heads == 1;
+  bool has_previous = false;
   for (steps.next(*step); step->keys;) {
     steps.next(*next);
     const int64_t then = next->keys;
@@ -153,18 +157,21 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
       steps.find(*next_chunk, next_chunk->key, smaller_of(max_keys, next_chunk->keys), *next);
     k_prefetch = StepPrefetch(*next, next->k, chunk.kv_heads * Engine::score_steps(a, rows, step->keys));
     v_prefetch = StepPrefetch(*next, next->v, chunk.kv_heads * Engine::value_steps(a, rows, step->keys));
-    for (int64_t n = 0; n < chunk.kv_heads; n++) {
-      engine.multiply_scores(a, state_of(n), *step, n, scores, k_prefetch);
-      if (pending >= 0) finish_head(n == 0 ? *previous : *step);
+    for (int64_t n = 0; n < chunk.kv_heads; n++)
+      engine.multiply_scores(a, state_of(n), *step, n, scores + n * Engine::kScores, k_prefetch);
+    if (!lags) {
+      for (int64_t n = 0; n < chunk.kv_heads; n++) finish_head(*step, n, scores + n * Engine::kScores);
+    } else {
+      if (has_previous) finish_head(*previous, 0, weights);
       else
         for (int64_t i = Engine::value_steps(a, rows, step->keys); i > 0; i--) v_prefetch.step();
-      std::swap(scores, weights), pending = n;
+      std::swap(scores, weights), has_previous = true;
     }
     next->keys = then;
     Step<T>* const free = previous;
     previous = step, step = next, next = free;
   }
-  if (pending >= 0) finish_head(*previous);
+  if (has_previous) finish_head(*previous, 0, weights);
   for (int64_t n = 0; n < chunk.kv_heads; n++)
     for (int64_t r = 0; r < rows; r++) finish(state_of(n), n, r, space.row);
 }
