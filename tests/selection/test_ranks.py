@@ -107,6 +107,23 @@ class TestOrder:
         measured(table(cudnn=4.74e14, flash_attn=5e14))
         assert explain().backend.name == "flash_attn"
 
+    @pytest.mark.parametrize(
+        ("processor", "chosen"), [("AMD Ryzen", "torch_flash"), ("Intel(R) Xeon(R)", "native"), ("", "torch_flash")]
+    )
+    def test_a_close_order_from_a_cpu_of_another_vendor_does_not_count(
+        self, measured: Measured, processor: str, chosen: str
+    ) -> None:
+        here = Machine("cpu", isa="avx2", processor=processor)
+        x = torch.empty(1, 512, 8, 64, device="cpu")
+        problem = undivided.explain(x, x, x, layout="bshd", machine=here).problem
+        at = _measured.place(problem, here)
+        assert at is not None
+        run = RUN._replace(machine="AMD EPYC, 1 thread")
+        measured({at.kind: {(at.length, at.work): Entry(run, {"native": 8.0e10, "torch_flash": 1.0e11})}})
+        assert undivided.explain(x, x, x, layout="bshd", machine=here).backend.name == chosen
+        measured({at.kind: {(at.length, at.work): Entry(run, {"native": 7.0e10, "torch_flash": 1.0e11})}})
+        assert undivided.explain(x, x, x, layout="bshd", machine=here).backend.name == "torch_flash"
+
     def test_backends_that_cannot_run_keep_their_place(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, flash_attn=5e14))
         without = Machine("cuda", "H100", (9, 0), "9.16.0", {"triton": "3.5.0", "cudnn_frontend": "1.15.0"})

@@ -63,6 +63,7 @@ def measure(
     *,
     groups: Iterable[Sequence[Benchmark]] | None = None,
     source: str = SOURCE,
+    earlier: Sequence[Mapping[str, Any]] = (),
     step: Callable[[str], None] = lambda name: None,
 ) -> Measurement:
     """The rates of the backends of this machine, on its CPU, at the level and with the threads of this process.
@@ -72,6 +73,7 @@ def measure(
         filter: text that the name of a problem contains, such as ``bf16-decode``; empty selects all.
         groups: the problems; None is `coverage()`. Those of one group are measured together or not at all.
         source: the source that the table names for its figures: the report, if it is kept.
+        earlier: the cases of a report of the same machine, which is continued: they are not measured again, and count.
         step: called with the name of each problem before it starts.
 
     >>> found = measure(2.0, "fp32-full-h8-16-d64")
@@ -81,12 +83,13 @@ def measure(
     start = time.monotonic()
     clock = _Clock(start + seconds)
     backends = _competitors.selectable_backends("cpu")
-    cases: list[dict[str, Any]] = []
+    cases: list[Mapping[str, Any]] = list(earlier)
+    known = {case["name"] for case in cases}
     left_out: dict[str, list[str]] = defaultdict(list)
     before = peak.arithmetic(torch.float32).measure()
     for group in coverage() if groups is None else groups:
         selected = [one for one in group if filter in one.name]
-        if not selected:
+        if not selected or known.issuperset(one.name for one in group):
             continue
         if not clock.has_time_for(group):
             left_out["time limit"] += [one.name for one in selected]

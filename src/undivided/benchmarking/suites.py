@@ -23,7 +23,7 @@ from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
 from undivided.benchmarking.runs import Settings, run, run_small
 from undivided.errors import InputError
 from undivided.kernels import cpu
-from undivided.machine import Machine
+from undivided.machine import Machine, processor_name
 
 __all__ = ["SCHEMA", "Plan", "execute", "plan"]
 
@@ -206,7 +206,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     """
     library = cpu.load()
     values = {
-        "processor": _processor(),
+        "processor": processor_name(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -222,15 +222,6 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         values["gpu"] = torch.cuda.get_device_name(device)
         values["libraries"] = str(Machine.this(device))
     return values
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

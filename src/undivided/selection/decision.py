@@ -276,9 +276,10 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
     if entry is None:
         return order
     measured = [b for b in order if b.name in entry.rates and not _objections(b, problem, machine, policy)]
+    tie = _measured.tie(entry, problem.device, machine)
     faster: list[str] = []
     for _, equals in itertools.groupby(measured, key=turn):
-        faster += _measured.fastest_first([backend.name for backend in equals], entry.rates)
+        faster += _measured.fastest_first([backend.name for backend in equals], entry.rates, tie)
     by_name = {backend.name: backend for backend in measured}
     traded = iter(faster)
     return [by_name[next(traded)] if backend in measured else backend for backend in order]
