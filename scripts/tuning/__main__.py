@@ -60,7 +60,12 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing per problem (1)")
     parser.add_argument("--build-only", action="store_true", help="build the libraries, to time them later")
     parser.add_argument("--jobs", type=int, default=1, help="compilers at a time (1); each takes about 1 GB")
-    parser.add_argument("--optimize", default="", metavar="-O1", help="compile like this, to try the tool quickly")
+    parser.add_argument(
+        "--optimize",
+        default="",
+        metavar="FLAG",
+        help="compile with this instead of -O3, such as --optimize=-O1, to try the tool quickly",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
     return parser.parse_args(words)
 
