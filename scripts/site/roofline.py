@@ -76,7 +76,7 @@ def _bars(name: str, heading: str, report: str) -> str:
                 left += share
         axis.axvline(1, color=PAINT["ink"], linewidth=1)
         axis.set_yticks(range(len(shown)), [line.name for line in shown])
-        axis.invert_yaxis()
+        axis.set_ylim(len(shown) - 0.4, -0.6)
         axis.set_xlabel("predicted seconds of each part, divided by the measured time; the line is 1")
         axis.set_title(heading, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)

@@ -52,9 +52,9 @@ def replaced(header: str, name: str, value: int) -> str:
         if not member or struct is None:
             return f"{constant} = {value}"
         members = [field.strip() for field in struct[2].split(",")]
-        values = found[1].strip("{}").split(",")
-        values[members.index(member)] = f" {value}"
-        return f"{constant} = {{{','.join(values)}}}"
+        values = [text.strip() for text in found[1].strip("{}").split(",")]
+        values[members.index(member)] = str(value)
+        return f"{constant} = {{{', '.join(values)}}}"
 
     text, count = re.subn(pattern, put, header)
     if not count:
@@ -76,7 +76,7 @@ class Builder:
             {one.target for one in self._commands if one.target.startswith("level_")} - wanted - {"level_"}
         )
         self._used = [one for one in self._commands if one.target not in self._stubs]
-        text = "".join(path.read_text("utf-8") for path in sorted(SOURCES.glob("*/*.[hc]*")))
+        text = "".join(_without_comments(path.read_text("utf-8")) for path in sorted(SOURCES.glob("*/*.[hc]*")))
         self._sources = hashlib.sha256(f"{text}{self._used}{optimize}".encode()).hexdigest()
 
     def values(self, names: Iterable[str]) -> dict[str, int]:
@@ -109,7 +109,8 @@ class Builder:
         header = HEADER.read_text("utf-8")
         for name, value in changes.items():
             header = replaced(header, name, value)
-        key = hashlib.sha256(f"{self._sources}{self.level}{header}".encode()).hexdigest()[:16]
+        text = f"{self._sources}{self.level}{_without_comments(header)}"
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
         folder = BUILDS / key
         library = folder / "libundivided_cpu.so"
         if not library.exists():
@@ -148,6 +149,10 @@ class Builder:
         if found is None:
             raise BuildError(f"this build has no level {self.level}")
         return found
+
+
+def _without_comments(text: str) -> str:
+    return re.sub(r"\s*//[^\n]*", "", text)
 
 
 def _levels_of(target: str) -> tuple[str, ...]:

@@ -80,8 +80,8 @@ class Machine:
         flash_impl: the implementation by which ``torch.nn.attention.activate_flash_attention_impl`` replaced PyTorch's
             flash kernel on CUDA, "FA3" or "FA4"; None for PyTorch's own.
         probed: True if `Machine.this` made it.
-        processor: the CPU's name, such as "AMD EPYC 9V74"; "" if it is not known. Ranks that were measured on a CPU of
-            another vendor count only if they differ clearly.
+        processor: the CPU's name, such as "AMD EPYC 9V74"; "" if it is not known. Rates that were measured on a CPU of
+            another vendor order backends only if they differ by more than a factor of two.
 
     >>> a100 = Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7", packages={"flash_attn": "2.8.4"})
     >>> a100.version("flash_attn")

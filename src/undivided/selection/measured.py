@@ -36,9 +36,9 @@ SHORT = 16
 may be the fastest (measured: `docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
 TIE = 0.05
 """Rates within this fraction are equal: repeated runs differ by a few percent."""
-FOREIGN_TIE = 0.25
-"""The same for rates that were measured on a CPU of another vendor at the same level: a clear order carries over, a
-close one does not (measured: `docs/decisions/2026-11-24-ranks-of-every-level.md`)."""
+FOREIGN_TIE = 0.5
+"""The same for rates that were measured on a CPU of another vendor at the same level: the ratio of two backends differs
+by a factor of two between vendors (measured: `docs/decisions/2026-11-24-ranks-of-every-level.md`)."""
 
 _GRADIENTS = 2.5
 """A backward has five matrix products, a forward two."""
@@ -227,7 +227,7 @@ def tie(entry: Entry, device: str, machine: Machine) -> float:
 
     >>> entry = Entry(Run("2027-01-02", "AMD EPYC, 1 thread", "abc", "2.13", "a.json"), {})
     >>> tie(entry, "cpu", Machine(processor="AMD Ryzen")), tie(entry, "cpu", Machine(processor="Intel(R) Xeon(R)"))
-    (0.05, 0.25)
+    (0.05, 0.5)
     """
     ours, theirs = _vendor(machine.processor), _vendor(entry.run.machine)
     return FOREIGN_TIE if device == "cpu" and ours and ours != theirs else TIE
