@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,13 +49,13 @@ def load(path: Path, level: str) -> cpu.Library:
 
 
 def measure(problem: Benchmark, libraries: Mapping[int, cpu.Library], current: int, seconds: float) -> Row:
-    """The ratios of one problem."""
+    """The ratios of one problem. One thread is timed by its processor time, which other load lengthens little."""
     with _using(libraries[current]):
         one = _native(problem)
         right = one.results()
     wrong = tuple(value for value, library in libraries.items() if not _agrees(one, library, right))
     calls = {str(value): _caller(one.call, library) for value, library in libraries.items() if value not in wrong}
-    watch = timing.stopwatch()
+    watch = timing.stopwatch(clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
     with _using(libraries[current]):
         once = {name: max(min(watch(call, 1) for _ in range(2)), 1e-9) for name, call in calls.items()}
         repeats = {name: max(1, math.ceil(timing.TURN / each)) for name, each in once.items()}

@@ -214,6 +214,34 @@ class TestOrder:
         assert "default rank: not measured on this machine" in str(explain(machine=amd))
 
 
+class TestTableOfThePackage:
+    def test_every_level_that_could_be_measured_has_entries(self) -> None:
+        levels = {kind.split("/")[0] for kind in _measured.read(_measured.OURS)}
+        assert {"generic", "avx2", "avx512", "avx512_bf16", "amx"} <= levels
+
+    def test_every_run_names_its_processor_threads_date_commit_version_and_report(self) -> None:
+        reports = Path(undivided.__file__).parents[2] / "benchmarks"
+        runs = {entry.run for places in _measured.read(_measured.OURS).values() for entry in places.values()}
+        for run in runs:
+            assert _measured._vendor(run.machine) in ("amd", "intel")
+            assert "thread" in run.machine
+            assert run.when[:2] == "20"
+            assert run.commit
+            assert run.torch[:1].isdigit()
+            assert not reports.exists() or (reports / run.report).exists(), run.report
+
+    def test_an_order_that_another_vendor_measured_clearly_holds_here_too(self) -> None:
+        """Of the entries at x86 levels, those within a factor of two change nothing on a CPU of another vendor."""
+        for kind, places in _measured.read(_measured.OURS).items():
+            for entry in places.values():
+                other = Machine("cpu", processor="Intel(R)" if "AMD" in entry.run.machine else "AMD")
+                tie = _measured.tie(entry, "cpu", other)
+                names = [name for name in ("native", "torch_flash") if name in entry.rates]
+                order = list(_measured.fastest_first(names, entry.rates, tie))
+                if len(names) == 2 and entry.rates["torch_flash"] < 2 * entry.rates["native"]:
+                    assert order == names, kind
+
+
 class TestEstimates:
     def test_an_estimate_is_work_over_rate(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, triton=6e14))

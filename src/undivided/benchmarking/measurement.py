@@ -2,7 +2,8 @@
 
 The problems are those of `catalogue.coverage`, the most important first. As in a benchmark, results are verified before
 they are timed, and the backends alternate. What counts is the order of the backends and not the rate, and other load
-slows all of them in a turn. So a problem counts if its turns agree on the order, without a probe of the peak.
+slows all of them in a turn. So a problem counts if its turns agree on the order, without a probe of the peak. One
+thread is timed by its processor time, which leaves out the time in which other processes have the core.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def _case(benchmark: Benchmark, backends: Sequence[str], clock: _Clock) -> dict[
 def _race(competitors: Sequence[Competitor], clock: _Clock) -> tuple[dict[str, float], bool]:
     """The median seconds of each competitor, and whether the turns agree on the order; a second attempt if not."""
     calls = {one.name: one.call for one in competitors}
-    watch = timing.stopwatch()
+    watch = timing.stopwatch(clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
     once = {name: max(watch(call, 1), 1e-9) for name, call in calls.items()}
     repeats = {name: max(1, math.ceil(timing.TURN / seconds)) for name, seconds in once.items()}
     turn = sum(repeats[name] * once[name] for name in calls)

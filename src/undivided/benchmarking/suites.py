@@ -10,6 +10,7 @@ import itertools
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,8 @@ def empty_report(planned: Plan, settings: Settings) -> dict[str, Any]:
         "machine": machine(settings.device),
         "commit": commit(),
         "quick": planned.quick,
-        "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")},
+        "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")}
+        | {"clock": "processor time" if settings.clock is time.process_time else "wall time"},
         "interrupted": False,
         "failed": {},
         "cases": [],
