@@ -57,7 +57,9 @@ def stopwatch(device: str = "cpu", clock: Clock = time.perf_counter) -> Stopwatc
     >>> stopwatch()(lambda: sum(range(1000)), 10) > 0
     True
     """
-    return _by_events if device.startswith("cuda") else partial(_by_clock, clock=clock)
+    if device.startswith("cuda"):
+        return _by_events
+    return _by_clock if clock is time.perf_counter else partial(_by_clock, clock=clock)
 
 
 def _by_clock(function: Call, calls: int, clock: Clock = time.perf_counter) -> float:
