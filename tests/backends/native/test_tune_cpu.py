@@ -104,7 +104,14 @@ class TestMeasurement:
         library = cpu.load()
         assert isinstance(library, cpu.Library)
         broken = levels._library(library.level)
-        monkeypatch.setattr(broken, "forward", lambda record: None)
+        right = broken.forward
+
+        def twice_the_scale(record: bytes) -> None:
+            values = list(cpu.RECORD.unpack(record))
+            values[cpu.FIELDS.index("scale")] *= 2
+            right(cpu.RECORD.pack(*values))
+
+        monkeypatch.setattr(broken, "forward", twice_the_scale)
         problem = tool.thresholds.BY_NAME["kMaxSmallForward32"].problems[0]
         row = tool.measure.measure(problem, {1: library, 2: broken}, 1, 0.05)
         assert (row.ratios, row.wrong) == ({}, (2,))
