@@ -120,7 +120,9 @@ class TestOrder:
         assert at is not None
         run = RUN._replace(machine="AMD EPYC, 1 thread")
         measured({at.kind: {(at.length, at.work): Entry(run, {"native": 5.5e10, "torch_flash": 1.0e11})}})
-        assert undivided.explain(x, x, x, layout="bshd", machine=here).backend.name == chosen
+        decision = undivided.explain(x, x, x, layout="bshd", machine=here)
+        assert decision.backend.name == chosen
+        assert ("measured rank, another vendor: est." in str(decision)) == (chosen == "native")
         measured({at.kind: {(at.length, at.work): Entry(run, {"native": 4.5e10, "torch_flash": 1.0e11})}})
         assert undivided.explain(x, x, x, layout="bshd", machine=here).backend.name == "torch_flash"
 

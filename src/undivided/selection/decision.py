@@ -106,7 +106,9 @@ class Decision:
             return ""
         if verdict.estimate is not None:
             compared = sum(other.estimate is not None for other in self.verdicts) > 1
-            return f"{'measured rank: ' if compared else ''}{verdict.estimate}"
+            foreign = _measured.is_foreign(verdict.estimate.run, self.problem.device, self.machine)
+            rank = f"measured rank{', another vendor' if foreign else ''}: "
+            return f"{rank if compared else ''}{verdict.estimate}"
         if self.policy.forced is not None or self.policy.allowed is not None:
             return ""
         on = _measured.architecture(self.problem.device, self.machine) or "this machine"

@@ -229,8 +229,13 @@ def tie(entry: Entry, device: str, machine: Machine) -> float:
     >>> tie(entry, "cpu", Machine(processor="AMD Ryzen")), tie(entry, "cpu", Machine(processor="Intel(R) Xeon(R)"))
     (0.05, 0.5)
     """
-    ours, theirs = _vendor(machine.processor), _vendor(entry.run.machine)
-    return FOREIGN_TIE if device == "cpu" and ours and ours != theirs else TIE
+    return FOREIGN_TIE if is_foreign(entry.run, device, machine) else TIE
+
+
+def is_foreign(run: Run, device: str, machine: Machine) -> bool:
+    """Whether a run was made on a CPU of another vendor than this machine's; False if the machine names no CPU."""
+    ours = _vendor(machine.processor)
+    return device == "cpu" and ours not in ("", _vendor(run.machine))
 
 
 def _vendor(processor: str) -> str:
