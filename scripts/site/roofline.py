@@ -15,6 +15,8 @@ from undivided.benchmarking.roofline import LEVELS, Line, lines
 REPORTS = {
     # name of the picture: (report, heading)
     "avx512-bf16": ("2026-11-23-native-zen5-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 5"),
+    "avx512": ("2026-11-24-native-zen5-avx512.json", "Level avx512, forced: AMD EPYC, Zen 5"),
+    "avx2": ("2026-11-24-native-zen5-avx2.json", "Level avx2, forced: AMD EPYC, Zen 5"),
     "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
 }
 PARTS = {"products": "a", "reads": "a", "edges": "d", "softmax": "b", "packing": "soft", "memory": "c"}
@@ -124,8 +126,9 @@ def _sections() -> Iterator[str]:
         yield f"## {heading}"
         yield (
             f"{machine['processor']}, level `{machine['native']}`, {machine['threads']} "
-            f"thread{'s' * (machine['threads'] != 1)}, PyTorch {machine['torch']}, commit {read['commit']}, "
-            f"{read['when'][:10]}. [Report](../../benchmarks/{report})."
+            f"thread{'s' * (machine['threads'] != 1)}, {read['settings'].get('clock', 'wall time')}, "
+            f"PyTorch {machine['torch']}, commit {read['commit']}, {read['when'][:10]}. "
+            f"[Report](../../benchmarks/{report})."
         )
         yield f"![{heading}: predicted parts of the measured time](../pictures/roofline-{name}.svg)"
         for kind, group in _kinds(report):
@@ -169,7 +172,8 @@ Lines that other load disturbed (~ below) do not count.
 
 It leaves out what it cannot derive from measured peaks: loads and stores of the micro-kernels, traffic between the
 caches, page walks and page faults, uneven threads, the call itself. In fp32 on AMX products run on tiles of 16-bit
-numbers, which share loads; these lines are not modelled. Gradients are not modelled either.
+numbers, which share loads; these lines are not modelled. Gradients are not modelled either. A report without decoding
+has no read rate; then memory counts as nothing.
 
 ## The constants
 
@@ -180,7 +184,7 @@ instructions per vector of pairs.
 |---|--:|--:|--:|--:|--:|
 {shapes}
 
-Traffic that the model leaves out is small, or hidden by prefetching. A panel of 48 rows reads 8 (D_qk + D_v) / 96 bytes
+Traffic that the model leaves out, by count. A panel of 48 rows reads 8 (D_qk + D_v) / 96 bytes
 per pair from the second-level cache in fp32: 21 bytes at D 128, or 9 GB/s at the speed of the Zen 5 core below. Its
 scores, written and read in the first-level cache, take 20 bytes per pair whatever the head size: three loads and two
 stores beside the 256 multiply-adds of a vector of pairs at D 128. A row of keys in another page each time

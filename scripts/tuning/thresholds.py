@@ -78,7 +78,7 @@ THRESHOLDS = (
         (512, 2048), (FLOAT,), (64, 128)))),
     Threshold("kRows16", "query rows of a block, 16-bit types", (192, 384, 512, 768), tuple(_squares(
         (512, 2048), (BFLOAT,), (64, 128)))),
-    Threshold("kBlockKeys", "keys of a key block", (64, 128, 192, 256), _LONG),
+    Threshold("kBlockKeys", "keys of a key block", (128, 192, 256, 384), _LONG),
     Threshold("kMaxNarrowBytes", "packed keys and values of a narrow block", (512 * KIB, 1024 * KIB, 2048 * KIB), (
         *_squares((1024, 2048), BOTH), *_squares((2048,), BOTH, causal=True))),
     Threshold("kMaxInPlaceStride", "stride of the keys from which on they are copied", (1024, 2048, 4096, 8192), tuple(

@@ -146,7 +146,7 @@ class TestCommand:
     def test_the_list_has_each_threshold_with_its_value(self) -> None:
         done = self.run("--list")
         assert done.returncode == 0, done.stderr
-        assert "kBlockKeys = 128: keys of a key block; tries 64, 128, 192, 256" in done.stdout
+        assert "kBlockKeys = 128: keys of a key block; tries 128, 192, 256, 384" in done.stdout
         assert "kMaxRowMajorKeys" not in done.stdout, "it decides nothing at this level"
 
     @pytest.mark.parametrize(
