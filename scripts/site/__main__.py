@@ -21,6 +21,7 @@ def generated() -> Iterator[tuple[str, str]]:
     import matrices
     import pictures
     import plots
+    import roofline
     import speed
 
     readme = DOCS.parent / "README.md"
@@ -28,7 +29,8 @@ def generated() -> Iterator[tuple[str, str]]:
     yield "stylesheets/pictures.css", svg.SHEET
     for name, picture in pictures.PICTURES.items():
         yield f"pictures/{name}.svg", str(picture())
-    for name, text in plots.plots().items():
+    yield "reference/roofline.md", roofline.page()
+    for name, text in {**plots.plots(), **roofline.pictures()}.items():
         yield f"pictures/{name}.svg", text
     for name, page in matrices.PAGES.items():
         path = DOCS / "reference" / f"{name}.md"

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -79,6 +80,8 @@ class Machine:
         flash_impl: the implementation by which ``torch.nn.attention.activate_flash_attention_impl`` replaced PyTorch's
             flash kernel on CUDA, "FA3" or "FA4"; None for PyTorch's own.
         probed: True if `Machine.this` made it.
+        processor: the CPU's name, such as "AMD EPYC 9V74"; "" if it is not known. Rates that were measured on a CPU of
+            another vendor order backends only if they differ by more than a factor of two.
 
     >>> a100 = Machine(device="cuda", compute_capability=(8, 0), cudnn="8.9.7", packages={"flash_attn": "2.8.4"})
     >>> a100.version("flash_attn")
@@ -95,6 +98,7 @@ class Machine:
     hip: bool = False
     flash_impl: str | None = None
     probed: bool = False
+    processor: str = ""
 
     def __post_init__(self) -> None:
         if self.device not in (None, "cpu", "cuda"):
@@ -234,7 +238,9 @@ def _probe(device: str, flash_impl: str | None) -> Machine:
     isa = torch.backends.cpu.get_cpu_capability()
     if device == "cpu":
         name = f"{platform.machine()} {platform.system()}"
-        return Machine(name=name, packages=packages, torch=torch.__version__, isa=isa, probed=True)
+        return Machine(
+            name=name, packages=packages, torch=torch.__version__, isa=isa, processor=processor_name(), probed=True
+        )
     properties = torch.cuda.get_device_properties(torch.device(device))
     cudnn = torch.backends.cudnn.version()
     return Machine(
@@ -244,10 +250,21 @@ def _probe(device: str, flash_impl: str | None) -> Machine:
         packages=packages,
         torch=torch.__version__,
         isa=isa,
+        processor=processor_name(),
         hip=torch.version.hip is not None,
         flash_impl=flash_impl,
         probed=True,
     )
+
+
+def processor_name() -> str:
+    """The name of this machine's CPU, as Linux gives it, else the name of its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _cudnn_text(number: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from undivided.benchmarking.competitors import Competitor, Prepared, prepare
 from undivided.benchmarking.runs import Settings
 from undivided.benchmarking.timing import Reading, Steady
 from undivided.cli._app import app
+from undivided.kernels import cpu
 from undivided.verification.cases import Case
 from undivided.verification.sample import sample_of
 
@@ -54,8 +56,8 @@ class Clock:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that always does the same, and is asked at no cost."""
-    monkeypatch.setattr(peak, "arithmetic", lambda dtype, device: QUIET)
-    monkeypatch.setattr(peak, "reading", lambda size, device: QUIET)
+    monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: QUIET)
+    monkeypatch.setattr(peak, "reading", lambda size, device, clock: QUIET)
     monkeypatch.setattr(peak, "tiles", lambda: None)
 
 
@@ -119,6 +121,11 @@ class TestTurns:
         assert timing.stopwatch("cuda:1") is timing._by_events
         assert timing.stopwatch("cpu") is timing._by_clock
 
+    def test_processor_time_leaves_out_the_time_in_which_the_core_runs_something_else(self) -> None:
+        watch = timing.stopwatch(clock=time.process_time)
+        assert watch(lambda: time.sleep(0.05), 1) < 0.04
+        assert watch(lambda: sum(range(100_000)), 3) > 0
+
 
 class TestDisturbedRuns:
     def steady(self, *readings: Reading | float, best: float = 0.0, attempts: int = 3) -> Steady[int]:
@@ -165,6 +172,21 @@ class TestPeak:
             assert 0 < rate < math.inf
             assert share > 0
         assert [probe.unit for probe in probes] == ["FLOP/s"] * 3 + ["B/s"]
+
+    def test_by_processor_time_a_probe_that_must_wait_has_its_whole_share(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        library = cpu.load()
+        if isinstance(library, str):
+            pytest.skip("needs the native library")
+        monkeypatch.setattr(peak, "BURST", 1e-3)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        real = library.peak
+        monkeypatch.setattr(library, "peak", lambda *words: (time.sleep(0.02), real(*words))[1])
+        assert peak.multiply_adds(library, torch.float32).share < 0.5
+        waited = peak.multiply_adds(library, torch.float32, time.process_time)
+        assert waited.share > 0.95
+        assert waited.rate > 2 * peak.multiply_adds(library, torch.float32).rate
 
     def test_a_forced_instruction_set_is_held_against_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peak, "_products_are_fast", lambda library, dtype: True)
@@ -338,7 +360,7 @@ class TestFigures:
 
     def test_decoding_is_held_against_reads_that_took_turns_with_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = replace(QUIET, what="read", turn=lambda: None, work=3e6)
-        monkeypatch.setattr(peak, "reading", lambda size, device: reads)
+        monkeypatch.setattr(peak, "reading", lambda size, device, clock: reads)
         decoding = replace(tiny(name="decode", q_len=1, kv_len=24, reads=True), suite="decode")
         case = self.run(decoding, monkeypatch, undivided=1e-4, sdpa=3e-4, math=5e-4, read=1e-3)
         assert case["rate"]["used"] == pytest.approx(3e9)
@@ -379,7 +401,7 @@ class TestFigures:
     def test_the_best_of_a_probe_is_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rates = iter([100.0, 100.0, 60.0, 60.0])
         slower = peak.Probe("a rate", "FLOP/s", lambda: Reading(next(rates)))
-        monkeypatch.setattr(peak, "arithmetic", lambda dtype, device: slower)
+        monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: slower)
         settings = hurried()
         assert [runs.run(tiny(), settings)["rate"]["contended"] for _ in range(2)] == [False, True]
 
@@ -514,8 +536,8 @@ def _shrunk(case: Case) -> dict[str, Any]:
 def small_report() -> dict[str, Any]:
     """A report of one problem of every suite, in no time: small sizes, a machine that is not asked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peak, "arithmetic", lambda dtype, device: QUIET)
-        patch.setattr(peak, "reading", lambda size, device: QUIET)
+        patch.setattr(peak, "arithmetic", lambda dtype, device, clock: QUIET)
+        patch.setattr(peak, "reading", lambda size, device, clock: QUIET)
         patch.setattr(
             memory,
             "memory",
@@ -723,10 +745,17 @@ class TestCommand:
         assert done.exit_code == 0
         assert "microseconds" in done.stdout
 
+    def test_processor_time_is_named_in_the_report_and_above_its_tables(self) -> None:
+        words = ("--quick", "--suite", "small", "--filter", "fp32-b1-h8-1-d64", "--threads", "1", "--processor-time")
+        report = json.loads(command(*words, "--json", "-").stdout)
+        assert report["settings"]["clock"] == "processor time"
+        assert "processor time" in benchmarking.markdown(report).splitlines()[0]
+
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
             (["--suite", "speed"], "forward"),
+            (["--processor-time", "--threads", "2"], "for one thread of a CPU"),
             (["--dtype", "fp8"], "bf16"),
             (["--competitor", "abacus"], "onnxruntime"),
             (["--backend", "warp_drive", "--quick", "--suite", "decode", "--filter", "bf16-bhsd-batch1"], "warp_drive"),
@@ -734,7 +763,7 @@ class TestCommand:
             (["--markdown", "no_such_file.json"], "no_such_file.json"),
             (["--device", "cuda"], "no CUDA device"),
         ],
-        ids=["suite", "dtype", "competitor", "backend", "filter", "file", "device"],
+        ids=["suite", "processor-time", "dtype", "competitor", "backend", "filter", "file", "device"],
     )
     def test_wrong_input_is_one_message_and_exit_code_2(
         self, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from undivided.benchmarking import measurement, runs
+from undivided.benchmarking import measurement, runs, suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.measurement import SOURCE, measure, order_is_steady, replaced
 from undivided.cli._app import app
@@ -90,6 +90,39 @@ class TestCommand:
         assert (told["users"], told["command"], told["file"]) == (2, None, str(users))
         assert f"level {level()}: your table of " in " ".join(command("doctor").stdout.split())
 
+    def test_a_report_is_continued_without_timing_its_problems_again(
+        self, users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measurement, "order_is_steady", lambda times: True)
+        report, other = tmp_path / "report.json", ONE.replace("d64", "d128")
+        words = ("ranks", "--measure", "--seconds", "20", "--report", str(report), "--resume")
+        assert command(*words, "--filter", ONE).exit_code == 0, "a first part needs no report"
+        first = json.loads(report.read_text())["cases"]
+        timed: list[str] = []
+        real = measurement._case
+        monkeypatch.setattr(
+            measurement, "_case", lambda benchmark, *rest: timed.append(benchmark.name) or real(benchmark, *rest)
+        )
+        done = command(*words, "--filter", ONE.rpartition("-")[0])
+        assert done.exit_code == 0, done.output
+        assert "2 problems are there already" in done.stderr
+        assert timed == [other, f"{other}-backward"]
+        both = json.loads(report.read_text())["cases"]
+        assert both[:2] == first
+        assert [case["name"] for case in both[2:]] == timed
+        assert sum(map(len, _measured.read(users).values())) == 4, "the table has the rates of both parts"
+
+    def test_a_report_of_another_machine_is_not_continued(self, users: Path, tmp_path: Path) -> None:
+        report = tmp_path / "report.json"
+        report.write_text(json.dumps({"machine": {**suites.machine(), "processor": "another"}, "cases": []}))
+        words = ("ranks", "--measure", "--report", str(report), "--resume")
+        done = command(*words)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "--resume must continue a report of the same processor" in done.stderr
+        report.write_text("[]")
+        assert "--report must be a report that --measure wrote" in command(*words).stderr
+        assert not users.exists()
+
     def test_another_level_is_measured_in_a_process_of_its_own(self, users: Path) -> None:
         done = command("ranks", "--measure", "--seconds", "20", "--filter", ONE, "--level", "generic", "--json")
         assert done.exit_code in (0, 1), done.output
@@ -148,6 +181,7 @@ class TestCommand:
                 "--report must be given without --level, got r.json",
             ),
             (("--report", "r.json"), "--report must be given together with --measure, got r.json"),
+            (("--measure", "--resume"), "--resume must be given together with --report, got no report"),
             (("--level", "avx2"), "--level must be given together with --measure, got ['avx2']"),
         ],
     )

@@ -107,6 +107,25 @@ class TestOrder:
         measured(table(cudnn=4.74e14, flash_attn=5e14))
         assert explain().backend.name == "flash_attn"
 
+    @pytest.mark.parametrize(
+        ("processor", "chosen"), [("AMD Ryzen", "torch_flash"), ("Intel(R) Xeon(R)", "native"), ("", "torch_flash")]
+    )
+    def test_a_close_order_from_a_cpu_of_another_vendor_does_not_count(
+        self, measured: Measured, processor: str, chosen: str
+    ) -> None:
+        here = Machine("cpu", isa="avx2", processor=processor)
+        x = torch.empty(1, 512, 8, 64, device="cpu")
+        problem = undivided.explain(x, x, x, layout="bshd", machine=here).problem
+        at = _measured.place(problem, here)
+        assert at is not None
+        run = RUN._replace(machine="AMD EPYC, 1 thread")
+        measured({at.kind: {(at.length, at.work): Entry(run, {"native": 5.5e10, "torch_flash": 1.0e11})}})
+        decision = undivided.explain(x, x, x, layout="bshd", machine=here)
+        assert decision.backend.name == chosen
+        assert ("measured rank, another vendor: est." in str(decision)) == (chosen == "native")
+        measured({at.kind: {(at.length, at.work): Entry(run, {"native": 4.5e10, "torch_flash": 1.0e11})}})
+        assert undivided.explain(x, x, x, layout="bshd", machine=here).backend.name == "torch_flash"
+
     def test_backends_that_cannot_run_keep_their_place(self, measured: Measured) -> None:
         measured(table(cudnn=3e14, flash_attn=5e14))
         without = Machine("cuda", "H100", (9, 0), "9.16.0", {"triton": "3.5.0", "cudnn_frontend": "1.15.0"})
@@ -195,6 +214,34 @@ class TestOrder:
     def test_amd_has_no_architecture_here(self) -> None:
         amd = Machine("cuda", "MI300X", None, None, {"triton": "3.5.0"}, hip=True)
         assert "default rank: not measured on this machine" in str(explain(machine=amd))
+
+
+class TestTableOfThePackage:
+    def test_every_level_that_could_be_measured_has_entries(self) -> None:
+        levels = {kind.split("/")[0] for kind in _measured.read(_measured.OURS)}
+        assert {"generic", "avx2", "avx512", "avx512_bf16", "amx"} <= levels
+
+    def test_every_run_names_its_processor_threads_date_commit_version_and_report(self) -> None:
+        reports = Path(undivided.__file__).parents[2] / "benchmarks"
+        runs = {entry.run for places in _measured.read(_measured.OURS).values() for entry in places.values()}
+        for run in runs:
+            assert _measured._vendor(run.machine) in ("amd", "intel")
+            assert "thread" in run.machine
+            assert run.when[:2] == "20"
+            assert run.commit
+            assert run.torch[:1].isdigit()
+            assert not reports.exists() or (reports / run.report).exists(), run.report
+
+    def test_an_order_that_another_vendor_measured_clearly_holds_here_too(self) -> None:
+        """Of the entries at x86 levels, those within a factor of two change nothing on a CPU of another vendor."""
+        for kind, places in _measured.read(_measured.OURS).items():
+            for entry in places.values():
+                other = Machine("cpu", processor="Intel(R)" if "AMD" in entry.run.machine else "AMD")
+                tie = _measured.tie(entry, "cpu", other)
+                names = [name for name in ("native", "torch_flash") if name in entry.rates]
+                order = list(_measured.fastest_first(names, entry.rates, tie))
+                if len(names) == 2 and entry.rates["torch_flash"] < 2 * entry.rates["native"]:
+                    assert order == names, kind
 
 
 class TestEstimates:

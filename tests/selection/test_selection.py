@@ -130,7 +130,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 
 # One row per problem, one column per machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn,
 # A flash_attn, C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose;
-# so does a measurement: of these machines only `amx` was measured (benchmarks/*-ranks-*-amx.json).
+# so does a measurement: of these machines `cpu` (level avx512) and `amx` were measured (benchmarks/*-ranks-*.json).
 NAMES = {
     "R": "reference",
     "F": "torch_flash",
@@ -308,10 +308,13 @@ def test_a_decision_prints_as_a_table() -> None:
     ]
     assert lines[3] == "  torch_flash      no support for softcap"  # the requested backend first
     assert "  reference        not requested: backend='torch_flash'" in lines
-    chosen = str(undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"])).splitlines()
+    without_a_table = Machine("cpu", torch=TORCH, isa="neon")
+    chosen = str(undivided.explain(**PROBLEMS["plain"], machine=without_a_table)).splitlines()
     assert chosen[0] == "native runs"
-    assert "  native           chosen (flash); default rank: not measured on avx512" in chosen
-    assert chosen[-1] == "  reference        can run, ranked after native; default rank: not measured on avx512"
+    assert "  native           chosen (flash); default rank: not measured on neon" in chosen
+    assert chosen[-1] == "  reference        can run, ranked after native; default rank: not measured on neon"
+    measured = str(undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"]))
+    assert "\n  native           chosen (flash); measured rank: est. " in measured
 
 
 # Meta tensors and described machines

@@ -2,7 +2,8 @@
 
 The problems are those of `catalogue.coverage`, the most important first. As in a benchmark, results are verified before
 they are timed, and the backends alternate. What counts is the order of the backends and not the rate, and other load
-slows all of them in a turn. So a problem counts if its turns agree on the order, without a probe of the peak.
+slows all of them in a turn. So a problem counts if its turns agree on the order, without a probe of the peak. One
+thread is timed by its processor time, which leaves out the time in which other processes have the core.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def measure(
     *,
     groups: Iterable[Sequence[Benchmark]] | None = None,
     source: str = SOURCE,
+    earlier: Sequence[Mapping[str, Any]] = (),
     step: Callable[[str], None] = lambda name: None,
 ) -> Measurement:
     """The rates of the backends of this machine, on its CPU, at the level and with the threads of this process.
@@ -72,6 +74,7 @@ def measure(
         filter: text that the name of a problem contains, such as ``bf16-decode``; empty selects all.
         groups: the problems; None is `coverage()`. Those of one group are measured together or not at all.
         source: the source that the table names for its figures: the report, if it is kept.
+        earlier: the cases of a report of the same machine, which is continued: they are not measured again, and count.
         step: called with the name of each problem before it starts.
 
     >>> found = measure(2.0, "fp32-full-h8-16-d64")
@@ -81,12 +84,13 @@ def measure(
     start = time.monotonic()
     clock = _Clock(start + seconds)
     backends = _competitors.selectable_backends("cpu")
-    cases: list[dict[str, Any]] = []
+    cases: list[Mapping[str, Any]] = list(earlier)
+    known = {case["name"] for case in cases}
     left_out: dict[str, list[str]] = defaultdict(list)
     before = peak.arithmetic(torch.float32).measure()
     for group in coverage() if groups is None else groups:
         selected = [one for one in group if filter in one.name]
-        if not selected:
+        if not selected or known.issuperset(one.name for one in group):
             continue
         if not clock.has_time_for(group):
             left_out["time limit"] += [one.name for one in selected]
@@ -218,7 +222,7 @@ def _case(benchmark: Benchmark, backends: Sequence[str], clock: _Clock) -> dict[
 def _race(competitors: Sequence[Competitor], clock: _Clock) -> tuple[dict[str, float], bool]:
     """The median seconds of each competitor, and whether the turns agree on the order; a second attempt if not."""
     calls = {one.name: one.call for one in competitors}
-    watch = timing.stopwatch()
+    watch = timing.stopwatch(clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
     once = {name: max(watch(call, 1), 1e-9) for name, call in calls.items()}
     repeats = {name: max(1, math.ceil(timing.TURN / seconds)) for name, seconds in once.items()}
     turn = sum(repeats[name] * once[name] for name in calls)

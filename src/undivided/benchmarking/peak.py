@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import dtype_name
-from undivided.benchmarking.timing import Reading, stopwatch
+from undivided.benchmarking.timing import Clock, Reading, stopwatch
 from undivided.kernels import cpu
 
 BURSTS = 5
@@ -69,25 +69,27 @@ class Probe:
     work: float = 0.0
 
 
-def arithmetic(dtype: torch.dtype, device: str = "cpu") -> Probe:
+def arithmetic(dtype: torch.dtype, device: str = "cpu", clock: Clock = time.perf_counter) -> Probe:
     """The probe of the arithmetic peak for attention in this dtype.
+
+    With `time.process_time`, the rate is that of one thread while it runs, whatever else the machine does.
 
     >>> arithmetic(torch.float32).unit
     'FLOP/s'
     """
     name, library = dtype_name(dtype), cpu.load()
     if device != "cpu" or isinstance(library, str):
-        return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device))
+        return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device, clock=clock))
     if dtype != torch.float32 and "UNDIVIDED_ISA" not in os.environ:
         if library.level in TILES[dtype]:
-            return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype))
+            return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, clock=clock))
         if _products_are_fast(library, dtype):
 
             def faster() -> Reading:
-                return max(matrix_product(dtype), multiply_adds(library, dtype))
+                return max(matrix_product(dtype, clock=clock), multiply_adds(library, dtype, clock))
 
             return Probe(f"{name} matrix product or multiply-adds", "FLOP/s", faster)
-    return Probe(f"{name} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype))
+    return Probe(f"{name} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype, clock))
 
 
 def tiles() -> Callable[[], object] | None:
@@ -105,7 +107,7 @@ def _products_are_fast(library: cpu.Library, dtype: torch.dtype) -> bool:
     return matrix_product(dtype, side=512).rate > 0.3 * multiply_adds(library, dtype).rate
 
 
-def reading(size: int, device: str = "cpu") -> Probe:
+def reading(size: int, device: str = "cpu", clock: Clock = time.perf_counter) -> Probe:
     """The probe of the rate at which a buffer of `size` bytes is read.
 
     >>> reading(1 << 20).what
@@ -116,50 +118,52 @@ def reading(size: int, device: str = "cpu") -> Probe:
         return Probe(f"copy of {round(size / 2**20)} MiB", "B/s", lambda: copy(size, device))
     buffer = torch.ones(max(size // 4, 1), device=device)
     name, work = f"read of {round(size / 2**20)} MiB", float(buffer.numel() * buffer.element_size())
-    return Probe(name, "B/s", lambda: read(buffer), buffer.sum, work)
+    return Probe(name, "B/s", lambda: read(buffer, clock), buffer.sum, work)
 
 
-def multiply_adds(library: cpu.Library, dtype: torch.dtype) -> Reading:
+def multiply_adds(library: cpu.Library, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Reading:
     """FLOP/s of independent multiply-adds on all threads of torch; a multiply-add is two operations."""
     code, threads = _DTYPES[dtype], torch.get_num_threads()
-    start, repeats = time.perf_counter(), 1 << 15
+    start, repeats = clock(), 1 << 15
     library.peak(code, repeats)
-    repeats = max(int(repeats * BURST / (time.perf_counter() - start)), 1)
+    repeats = max(int(repeats * BURST / (clock() - start)), 1)
     rates = []
     with ThreadPoolExecutor(threads) as pool:
-        cpu_start, start_time = time.process_time(), time.perf_counter()
+        cpu_start, start_time = time.process_time(), clock()
         for _ in range(BURSTS):
-            start = time.perf_counter()
+            start = clock()
             done = sum(pool.map(lambda _: library.peak(code, repeats), range(threads)))
-            rates.append(done / (time.perf_counter() - start))
-        share = (time.process_time() - cpu_start) / (time.perf_counter() - start_time) / threads
+            rates.append(done / (clock() - start))
+        share = (time.process_time() - cpu_start) / (clock() - start_time) / threads
     return Reading(statistics.median(rates), share)
 
 
-def matrix_product(dtype: torch.dtype, device: str = "cpu", side: int | None = None) -> Reading:
+def matrix_product(
+    dtype: torch.dtype, device: str = "cpu", side: int | None = None, clock: Clock = time.perf_counter
+) -> Reading:
     """FLOP/s of large matrix products."""
     side = side or (SIDE if device == "cpu" else GPU_SIDE)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return _rate(2 * side**3, lambda: torch.mm(a, b), device)
+    return _rate(2 * side**3, lambda: torch.mm(a, b), device, clock)
 
 
 def copy(size: int, device: str) -> Reading:
     """B/s, read and written, of a copy from one half of `size` bytes to the other."""
     source, target = torch.ones(2, max(size // 2, 1), dtype=torch.uint8, device=device)
-    return _rate(2 * source.numel(), lambda: target.copy_(source), device)
+    return _rate(2 * source.numel(), lambda: target.copy_(source), device, time.perf_counter)
 
 
-def read(buffer: Tensor) -> Reading:
+def read(buffer: Tensor, clock: Clock = time.perf_counter) -> Reading:
     """B/s of one pass over a buffer."""
-    return _rate(buffer.numel() * buffer.element_size(), buffer.sum, buffer.device.type)
+    return _rate(buffer.numel() * buffer.element_size(), buffer.sum, buffer.device.type, clock)
 
 
-def _rate(work: float, call: Callable[[], object], device: str) -> Reading:
+def _rate(work: float, call: Callable[[], object], device: str, clock: Clock) -> Reading:
     """The work per second, by the median of a few calls after a first one that does not count."""
     call()
-    watch, times = stopwatch(device), list[float]()
-    cpu_start, start_time = time.process_time(), time.perf_counter()
+    watch, times = stopwatch(device, clock), list[float]()
+    cpu_start, start_time = time.process_time(), clock()
     while len(times) < 2 or (sum(times) < MAX_SECONDS and len(times) < 3 * BURSTS):
         times.append(watch(call, 1))
-    share = (time.process_time() - cpu_start) / (time.perf_counter() - start_time) / torch.get_num_threads()
+    share = (time.process_time() - cpu_start) / (clock() - start_time) / torch.get_num_threads()
     return Reading(work / statistics.median(times), share if device == "cpu" else 1.0)

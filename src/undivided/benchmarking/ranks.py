@@ -89,6 +89,8 @@ def _run(report: Mapping[str, Any], name: str) -> Run:
     machine = report["machine"]
     threads = machine["threads"]
     device = machine.get("gpu") or f"{machine['processor']}, {threads} thread{'' if threads == 1 else 's'}"
+    if machine.get("UNDIVIDED_ISA"):  # PyTorch may have been restricted too: ATEN_CPU_CAPABILITY
+        device += f", PyTorch at {machine['isa']}"
     return Run(report["when"], device, str(report["commit"]), machine["torch"], name)
 
 

@@ -130,6 +130,7 @@ def headline(report: Report) -> str:
     parts += [f"onnxruntime {machine['onnxruntime']}"] if machine["onnxruntime"] else []
     parts += [f"commit {report['commit']}"] if report["commit"] else []
     parts += ["quick run"] if report["quick"] else []
+    parts += ["processor time"] if report.get("settings", {}).get("clock") == "processor time" else []
     parts += ["interrupted"] if report["interrupted"] else []
     return ", ".join([*parts, report["when"][:10]])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,9 @@ class Settings:
         patience: seconds of timing per benchmark.
         small_patience: seconds of timing per benchmark of the suite "small".
         attempts: largest number of attempts if a run is disturbed.
-        watch: the stopwatch; None is that of the device.
+        watch: the stopwatch; None is that of the device, with `clock`.
+        clock: of the stopwatch and the probes on a CPU; `time.process_time`, for one thread, leaves out the time in
+            which other processes have the core.
         best: the largest rate of each probe so far.
     """
 
@@ -50,6 +53,7 @@ class Settings:
     small_patience: float = 0.1
     attempts: int = timing.ATTEMPTS
     watch: Stopwatch | None = None
+    clock: timing.Clock = time.perf_counter
     best: dict[str, float] = field(default_factory=dict)
 
     def hurried(self) -> Settings:
@@ -69,7 +73,7 @@ class Settings:
     @property
     def stopwatch(self) -> Stopwatch:
         """`watch`, or the stopwatch of the device."""
-        return self.watch or timing.stopwatch(self.device)
+        return self.watch or timing.stopwatch(self.device, self.clock)
 
 
 def run(benchmark: Benchmark, settings: Settings) -> Case:
@@ -146,7 +150,7 @@ def run_small(
     def race_all() -> list[timing.Race]:
         return [settings.race(calls, settings.small_patience) for _, calls in ready]
 
-    probe = peak.arithmetic(group[0].dtype, settings.device)
+    probe = peak.arithmetic(group[0].dtype, settings.device, settings.clock)
     result = _measure_steadily(race_all, probe, settings)
     for (case, _), (seconds, turns, slowed), benchmark in zip(ready, result.value, group, strict=True):
         case |= {"turns": turns, "rate": {"contended": result.contended or slowed, "attempts": result.attempts}}
@@ -163,8 +167,8 @@ def _measure_steadily(measure: Callable[[], Any], probe: Probe, settings: Settin
 
 def _probe(prepared: Prepared, settings: Settings) -> Probe:
     if prepared.benchmark.reads:
-        return peak.reading(_bytes_read(prepared), settings.device)
-    return peak.arithmetic(prepared.problem.dtype, settings.device)
+        return peak.reading(_bytes_read(prepared), settings.device, settings.clock)
+    return peak.arithmetic(prepared.problem.dtype, settings.device, settings.clock)
 
 
 def verify(participants: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:

@@ -10,6 +10,7 @@ import itertools
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
 from undivided.benchmarking.runs import Settings, run, run_small
 from undivided.errors import InputError
 from undivided.kernels import cpu
-from undivided.machine import Machine
+from undivided.machine import Machine, processor_name
 
 __all__ = ["SCHEMA", "Plan", "execute", "plan"]
 
@@ -150,7 +151,8 @@ def empty_report(planned: Plan, settings: Settings) -> dict[str, Any]:
         "machine": machine(settings.device),
         "commit": commit(),
         "quick": planned.quick,
-        "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")},
+        "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")}
+        | {"clock": "processor time" if settings.clock is time.process_time else "wall time"},
         "interrupted": False,
         "failed": {},
         "cases": [],
@@ -206,7 +208,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     """
     library = cpu.load()
     values = {
-        "processor": _processor(),
+        "processor": processor_name(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -222,15 +224,6 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         values["gpu"] = torch.cuda.get_device_name(device)
         values["libraries"] = str(Machine.this(device))
     return values
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -106,7 +106,9 @@ class Decision:
             return ""
         if verdict.estimate is not None:
             compared = sum(other.estimate is not None for other in self.verdicts) > 1
-            return f"{'measured rank: ' if compared else ''}{verdict.estimate}"
+            foreign = _measured.is_foreign(verdict.estimate.run, self.problem.device, self.machine)
+            rank = f"measured rank{', another vendor' if foreign else ''}: "
+            return f"{rank if compared else ''}{verdict.estimate}"
         if self.policy.forced is not None or self.policy.allowed is not None:
             return ""
         on = _measured.architecture(self.problem.device, self.machine) or "this machine"
@@ -278,9 +280,10 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
     if entry is None:
         return order
     measured = [b for b in order if b.name in entry.rates and not _objections(b, problem, machine, policy)]
+    tie = _measured.tie(entry, problem.device, machine)
     faster: list[str] = []
     for _, equals in itertools.groupby(measured, key=turn):
-        faster += _measured.fastest_first([backend.name for backend in equals], entry.rates)
+        faster += _measured.fastest_first([backend.name for backend in equals], entry.rates, tie)
     by_name = {backend.name: backend for backend in measured}
     traded = iter(faster)
     return [by_name[next(traded)] if backend in measured else backend for backend in order]

@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ SHORT = 16
 may be the fastest (measured: `docs/decisions/2026-11-21-ranks-by-measurement.md`)."""
 TIE = 0.05
 """Rates within this fraction are equal: repeated runs differ by a few percent."""
+FOREIGN_TIE = 0.5
+"""The same for rates that were measured on a CPU of another vendor at the same level: the ratio of two backends differs
+by a factor of two between vendors (measured: `docs/decisions/2026-11-24-ranks-of-every-level.md`)."""
 
 _GRADIENTS = 2.5
 """A backward has five matrix products, a forward two."""
@@ -218,8 +222,30 @@ def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | Non
     return Estimate(work(problem) / rate, rate, "B" if _pass(problem) == "decode" else "FLOP", entry.run)
 
 
-def fastest_first(names: Sequence[str], rates: Mapping[str, float]) -> Iterator[str]:
-    """The names, fastest first; of those within `TIE` of the fastest remaining one, the first in the given order.
+def tie(entry: Entry, device: str, machine: Machine) -> float:
+    """The fraction within which the rates of an entry are equal on this machine: `TIE`, or `FOREIGN_TIE`.
+
+    >>> entry = Entry(Run("2027-01-02", "AMD EPYC, 1 thread", "abc", "2.13", "a.json"), {})
+    >>> tie(entry, "cpu", Machine(processor="AMD Ryzen")), tie(entry, "cpu", Machine(processor="Intel(R) Xeon(R)"))
+    (0.05, 0.5)
+    """
+    return FOREIGN_TIE if is_foreign(entry.run, device, machine) else TIE
+
+
+def is_foreign(run: Run, device: str, machine: Machine) -> bool:
+    """Whether a run was made on a CPU of another vendor than this machine's; False if the machine names no CPU."""
+    ours = _vendor(machine.processor)
+    return device == "cpu" and ours not in ("", _vendor(run.machine))
+
+
+def _vendor(processor: str) -> str:
+    """The first word of a processor's name, "amd" or "intel"; "" of a described machine without one."""
+    word = re.match(r"[A-Za-z]*", processor)
+    return word[0].lower() if word else ""
+
+
+def fastest_first(names: Sequence[str], rates: Mapping[str, float], tie: float = TIE) -> Iterator[str]:
+    """The names, fastest first; of those within `tie` of the fastest remaining one, the first in the given order.
 
     >>> list(fastest_first(["a", "b", "c"], {"a": 10.0, "b": 20.0, "c": 20.5}))
     ['b', 'c', 'a']
@@ -227,7 +253,7 @@ def fastest_first(names: Sequence[str], rates: Mapping[str, float]) -> Iterator[
     left = list(names)
     while left:
         best = max(rates[name] for name in left)
-        yield (found := next(name for name in left if rates[name] >= (1 - TIE) * best))
+        yield (found := next(name for name in left if rates[name] >= (1 - tie) * best))
         left.remove(found)
 
 

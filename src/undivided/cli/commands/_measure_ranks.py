@@ -8,14 +8,15 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import typer
 
+from undivided.benchmarking import suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.measurement import SECONDS, SOURCE, Measurement, measure, replaced
@@ -29,6 +30,8 @@ from undivided.selection.measured import Table
 
 MIN_SECONDS, MAX_SECONDS = 5.0, 3600.0
 LEVEL = "UNDIVIDED_ISA"
+SAME = ("processor", "threads", "isa", "native", "python", "torch", "undivided")
+"""What the parts of one report have in common, by the names in `suites.machine`."""
 INTERRUPTED = 130
 """The exit code of a shell for a process that Ctrl-C ended."""
 
@@ -41,7 +44,13 @@ class Outcome(NamedTuple):
 
 
 def measure_levels(
-    path: Path, flag: str, seconds: float | None, levels: Sequence[str], filter: str, report: Path | None = None
+    path: Path,
+    flag: str,
+    seconds: float | None,
+    levels: Sequence[str],
+    filter: str,
+    report: Path | None = None,
+    resume: bool = False,
 ) -> Outcome:
     """Measure at these levels and put the rates into the table at `path`, which is replaced as a whole or not at all.
 
@@ -59,6 +68,7 @@ def measure_levels(
         if chosen:
             raise InputError("--report", "be given without --level", str(report), hint="UNDIVIDED_ISA=avx2 names one")
         file_to_write("--report", report)
+    earlier = _cases_to_continue(report) if report is not None and resume else []
     file_to_write(flag, path)
     old = _measured.read(path)
     with _without_warning_of_a_missing_table():
@@ -67,7 +77,7 @@ def measure_levels(
             if chosen:  # Ctrl-C reaches the processes of the levels too
                 new, code = _measure_each(chosen, limit / len(chosen), filter)
             else:
-                new, code = _measure_here(limit, filter, report)
+                new, code = _measure_here(limit, filter, report, earlier)
         except KeyboardInterrupt:
             complain(f"interrupted: {path} is as it was")
             raise typer.Exit(INTERRUPTED) from None
@@ -117,14 +127,45 @@ def _without_warning_of_a_missing_table() -> Iterator[None]:
         yield
 
 
-def _measure_here(seconds: float, filter: str, report: Path | None = None) -> tuple[Table, int]:
+def _cases_to_continue(report: Path) -> list[dict[str, Any]]:
+    """The cases of a report that this process may continue; none if the file does not exist.
+
+    Raises:
+        InputError: it is not a report, or it was measured with another processor, level, version or thread count.
+    """
+    try:
+        found = json.loads(report.read_text(encoding="utf-8"))
+        machine, cases = found["machine"], found["cases"]
+        theirs = {name: machine[name] for name in SAME}
+        names = [case["name"] for case in cases]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError("--report", "be a report that --measure wrote", f"{report} ({error})") from None
+    ours = suites.machine()
+    for name in SAME:
+        if theirs[name] != ours[name]:
+            raise InputError(
+                "--resume",
+                f"continue a report of the same {name}, {ours[name]}",
+                f"{theirs[name]} in {report}",
+                hint="write another report",
+            )
+    complain(f"{report}: {len(names)} problems are there already")
+    return list(cases)
+
+
+def _measure_here(
+    seconds: float, filter: str, report: Path | None = None, earlier: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Table, int]:
     """The rates at the level in use, and the exit code; the timed problems go to the report."""
     total = sum(filter in one.name for group in coverage() for one in group)
     level = _measured.architecture("cpu", Machine.this("cpu"))
     threads = torch.get_num_threads()
     complain(f"level {level}, {threads} thread{'s' * (threads != 1)}: at most {seconds:g} s")
     with progress(total, plain=True) as step:
-        found = measure(seconds, filter, source=report.name if report else SOURCE, step=step)
+        source = report.name if report else SOURCE
+        found = measure(seconds, filter, source=source, earlier=earlier, step=step)
     if report is not None and found.table:
         report.write_text(json.dumps(found.report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         complain(f"written {report}")

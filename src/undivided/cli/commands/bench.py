@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +55,13 @@ def bench(
         int | None,
         typer.Option(min=1, max=1024, help="Number of threads of every competitor; default: that of PyTorch."),
     ] = None,
+    processor_time: Annotated[
+        bool,
+        typer.Option(
+            "--processor-time",
+            help="Count the time in which the core runs this process: for one thread on a machine that others use.",
+        ),
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report to this file; - is stdout.")
@@ -100,6 +109,7 @@ def bench(
         "--backend": backend,
         "--competitor": competitor,
         "--threads": threads,
+        "--processor-time": processor_time,
         "--ranks": ranks,
     }
     if as_markdown is not None:
@@ -118,6 +128,8 @@ def bench(
     _check_device(device)
     planned = _plan(device, suite, dtype, filter, quick, runs)
     settings = _settings(device, backend, competitor, quick, ranks)
+    if processor_time:
+        settings = _by_processor_time(settings, threads or torch.get_num_threads())
     to_stdout = as_json is not None and str(as_json) == "-"
     report_path = None if to_stdout else as_json
     if ranks is None and report_path is not None and device != "cpu":
@@ -160,6 +172,13 @@ def _settings(
     ours = ("native",) if device == "cpu" and ranks is None else selectable_backends(device)
     settings = Settings(backend or ours, _others(competitor), device)
     return settings.hurried() if quick else settings
+
+
+def _by_processor_time(settings: Settings, threads: int) -> Settings:
+    """The settings with the clock of the processor; InputError for several threads, whose times it adds."""
+    if threads != 1 or settings.device != "cpu":
+        raise InputError("--processor-time", "be given for one thread of a CPU", f"{threads} on {settings.device}")
+    return replace(settings, clock=time.process_time)
 
 
 def _check_files(report: Path | None, ranks: Path | None) -> None:

@@ -56,6 +56,10 @@ def ranks(
             help="With --measure: also write the timed problems to this file, for `undivided ranks FILE`.",
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="With --report: continue FILE; problems that it contains are not timed again."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Show the measured rates that order the backends; measure them here; or add the rates of reports.
@@ -70,9 +74,13 @@ def ranks(
         for flag, value in (("--seconds", seconds), ("--level", level), ("--report", report)):
             if value is not None:
                 raise InputError(flag, "be given together with --measure", str(value))
+    if resume and report is None:
+        raise InputError("--resume", "be given together with --report", "no report")
     if measure:
         refuse_together("--measure", {"REPORT": reports})
-        new = measure_levels(path, "--into" if into else "UNDIVIDED_RANKS", seconds, level or [], filter, report)
+        new = measure_levels(
+            path, "--into" if into else "UNDIVIDED_RANKS", seconds, level or [], filter, report, resume
+        )
         if as_json:
             print_json([row for kind in sorted(new.table) for row in _rows(kind, new.table[kind])])
         else:

@@ -2,6 +2,12 @@
 // "Granite Rapids" is an Intel Xeon 6 with AMX-FP16; if no processor is named, none was recorded. A value without a
 // ratio follows from the size of a cache, or was chosen.
 //
+// `scripts/tune-cpu NAME` measures a threshold on the processor at hand: it builds the kernel with other values, times
+// the problems that NAME decides on, and recommends a value. It covers kVectorRows, kRows16, kBlockKeys,
+// kMaxNarrowBytes, kMaxInPlaceStride, kMaxRowMajorKeys, kMaxSmallForward32 and 16, kMaxSmallBackward and its Dot,
+// kDecodeStepKeys, kOneHead.min_bytes and .max_keys, kMinParallelWork, kBackwardRows and kMaxUnitKeys
+// (scripts/tuning/thresholds.py has the problems; add one there for another threshold).
+//
 // On ARM (levels neon and neon_bf16) nothing was measured: these levels use the values of the x86 levels without AMX as
 // defaults, and those of "dot products" on neon_bf16.
 #pragma once

@@ -1,0 +1,197 @@
+"""The page of rooflines: what bounds a call on each level, prediction beside measurement, from `benchmarks/`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from plots import PAINT, ROOT, _themed
+
+from undivided.benchmarking.roofline import LEVELS, Line, lines
+
+REPORTS = {
+    # name of the picture: (report, heading)
+    "avx512-bf16": ("2026-11-23-native-zen5-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 5"),
+    "avx512": ("2026-11-24-native-zen5-avx512.json", "Level avx512, forced: AMD EPYC, Zen 5"),
+    "avx2": ("2026-11-24-native-zen5-avx2.json", "Level avx2, forced: AMD EPYC, Zen 5"),
+    "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
+}
+PARTS = {"products": "a", "reads": "a", "edges": "d", "softmax": "b", "packing": "soft", "memory": "c"}
+"""The parts of a prediction, and their colours."""
+BOUNDS = {
+    "products": "the multiply-adds themselves",
+    "reads": "the memory: every key and value is read once",
+    "edges": "pairs that are computed and masked: a micro-kernel covers whole vectors of rows",
+    "softmax": "vector instructions of the softmax, of which the exponential is half",
+    "packing": "keys and values that are converted or interleaved once per block of rows",
+    "memory": "queries, keys, values and results, which come from memory and go there",
+}
+
+
+def _read(report: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / report).read_text(encoding="utf-8"))
+    return found
+
+
+def _kinds(report: str) -> Iterator[tuple[str, list[Line]]]:
+    """The lines of a report by kind."""
+    order = ("prefill", "window", "documents", "decode")
+    found = sorted(lines(_read(report)), key=lambda line: order.index(line.kind))
+    for kind, group in groupby(found, key=lambda line: line.kind):
+        yield kind, list(group)
+
+
+def pictures() -> dict[str, str]:
+    """The SVG text of one plot per report."""
+    named = {f"roofline-{name}": found for name, found in REPORTS.items()}
+    return {name: _bars(name, heading, report) for name, (report, heading) in named.items()}
+
+
+def _bars(name: str, heading: str, report: str) -> str:
+    """For each line, the predicted parts as fractions of the measured time."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    shown = [line for _, group in _kinds(report) for line in group]
+    style = {
+        "svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), PAINT["ink"]),
+        "axes.edgecolor": PAINT["line"], "legend.labelcolor": PAINT["ink"],
+    }  # fmt: skip
+    with plt.rc_context(style):
+        figure, axis = plt.subplots(figsize=(8, 1.2 + 0.22 * len(shown)), layout="constrained")
+        labelled: set[str] = set()
+        for y, line in enumerate(shown):
+            left = 0.0
+            for part, seconds in line.predicted.parts.items():
+                if line.predicted.overlap and part != line.predicted.bound:
+                    continue
+                share = seconds / line.measured
+                label = None if part in labelled else part
+                axis.barh(y, share, left=left, height=0.75, color=PAINT[PARTS[part]], label=label)
+                labelled.add(part)
+                left += share
+        axis.axvline(1, color=PAINT["ink"], linewidth=1)
+        axis.set_yticks(range(len(shown)), [line.name for line in shown])
+        axis.set_ylim(len(shown) - 0.4, -0.6)
+        axis.set_xlabel("predicted seconds of each part, divided by the measured time; the line is 1")
+        axis.set_title(heading, loc="left", fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=6)
+        text = _themed(figure, name)
+        plt.close(figure)
+    return text
+
+
+def _table(group: list[Line]) -> str:
+    """One row per case."""
+    parts = list(group[0].predicted.parts)
+    head = ["case", "time", "of the peak", "predicted", "time / predicted", *parts, "bound by"]
+    rows = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 2) + "---|"]
+    for line in group:
+        cells = [
+            line.name + " ~" * line.disturbed,
+            f"{line.measured * 1e3:.3g} ms",
+            f"{line.peak / line.measured:.2f}",
+            f"{line.peak / line.predicted.seconds:.2f}",
+            f"{line.ratio:.2f}",
+            *(f"{line.predicted.parts[part] / line.measured:.2f}" for part in parts),
+            line.predicted.bound,
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _errors() -> str:
+    """How far the model is off, by level and kind."""
+    rows = ["| level | kind | lines | time / predicted, median | least | most |", "|---|---|--:|--:|--:|--:|"]
+    for report, _ in REPORTS.values():
+        level = _read(report)["machine"]["native"]
+        for kind, group in _kinds(report):
+            ratios = [line.ratio for line in group if not line.disturbed] or [float("nan")]
+            cells = (f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios)))
+            rows.append(f"| {level} | {kind} | {len(ratios)} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _sections() -> Iterator[str]:
+    for name, (report, heading) in REPORTS.items():
+        read = _read(report)
+        machine = read["machine"]
+        yield f"## {heading}"
+        yield (
+            f"{machine['processor']}, level `{machine['native']}`, {machine['threads']} "
+            f"thread{'s' * (machine['threads'] != 1)}, {read['settings'].get('clock', 'wall time')}, "
+            f"PyTorch {machine['torch']}, commit {read['commit']}, {read['when'][:10]}. "
+            f"[Report](../../benchmarks/{report})."
+        )
+        yield f"![{heading}: predicted parts of the measured time](../pictures/roofline-{name}.svg)"
+        for kind, group in _kinds(report):
+            yield f"### {kind.capitalize()}, {machine['native']}"
+            yield _table(group)
+
+
+def page() -> str:
+    """docs/reference/roofline.md."""
+    shapes = "\n".join(
+        f"| `{name}` | {one.lanes} x {one.vectors} | {one.group} | {one.rows[0]}, {one.rows[1]} | {one.softmax:g} | "
+        f"{one.packing} |"
+        for name, one in LEVELS.items()
+    )
+    bounds = "\n".join(f"| {name} | {text} |" for name, text in BOUNDS.items())
+    sections = "\n\n".join(_sections())
+    return f"""# Rooflines
+
+What bounds a call of the native kernel, and how much of its time that explains. The model is
+`src/undivided/benchmarking/roofline.py`: a page of arithmetic on peaks that the same run measured. It has no fitted
+constant, so where it is wrong something is missing: in the model, or in the kernel.
+
+| part | what it is |
+|---|---|
+{bounds}
+
+In prefill the parts add up. In decoding they overlap, and the larger counts. Of a case:
+
+- *of the peak*: the fraction that was reached, as in the benchmark's tables; *predicted*: the fraction that the model
+  expects;
+- *time / predicted*: 1.10 means that the call took a tenth longer than the model explains;
+- each part's column is its predicted time, divided by the measured time of the call: what is missing to 1 is explained
+  by nothing here;
+- *bound by*: the largest part other than the products, if these parts are a tenth of the prediction.
+
+## How wrong the model is
+
+Lines that other load disturbed (~ below) do not count.
+
+{_errors()}
+
+It leaves out what it cannot derive from measured peaks: loads and stores of the micro-kernels, traffic between the
+caches, page walks and page faults, uneven threads, the call itself. In fp32 on AMX products run on tiles of 16-bit
+numbers, which share loads; these lines are not modelled. Gradients are not modelled either. A report without decoding
+has no read rate; then memory counts as nothing.
+
+## The constants
+
+From the sources: `simd/vec.h`, `simd/math.h`, `forward/softmax.h`, `abi/tuning.h`. The softmax is in vector
+instructions per vector of pairs.
+
+| level | rows of a panel | keys at a time | rows of a block, fp32 and 16-bit | softmax | packing, in rows |
+|---|--:|--:|--:|--:|--:|
+{shapes}
+
+Traffic that the model leaves out, by count. A panel of 48 rows reads 8 (D_qk + D_v) / 96 bytes
+per pair from the second-level cache in fp32: 21 bytes at D 128, or 9 GB/s at the speed of the Zen 5 core below. Its
+scores, written and read in the first-level cache, take 20 bytes per pair whatever the head size: three loads and two
+stores beside the 256 multiply-adds of a vector of pairs at D 128. A row of keys in another page each time
+(`bshd`, many heads) touches two pages per key and block of rows, 1 / 192 per pair.
+
+{sections}
+
+*This page is generated from the reports in `benchmarks/`: `scripts/docs --write`. `undivided bench --json` writes such
+a report on any machine.*
+"""

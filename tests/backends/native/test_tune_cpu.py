@@ -1,0 +1,163 @@
+"""`scripts/tune-cpu`: its thresholds exist, a variant differs in one of them alone, and it changes no file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import levels
+import pytest
+
+from undivided.kernels import cpu
+
+ROOT = Path(__file__).parents[3]
+TOOL = ROOT / "scripts/tuning"
+
+pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="needs a checkout")
+needs_library = pytest.mark.skipif(isinstance(cpu.load(), str), reason="needs the native library")
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("cmake") and shutil.which("c++")), reason="needs cmake and a C++ compiler"
+)
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of the tool."""
+    monkeypatch.syspath_prepend(str(TOOL))
+    import measure
+    import thresholds
+    import variants
+
+    return type("Tool", (), {"measure": measure, "thresholds": thresholds, "variants": variants})
+
+
+def sources() -> str:
+    """A checksum of everything that a measurement must leave as it is."""
+    found = hashlib.sha256()
+    for path in sorted((ROOT / "src/undivided/kernels").rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+class TestVariants:
+    def test_every_threshold_is_a_constant_of_the_header(self, tool: Any) -> None:
+        header = tool.variants.HEADER.read_text("utf-8")
+        for one in tool.thresholds.THRESHOLDS:
+            changed = tool.variants.replaced(header, one.name, 12345)
+            assert "12345" in changed
+            assert len(one.values) > 1
+            assert one.problems
+
+    def test_one_constant_changes_in_every_branch_of_the_preprocessor(self, tool: Any) -> None:
+        header = "#if A\nconstexpr int64_t kOne = 1, kTwo = 2 << 10;\n#else\nconstexpr int64_t kTwo = 3;\n#endif\n"
+        assert tool.variants.replaced(header, "kTwo", 7) == header.replace("2 << 10", "7").replace("= 3", "= 7")
+
+    def test_a_field_of_a_struct_changes_alone(self, tool: Any) -> None:
+        struct = "struct Limits {\n  int64_t chunks, bytes;\n};\n// both\n"
+        header = f"{struct}constexpr Limits kA = {{64, 256 << 10}}, kB = {{1, 2}};\n"
+        assert tool.variants.replaced(header, "kA.bytes", 7) == header.replace("256 << 10", "7")
+        assert tool.variants.replaced(header, "kB.chunks", 7) == header.replace("{1, 2}", "{7, 2}")
+
+    def test_an_unknown_constant_is_an_error(self, tool: Any) -> None:
+        with pytest.raises(tool.variants.BuildError, match="no constant kNone"):
+            tool.variants.replaced("constexpr int kSome = 1;", "kNone", 2)
+
+    @needs_compiler
+    def test_a_value_that_the_compiler_refuses_is_reported(self, tool: Any) -> None:
+        builder = tool.variants.Builder("generic")
+        with pytest.raises(tool.variants.BuildError, match="kNoSuchThreshold"):
+            builder.values(["kNoSuchThreshold"])
+        assert builder.values(["kOneHead.max_keys", "kBlockKeys"]).keys() == {"kOneHead.max_keys", "kBlockKeys"}
+
+
+class TestMeasurement:
+    def test_a_value_is_recommended_if_it_is_clearly_faster_and_loses_nowhere(self, tool: Any) -> None:
+        def row(**ratios: float) -> Any:
+            return tool.measure.Row("a problem", {int(name[1:]): ratio for name, ratio in ratios.items()}, 0.0, ())
+
+        recommended = tool.measure.recommended
+        assert recommended([row(v64=1.10, v96=1.05), row(v64=1.10, v96=1.05)], 128) == 64
+        assert recommended([row(v64=1.30, v96=1.05), row(v64=0.90, v96=1.05)], 128) == 96, "64 loses a tenth"
+        assert recommended([row(v64=1.01), row(v64=1.01)], 128) == 128, "a hundredth is noise"
+        assert recommended([], 128) == 128
+
+    @needs_library
+    def test_two_equal_libraries_are_equally_fast_and_the_loaded_one_stays(self, tool: Any) -> None:
+        loaded = cpu.load
+        library = cpu.load()
+        assert isinstance(library, cpu.Library)
+        problem = next(one for one in tool.thresholds.BY_NAME["kMaxSmallForward32"].problems if "-12-" in one.name)
+        row = tool.measure.measure(problem, {1: library, 2: levels._library(library.level)}, 1, 0.05)
+        assert row.ratios.keys() == {2}
+        assert row.wrong == ()
+        assert cpu.load is loaded
+
+    @needs_library
+    def test_a_wrong_result_is_not_timed(self, tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = cpu.load()
+        assert isinstance(library, cpu.Library)
+        broken = levels._library(library.level)
+        right = broken.forward
+
+        def twice_the_scale(record: bytes) -> None:
+            values = list(cpu.RECORD.unpack(record))
+            values[cpu.FIELDS.index("scale")] *= 2
+            right(cpu.RECORD.pack(*values))
+
+        monkeypatch.setattr(broken, "forward", twice_the_scale)
+        problem = tool.thresholds.BY_NAME["kMaxSmallForward32"].problems[0]
+        row = tool.measure.measure(problem, {1: library, 2: broken}, 1, 0.05)
+        assert (row.ratios, row.wrong) == ({}, (2,))
+
+
+@needs_library
+@needs_compiler
+class TestCommand:
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(TOOL), "--level", "generic", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    @pytest.mark.slow
+    def test_one_threshold_is_built_timed_and_judged(self, tmp_path: Path) -> None:
+        before, report = sources(), tmp_path / "report.json"
+        words = ("kMinParallelWork", "--values", "65536", "--filter", "fp32-8-", "--seconds", "0.1")
+        done = self.run(*words, "--optimize=-O0", "--json", str(report))
+        assert done.returncode == 0, done.stderr
+        assert "| problem | 65536 | spread |" in done.stdout
+        assert "kMinParallelWork: " in done.stdout.splitlines()[-1]
+        found = json.loads(report.read_text())
+        assert found["machine"]["native"] == "generic"
+        [threshold] = found["thresholds"]
+        assert [row["problem"] for row in threshold["rows"]] == ["fp32-8-d64-h8"]
+        assert sources() == before, "a measurement changes no source and no library"
+
+    def test_the_list_has_each_threshold_with_its_value(self) -> None:
+        done = self.run("--list")
+        assert done.returncode == 0, done.stderr
+        assert "kBlockKeys = 128: keys of a key block; tries 128, 192, 256, 384" in done.stdout
+        assert "kMaxRowMajorKeys" not in done.stdout, "it decides nothing at this level"
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("kNone",), "NAME must be one of kVectorRows, "),
+            (("--values", "1,2"), "--values must be given for one threshold"),
+            (("--level", "avx9"), "UNDIVIDED_ISA must be one of "),
+        ],
+    )
+    def test_a_bad_request_is_one_message(self, words: tuple[str, ...], message: str) -> None:
+        done = self.run(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
