@@ -130,6 +130,7 @@ bool has_valid_options(const Attention& a) {
   if (a.dropout < 0 || a.dropout > 1 << 16) return false;
   if (a.dropout && !(a.dropout_row && a.dropout_sequence && has_positions)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
+  if (a.dropout && (a.dropout_head < 0 || a.dropout_head > UINT32_MAX - h)) return false;
   return Reach().axis(b, a.bias_b).axis(h, a.bias_h).axis(rows, a.bias_q).axis(keys, a.bias_k).fits() &&
          Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(keys, a.dense_k).fits() &&
          Reach().axis(b, a.slopes_b).axis(h, a.slopes_h).axis(rows, a.slopes_q).fits() &&
