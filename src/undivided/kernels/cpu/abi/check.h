@@ -10,4 +10,9 @@ namespace undivided {
 bool is_valid(const Attention& a);
 bool is_valid(const Attention& a, const Gradients& g);
 
+// A valid record whose strides may be multiplied by the size of an element or by a few rows without an overflow: larger
+// ones, which only an axis of one element may have, become 0.
+Attention with_bounded_strides(Attention a);
+Gradients with_bounded_strides(Gradients g);
+
 }  // namespace undivided

@@ -13,7 +13,7 @@ EXPORT int undivided_forward(const Attention* a) {
   if (!is_valid(*a)) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
   try {
-    return run_forward(*a);
+    return run_forward(with_bounded_strides(*a));
   } catch (...) {  // std::bad_alloc for the lists of units; nothing else throws
     return kNoMemory;
   }
@@ -24,7 +24,7 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
   if (!is_valid(*a, *g)) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->kv_heads == 0) return kOk;
   try {
-    return run_backward(*a, *g);
+    return run_backward(with_bounded_strides(*a), with_bounded_strides(*g));
   } catch (...) {  // std::bad_alloc for the lists of units; nothing else throws
     return kNoMemory;
   }
@@ -36,7 +36,7 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
 EXPORT int64_t undivided_shared_keys(const Attention* a, int64_t* found, int64_t limit) {
   if (a && !is_valid(*a)) return -1;
   try {
-    const std::vector<SharedKeys> parts = a ? shared_keys(*a) : last_shared_keys();
+    const std::vector<SharedKeys> parts = a ? shared_keys(with_bounded_strides(*a)) : last_shared_keys();
     for (size_t i = 0; i < parts.size() && (int64_t)i < limit; i++) {
       const SharedKeys& part = parts[i];
       *found++ = (int64_t)part.sequences.size(), *found++ = part.key, *found++ = part.keys;
