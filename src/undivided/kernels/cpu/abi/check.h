@@ -10,9 +10,9 @@ namespace undivided {
 bool is_valid(const Attention& a);
 bool is_valid(const Attention& a, const Gradients& g);
 
-// A valid record whose strides may be multiplied by the size of an element or by a few rows without an overflow: larger
-// ones, which only an axis of one element may have, become 0.
-Attention with_bounded_strides(Attention a);
-Gradients with_bounded_strides(Gradients g);
+// Sets strides of a valid record to 0 that could overflow if a kernel multiplies them by the size of an element or by a
+// few rows. Only axes of one element have such strides, and no address depends on them.
+void bound_strides(Attention& a);
+void bound_strides(Gradients& g);
 
 }  // namespace undivided
