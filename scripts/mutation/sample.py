@@ -1,9 +1,10 @@
 """A random sample of mutants of some folders, each run with the tests that call the changed function.
 
 `scripts/mutate sample` runs it in build/mutation, where mutmut's packages are. It collects the tests once and forks for
-each mutant; mutmut itself starts the tests anew, which takes seconds per mutant. A mutant is killed if a test fails. It
-survives if none does, or if its tests take more than --seconds of the processor: a survivor may therefore be undecided.
-Code that runs when a module is imported is not mutated.
+each mutant; mutmut itself starts the tests anew, which takes seconds per mutant. A mutant is killed if a test fails, or
+does not end. It survives if none fails, or if its tests take more than --seconds of the processor: a survivor may
+therefore be undecided. Limits are of the processor's time, so that a busy machine does not change the score. Code that
+runs when a module is imported is not mutated.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -24,7 +26,9 @@ import pytest
 from _pytest.runner import runtestprotocol
 from mutmut.mutation.file_mutation import mutate_file_contents
 
-Hits = dict[str, set[str]]
+NO_TIME = "?"
+DEADLOCK = 3600
+"""Seconds after which a mutant counts as undecided, whatever it waits for."""
 
 
 def mutate(folders: Iterable[str]) -> list[str]:
@@ -39,13 +43,14 @@ def mutate(folders: Iterable[str]) -> list[str]:
 
 
 def in_a_child(work: Callable[[], str], seconds: float) -> str | None:
-    """The text that `work` returns in a forked process; None if it takes longer, or ends without a text."""
+    """The text that `work` returns in a forked process; None if the process dies, or needs more of the processor."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1), os.dup2(devnull, 2)
-        signal.alarm(int(seconds) + 1)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
+        signal.alarm(DEADLOCK)
         text = work().encode()
         while text:
             text = text[os.write(write, text) :]
@@ -54,6 +59,8 @@ def in_a_child(work: Callable[[], str], seconds: float) -> str | None:
     with open(read, "rb") as pipe:
         content = pipe.read()
     _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return NO_TIME
     return content.decode() if status == 0 else None
 
 
@@ -72,12 +79,12 @@ def call_times(items: list[pytest.Item]) -> str:
 
 
 def failing_test(name: str, items: list[pytest.Item], seconds: float) -> str:
-    """The first test that fails on a mutant; "" if none does, "?" if there is no time for all."""
+    """The first test that fails on a mutant; "" if none does, NO_TIME if there is no time for all."""
     trampoline.set_mutant_under_test(name)
     end = time.process_time() + seconds
     for n, item in enumerate(items):
         if time.process_time() > end:
-            return "?"
+            return NO_TIME
         for report in runtestprotocol(item, log=False, nextitem=items[n + 1] if n + 1 < len(items) else None):
             if report.failed:
                 return item.nodeid
@@ -92,7 +99,7 @@ class Sample:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Print each mutant on which no test fails, and the score."""
-        text = in_a_child(lambda: call_times(session.items), 3600)
+        text = in_a_child(lambda: call_times(session.items), DEADLOCK)
         assert text is not None, "the tests did not end"
         times = sorted(json.loads(text), key=lambda row: row[1])
         print(f"{len(times)} of {len(session.items)} tests pass", flush=True)
@@ -100,9 +107,9 @@ class Sample:
         for count, name in enumerate(self.mutants, 1):
             function = name.rpartition("__mutmut_")[0]
             items = [session.items[n] for n, _, hits in times if function in hits]
-            found = in_a_child(lambda: failing_test(name, items, self.seconds), 10 * self.seconds)  # noqa: B023
-            killed += found not in ("", "?")
-            if found in ("", "?"):
+            found = in_a_child(lambda: failing_test(name, items, self.seconds), 3 * self.seconds)  # noqa: B023
+            killed += found not in ("", NO_TIME)
+            if found in ("", NO_TIME):
                 print(f"{'survived' if not found else 'no time'} {name} ({len(items)} tests)", flush=True)
             if count % 20 == 0 or count == len(self.mutants):
                 print(f"{count} mutants, {killed} killed ({killed / count:.1%})", flush=True)
