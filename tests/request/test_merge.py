@@ -183,3 +183,13 @@ def test_merging_in_place_is_merging(dtype: torch.dtype) -> None:
     assert error(total.out, want) < 1e-14
     assert torch.equal(total.lse.isinf(), want_lse.isinf())
     assert error(total.lse[..., 2:], want_lse[..., 2:]) < 1e-14
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("bshd", "bshd"), ("sbhd", "sbhd"), ("bhsd", "bhsd"), ("thd", "shd")])
+def test_a_result_is_viewed_as_bshd_and_back(layout: str, shape: str) -> None:
+    sizes = {"b": 1 if layout == "thd" else 2, "s": 3, "h": 4, "d": 5}
+    out = torch.randn([sizes[axis] for axis in shape])
+    canonical = Result(out, torch.empty(0)).canonical(layout)  # type: ignore[arg-type]
+    assert canonical.out.shape == (sizes["b"], 3, 4, 5)
+    assert canonical.in_layout(layout).out.equal(out)  # type: ignore[arg-type]
+    assert canonical.out[0, 1, 2, 3] == out[tuple({"b": 0, "s": 1, "h": 2, "d": 3}[axis] for axis in shape)]

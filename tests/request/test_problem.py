@@ -64,3 +64,14 @@ def test_a_last_axis_with_gaps_is_a_feature_of_the_problem(name: str) -> None:
 
     assert "strided" in features(8)
     assert "strided" not in features(1), "a stride that no step uses"
+
+
+def test_a_mask_is_checked_anew_for_each_problem_also_if_the_cache_of_problems_is_emptied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result of the check is found by the id of the problem's entry, which must not be used again for another."""
+    monkeypatch.setattr(normalise, "_MAX_KNOWN", 0)
+    mask = masks.causal()
+    for n in range(1, 60):
+        x = torch.randn(1, n, 2, 8)
+        assert undivided.explain(x, x, x, layout="bshd", mask=mask).problem.q_len == n
