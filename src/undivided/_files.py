@@ -1,9 +1,11 @@
-"""Where a user's own measurements are kept."""
+"""Where a user's own measurements are kept, and how their files are read."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def users_file(variable: str, name: str) -> Path:
@@ -12,3 +14,16 @@ def users_file(variable: str, name: str) -> Path:
         return Path(given)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "undivided" / name
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON in UTF-8, or is nested more deeply than Python's parser can follow.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

@@ -68,7 +68,7 @@ def changed_text(rng: random.Random, text: str) -> str:
 def changed_bytes(rng: random.Random, content: bytes) -> bytes:
     """The content with a part cut off, doubled or overwritten."""
     at = rng.randrange(len(content) + 1)
-    noise = rng.choice((b"", b"\x00", b"\xff\xfe", rng.randbytes(rng.choice((1, 8, 64)))))
+    noise = rng.choice((b"", b"\x00", b"\xff\xfe", b"[" * 100_000, rng.randbytes(rng.choice((1, 8, 64)))))
     return rng.choice((content[:at], content[:at] + noise + content[at + len(noise) :], content + content[:at], noise))
 
 

@@ -62,6 +62,27 @@ def test_a_malformed_table_of_ranks_is_refused(changes: dict[str, object], tmp_p
     command("ranks", "--into", str(path), code=(2,))
 
 
+@pytest.mark.parametrize(
+    "arguments", [["ranks"], ["ranks", "--into"], ["bench", "--markdown"], ["bench", "--from"]], ids=" ".join
+)
+def test_json_that_is_nested_too_deeply_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    command(*arguments, str(path), code=(2,))
+
+
+def test_a_table_and_tiles_that_are_nested_too_deeply_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    monkeypatch.setenv("UNDIVIDED_RANKS", str(path))
+    with pytest.warns(RuntimeWarning, match="nested too deeply"):
+        assert len(measured.tables.__wrapped__()) == 1
+    with pytest.warns(RuntimeWarning, match="nested too deeply"):
+        assert config._tuned.__wrapped__(path) == {}
+
+
 @pytest.mark.parametrize("tile", [[128, "x", 4, 3], [128, 64, 4, -1], [128, 64, True, 3], [128, 64, 4, 3, 1]])
 def test_malformed_tiles_are_left_out_with_a_warning(tile: list[object], tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,8 +13,18 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
+from undivided.backends.triton import tables
 
 THREADS, CALLS = 8, 12
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Python changes between threads a thousand times as often as by default."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 def decode(n: int) -> list[Tensor]:
@@ -87,6 +98,22 @@ def test_the_number_of_threads_may_change_between_and_during_calls() -> None:
         stop.set()
         changer.join()
         torch.set_num_threads(before)
+
+
+class RemovedElsewhere(dict[object, tables.Tables]):
+    """A cache from which another thread removes an entry just before this one does."""
+
+    def pop(self, key: object, *default: object) -> object:  # type: ignore[override]
+        del self[key]
+        return super().pop(key, *default)  # type: ignore[call-overload]
+
+
+def test_two_threads_may_remove_the_oldest_tables_of_tiles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_plain", RemovedElsewhere())
+    monkeypatch.setattr(tables, "MAX_PLAIN_TABLES", 2)
+    for length in (16, 32, 48):
+        tables.cached_tables(None, length, 16, 16, 16, torch.device("cpu"))
+    assert len(tables._plain) == 2
 
 
 def test_settings_of_a_block_hold_in_its_own_thread_only() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, masks
+from undivided.request.result import Result, merge_into
 
 KEYS = 12
 SPLITS = {
@@ -164,3 +165,31 @@ def test_an_ambiguous_layout_is_required() -> None:
     )
     for layout in ("bshd", "bhsd"):
         undivided.merge([out], [lse], layout=layout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_merging_in_place_is_merging(dtype: torch.dtype) -> None:
+    """Nine rows, so that half-precision parts are merged in several pieces; the first two rows see no key."""
+    make = torch.Generator().manual_seed(1)
+    outs = [torch.randn(2, 9, 4, 6, generator=make, dtype=torch.float64) for _ in range(3)]
+    lses = [3 * torch.randn(2, 4, 9, generator=make, dtype=torch.float64) for _ in outs]
+    for out, lse in zip(outs, lses, strict=True):
+        out[:, :2], lse[..., :2] = 0, -math.inf
+    outs = [out.to(dtype) for out in outs]
+    total = Result(torch.zeros(2, 9, 4, 6, dtype=torch.float64), torch.full((2, 4, 9), -math.inf, dtype=torch.float64))
+    for out, lse in zip(outs, lses, strict=True):
+        merge_into(total, Result(out, lse))
+    want, want_lse = undivided.merge([out.double() for out in outs], lses, layout="bshd")
+    assert error(total.out, want) < 1e-14
+    assert torch.equal(total.lse.isinf(), want_lse.isinf())
+    assert error(total.lse[..., 2:], want_lse[..., 2:]) < 1e-14
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("bshd", "bshd"), ("sbhd", "sbhd"), ("bhsd", "bhsd"), ("thd", "shd")])
+def test_a_result_is_viewed_as_bshd_and_back(layout: str, shape: str) -> None:
+    sizes = {"b": 1 if layout == "thd" else 2, "s": 3, "h": 4, "d": 5}
+    out = torch.randn([sizes[axis] for axis in shape])
+    canonical = Result(out, torch.empty(0)).canonical(layout)  # type: ignore[arg-type]
+    assert canonical.out.shape == (sizes["b"], 3, 4, 5)
+    assert canonical.in_layout(layout).out.equal(out)  # type: ignore[arg-type]
+    assert canonical.out[0, 1, 2, 3] == out[tuple({"b": 0, "s": 1, "h": 2, "d": 3}[axis] for axis in shape)]

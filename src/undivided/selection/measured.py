@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from undivided._files import users_file
+from undivided._files import read_json, users_file
 from undivided.errors import InputError
 from undivided.kernels import cpu
 from undivided.machine import Machine
@@ -318,7 +318,7 @@ def read(path: Path) -> Table:
         InputError: the file is not a table.
     """
     try:
-        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+        return _parsed(read_json(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -47,6 +47,7 @@ def status(record: dict[str, Any]) -> int:
 
 
 INT8 = {"format": 1, "k_scale": "SCALES", "v_scale": "SCALES", "k_scale_s": 1, "v_scale_s": 1}
+DROPOUT = {"dropout": 100} | dict.fromkeys(("dropout_row", "dropout_sequence", "key_position"), "TABLE")
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -57,6 +58,8 @@ GOOD: list[dict[str, Any]] = [
     {"kv_len": 0, "k": 0, "v": 0, "slopes": "TABLE", "row_position": "TABLE"},
     {"band": 1, "first": 1 << 31, "last": 1 << 31},  # no row sees a key
     {"kv_len": 1, "k_s": 1 << 62, "v_s": 1 << 62},  # the stride of a single key is not used
+    dict.fromkeys(("q_b", "k_b", "k_h", "v_b", "v_h", "out_b"), (1 << 63) - 1),  # nor those of one sequence or head
+    DROPOUT | {"dropout_head": (1 << 32) - 3},
     INT8,
     INT8 | {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1},
     INT8 | {"kv_len": 0, "k": 0, "v": 0, "k_scale": 0, "v_scale": 0},
@@ -105,6 +108,8 @@ BAD: list[dict[str, Any]] = [
     {"slopes": "TABLE"},
     {"dropout": 1 << 17},
     {"dropout": 100},
+    DROPOUT | {"dropout_head": -1},
+    DROPOUT | {"dropout_head": (1 << 63) - 1},
     INT8 | {"format": 5},
     INT8 | {"format": -1},
     INT8 | {"format": 0},

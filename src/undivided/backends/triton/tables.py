@@ -85,7 +85,7 @@ def _every_pair(
         if not is_traced():
             _plain[key] = found
             if len(_plain) > MAX_PLAIN_TABLES:
-                _plain.pop(next(iter(_plain)))
+                _plain.pop(next(iter(list(_plain))), None)  # another thread may have removed it
     return found
 
 

@@ -13,6 +13,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
+from undivided._files import read_json
 from undivided.backends import get
 from undivided.benchmarking import DTYPES, SUITES, Plan, execute, markdown, plan, tables
 from undivided.benchmarking.catalogue import GPU_SUITES
@@ -223,7 +224,7 @@ def _others(names: list[str] | None) -> tuple[str, ...]:
 
 def _as_markdown(path: Path) -> str:
     try:
-        return markdown(json.loads(path.read_text(encoding="utf-8")))
+        return markdown(read_json(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise

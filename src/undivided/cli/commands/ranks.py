@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from undivided._files import read_json
 from undivided.benchmarking.ranks import add
 from undivided.cli._paths import file_to_write, refuse_together
 from undivided.cli._terminal import complain, console, human, print_json, print_table
@@ -91,7 +91,7 @@ def ranks(
         file_to_write("--into", path)
     for one in reports or ():
         try:
-            read = json.loads(one.read_text(encoding="utf-8"))
+            read = read_json(one)
         except (OSError, ValueError) as error:
             raise InputError("REPORT", "be a report of `undivided bench --json`", f"{one} ({error})") from None
         complain(f"{path}: {add(read, one.name, path)}")

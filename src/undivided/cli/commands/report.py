@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from undivided._files import read_json
 from undivided.cli._mask_words import parse
 from undivided.cli._paths import file_to_write, refuse_together
 from undivided.cli._terminal import console, print_json, progress
@@ -69,7 +69,7 @@ def read_report(flag: str, path: Path) -> dict[str, Any]:
     from undivided.benchmarking import markdown
 
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
         markdown(found)  # reads every field
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

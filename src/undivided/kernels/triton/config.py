@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from undivided._files import users_file
+from undivided._files import read_json, users_file
 from undivided.quantization import Format
 
 
@@ -229,7 +229,7 @@ def _checked(tile: Config) -> Config:
 @functools.cache
 def _tuned(path: Path) -> Mapping[str, Config]:
     try:
-        return {key: _checked(Config(*value)) for key, value in json.loads(path.read_text())["tiles"].items()}
+        return {key: _checked(Config(*value)) for key, value in read_json(path)["tiles"].items()}
     except FileNotFoundError:  # nothing was tuned yet
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

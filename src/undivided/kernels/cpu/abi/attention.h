@@ -57,7 +57,7 @@ struct Attention {
   int64_t dropout_row_b;
   const int32_t* dropout_sequence;  // [B|1, Sq]: b of each row
   int64_t dropout_sequence_b;
-  int64_t dropout_head;  // h of the first head
+  int64_t dropout_head;  // h of the first head; h of the last is below 2^32
   // if not 0, a row's result depends on its own query, keys and values only (see schedule/forward.cc)
   int64_t batch_invariant;
   // [B|1, Sq]: the first key of each row's sequence, at the start of a page; null: 0. Given only with batch_invariant

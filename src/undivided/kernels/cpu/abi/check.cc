@@ -3,13 +3,15 @@
 #include <math.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <iterator>
 
 namespace undivided {
 namespace {
 
-constexpr int64_t kMaxSize = INT32_MAX;                      // of an axis: keys and rows are numbered in 32 bits
-constexpr double kMaxElements = (double)((int64_t)1 << 58);  // so that byte offsets fit in 64 bits
+constexpr int64_t kMaxSize = INT32_MAX;           // of an axis: keys and rows are numbered in 32 bits
+constexpr int64_t kMaxStride = (int64_t)1 << 58;  // so that byte offsets fit in 64 bits
+constexpr double kMaxElements = (double)kMaxStride;
 constexpr int64_t kMaxThreads = 1 << 16;
 
 bool is_size(int64_t n) { return 0 <= n && n <= kMaxSize; }
@@ -130,11 +132,17 @@ bool has_valid_options(const Attention& a) {
   if (a.dropout < 0 || a.dropout > 1 << 16) return false;
   if (a.dropout && !(a.dropout_row && a.dropout_sequence && has_positions)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
+  if (a.dropout && (a.dropout_head < 0 || a.dropout_head > UINT32_MAX - h)) return false;
   return Reach().axis(b, a.bias_b).axis(h, a.bias_h).axis(rows, a.bias_q).axis(keys, a.bias_k).fits() &&
          Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(keys, a.dense_k).fits() &&
          Reach().axis(b, a.slopes_b).axis(h, a.slopes_h).axis(rows, a.slopes_q).fits() &&
          Reach().axis(b, a.row_position_b).axis(b, a.key_position_b).fits() &&
          Reach().axis(b, a.dropout_row_b).axis(b, a.dropout_sequence_b).fits();
+}
+
+void bound(std::initializer_list<int64_t*> strides) {
+  for (int64_t* stride : strides)
+    if (*stride >= kMaxStride) *stride = 0;
 }
 
 bool is_empty(const Attention& a) { return a.batch == 0 || a.heads == 0 || a.q_len == 0; }
@@ -168,6 +176,20 @@ bool is_valid(const Attention& a, const Gradients& g) {
   if (!g.bias) return true;
   const bool sums_rows = (b > 1 && !g.bias_b) || (h > 1 && !g.bias_h), sums_keys = keys > 1 && !g.bias_k;
   return (a.bias || is_empty(a) || a.kv_len == 0) && !(sums_rows && sums_keys);
+}
+
+void bound_strides(Attention& a) {
+  bound({&a.q_b, &a.q_h, &a.q_s, &a.k_b, &a.k_h, &a.k_s, &a.v_b, &a.v_h, &a.v_s, &a.out_b, &a.out_h, &a.out_s});
+  bound({&a.lse_b, &a.lse_h, &a.ranges_b, &a.pages_b, &a.first_key_b, &a.row_position_b, &a.key_position_b});
+  bound({&a.bias_b, &a.bias_h, &a.bias_q, &a.bias_k, &a.dense_b, &a.dense_h, &a.dense_q, &a.dense_k});
+  bound({&a.slopes_b, &a.slopes_h, &a.slopes_q, &a.dropout_row_b, &a.dropout_sequence_b});
+  bound({&a.k_scale_b, &a.k_scale_h, &a.k_scale_s, &a.v_scale_b, &a.v_scale_h, &a.v_scale_s});
+}
+
+void bound_strides(Gradients& g) {
+  bound({&g.grad_out_b, &g.grad_out_h, &g.grad_out_s, &g.grad_lse_b, &g.grad_lse_h, &g.rows_b, &g.rows_h});
+  bound({&g.dq_b, &g.dq_h, &g.dq_s, &g.dk_b, &g.dk_h, &g.dk_s, &g.dv_b, &g.dv_h, &g.dv_s});
+  bound({&g.bias_b, &g.bias_h, &g.bias_q, &g.bias_k});
 }
 
 }  // namespace undivided

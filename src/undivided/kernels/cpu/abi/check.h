@@ -10,4 +10,9 @@ namespace undivided {
 bool is_valid(const Attention& a);
 bool is_valid(const Attention& a, const Gradients& g);
 
+// Sets strides of a valid record to 0 that could overflow if a kernel multiplies them by the size of an element or by a
+// few rows. Only axes of one element have such strides, and no address depends on them.
+void bound_strides(Attention& a);
+void bound_strides(Gradients& g);
+
 }  // namespace undivided

@@ -12,8 +12,10 @@ using namespace undivided;
 EXPORT int undivided_forward(const Attention* a) {
   if (!is_valid(*a)) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
+  Attention bounded = *a;
+  bound_strides(bounded);
   try {
-    return run_forward(*a);
+    return run_forward(bounded);
   } catch (...) {  // std::bad_alloc for the lists of units; nothing else throws
     return kNoMemory;
   }
@@ -23,8 +25,11 @@ EXPORT int undivided_forward(const Attention* a) {
 EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
   if (!is_valid(*a, *g)) return kBadRecord;
   if (a->batch == 0 || a->heads == 0 || a->kv_heads == 0) return kOk;
+  Attention bounded = *a;
+  Gradients bounded_gradients = *g;
+  bound_strides(bounded), bound_strides(bounded_gradients);
   try {
-    return run_backward(*a, *g);
+    return run_backward(bounded, bounded_gradients);
   } catch (...) {  // std::bad_alloc for the lists of units; nothing else throws
     return kNoMemory;
   }
@@ -36,7 +41,9 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
 EXPORT int64_t undivided_shared_keys(const Attention* a, int64_t* found, int64_t limit) {
   if (a && !is_valid(*a)) return -1;
   try {
-    const std::vector<SharedKeys> parts = a ? shared_keys(*a) : last_shared_keys();
+    Attention bounded{};
+    if (a) bounded = *a, bound_strides(bounded);
+    const std::vector<SharedKeys> parts = a ? shared_keys(bounded) : last_shared_keys();
     for (size_t i = 0; i < parts.size() && (int64_t)i < limit; i++) {
       const SharedKeys& part = parts[i];
       *found++ = (int64_t)part.sequences.size(), *found++ = part.key, *found++ = part.keys;
