@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -290,23 +290,24 @@ class Cache(SequenceCache, ABC):
             InputError: an argument is wrong, or q_lengths is required.
             NoBackendError: no allowed backend can run the problem.
         """
+        options: dict[str, Any] = {}
+        has_scores = not (bias is None and scale is None and softcap is None and alibi_slopes is None and sinks is None)
+        has_rules = not (backend is None and deterministic is None and batch_invariant is None)
+        if has_scores or has_rules or return_lse:  # passing nine keywords on takes three microseconds
+            options = {
+                "bias": bias,
+                "scale": scale,
+                "softcap": softcap,
+                "alibi_slopes": alibi_slopes,
+                "sinks": sinks,
+                "backend": backend,
+                "deterministic": deterministic,
+                "batch_invariant": batch_invariant,
+                "return_lse": return_lse,
+            }
         q_len = _attend.checked_query(q, self.layout, self.batch, self._storage.heads)
-        return _attend.attend(
-            q,
-            self._cached_sequences(),
-            self.layout,
-            self._queries(q_lengths, q_len),
-            mask,
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            backend=backend,
-            deterministic=deterministic,
-            batch_invariant=batch_invariant,
-            return_lse=return_lse,
-        )
+        q_counts = self._queries(q_lengths, q_len)
+        return _attend.attend(q, self._cached_sequences(), self.layout, q_counts, mask, options)
 
     def keep(self, indices: Sequence[Sequence[int] | Tensor]) -> None:
         """Keep some of the tokens that were appended last, for example the accepted path of a draft tree.

@@ -5,7 +5,6 @@ Legend: B sequences, Sk keys of the longest sequence.
 
 from __future__ import annotations
 
-import functools
 from itertools import accumulate
 
 import torch
@@ -30,8 +29,8 @@ _PER_PAIR = PER_KEY | {"predicate"}
 
 
 def with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
-    build = functools.partial(_with_lengths, mask, lengths, q_counts, device)
-    return mask.cached(("cache", lengths, q_counts, device), build)
+    """The mask restricted to real tokens, the same object for repeated calls."""
+    return mask.cached(("cache", lengths, q_counts, device), _with_lengths, mask, lengths, q_counts, device)
 
 
 def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
@@ -43,15 +42,13 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
         return mask & masks.lengths(kv, q)
 
 
-def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None) -> Mask:
-    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens (None: paged)."""
+def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int) -> Mask:
+    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens."""
     with torch.inference_mode(False):
         q, kv = (
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (q_counts, lengths)
         )
-        starts = None
-        if slot is not None:
-            starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
+        starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
         documents = masks.documents(q, kv, padded_kv=starts, max_q=max(q_counts), max_kv=max(lengths))
         return align(mask) & documents
 

@@ -78,7 +78,7 @@ class InferenceParams(BetweenSteps):
     _batch: Batch
     _step: Step | None
     _rows: Tensor | None  # pool rows of the new tokens, on the device
-    _table: Tensor | None  # `page_table`, once it was read
+    _table: tuple[object, Tensor] | None  # `page_table`, once it was read, and what it was made from
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class InferenceParams(BetweenSteps):
         ledger: Slots | Pages = Slots(self.max_batch_size, self.max_sequence_length)
         if self.is_paged:
             ledger = BatchPages(self.total_num_pages, self.page_size, self.max_batch_size)
-        self._batch = Batch(ledger, self.max_batch_size, self.max_sequence_length)
+        self._batch, self._table = Batch(ledger, self.max_batch_size, self.max_sequence_length), None
         self._set_step(None)
 
     def allocate_memory(self, layer_number: int) -> None:
@@ -242,7 +242,7 @@ class InferenceParams(BetweenSteps):
         storage = self._write(layer_number, new_k, new_v, format)
         all_real = format != "thd" and step.counts.count(q_len) == len(step.counts)
         counts = None if all_real else step.counts
-        return _attend.attend(q, self._cached_sequences(storage), format, counts, mask, **options)
+        return _attend.attend(q, self._cached_sequences(storage), format, counts, mask, options)
 
     def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
         step = self._current_step()
@@ -282,7 +282,7 @@ class InferenceParams(BetweenSteps):
     def _set_step(self, step: Step | None) -> None:
         """Set the step, and compute once what every layer needs of it."""
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
-        self._step, self._rows, self._table = step, None, None
+        self._step, self._rows = step, None
         self.sequences = self._batch.sequences
         self.sequences_pre_step = OrderedDict(zip(self._batch.slots, before, strict=False))
         self._seqlens_pre_step = padded(before, self.max_batch_size, self.device)
@@ -303,10 +303,11 @@ class InferenceParams(BetweenSteps):
 
         If not paged, the cache row of each sequence, [b, 1].
         """
-        if self._table is None:
-            slots = self._step.slots if self._step is not None else ()
-            self._table = _attend.table(self._batch.tables(slots), self.device or torch.device("cpu"))
-        return self._table
+        slots = () if self._step is None else self._step.slots
+        pages = slots, self._batch.changes, self.device
+        if self._table is None or self._table[0] != pages:
+            self._table = pages, _attend.table(self._batch.tables(slots), self.device or torch.device("cpu"))
+        return self._table[1]
 
     @property
     def batch_size(self) -> int:
