@@ -308,7 +308,7 @@ def _check_quantized_sizes(format: Format, dims: dict[str, int], dtype: torch.dt
         hint = "dtype=torch.float32, the dtype of the queries and of the new tokens"
         raise InputError("dtype", "not be float64 in a quantised cache", dtype, hint=hint)
     for name, dim in dims.items():
-        check_head_size(name, dim, format)
+        check_head_size(name, dim, format, is_size=True)
 
 
 def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:

@@ -176,7 +176,10 @@ def check_pages(
     batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
     if pages.dtype != torch.int32 or pages.dim() != 2:
         raise InputError(
-            "pages", "be an int32 block table [sequences, max_pages]", f"{pages.dtype} {list(pages.shape)}"
+            "pages",
+            "be an int32 block table [sequences, max_pages]",
+            f"{pages.dtype} {list(pages.shape)}",
+            hint="pages.to(torch.int32)" if pages.dim() == 2 and not pages.is_floating_point() else None,
         )
     if layout != "thd" and pages.shape[0] != batch:
         raise InputError("pages", f"have one row per sequence of q ({batch})", list(pages.shape))
