@@ -10,6 +10,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
+from undivided.arguments.layout import Layout
 from undivided.masks import Mask
 
 LENGTHS = [3, 70, 1, 333, 130]
@@ -44,8 +45,9 @@ class Sequences:
             self.attention(q[None], k[None], v[None], mask)[0] for q, k, v in zip(self.q, self.k, self.v, strict=True)
         ]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: str = "bshd", **more: Any) -> Tensor:
-        out: Tensor = undivided.attention(q, k, v, layout=layout, mask=mask, **self.options, **more)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: Layout = "bshd", **more: Any) -> Tensor:
+        options: dict[str, Any] = {**self.options, **more}
+        out: Tensor = undivided.attention(q, k, v, layout=layout, mask=mask, **options)
         return out
 
     def check(self, results: list[Tensor]) -> None:
@@ -86,8 +88,8 @@ def in_a_pack(s: Sequences) -> list[Tensor]:
 
 
 def in_another_layout(s: Sequences) -> list[Tensor]:
-    each = [[t[None].transpose(1, 2).contiguous() for t in tensors] for tensors in (s.q, s.k, s.v)]
-    return [s.attention(*one, s.mask, "bhsd")[0].transpose(0, 1) for one in zip(*each, strict=True)]
+    each = ([t[None].transpose(1, 2).contiguous() for t in tensors] for tensors in (s.q, s.k, s.v))
+    return [s.attention(q, k, v, s.mask, "bhsd")[0].transpose(0, 1) for q, k, v in zip(*each, strict=True)]
 
 
 def in_chunks(s: Sequences) -> list[Tensor]:
@@ -112,11 +114,10 @@ def paged(page_size: int) -> Callable[[Sequences], list[Tensor]]:
                 for page, piece in zip(row, t.split(page_size), strict=False):
                     pool[page, : len(piece)] = piece
             pools.append(pool)
+        k, v = pools
         lengths = torch.tensor(s.lengths)
-        out = s.attention(padded(s.q).nan_to_num(), *pools, s.mask & masks.lengths(lengths, lengths), pages=table)
-        packed = s.attention(
-            torch.cat(s.q), *pools, s.mask & masks.documents(offsets(s), offsets(s)), "thd", pages=table
-        )
+        out = s.attention(padded(s.q).nan_to_num(), k, v, s.mask & masks.lengths(lengths, lengths), pages=table)
+        packed = s.attention(torch.cat(s.q), k, v, s.mask & masks.documents(offsets(s), offsets(s)), "thd", pages=table)
         for row, n, other in zip(out, s.lengths, packed.split(s.lengths), strict=True):
             assert torch.equal(row[:n], other)
         return [row[:n] for row, n in zip(out, s.lengths, strict=True)]

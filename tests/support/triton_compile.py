@@ -149,7 +149,7 @@ def problems() -> Iterator[tuple[str, Any]]:
         for name, q_len, kv_len, mask in (("forward", 512, 512, masks.causal()), ("decode", 1, 8192, None)):
             q, k = torch.zeros(1, q_len, 8, 128, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, 128)
             keys, scale = quantize(k, format)
-            scales = {"k_scale": scale, "v_scale": scale}
+            scales: dict[str, Any] = {"k_scale": scale, "v_scale": scale}
             yield f"{name}-{format}-128", call_of(q, keys, keys, layout="bshd", mask=mask, **scales)
 
 

@@ -42,13 +42,16 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
         return mask & masks.lengths(kv, q)
 
 
-def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int) -> Mask:
-    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens."""
+def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None) -> Mask:
+    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens (None: they are packed,
+    or a block table will say)."""
     with torch.inference_mode(False):
         q, kv = (
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (q_counts, lengths)
         )
-        starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
+        starts = None
+        if slot is not None:
+            starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * slot
         documents = masks.documents(q, kv, padded_kv=starts, max_q=max(q_counts), max_kv=max(lengths))
         return align(mask) & documents
 

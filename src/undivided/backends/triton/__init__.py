@@ -171,14 +171,14 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
 
 
 class _Blocks(NamedTuple):
-    """How a launch divides its rows: `count` blocks of `group` heads per query, and of the keys, `splits` parts.
+    """How a launch divides its work: into blocks of rows, of `group` heads per query, and `splits` parts of the keys.
 
     tables: the tiles of each block. places: of batch-invariant blocks, otherwise None.
     """
 
     tile: config.Config
     group: int
-    count: int
+    blocks: int
     splits: int
     tables: Tensor
     places: Tensor | None
@@ -192,7 +192,7 @@ def _blocks(inputs: Inputs, rows: Rows, value_steps: int) -> _Blocks:
         found = invariant.blocks(
             inputs.form if inputs.masked else None, problem, rows.span, tile, group, inputs.q.device
         )
-        return _Blocks(tile, group, found.count, 1, found.runs, found.places)
+        return _Blocks(tile, group, found.number, 1, found.runs, found.places)
     decoding = length * heads_per_kv <= MAX_DECODE_ROWS and rows.span.start == 0
     group = heads_per_kv if decoding else 1
     tile = inputs.tile("decode" if decoding else "forward")

@@ -25,12 +25,12 @@ class Blocks(NamedTuple):
     """The blocks of rows of a launch.
 
     Args:
-        count: P, an upper limit: the number of blocks of all sequences is known on the device only.
+        number: P, an upper limit: the number of blocks of all sequences is known on the device only.
         places: int32 [B|1, P, 3]: the first row, one past the last row, and the key at which the tiles begin.
         runs: int32 [B|1, P, 8]: as `tables.Tables.rows`, in tiles from that key on; no tile is full.
     """
 
-    count: int
+    number: int
     places: Tensor
     runs: Tensor
 
