@@ -191,14 +191,16 @@ def head_size(values: Tensor) -> int:
 def check_format(argument: str, format: object) -> None:
     """InputError unless it is the name of a format."""
     if not isinstance(format, str) or format not in FORMATS:
-        raise InputError(argument, f"be one of {', '.join(map(repr, FORMATS))}", repr(format))
+        near = [name for name in FORMATS if isinstance(format, str) and format and name.startswith(format.lower()[:3])]
+        hint = " or ".join(map(repr, near)) or None
+        raise InputError(argument, f"be one of {', '.join(map(repr, FORMATS))}", repr(format), hint)
 
 
-def check_head_size(argument: str, size: int, format: Format) -> None:
-    """InputError unless a last axis of this size can be stored in the format."""
+def check_head_size(argument: str, size: int, format: Format, is_size: bool = False) -> None:
+    """InputError unless a last axis of this size can be stored in the format. `is_size`: the argument is the size."""
     if format == "int4" and (size == 0 or size % GROUP):
-        hint = "int8 and fp8 take any head size"
-        raise InputError(argument, f"have a last axis that is a multiple of {GROUP} for int4", size, hint)
+        must = f"{'be' if is_size else 'have a last axis that is'} a multiple of {GROUP} for int4"
+        raise InputError(argument, must, size, hint="int8 and fp8 take any head size")
 
 
 def check_scale(argument: str, scale: Tensor, of: str, values: Tensor) -> None:

@@ -432,6 +432,27 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "kinds"),
+    [("sm80", ("plain",)), ("sm90", ("plain", "fp32", "wide", "int8", "scores"))],
+    ids=["sm80", "sm90"],
+)
+def test_batch_invariant_calls_of_every_kind_compile_to_the_same_arithmetic(
+    architecture: str, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Prefill, decoding, packs and pages are compiled apart, because sizes of 1 and aligned strides are constants."""
+    ways = ("prefill", "decode", "steps", "padding", "pages")
+    compiled = _compiled(tmp_path, architecture, *(f"invariant-{kind}-{way}" for kind in kinds for way in ways))
+    assert {row["kernel"] for row in compiled} == {"forward_kernel"}
+    arithmetic = {row["problem"]: row["arithmetic"] for row in compiled}
+    for kind in kinds:
+        prefill = arithmetic[f"invariant-{kind}-prefill"]
+        assert len(prefill) > 100
+        for way in ways:
+            assert arithmetic[f"invariant-{kind}-{way}"] == prefill, (kind, way)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "problem"), [("sm100", "plain-bf16-128"), ("sm120", "plain-bf16-256")])
 def test_blackwell_and_small_shared_memory(architecture: str, problem: str, tmp_path: Path) -> None:
     """The pass over keys took 112 KiB at head size 256, and so ran on no GPU with 99, which Ada has too."""

@@ -455,7 +455,8 @@ class TestCompetitors:
         )
         cached = tuple(count + earlier for count, earlier in zip(new, past, strict=True))
         options = dict(step.options) | ({"shared_pages": 1} if "shared_pages" in step.options else {})
-        small = replace(step, new=new, cached=cached, page_size=step.page_size and 16, options=options)
+        chosen = step.chosen and (0, 1)
+        small = replace(step, new=new, cached=cached, page_size=step.page_size and 16, chosen=chosen, options=options)
         one = replace(small.benchmark("small", DTYPES[dtype]), goal=Goal())
         result = runs.run(one, hurried(others=("sdpa", "onnxruntime")))
         for entry in result["entries"]:

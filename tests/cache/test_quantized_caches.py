@@ -122,9 +122,10 @@ def test_the_memory_is_printed_beside_that_of_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"quantize": "fp8"}, "got 'fp8'\\n  HINT: 'fp8_e4m3' or 'fp8_e5m2'"),
         ({"quantize": "int3"}, "quantize must be one of 'int8', 'fp8_e4m3', 'fp8_e5m2', 'int4', got 'int3'"),
         ({"quantize": 8}, "quantize must be one of"),
-        ({"quantize": "int4", "head_dim": 40}, "head_dim must have a last axis that is a multiple of 32 for int4"),
+        ({"quantize": "int4", "head_dim": 40}, "head_dim must be a multiple of 32 for int4"),
         ({"quantize": "int8", "dtype": torch.float64}, "dtype must not be float64 in a quantised cache"),
     ],
     ids=str,

@@ -94,3 +94,16 @@ def test_parents_that_do_not_fit_the_call_are_refused() -> None:
     pack = masks.tree([-1, -1, 1]) & masks.documents([0, 1, 3])
     with pytest.raises(InputError, match="1 for query 1\n  HINT: in a pack, indices start at 0 in every document"):
         undivided.attention(q[0], q[0], q[0], layout="thd", mask=pack)
+
+
+def test_trees_of_each_sequence_may_be_lists_of_lists() -> None:
+    lists, tensor = masks.tree([[-1, 0, 0], [-1, -1, 1]]), masks.tree(torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
+    sizes = {"batch": 2, "heads": 1, "q_len": 3, "kv_len": 5}
+    assert torch.equal(lists.to_dense(**sizes), tensor.to_dense(**sizes))
+    with pytest.raises(InputError, match=r"parents must have lists of equal length, got lengths \[1, 2\]\n  HINT: pad"):
+        masks.tree([[-1, 0], [-1]])
+
+
+def test_a_tree_is_not_joined_to_another_mask_by_or() -> None:
+    with pytest.raises(InputError, match="HINT: a tree and chosen blocks are joined to other masks by `&` alone"):
+        masks.tree([-1, 0]) | masks.causal()

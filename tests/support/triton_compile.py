@@ -100,7 +100,14 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
         "descriptor_loads": ptx.count("cp.async.bulk.tensor"),
         "async_copies": ptx.count("cp.async.c"),
         "setmaxnreg": ptx.count("setmaxnreg"),
+        "arithmetic": arithmetic(ptx),
     }
+
+
+def arithmetic(ptx: str) -> list[str]:
+    """The floating-point instructions of a kernel in their order, without registers and conversions."""
+    names = re.findall(r"^\s+(?:@%p\d+ )?([a-z][\w.:]*)", ptx, re.MULTILINE)
+    return [name for name in names if "mma" in name or ("f32" in name and not name.startswith(("cvt", "ld", "st")))]
 
 
 def problems() -> Iterator[tuple[str, Any]]:
@@ -142,15 +149,64 @@ def problems() -> Iterator[tuple[str, Any]]:
         for name, q_len, kv_len, mask in (("forward", 512, 512, masks.causal()), ("decode", 1, 8192, None)):
             q, k = torch.zeros(1, q_len, 8, 128, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, 128)
             keys, scale = quantize(k, format)
-            call = call_of(q, keys, keys, layout="bshd", mask=mask, k_scale=scale, v_scale=scale)
-            yield f"{name}-{format}-128", call
+            scales: dict[str, Any] = {"k_scale": scale, "v_scale": scale}
+            yield f"{name}-{format}-128", call_of(q, keys, keys, layout="bshd", mask=mask, **scales)
+
+
+INVARIANT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp32": {"dtype": torch.float32, "dim": 64},
+    "wide": {"dim": 320},
+    "int8": {"format": "int8"},
+    "int4": {"format": "int4"},
+    "scores": {"softcap": 30.0, "alibi_slopes": torch.ones(8), "sinks": torch.ones(8)},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 1},
+}
+"""Options of a model, which are the same in all of its calls."""
+
+
+def invariant_problems() -> Iterator[tuple[str, Any]]:
+    """The same sequences in batch-invariant calls of several kinds: `INVARIANT`, one after another."""
+    ways: dict[str, tuple[int, dict[str, Any]]] = {
+        "prefill": (512, {"mask": masks.causal()}),
+        "decode": (1, {"mask": masks.causal("bottom_right")}),
+        "pack": (512, {"mask": masks.documents([0, 100, 512]) & masks.causal(), "layout": "thd"}),
+        "steps": (
+            6,
+            {"mask": masks.documents([0, 5, 6], [0, 90, 512]) & masks.causal("bottom_right"), "layout": "thd"},
+        ),
+        "padding": (512, {"mask": masks.causal() & masks.lengths([300], [300], [7], [7])}),
+        "pages": (5, {"mask": masks.causal("bottom_right") & masks.lengths([500]), "pages": True}),
+    }
+    for kind, options in INVARIANT.items():
+        dtype, dim, format = options.get("dtype", torch.bfloat16), options.get("dim", 128), options.get("format")
+        given = {name: value for name, value in options.items() if name not in ("dtype", "dim", "format")}
+        for way, (q_len, more) in ways.items():
+            q, keys, arguments = (
+                torch.zeros(1, q_len, 8, dim, dtype=dtype),
+                torch.zeros(1, 512, 2, dim, dtype=dtype),
+                more,
+            )
+            if "pages" in more:
+                keys, arguments = (
+                    keys.view(32, 16, 2, dim),
+                    {**more, "pages": torch.arange(32, dtype=torch.int32)[None]},
+                )
+            elif "layout" in more:
+                q, keys = q[0], keys[0]
+            if format is not None:
+                keys, scale = quantize(keys, format)
+                arguments = {**arguments, "k_scale": scale, "v_scale": scale}
+            call, tensors = call_of(q, keys, keys, **{"layout": "bshd", **arguments, **given})
+            problem = call.problem._replace(batch_invariant=True)
+            yield f"invariant-{kind}-{way}", (call.with_problem(problem), tensors)
 
 
 def main(architecture: str, *only: str) -> None:
     backend = get("triton")
     inputs.architecture = lambda device: architecture  # type: ignore[assignment]
-    for name, (call, given) in problems():
-        if only and name not in only:
+    for name, (call, given) in (*problems(), *invariant_problems()):
+        if name not in only if only else name.startswith("invariant"):
             continue
 
         def told(kernel: str, compiled: Any, name: str = name) -> None:

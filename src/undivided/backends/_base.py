@@ -200,6 +200,10 @@ def limit_reasons(limits: Limits, problem: Problem, machine: Machine) -> list[st
         reasons.append(_with_note(f"no support for {FEATURES[feature]}", limits.notes.get(feature)))
     if problem.batch_invariant and not limits.batch_invariant:
         reasons.append("no support for batch-invariant results (its order of sums depends on the batch)")
+    elif problem.batch_invariant and "document_ids" in problem.mask.kinds:
+        reasons.append(
+            "no support for batch-invariant results of document ids (masks.documents says where each one starts)"
+        )
     return reasons
 
 

@@ -235,9 +235,12 @@ def _pairs(prepared: Prepared) -> int:
 
 
 def _bytes_read(prepared: Prepared) -> int:
-    """The bytes of the keys and values within the lengths, each read once."""
-    problem = prepared.problem
-    row = problem.kv_heads * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
+    """The bytes of the keys and values within the lengths, each read once; latents are both."""
+    problem, is_latent = prepared.problem, prepared.benchmark.case.memory == "latent"
+    row = problem.kv_heads * (problem.qk_dim + (0 if is_latent else problem.v_dim)) * problem.dtype.itemsize
+    if problem.packed:
+        documents, _ = prepared.call.mask.take("documents")
+        return int(documents.cu_seqlens_kv[-1]) * row
     return _pairs(prepared) // max(problem.q_len, 1) * row
 
 

@@ -6,9 +6,8 @@ T packed tokens.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +37,9 @@ from undivided.request.checks import checked_mask
 _AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _layout.LAYOUTS}
 
 Output = Tensor | tuple[Tensor, Tensor]
+
+_SAME_IF_PADDED = frozenset({"causal", "window", "global", "prefix", "chunks"})
+"""Kinds of mask that mean the same for packed sequences and for a padded batch of them."""
 
 
 class CachedSequences(NamedTuple):
@@ -91,12 +93,24 @@ class CachedCall(NamedTuple):
 def attend(call: CachedCall) -> Output:
     """Attention over the cached keys of one process."""
     mask, (q, cached, layout, q_counts, _, options) = call.validated_mask(), call
-    options = dict(options)
+    if layout == "thd":
+        assert q_counts is not None
+        if options.get("bias") is not None:
+            hint = "a cache in layout 'bshd', with padding"
+            raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
+        if q_counts.count(q_counts[0]) == len(q_counts) and q_counts[0] and mask.structure.kinds <= _SAME_IF_PADDED:
+            return _attend_rows(q, cached, mask, options)
+    return _attend(q, cached, layout, q_counts, mask, dict(options))
+
+
+def _attend(
+    q: Tensor, cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
+) -> Output:
+    """The same with a validated mask. Some options are replaced here."""
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":
-        assert q_counts is not None
-        k, v, mask = _packed_inputs(cached, q_counts, mask, options)
+        k, v, mask = _packed_inputs(cached, cast(Counts, q_counts), mask)
     elif cached.pages is None:
         k, v, mask = _contiguous_inputs(cached, layout, q_counts, mask)
     else:
@@ -107,6 +121,17 @@ def attend(call: CachedCall) -> Output:
         options["mask"] = mask
     out: Output = attention(q, k, v, layout=layout, pages=cached.pages, **options)
     return out
+
+
+def _attend_rows(q: Tensor, cached: CachedSequences, mask: Mask, options: dict[str, Any]) -> Output:
+    """`attend` for packed sequences with the same number of queries, as the padded batch without padding that they are:
+    its mask of lengths takes a third of the time to prepare that documents take."""
+    rows = q.unflatten(0, (len(cached.lengths), -1))
+    found = _attend(rows, cached, "bshd", None, mask, dict(options))
+    if isinstance(found, Tensor):
+        return found.flatten(0, 1)
+    out, lse = found
+    return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
 def _contiguous_inputs(
@@ -127,29 +152,26 @@ def _paged_inputs(
     """The pools, and a mask of whole pages: masks and biases per pair are extended to the end of the last page."""
     (k, v, *_), lengths, pages = cached[:3]
     assert pages is not None
-    longest, extent = max(lengths), pages.shape[1] * k.shape[1]
-    if longest != extent and mask.kinds & PER_KEY:
-        build = functools.partial(extend_mask, mask, longest, extent)
-        mask = mask.cached(("cache", longest, extent), build)
-    if isinstance(options.get("bias"), Tensor):
-        options["bias"] = extend("bias", options["bias"], longest, extent, 0.0)
+    bias = options.get("bias")
+    if mask.parts or bias is not None:
+        longest, extent = max(lengths), pages.shape[1] * k.shape[1]
+        if longest != extent and mask.structure.kinds & PER_KEY:
+            mask = mask.cached(("cache", longest, extent), extend_mask, mask, longest, extent)
+        if isinstance(bias, Tensor):
+            options["bias"] = extend("bias", bias, longest, extent, 0.0)
     return k, v, with_cached_lengths(mask, lengths, q_counts, k.device)
 
 
-def _packed_inputs(
-    cached: CachedSequences, q_counts: Counts, mask: Mask, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Mask]:
+def _packed_inputs(cached: CachedSequences, q_counts: Counts, mask: Mask) -> tuple[Tensor, Tensor, Mask]:
     """The keys for packed queries, and a mask of documents; the keys of each start at its own slot or page."""
     (k, v, *_), lengths, pages = cached[:3]
-    if options.get("bias") is not None:
-        hint = "a cache in layout 'bshd', with padding"
-        raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
-    slot = None
+    slot = k.shape[1]
     if pages is None:
-        slot = k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    build = functools.partial(with_documents, mask, lengths, q_counts, k.device, slot)
-    return k, v, mask.cached(("cache", lengths, q_counts, k.device, slot), build)
+    else:
+        slot *= pages.shape[1]
+    arguments = lengths, q_counts, k.device, slot
+    return k, v, mask.cached(("cache", *arguments), with_documents, mask, *arguments)
 
 
 def _scales(cached: CachedSequences, layout: Layout) -> tuple[Tensor, ...]:
@@ -165,10 +187,12 @@ def _scales(cached: CachedSequences, layout: Layout) -> tuple[Tensor, ...]:
 
 def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
     """The number of queries per sequence (packed: of all sequences); InputError if q does not fit the cache."""
-    check_tensor("q", q)
-    if q.dim() != _layout.rank(layout):
-        raise InputError("q", f"have {_layout.rank(layout)} axes in layout {layout!r}", list(q.shape))
-    found, q_len, _, dim = _layout.sizes(q.shape, layout)
+    if type(q) is not Tensor or q.is_nested:  # `attention` checks all others
+        check_tensor("q", q)
+    shape = q.shape
+    if len(shape) != _layout.rank(layout):
+        raise InputError("q", f"have {_layout.rank(layout)} axes in layout {layout!r}", list(shape))
+    found, q_len, _, dim = _layout.sizes(shape, layout)
     if layout != "thd" and found != batch:
         raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))
     if dim != heads.head_dim:

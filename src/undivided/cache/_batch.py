@@ -79,6 +79,11 @@ class Batch:
         rows = [row for slot in slots.values() for row in ledger.rows(plan, slot, new[slot])]
         return Step(tuple(slots.values()), tuple(counts.values()), before, after, rows)
 
+    @property
+    def changes(self) -> int:
+        """A number that changes whenever the pages of a slot do."""
+        return self.ledger.changes if isinstance(self.ledger, Pages) else 0
+
     def tables(self, slots: Counts, rank: int) -> list[list[int]]:
         """The pages of these slots on a rank, or the slots themselves if not paged."""
         ledger = self.ledger
@@ -99,7 +104,10 @@ class Batch:
                 type(step_dict).__name__,
                 hint="OrderedDict(zip(seq_ids, new_tokens))",
             )
-        counts = {name: as_integer(f"step_dict[{name!r}]", count, 0) for name, count in step_dict.items()}
+        counts = {
+            name: count if type(count) is int and count >= 0 else as_integer(f"step_dict[{name!r}]", count, 0)
+            for name, count in step_dict.items()
+        }
         if len(counts) > self.max_sequences:
             must = f"hold at most max_batch_size={self.max_sequences} sequences"
             raise InputError("step_dict", must, len(counts))

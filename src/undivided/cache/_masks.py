@@ -5,7 +5,6 @@ Legend: B sequences, Sk keys of the longest sequence.
 
 from __future__ import annotations
 
-import functools
 from itertools import accumulate
 
 import torch
@@ -30,8 +29,8 @@ _PER_PAIR = PER_KEY | {"predicate"}
 
 
 def with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
-    build = functools.partial(_with_lengths, mask, lengths, q_counts, device)
-    return mask.cached(("cache", lengths, q_counts, device), build)
+    """The mask restricted to real tokens, the same object for repeated calls."""
+    return mask.cached(("cache", lengths, q_counts, device), _with_lengths, mask, lengths, q_counts, device)
 
 
 def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
@@ -44,7 +43,8 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
 
 
 def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None) -> Mask:
-    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens (None: paged)."""
+    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens (None: they are packed,
+    or a block table will say)."""
     with torch.inference_mode(False):
         q, kv = (
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (q_counts, lengths)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.arguments.checks import as_integer, check_tensor
+from undivided.arguments.checks import INT64_MAX, as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.errors import InputError
@@ -329,7 +329,7 @@ def _check_quantized_sizes(format: Format, dims: dict[str, int], dtype: torch.dt
         hint = "dtype=torch.float32, the dtype of the queries and of the new tokens"
         raise InputError("dtype", "not be float64 in a quantised cache", dtype, hint=hint)
     for name, dim in dims.items():
-        check_head_size(name, dim, format)
+        check_head_size(name, dim, format, is_size=True)
 
 
 def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:
@@ -356,7 +356,9 @@ def checked_counts(name: str, value: object, batch: int, limit: int | None = Non
     value = _as_list(name, value, f"be a list of {batch} ints or an int tensor [{batch}]")
     if len(value) != batch:
         raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries")
-    counts = tuple([as_integer(f"{name}[{n}]", item, 0) for n, item in enumerate(value)])
+    counts = cast(Counts, tuple(value))
+    if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) > INT64_MAX:
+        counts = tuple([as_integer(f"{name}[{n}]", item, 0) for n, item in enumerate(value)])
     if limit is not None and max(counts) > limit:
         raise InputError(name, f"be at most the {unit} ({limit})", max(counts))
     return counts

@@ -83,7 +83,7 @@ class InferenceParams(ShardedSteps):
     _batch: Batch
     _step: Step | None
     _rows: Rows | None  # pool rows of the new tokens, on the device
-    _table: Tensor | None  # `page_table`, once it was read
+    _table: tuple[object, Tensor] | None  # `page_table`, once it was read, and what it was made from
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class InferenceParams(ShardedSteps):
         ledger: Slots | Pages = Slots(self.max_batch_size, self.max_sequence_length)
         if self.is_paged:
             ledger = BatchPages(self.total_num_pages, self.page_size, self.max_batch_size, self._world)
-        self._batch = Batch(ledger, self.max_batch_size, self.max_sequence_length)
+        self._batch, self._table = Batch(ledger, self.max_batch_size, self.max_sequence_length), None
         self._set_step(None)
 
     @property
@@ -328,7 +328,7 @@ class InferenceParams(ShardedSteps):
         """Set the step, and compute once what every layer needs of it. sharded: the tokens that ranks divide."""
         self._sharded = sharded
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
-        self._step, self._rows, self._table = step, None, None
+        self._step, self._rows = step, None
         self.sequences = self._batch.sequences
         self.sequences_pre_step = OrderedDict(zip(self._batch.slots, before, strict=False))
         self._seqlens_pre_step = padded(before, self.max_batch_size, self.device)
@@ -350,11 +350,12 @@ class InferenceParams(ShardedSteps):
 
         Over ranks, those of this rank. If not paged, the cache row of each sequence, [b, 1].
         """
-        if self._table is None:
-            slots = self._step.slots if self._step is not None else ()
+        slots = () if self._step is None else self._step.slots
+        pages = slots, self._batch.changes, self.device
+        if self._table is None or self._table[0] != pages:
             tables = self._batch.tables(slots, 0 if self._ranks is None else self._ranks.rank)
-            self._table = _attend.table(tables, self.device or torch.device("cpu"))
-        return self._table
+            self._table = pages, _attend.table(tables, self.device or torch.device("cpu"))
+        return self._table[1]
 
     @property
     def batch_size(self) -> int:

@@ -28,6 +28,12 @@ def intersection(a: MaskFields, b: object) -> MaskFields:
     return MaskFields(_common_align(a, b, "&"), _smaller(a.left, b.left), _smaller(a.right, b.right), both)
 
 
+def _union_hint(a: MaskFields, b: MaskFields) -> str:
+    if {"tree", "blocks"} & (a.kinds | b.kinds):
+        return "a tree and chosen blocks are joined to other masks by `&` alone; masks.predicate takes any rule"
+    return "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)"
+
+
 def union(a: MaskFields, b: object) -> MaskFields:
     """The fields of ``a | b``: one of the two is a band, the other a prefix or sinks."""
     b = _operand("|", b)
@@ -35,10 +41,7 @@ def union(a: MaskFields, b: object) -> MaskFields:
     bare = len(first.parts) == 1 and isinstance(first.parts[0], Prefix) and first.band in _FIRST_KEYS
     if not bare or not band.is_band:
         raise InputError(
-            "mask",
-            "join causal or window to a bare prefix or sinks with `|`",
-            f"{a!r} | {b!r}",
-            "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
+            "mask", "join causal or window to a bare prefix or sinks with `|`", f"{a!r} | {b!r}", _union_hint(a, b)
         )
     align = _common_align(a, b, "|")
     if band.left is None and first.right == 0:  # the causal band contains the sinks

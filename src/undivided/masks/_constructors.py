@@ -380,9 +380,16 @@ def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size
     return number
 
 
-def ids_tensor(argument: str, value: Tensor | Sequence[int]) -> Tensor:
+def ids_tensor(argument: str, value: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     """One number per token as an int tensor [B, S] or [1, S], or InputError."""
-    ids = value if isinstance(value, Tensor) else as_vector(argument, value)
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+        rows = [as_vector(f"{argument}[{n}]", row) for n, row in enumerate(value)]
+        if len(sizes := {row.numel() for row in rows}) > 1:
+            hint = "pad the shorter lists with -1"
+            raise InputError(argument, "have lists of equal length", f"lengths {sorted(sizes)}", hint)
+        ids = torch.stack(rows)
+    else:
+        ids = value if isinstance(value, Tensor) else as_vector(argument, value)
     check_tensor(argument, ids)
     check_int_dtype(argument, ids)
     if ids.dim() not in (1, 2):

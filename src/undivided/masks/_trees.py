@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from undivided.masks._constructors import Ints, causal, from_part, ids_tensor
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Tree
 
 
-def tree(parents: Ints) -> Mask:
+def tree(parents: Ints | Sequence[Sequence[int]]) -> Mask:
     """The pairs of a drafted token with the cached tokens, its ancestors and itself: speculative decoding with a tree.
 
     The queries of a sequence are the nodes of its tree, and its last keys; the keys before them are the prefix, which
@@ -16,8 +18,8 @@ def tree(parents: Ints) -> Mask:
 
     Args:
         parents: the parent of each node, an index among the queries of the same sequence, -1 for a root; any integer
-            dtype, ``[Sq]`` or a list for every batch element, or ``[B, Sq]``; packed ``[Tq]``. A parent comes before
-            its children. Entries of padding rows are -1.
+            dtype, ``[Sq]`` or a list for every batch element, or ``[B, Sq]`` or a list of lists; packed ``[Tq]``. A
+            parent comes before its children. Entries of padding rows are -1.
 
     Returns:
         The pairs of a node with the prefix, its ancestors and itself.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import weakref
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import LAYOUTS, Layout
-from undivided.arguments.tensors import readable
+from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.quantization import format_of, head_size
@@ -175,7 +176,10 @@ def check_pages(
     batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
     if pages.dtype != torch.int32 or pages.dim() != 2:
         raise InputError(
-            "pages", "be an int32 block table [sequences, max_pages]", f"{pages.dtype} {list(pages.shape)}"
+            "pages",
+            "be an int32 block table [sequences, max_pages]",
+            f"{pages.dtype} {list(pages.shape)}",
+            hint="pages.to(torch.int32)" if pages.dim() == 2 and not pages.is_floating_point() else None,
         )
     if layout != "thd" and pages.shape[0] != batch:
         raise InputError("pages", f"have one row per sequence of q ({batch})", list(pages.shape))
@@ -197,8 +201,8 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
     """InputError unless the pool has each page in use (CPU only)."""
     if pages.numel() == 0:
         return
-    if readable(pages):  # mostly every entry is valid: two operations instead of the dozen below
-        lowest, highest = pages.aminmax()
+    if readable(pages):  # mostly every entry is valid: then the dozen operations below are not needed
+        lowest, highest = _page_range(pages)
         if lowest >= 0 and highest < pool:
             return
     lengths, documents = mask.take("lengths")[0], mask.take("documents")[0]
@@ -218,6 +222,24 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
             int(pages[wrong][0]),
             hint="only entries beyond a sequence's length may hold anything else",
         )
+
+
+_page_ranges: dict[int, tuple[weakref.ref[Tensor], object, tuple[int, int]]] = {}
+_MAX_PAGE_RANGES = 1024
+
+
+def _page_range(pages: Tensor) -> tuple[int, int]:
+    """The smallest and the largest entry of a block table, read once per table: each layer of a model may have its own
+    table, which changes only once per page."""
+    known, version = _page_ranges.get(id(pages)), versions((pages,))
+    if known is not None and known[0]() is pages and known[1] == version is not None:
+        return known[2]
+    lowest, highest = pages.aminmax()
+    found = int(lowest), int(highest)
+    if len(_page_ranges) >= _MAX_PAGE_RANGES:
+        _page_ranges.clear()
+    _page_ranges[id(pages)] = weakref.ref(pages), version, found
+    return found
 
 
 def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:

@@ -16,7 +16,7 @@ from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_memory, check_tensor
 from undivided.arguments.layout import LAYOUTS, Strides
-from undivided.arguments.tensors import span, versions
+from undivided.arguments.tensors import readable, span, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.quantization import head_size
@@ -212,8 +212,8 @@ def _signature(request: Request, facts: Facts) -> object:
             return_lse,
             *facts,
         )
-        if softcap is None and dropout_p == 0 and bias is sinks is slopes is pages is k_scale is v_scale is None:
-            return key
+        if softcap is None and dropout_p == 0 and bias is sinks is slopes is k_scale is v_scale is None:
+            return key if pages is None else (*key, pages.shape, pages.dtype, pages.device, pages.layout)
         if softcap is not None or dropout_p != 0:  # checked here, because the key has only whether they are given
             check_scalars(softcap, dropout_p, return_lse)
         kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
@@ -341,7 +341,8 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
     sequences = (mask.document_sizes or (0,))[0]
     if sequences != pages.shape[0]:
         raise InputError("pages", f"have one row per document of the mask ({sequences})", list(pages.shape))
-    starts = torch.arange(pages.shape[0] + 1, dtype=torch.int32, device=pages.device) * (
-        pages.shape[1] * problem.page_size
-    )
-    return mask.with_padded_kv(starts)
+    slot = pages.shape[1] * problem.page_size
+    starts = mask.take("documents")[0].padded_kv
+    if starts is not None and readable(starts) and starts.tolist() == list(range(0, (sequences + 1) * slot, slot)):
+        return mask  # of a cache, which has made it for these pages
+    return mask.with_padded_kv(torch.arange(sequences + 1, dtype=torch.int32, device=pages.device) * slot)

@@ -266,7 +266,7 @@ def _paged(case: Case, keys: Mapping[str, Tensor], dead_keys: Tensor, poison: bo
     if case.shared_pages:
         replaced = table[1:, : case.shared_pages].flatten()
         for pool in arguments.values():
-            pool[replaced] = torch.nan if poison else 0.0
+            pool[replaced] = _unused(pool, tuple(pool[replaced].shape), poison)
         table[1:, : case.shared_pages] = table[0, : case.shared_pages].clone()
     if poison:
         unused = dead_keys.reshape(rows, -1, case.page_size).all(-1)

@@ -67,10 +67,6 @@ class Native(Backend):
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, and whether the library loads."""
         reasons = limit_reasons(self.limits, problem, machine)
-        if problem.batch_invariant and "document_ids" in problem.mask.kinds:
-            reasons.append(
-                "no support for batch-invariant results of document ids (masks.documents says where each one starts)"
-            )
         if problem.device == "cpu" and machine.probed:
             cpu.warn_if_slower()
         if problem.device == "cpu" and (missing := self.unavailable(machine)) is not None:

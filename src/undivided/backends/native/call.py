@@ -249,7 +249,7 @@ class Records:
         self.call, self.tensors = call, tensors
         self.views = tuple([require_memory(view) for view in views])
         self.table, self.pages = page_fields(call, tensors) if forward else (None, NO_PAGES)
-        self.batch_invariant = forward and problem.batch_invariant
+        self.is_forward = forward
         self.sinks = self.bias = self.slopes = self.key_position = None
         self._held: list[Tensor] = []
         if tensors.sinks is not None:
@@ -348,9 +348,9 @@ class Records:
 
     def _invariance(self, rows: slice) -> tuple[int, ...]:
         """The record's fields from `batch_invariant` on."""
-        if not self.batch_invariant:
+        if not self.call.problem.batch_invariant:
             return _NOT_INVARIANT
-        if self.call.mask.is_full or self.call.problem.mask.kinds <= _BANDS:
+        if not self.is_forward or self.call.mask.is_full or self.call.problem.mask.kinds <= _BANDS:
             return (1, 0, 0)
         first = self.call.normal_form(self.tensors.q).first_key
         if first is None:

@@ -6,7 +6,7 @@ tiles. Nothing here waits for the device. The kernels are in `undivided.kernels.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
+from undivided.backends.triton import invariant
 from undivided.backends.triton.inputs import Inputs, Rows, processors, strides
 from undivided.kernels.triton import config
 from undivided.machine import Machine
@@ -44,6 +45,7 @@ class Triton(Backend):
         masks=ANY_PART,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES - {"strided"},
+        batch_invariant=True,
         compute_capability=((8, 0), None),
         packages=(("triton", (3, 4), None),),
         notes={"strided": "its rows are contiguous"},
@@ -68,6 +70,8 @@ class Triton(Backend):
         reasons = limit_reasons(self.limits, problem, machine) + gpu.size_reasons(problem)
         if problem.device == "cpu" and not config.is_interpreted():
             reasons.append("device=cpu (only under Triton's interpreter: TRITON_INTERPRET=1)")
+        if problem.batch_invariant and (evaluated := _evaluated(problem)):
+            reasons.append(f"batch-invariant results with {evaluated}, whose pairs are added in an order of their own")
         if {"paged", "backward"} <= problem.features:
             reasons.append("no gradients with paged keys and values")
         return reasons
@@ -97,27 +101,30 @@ class Triton(Backend):
         return _triton_backward.gradients(Inputs(call, tensors), result, grad_out, grad_lse)
 
 
+def _evaluated(problem: Problem) -> str:
+    """What the kernels read or evaluate for every pair, so that Triton's compiler chooses a layout for it; "" if none.
+
+    A layout decides in which order a row is added, and depends on strides, which depend on the lengths of a call.
+    """
+    found = sorted(problem.mask.kinds & {"dense", "predicate", "tree", "blocks"})
+    found += ["bias"] if problem.bias is not None else []
+    found += ["two unions"] if [name for name, *_ in problem.mask.detail].count("global") > 1 else []
+    return ", ".join(found)
+
+
 def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
     """out [B, H, R, Dv] and lse [B, H, R] of these rows."""
     from undivided.kernels.triton import forward
 
     problem = inputs.problem
     q, length = inputs.q[:, :, rows.span], rows.span.stop - rows.span.start
-    heads_per_kv = problem.heads // problem.kv_heads
-    decoding = length * heads_per_kv <= MAX_DECODE_ROWS and rows.span.start == 0
-    group = heads_per_kv if decoding else 1
-    tile = inputs.tile("decode" if decoding else "forward")
-    blocks = -(-length * group // tile.block_m)
     switches = inputs.switches(rows)
     value_steps = -(-problem.v_dim // switches["VALUE_STEP"])
-    programs = blocks * value_steps * (problem.heads // group) * problem.batch
-    splits = _splits(problem.kv_len, programs, processors(q.device)) if decoding else 1
+    tile, group, blocks, splits, tables, places = _blocks(inputs, rows, value_steps)
     parts, part_lses = out[None], lse[None]
     if splits > 1:
         parts = out.new_empty((splits, problem.batch, problem.heads, length, problem.v_dim), dtype=torch.float32)
         part_lses = lse.new_empty((splits, problem.batch, problem.heads, length))
-    tables = inputs.tiles(tile.block_m, tile.block_n, group).rows
-    first_block = rows.span.start // tile.block_m
     descriptors = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n) or (inputs.k, inputs.v)
     forward.forward_kernel[blocks * value_steps * splits, problem.heads // group, problem.batch](
         q=q,
@@ -127,8 +134,10 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         lse=part_lses,
         sinks=inputs.sinks,
         pages=inputs.pages,
-        tiles=tables[:, first_block:],
-        tiles_b=tables.stride(0) if tables.shape[0] > 1 else 0,
+        tiles=tables,
+        tiles_b=strides(tables)[0],
+        places=tables if places is None else places,
+        places_b=0 if places is None else strides(places)[0],
         kv_heads=problem.kv_heads,
         value_steps=value_steps,
         **_strides(q=q, k=inputs.k, v=inputs.v),
@@ -152,12 +161,46 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         PLAIN=inputs.plain and not switches["DENSE"],
         TMA=descriptors[0] is not inputs.k,
         CLEAN=inputs.clean,
+        INVARIANT=places is not None,
         SPECIALISE=inputs.uses_warp_specialisation(tile, descriptors[0] is not inputs.k),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
         _combine(inputs, parts, part_lses, out, lse)
+
+
+class _Blocks(NamedTuple):
+    """How a launch divides its work: into blocks of rows, of `group` heads per query, and `splits` parts of the keys.
+
+    tables: the tiles of each block. places: of batch-invariant blocks, otherwise None.
+    """
+
+    tile: config.Config
+    group: int
+    blocks: int
+    splits: int
+    tables: Tensor
+    places: Tensor | None
+
+
+def _blocks(inputs: Inputs, rows: Rows, value_steps: int) -> _Blocks:
+    problem, length = inputs.problem, rows.span.stop - rows.span.start
+    group = heads_per_kv = problem.heads // problem.kv_heads
+    if problem.batch_invariant:
+        tile = inputs.tile("forward")
+        found = invariant.blocks(
+            inputs.form if inputs.masked else None, problem, rows.span, tile, group, inputs.q.device
+        )
+        return _Blocks(tile, group, found.number, 1, found.runs, found.places)
+    decoding = length * heads_per_kv <= MAX_DECODE_ROWS and rows.span.start == 0
+    group = heads_per_kv if decoding else 1
+    tile = inputs.tile("decode" if decoding else "forward")
+    count = -(-length * group // tile.block_m)
+    programs = count * value_steps * (problem.heads // group) * problem.batch
+    splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
+    tables = inputs.tiles(tile.block_m, tile.block_n, group).rows
+    return _Blocks(tile, group, count, splits, tables[:, rows.span.start // tile.block_m :], None)
 
 
 def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -309,6 +309,8 @@ class Inputs:
         whole = all(config.column_step(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
         if not tile.descriptors or problem.page_size is not None or problem.quantized is not None or not whole:
             return None
+        if problem.batch_invariant:  # whether TMA can read them depends on where they lie in memory
+            return None
         found = [_descriptor(tensor, rows) for tensor in (first, second)]
         return None if None in found else (found[0], found[1])
 

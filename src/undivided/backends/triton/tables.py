@@ -19,7 +19,8 @@ from torch import Tensor
 from undivided.arguments.tensors import is_traced
 from undivided.masks import NormalForm
 
-_FAR = 2**31 - 1
+FAR = 2**31 - 1
+"""Beyond every key."""
 PAIRS_AT_ONCE = 1 << 22
 """(row block, key tile) pairs compared at once by `column_table`: 16 MiB of int32."""
 
@@ -109,15 +110,15 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
         start, stop = ranges[..., side], ranges[..., side + 1]
         none = stop <= start
         # rows beyond the tensor need no tile and make no tile partial
-        first = _blocked(start.masked_fill(none, _FAR), missing, _FAR, block_m).amin(-1)
+        first = _blocked(start.masked_fill(none, FAR), missing, FAR, block_m).amin(-1)
         last = _blocked(stop.masked_fill(none, 0), missing, 0, block_m).amax(-1)
-        latest = _blocked(start.masked_fill(none, _FAR), missing, 0, block_m).amax(-1)
-        earliest = _blocked(stop.masked_fill(none, 0), missing, _FAR, block_m).amin(-1)
+        latest = _blocked(start.masked_fill(none, FAR), missing, 0, block_m).amax(-1)
+        earliest = _blocked(stop.masked_fill(none, 0), missing, FAR, block_m).amin(-1)
         runs.append(_run(first, last, latest, earliest, block_n, always_masked))
     if width == 2:
         runs.append(torch.zeros_like(runs[0]))
     else:
-        runs[1] = _after(runs[0], runs[1])
+        runs[1] = after(runs[0], runs[1])
     return torch.cat(runs, -1).contiguous()
 
 
@@ -132,7 +133,7 @@ def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n:
     empty = last <= first
     begin, end = first // block_n, -(-last // block_n)
     # a tile is full only if all rows of the block have a range
-    full_begin = torch.where(latest < _FAR, -(-latest.clamp(max=_FAR - block_n) // block_n), end)
+    full_begin = torch.where(latest < FAR, -(-latest.clamp(max=FAR - block_n) // block_n), end)
     full_end = torch.minimum(earliest, last) // block_n
     if always_masked:
         full_begin, full_end = end, end
@@ -142,7 +143,7 @@ def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n:
     return run.masked_fill(empty[..., None], 0).to(torch.int32)
 
 
-def _after(one: Tensor, two: Tensor) -> Tensor:
+def after(one: Tensor, two: Tensor) -> Tensor:
     """The second run without the tiles of the first: tiles of both are visited once and masked by both ranges."""
     begin, full_begin, full_end, end = two.unbind(-1)
     first, last = one[..., 0], one[..., 3]
@@ -174,5 +175,5 @@ def column_table(rows: Tensor, tiles: int) -> Tensor:
 def _hull(needed: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """[first, last) block of those `needed`; [0, 0) if there is none."""
     last = torch.where(needed, index + 1, 0).amax(-1)
-    first = torch.where(needed, index, _FAR).amin(-1)
+    first = torch.where(needed, index, FAR).amin(-1)
     return torch.where(last > 0, first, 0), last

@@ -1,5 +1,8 @@
 """The suite "serving": batches as an engine packs them; sequences decode, prefill, or verify drafts.
 
+A feature is timed against the same batch without it: a quantised cache, a shared prefix, a tree of drafts, chosen
+pages, batch-invariant results. The others are timed against other implementations.
+
 A line of the suite is one entry of `STEPS`; a feature of the library that is measured here adds an entry.
 """
 
@@ -31,9 +34,11 @@ class Step:
         page_size: None if the keys are packed as the queries are.
         quick: whether ``--quick`` runs it.
         tree: the parent of each new token, for a tree of drafts in each sequence; None if they follow one another.
+        chosen: the pages of each sequence that its queries see; None if all.
         batch_invariant: the results must not depend on the batch.
-        within: largest ratio to the time without quantisation, shared pages and batch invariance; None if the goal is
-            that of the best other.
+        within: largest ratio to the time without quantisation, shared pages, tree, chosen pages and batch invariance;
+            None if there is no such feature. The best other is a goal if there is none, or only a tree.
+        reads: fraction of the read rate that reading the keys must reach; None if the arithmetic is the limit.
         options: fields of the `Case`.
     """
 
@@ -42,8 +47,10 @@ class Step:
     page_size: int | None = PAGE
     quick: bool = False
     tree: tuple[int, ...] | None = None
+    chosen: tuple[int, ...] | None = None
     batch_invariant: bool = False
     within: float | None = None
+    reads: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def mask(self) -> Mask:
@@ -52,17 +59,22 @@ class Step:
         of_each = masks.causal("bottom_right")
         if self.tree is not None:
             of_each = masks.tree([parent for count in self.new for parent in self.tree[:count]])
+        if self.chosen is not None:
+            of_each = of_each & masks.pages([list(self.chosen)] * len(self.new), self.page_size or PAGE)
         return masks.documents(new, cached) & of_each
 
     def benchmark(self, name: str, dtype: torch.dtype) -> Benchmark:
         """The problem with its goal, and the same problem without the features that `within` is about."""
-        case = self.case(name)
+        case, plain = self.case(name), replace(self, tree=None, chosen=None).case(name)
+        beside_others = self.within is None or self.tree is not None
+        goal = Goal(best=1.05 if beside_others else None, within=self.within, fraction=self.reads)
         return Benchmark(
             "serving",
             case,
             dtype,
-            without=None if self.within is None else replace(case, quantized=None, shared_pages=0),
-            goal=Goal(best=1.05) if self.within is None else Goal(within=self.within),
+            without=None if self.within is None else replace(plain, quantized=None, shared_pages=0),
+            goal=goal,
+            reads=self.reads is not None,
             quick=self.quick and dtype == BFLOAT,
             batch_invariant=self.batch_invariant,
         )
@@ -95,8 +107,9 @@ STEPS: Mapping[str, Step] = MappingProxyType(
         "drafts-4-8x4k": Step((4,) * 8, (4096,) * 8),
         "drafts-8-8x4k": Step((8,) * 8, (4096,) * 8),
         "prefill-8x512": Step((512,) * 8, (512,) * 8, page_size=None),
-        "tree-8-8x4k": Step((8,) * 8, (4096,) * 8, tree=_TREE),
-        "latents-4x2k": Step((1,) * 4, (2048,) * 4, options=_LATENTS),
+        "tree-8-8x4k": Step((8,) * 8, (4096,) * 8, tree=_TREE, within=1.05),
+        "chosen-6-of-24-pages-16x3k": _decode(within=0.3, chosen=(0, 5, 10, 15, 22, 23)),
+        "latents-4x2k": Step((1,) * 4, (2048,) * 4, options=_LATENTS, reads=1 / 1.15),
         "latents-64-after-1k-3-decode": Step((64,) + (1,) * 3, (1088,) + (2048,) * 3, options=_LATENTS),
         "int8-16x3k": _decode(within=0.6, options={"quantized": "int8"}),
         "fp8_e4m3-16x3k": _decode(within=0.6, options={"quantized": "fp8_e4m3"}),
@@ -115,5 +128,5 @@ def serving() -> Iterator[Benchmark]:
     """Packed batches of sequences in different phases; those with a feature of `Step` are timed in bf16 alone."""
     for dtype in (FLOAT, BFLOAT):
         for name, step in STEPS.items():
-            if dtype == BFLOAT or (step.within is None and not step.options):
+            if dtype == BFLOAT or step.tree or (step.within is None and not step.options):
                 yield step.benchmark(name, dtype)

@@ -19,7 +19,7 @@ from undivided.benchmarking.competitors import Absent, Competitor, Prepared
 from undivided.benchmarking.serving import vllm
 from undivided.cache import PagedKVCache
 from undivided.functional import attention
-from undivided.masks._parts import Tree
+from undivided.masks._parts import Blocks, Tree
 
 __all__ = ["MAKERS", "Group", "groups"]
 
@@ -76,6 +76,25 @@ def groups(prepared: Prepared) -> list[Group]:
     return found
 
 
+def _chosen_pages(prepared: Prepared) -> Tensor | None:
+    """The pages that the queries of each sequence see, [B, n]; None if all."""
+    return next((part.table[:, 0, 0] for part in prepared.call.mask.parts if isinstance(part, Blocks)), None)
+
+
+def _read_groups(prepared: Prepared) -> list[Group]:
+    """`groups`, with only the keys and values of the chosen pages, for implementations that cannot choose."""
+    found, chosen = groups(prepared), _chosen_pages(prepared)
+    if chosen is None:
+        return found
+    page = torch.arange(prepared.tensors.k.shape[1])
+
+    def of_pages(tensors: list[Tensor], first: int) -> list[Tensor]:
+        rows = [(pages[:, None] * len(page) + page).flatten() for pages in chosen[first:]]
+        return [x[index[index < len(x)]] for x, index in zip(tensors, rows, strict=False)]
+
+    return [group._replace(k=of_pages(group.k, group.first), v=of_pages(group.v, group.first)) for group in found]
+
+
 Part = Callable[[], Tensor]
 """A part of the work; returns [B, S, H, D]."""
 
@@ -101,6 +120,10 @@ def _separate(prepared: Prepared) -> Competitor:
 def _dense(prepared: Prepared, group: Group) -> Part:
     lengths = masks.lengths(torch.tensor(group.lengths, dtype=torch.int32))
     causal = masks.causal("bottom_right") if group.tree is None else masks.tree(group.tree)
+    chosen = _chosen_pages(prepared)
+    if chosen is not None:
+        rows = chosen[group.first : group.first + len(group.k)]
+        lengths = lengths & masks.pages(rows[:, None], prepared.tensors.k.shape[1])
     options = {name: prepared.inputs.arguments.get(name) for name in ("k_scale", "v_scale", "batch_invariant")}
     if (pages := prepared.call.pages) is not None:
         rows = pages[group.first : group.first + len(group.k)]
@@ -118,7 +141,7 @@ def _sdpa(prepared: Prepared) -> Competitor:
     """PyTorch's function, one call per sequence."""
     parts = [
         _one_sdpa(q, k, v, group.tree if group.tree is None else group.tree[b])
-        for group in groups(prepared)
+        for group in _read_groups(prepared)
         for b, (q, k, v) in enumerate(zip(group.q, group.k, group.v, strict=True))
     ]
     return _competitor("sdpa", "torch SDPA, one call per sequence", prepared, parts)
@@ -137,8 +160,8 @@ def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, tree: Tensor | None) -> Part:
 
 
 def _causal_groups(prepared: Prepared) -> list[Group]:
-    """`groups`, for operators without masks."""
-    found = groups(prepared)
+    """`_read_groups`, for operators without masks."""
+    found = _read_groups(prepared)
     if any(group.tree is not None for group in found):
         raise Absent("its operator is causal, without trees")
     return found
@@ -210,6 +233,8 @@ def _cache(prepared: Prepared) -> Competitor:
     mask = None
     if found[0].tree is not None:
         mask = masks.tree(torch.cat([group.tree.flatten() for group in found if group.tree is not None]))
+    if (chosen := _chosen_pages(prepared)) is not None:
+        mask = masks.pages(chosen[:, None], page)
 
     def packed(tensors: list[Tensor], is_past: bool) -> Tensor:
         return torch.cat([x[:n] if is_past else x[n:] for x, n in zip(tensors, past, strict=True)])

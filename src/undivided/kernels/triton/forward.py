@@ -54,14 +54,14 @@ def forward_kernel(
     pages,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_z, out_b, out_h, out_s, lse_z, lse_b, lse_h, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
-    sequence_b, position_b, pages_b, k_page, v_page, num_pages, k_scale_b, k_scale_h, k_scale_s, k_scale_page,
+    sequence_b, position_b, places, places_b, pages_b, k_page, v_page, num_pages, k_scale_b, k_scale_h, k_scale_s, k_scale_page,
     v_scale_b, v_scale_h, v_scale_s, v_scale_page, q_len, kv_len, kv_heads, value_steps, first_row,
     scale, softcap, threshold, survivor, drop_head,
     GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
-    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr,
+    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, INVARIANT: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -69,6 +69,7 @@ def forward_kernel(
     CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
         last key of the block's rows; 2: anywhere.
     FORMAT: of k and v, from `config.FORMATS`.
+    INVARIANT: blocks of rows and tiles of keys are those of `backends.triton.invariant`; SPLITS is 1.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
     The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). q, out, lse, bias and dense
@@ -83,9 +84,14 @@ def forward_kernel(
     n_head = (h if GROUP > 1 else h // HEADS_PER_KV).to(tl.int64)
 
     o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    end_m, origin = q_len * GROUP, 0
+    if INVARIANT:
+        place = places + b * places_b + block * 3
+        o_m = tl.load(place) + tl.arange(0, BLOCK_M)
+        end_m, origin = tl.load(place + 1), tl.load(place + 2)
     rows = o_m // GROUP
     heads = (h * GROUP + o_m % GROUP).to(tl.int64)
-    ok_m = rows < q_len
+    ok_m = o_m < end_m
     start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, rows + first_row, ok_m, COLUMNS)
     first_key, last_key = 0, kv_len
     if CLEAN == 1:
@@ -126,7 +132,7 @@ def forward_kernel(
     whole = full_last - full_first + full_last2 - full_first2
 
     for masked in tl.static_range(2):
-        if masked or not (BIAS or DENSE):  # with these no tile is full
+        if masked or not (BIAS or DENSE or INVARIANT):  # with these no tile is full
             count = edges if masked else whole
             for n in tl.range(
                 count * share // SPLITS, count * (share + 1) // SPLITS, warp_specialize=SPECIALISE
@@ -134,7 +140,7 @@ def forward_kernel(
                 tile = nth_tile(
                     n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
                 )
-                o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                o_n = origin + tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 if TMA:
                     k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)

@@ -58,7 +58,8 @@ struct Attention {
   const int32_t* dropout_sequence;  // [B|1, Sq]: b of each row
   int64_t dropout_sequence_b;
   int64_t dropout_head;  // h of the first head; h of the last is below 2^32
-  // if not 0, a row's result depends on its own query, keys and values only (see schedule/forward.cc)
+  // if not 0, a row's result depends on its own query, keys and values only (see schedule/forward.cc), and gradients of
+  // a batch element on this element only (see schedule/backward.cc)
   int64_t batch_invariant;
   // [B|1, Sq]: the first key of each row's sequence, at the start of a page; null: 0. Given only with batch_invariant
   // and ranges. A row sees no earlier key

@@ -190,6 +190,7 @@ const undivided::Kernels* prefill(const Attention& a, int attempt) {
 }
 template <class Half>
 const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
+  if (a.batch_invariant) return &kernels_avx512_bf16;  // on AMX, one batch element can make all repeat an attempt
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) {
     return are_gradients_worth_splitting<decltype(mode)>(a) && !is_small_faster<decltype(mode)>(a, g);
   });

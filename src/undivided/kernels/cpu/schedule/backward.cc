@@ -11,12 +11,16 @@
 namespace undivided {
 namespace {
 
+// The heads that decide how a head is cut: all of them, or with batch_invariant those of one batch element.
+int64_t deciding_heads(const Attention& a) { return (a.batch_invariant ? 1 : a.batch) * a.kv_heads; }
+
 int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
+  const int64_t heads = deciding_heads(a);
   int64_t keys = std::min(kKeyUnitBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMaxUnitKeys);
-  while (keys > block_keys && a.batch * a.kv_heads * ((a.kv_len + keys - 1) / keys) < kMinUnits) keys /= 2;
+  while (keys > block_keys && heads * ((a.kv_len + keys - 1) / keys) < kMinUnits) keys /= 2;
   if (keys >= 2 * block_keys) return keys / block_keys * block_keys;
   int64_t blocks = std::max((a.kv_len + block_keys - 1) / block_keys, (int64_t)1);
-  if (blocks > 2 && a.batch * a.kv_heads * blocks < kMinUnits) blocks = (blocks + 3) / 4 * 4;
+  if (blocks > 2 && heads * blocks < kMinUnits) blocks = (blocks + 3) / 4 * 4;
   const int64_t even = (a.kv_len + blocks - 1) / blocks;
   return std::max((even + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys;
 }
@@ -25,8 +29,8 @@ int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
 // blocks. Never a function of the number of threads.
 int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
   int64_t limit = k.row_panels(a.dtype);
-  while (limit * k.panel >= 2 * kMinBackwardRows && a.batch * a.kv_heads * ((panels + limit - 1) / limit) < kMinUnits)
-    limit /= 2;
+  const int64_t heads = deciding_heads(a);
+  while (limit * k.panel >= 2 * kMinBackwardRows && heads * ((panels + limit - 1) / limit) < kMinUnits) limit /= 2;
   return limit;
 }
 
