@@ -174,6 +174,37 @@ def test_options_of_attention() -> None:
             torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("format", "world"), [("sbhd", 3), ("thd", 2), ("bshd", (2, 2))])
+def test_a_sharded_step_returns_the_log_sum_exps_of_its_queries(format: str, world: Any) -> None:
+    """Two axes of ranks merge the results in two steps."""
+    draws = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(5, 2, heads, SIZE, generator=draws) for heads in (HEADS, GROUPS, GROUPS)]
+    if format != "sbhd":
+        tensors = [t.transpose(0, 1).contiguous() if format == "bshd" else t.flatten(0, 1) for t in tensors]
+    made: dict[str, Any] = {"is_paged": True, "page_size": 2, "qkv_format": format}
+    new = {"a": 5, "b": 5}
+
+    def attend(params: InferenceParams, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        found = params.attend(1, *tensors, sinks=torch.ones(HEADS), return_lse=True)
+        assert isinstance(found, tuple)
+        return found
+
+    params = InferenceParams(2, 32, GROUPS, SIZE, torch.float32, **made)
+    params.pre_step(new)
+    expected = attend(params, tensors)
+
+    def rank(group: Any) -> tuple[Tensor, ...]:
+        cp = undivided.ContextParallel(group, "ring" if isinstance(world, int) else "ring+all_to_all")
+        params = InferenceParams(2, 32, GROUPS, SIZE, torch.float32, **made, context_parallel=cp)
+        params.pre_step(new, sharded=True)
+        out, lse = attend(params, [params.shard(t) for t in tensors])
+        return params.unshard(out), cp.bind(params.sharded_length).unshard(lse.contiguous(), dim=-1)
+
+    for found in simulate(world, rank):
+        for out, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
+
+
 def test_the_default_number_of_pages_is_divided_over_the_ranks() -> None:
     def rank(group: Any) -> tuple[int, Any]:
         params = Model("bshd", cp=undivided.ContextParallel(group)).params

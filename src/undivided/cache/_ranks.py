@@ -40,8 +40,9 @@ class PageRanks(Protocol):
         """What `prepare` returns, after all ranks have prepared the same shared arguments; raises on all or none."""
         ...
 
-    def attend(self, prepare: Callable[[], CachedCall]) -> Output:
-        """Attention over the pages of all ranks, the same on every rank."""
+    def attend(self, prepare: Callable[[], CachedCall], sharded: int | None = None) -> Output:
+        """Attention over the pages of all ranks, the same on every rank; of this rank's queries if `sharded`, the
+        number of all queries along their axis, is given."""
         ...
 
     def gather(self, tensors: Mapping[str, Tensor], layout: Layout, length: int) -> list[Tensor]:

@@ -131,7 +131,4 @@ class ShardedSteps(BetweenSteps):
             must = "be None in a sharded step: ranks have rows of it, and all queries are on every rank"
             raise InputError("bias", must, "a tensor", hint="pre_step(step_dict), with all tokens on every rank")
         q, new_k, new_v = ranks.gather({"q": q, "new_k": new_k, "new_v": new_v}, self.qkv_format, length)
-        found = ranks.attend(lambda: self._call(layer_number, q, new_k, new_v, self.qkv_format, mask, options))
-        if isinstance(found, Tensor):
-            return ranks.shard(found, TOKENS[self.qkv_format], length)
-        return ranks.shard(found[0], TOKENS[self.qkv_format], length), ranks.shard(found[1], -1, length)
+        return ranks.attend(lambda: self._call(layer_number, q, new_k, new_v, self.qkv_format, mask, options), length)

@@ -108,17 +108,29 @@ def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[T
 
 
 def merge_ranks(
-    axes: Sequence[Communicator], part: Result, sinks: Tensor | None, problem: Problem, by: MergeMethod
+    axes: Sequence[Communicator],
+    part: Result,
+    sinks: Tensor | None,
+    problem: Problem,
+    by: MergeMethod,
+    rows: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) for the caller, from the results of all ranks over their own keys, without sinks.
 
-    part: out [B, S, H, Dv] and lse [B, H, S] of this rank. problem: with the caller's layout and dtype.
+    part: out [B, S, H, Dv] and lse [B, H, S] of this rank. problem: with the caller's layout and dtype. rows: the rows
+    of each rank, if it needs no others; `by` then has no effect unless the mesh has two axes.
     """
-    dtype, (batch, rows, heads, _) = lse_dtype(problem.dtype), part.out.shape
-    partial = torch.cat([part.out.to(dtype), part.lse.transpose(1, 2).unsqueeze(-1)], -1).flatten(0, 2)
-    for comm in reversed(axes):
-        partial = _merge_ranks(comm, partial, by)
-    merged = partial.view(batch, rows, heads, partial.shape[-1])
+    dtype = lse_dtype(problem.dtype)
+    merged = torch.cat([part.out.to(dtype), part.lse.transpose(1, 2).unsqueeze(-1)], -1)
+    larger = [comm for comm in axes if comm.world > 1]
+    if rows is not None and len(larger) == 1:
+        merged = _merge_own_rows(larger[0], [merged.index_select(1, own) for own in rows])
+    else:
+        for comm in reversed(axes):
+            merged = _merge_ranks(comm, merged.flatten(0, 2), by).view(merged.shape)
+        if rows is not None:
+            ring, heads = axes
+            merged = merged.index_select(1, rows[ring.rank * heads.world + heads.rank])
     out, lse = merged[..., :-1], merged[..., -1].transpose(1, 2).contiguous()  # [B, H, Sq]
     if sinks is not None:
         out = out * sink_factor(lse, sinks).transpose(1, 2).unsqueeze(-1)
@@ -133,12 +145,17 @@ def _merge_ranks(comm: Communicator, partial: Tensor, by: MergeMethod) -> Tensor
     if by == "all_gather":
         return _merge(gather_uneven(comm, partial, [len(partial)] * comm.world))
     chunks = partial.tensor_split(comm.world)
-    sizes, own = [len(chunk) for chunk in chunks], chunks[comm.rank]
+    return torch.cat(gather_uneven(comm, _merge_own_rows(comm, chunks), [len(chunk) for chunk in chunks]))
+
+
+def _merge_own_rows(comm: Communicator, chunks: Sequence[Tensor]) -> Tensor:
+    """This rank's chunk of [.., Dv + 1], merged over all ranks; chunk r goes to rank r."""
+    own = chunks[comm.rank]
     others = [rank for rank in range(comm.world) if rank != comm.rank]
     parts = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
     received = {rank: [parts[rank]] for rank in others}
     comm.exchange({rank: [chunks[rank]] for rank in others}, received, "the exchange of partial results")()
-    return torch.cat(gather_uneven(comm, _merge(parts), sizes))
+    return _merge([part.flatten(0, -2) for part in parts]).view(own.shape)
 
 
 def _merge(parts: Sequence[Tensor]) -> Tensor:

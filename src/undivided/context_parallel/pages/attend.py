@@ -86,11 +86,16 @@ def held(length: int, page_size: int, rank: int, world: int) -> int:
 
 @torch.no_grad()
 def attend(
-    axes: Sequence[Communicator], check: bool, rank: int, world: int, prepare: Callable[[], CachedCall]
+    axes: Sequence[Communicator],
+    check: bool,
+    rank: int,
+    world: int,
+    prepare: Callable[[], CachedCall],
+    rows: Sequence[Tensor] | None = None,
 ) -> Output:
     """The attention of the call that `prepare` returns, bitwise the same on every rank; (out, lse) if requested.
 
-    axes, check: as for `prepare_on_all_ranks`.
+    axes, check: as for `prepare_on_all_ranks`. rows: the queries of each rank, whose results it gets; None: all.
     """
 
     def prepared() -> tuple[_Step, SharedArguments]:
@@ -100,7 +105,8 @@ def attend(
     part = autograd.forward(step.backend, step.call, step.tensors)
     problem = step.call.problem
     part = Result(_layout.canonical(part.out, problem.layout), part.lse)
-    out, lse = merge_ranks(axes, part, step.sinks, problem, step.by)
+    rows = None if rows is None else [own.to(part.out.device) for own in rows]
+    out, lse = merge_ranks(axes, part, step.sinks, problem, step.by, rows)
     return (out, lse) if step.return_lse else out
 
 

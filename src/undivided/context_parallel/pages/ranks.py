@@ -46,9 +46,10 @@ class RanksOfPages:
 
         return prepare_on_all_ranks(self._axes, self._check, prepared)
 
-    def attend(self, prepare: Callable[[], CachedCall]) -> Output:
+    def attend(self, prepare: Callable[[], CachedCall], sharded: int | None = None) -> Output:
         """See `PageRanks.attend`."""
-        return attend(self._axes, self._check, self.rank, self.world, prepare)
+        rows = None if sharded is None else self._bound(sharded).placed(0, 0).q
+        return attend(self._axes, self._check, self.rank, self.world, prepare, rows)
 
     def gather(self, tensors: Mapping[str, Tensor], layout: Layout, length: int) -> list[Tensor]:
         """See `PageRanks.gather`."""
