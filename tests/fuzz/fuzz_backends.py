@@ -20,7 +20,7 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,7 +124,7 @@ def _mask_text(rng: random.Random) -> str:
     return band
 
 
-OPTIONS = {
+OPTIONS: dict[str, Callable[[random.Random], float]] = {
     "scale": lambda rng: rng.choice((0.5, 0.1, -0.2)),
     "softcap": lambda rng: rng.choice((1.0, 20.0)),
     "bias": lambda rng: rng.choice((1, 2, 4, 8, 3, 5, 6, 12, 15)),  # bits: which axes of [B, H, Sq, Sk] are not 1
@@ -296,7 +296,7 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
         lens = getattr(spec, name)
         for n, length in enumerate(lens):
             for less in _less(length):
-                yield replace(spec, **{name: [*lens[:n], less, *lens[n + 1 :]]})
+                yield replace(spec, **{name: [*lens[:n], less, *lens[n + 1 :]]})  # type: ignore[arg-type]
     for less in _less(spec.dim):
         yield replace(spec, dim=less, v_dim=less if spec.v_dim == spec.dim else spec.v_dim)
     for less in _less(spec.v_dim):

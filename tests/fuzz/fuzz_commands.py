@@ -32,7 +32,7 @@ from undivided.cli._app import app
 from undivided.cli._mask_words import parse
 
 HOSTILE = "<script>alert(1)</script>\"'&{{7*7}}[red]"
-VALUES = (None, True, 0, -1, 1.5, 2**63, 10**400, "", "x", HOSTILE, "\x00", [], {}, [[]], float("nan"))
+VALUES: tuple[Any, ...] = (None, True, 0, -1, 1.5, 2**63, 10**400, "", "x", HOSTILE, "\x00", [], {}, [[]], float("nan"))
 """Values that take the place of another one in a JSON document."""
 WORDS = (
     "causal", "window", "lengths", "documents", "document_ids", "prefix", "sinks", "chunks", "dense", "predicate",
@@ -76,7 +76,8 @@ def changed_json(rng: random.Random, document: Any) -> Any:
     """A copy of the document with values replaced, removed or renamed."""
     document = copy.deepcopy(document)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        place, key = None, None
+        place: Any = None
+        key: Any = None
         inner = document
         while isinstance(inner, dict | list) and inner and (place is None or rng.random() < 0.85):
             place, key = inner, rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
