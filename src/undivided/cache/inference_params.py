@@ -285,8 +285,7 @@ class InferenceParams(ShardedSteps):
         if new_k.dim() == q.dim() and (new := new_k.shape[format.index("t" if format == "thd" else "s")]) != q_len:
             raise InputError("q", f"have the tokens of new_k ({new})", q_len)
         storage = self._write(layer_number, new_k, new_v, format)
-        all_real = format != "thd" and step.counts.count(q_len) == len(step.counts)
-        counts = None if all_real else step.counts
+        counts = None if format != "thd" and step.counts.count(q_len) == len(step.counts) else step.counts
         return CachedCall(q, self._cached_sequences(storage), format, counts, mask, options)
 
     def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
