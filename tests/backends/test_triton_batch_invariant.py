@@ -147,7 +147,7 @@ def test_the_result_is_right_and_has_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": masks.document_ids(torch.zeros(1, 8, dtype=torch.int32))}, "for document ids (masks.documents says"),
+        ({"mask": masks.document_ids(torch.zeros(1, 8, dtype=torch.int32))}, "of document ids (masks.documents says"),
         ({"mask": masks.tree([-1, 0, 0, 1, 2, 3, 4, 5])}, "with tree, whose pairs are added in an order of their own"),
         ({"bias": torch.zeros(1, 1, 8, 8)}, "with bias, whose pairs"),
         ({"mask": (masks.window(3, 0) | masks.sinks(1)) & (masks.window(5, 0) | masks.sinks(2))}, "with two unions"),

@@ -76,7 +76,7 @@ def test_the_wheel_has_every_module_and_example(wheel_without_compiler: Path, un
     with zipfile.ZipFile(wheel_without_compiler) as archive:
         names = {name for name in archive.namelist() if name.endswith(".py")}
     modules = {path.relative_to(unpacked / "src").as_posix() for path in unpacked.glob("src/**/*.py")}
-    examples = {f"undivided/{path.relative_to(unpacked).as_posix()}" for path in unpacked.glob("examples/*.py")}
+    examples = {f"undivided/{path.relative_to(unpacked).as_posix()}" for path in unpacked.glob("examples/**/*.py")}
     assert examples
     assert names == modules | examples
 

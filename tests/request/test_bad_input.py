@@ -830,7 +830,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "pages-int64": (
         lambda: paged(pages=TABLE.long()),
         "pages must be an int32 block table [sequences, max_pages], got torch.int64 [2, 3]",
-        None,
+        "pages.to(torch.int32)",
     ),
     "pages-1d": (
         lambda: paged(pages=TABLE[0]),
