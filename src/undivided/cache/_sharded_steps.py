@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ TOKENS = {"bshd": 1, "sbhd": 0, "thd": 0}
 """The axis of the tokens, of hidden states too."""
 
 
+class LayerCall(NamedTuple):
+    """The arguments of `InferenceParams.attend`."""
+
+    layer_number: int
+    q: Tensor
+    new_k: Tensor
+    new_v: Tensor
+    qkv_format: str | None
+    mask: Mask | None
+    options: dict[str, Any]
+
+
 class ShardedSteps(BetweenSteps):
     """Each rank computes the layers for its part of the new tokens, as in training with context parallelism."""
 
@@ -28,16 +40,7 @@ class ShardedSteps(BetweenSteps):
     _sharded: int | None  # new tokens of all ranks together, padding included, if the step is sharded
 
     @abstractmethod
-    def _call(
-        self,
-        layer_number: int,
-        q: Tensor,
-        new_k: Tensor,
-        new_v: Tensor,
-        qkv_format: str | None,
-        mask: Mask | None,
-        options: dict[str, Any],
-    ) -> CachedCall:
+    def _call(self, given: LayerCall) -> CachedCall:
         """The call of `attend`, after the new tokens were written."""
 
     @outside_of_graphs
@@ -112,23 +115,16 @@ class ShardedSteps(BetweenSteps):
             raise InputError("inference_params", "have a sharded step", "none, or one that is not sharded", hint)
         return self._ranks, self._sharded
 
-    def _attend_sharded(
-        self,
-        layer_number: int,
-        q: Tensor,
-        new_k: Tensor,
-        new_v: Tensor,
-        qkv_format: str | None,
-        mask: Mask | None,
-        options: dict[str, Any],
-    ) -> Output:
+    def _attend_sharded(self, given: LayerCall) -> Output:
         """`attend` for this rank's tokens: the queries and the new keys of all ranks are gathered first."""
         ranks, length = self._sharded_step()
-        if qkv_format not in (None, self.qkv_format):
+        if given.qkv_format not in (None, self.qkv_format):
             must = f"be the qkv_format of inference_params ({self.qkv_format!r}) in a sharded step"
-            raise InputError("qkv_format", must, repr(qkv_format))
-        if options.get("bias") is not None:
+            raise InputError("qkv_format", must, repr(given.qkv_format))
+        if given.options.get("bias") is not None:
             must = "be None in a sharded step: ranks have rows of it, and all queries are on every rank"
             raise InputError("bias", must, "a tensor", hint="pre_step(step_dict), with all tokens on every rank")
-        q, new_k, new_v = ranks.gather({"q": q, "new_k": new_k, "new_v": new_v}, self.qkv_format, length)
-        return ranks.attend(lambda: self._call(layer_number, q, new_k, new_v, self.qkv_format, mask, options), length)
+        parts = {"q": given.q, "new_k": given.new_k, "new_v": given.new_v}
+        q, new_k, new_v = ranks.gather(parts, self.qkv_format, length)
+        whole = given._replace(q=q, new_k=new_k, new_v=new_v, qkv_format=self.qkv_format)
+        return ranks.attend(lambda: self._call(whole), length)

@@ -18,7 +18,7 @@ from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ranks import checked_ranks
-from undivided.cache._sharded_steps import ShardedSteps
+from undivided.cache._sharded_steps import LayerCall, ShardedSteps
 from undivided.cache._storage import Heads, Rows, Storage, checked_tokens
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -261,23 +261,16 @@ class InferenceParams(ShardedSteps):
             NoBackendError: no allowed backend can run the problem.
             RankError: another rank refused its arguments, or failed (with context_parallel).
         """
+        given = LayerCall(layer_number, q, new_k, new_v, qkv_format, mask, options)
         if self._ranks is None:
-            return _attend.attend(self._call(layer_number, q, new_k, new_v, qkv_format, mask, options))
-        if self._sharded is not None:
-            return self._attend_sharded(layer_number, q, new_k, new_v, qkv_format, mask, options)
-        return self._ranks.attend(lambda: self._call(layer_number, q, new_k, new_v, qkv_format, mask, options))
+            return _attend.attend(self._call(given))
+        return (
+            self._attend_sharded(given) if self._sharded is not None else self._ranks.attend(lambda: self._call(given))
+        )
 
-    def _call(
-        self,
-        layer_number: int,
-        q: Tensor,
-        new_k: Tensor,
-        new_v: Tensor,
-        qkv_format: str | None,
-        mask: Mask | None,
-        options: dict[str, Any],
-    ) -> CachedCall:
+    def _call(self, given: LayerCall) -> CachedCall:
         """The call of `attend` over the cache of a layer, after its new tokens are appended."""
+        layer_number, q, new_k, new_v, qkv_format, mask, options = given
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         step = self._current_step()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
