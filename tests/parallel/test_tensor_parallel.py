@@ -300,6 +300,38 @@ def test_layers_over_ranks_equal_one_process(world: int) -> None:
         assert difference < 2e-6
 
 
+def uneven_batches() -> list[str]:
+    """The errors of ranks with other shapes of hidden states, by both ways, with and without sequence parallelism."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",)), []
+    for sequence_parallel in (False, True):
+        layers = [
+            make_layer({}, "bshd"),
+            make_layer(
+                {},
+                "bshd",
+                tp_group=distributed.group.WORLD,
+                set_parallel_mode=True,
+                sequence_parallel=sequence_parallel,
+            ),
+        ]
+        parallelize(layers[0], mesh, sequence_parallel)
+        for layer in layers:
+            with pytest.raises(InputError) as error:
+                layer(torch.randn(BATCH + rank, LENGTH, HIDDEN))
+            found.append(str(error.value))
+            layer(torch.randn(BATCH, LENGTH, HIDDEN))  # the next call works
+    return found
+
+
+def test_other_shapes_on_another_rank_are_an_error_on_every_rank() -> None:
+    """gloo ended the processes: its thread met a message of another size than its own."""
+    (answers,) = run_ranks(2, uneven_batches)
+    must = "hidden_states must have the same shape on every rank of the tensor group"
+    for answer in answers:
+        assert answer == [f"{must}, got [2, 8, 32] on rank 0; [3, 8, 32] on rank 1"] * 4, answer
+
+
 @pytest.fixture
 def mesh() -> Any:
     """A mesh that claims four ranks, for checks that come before communication."""

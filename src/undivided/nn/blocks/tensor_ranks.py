@@ -105,6 +105,23 @@ class TensorRanks:
         return self._meshes[kind]
 
 
+def check_shapes(x: Tensor, group: distributed.ProcessGroup) -> None:
+    """Raise InputError on every rank if the hidden states of ranks have different shapes, which ends processes on gloo.
+
+    Shapes are compared on the CPU only: elsewhere that would wait for the device. Compiled calls and tensors without
+    memory compare nothing.
+    """
+    if type(x) is not Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    own = torch.tensor([x.dim(), *x.shape, 0][:4])  # of two or three axes
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    distributed.all_gather(found, own, group=group)
+    shapes = [sizes[:axes] for axes, *sizes in (row.tolist() for row in found)]
+    if any(shape != shapes[0] for shape in shapes):
+        got = "; ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+        raise InputError("hidden_states", "have the same shape on every rank of the tensor group", got)
+
+
 def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None) -> TensorRanks | None:
     """The ranks of a group; None without a group or with one rank.
 
