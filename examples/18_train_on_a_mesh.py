@@ -1,7 +1,7 @@
 """Train on a mesh of 2 x 2 x 2 processes: data, context and tensor parallelism at once; the losses equal one process.
 
-    torchrun --nproc-per-node 8 examples/18_train_on_a_mesh.py
-    python examples/18_train_on_a_mesh.py                       # one process: the same losses
+    torchrun --nproc-per-node 8 examples/18_train_on_a_mesh.py  # the losses beside those of one process
+    python examples/18_train_on_a_mesh.py                       # one process alone
 
 Each axis is PyTorch's own machinery around unchanged layers:
 
@@ -71,46 +71,58 @@ def batch(number, data_rank):
     return tokens, tokens * 3 % VOCABULARY, offsets
 
 
-torch.manual_seed(0)  # the same parameters on every rank
-model = Model()
-is_parallel = "WORLD_SIZE" in os.environ
-if is_parallel:
+def train(model, mesh=None):
+    """The losses of the steps; without a mesh, those of one process."""
+    data_ranks, share = [0, 1], 1
+    if mesh is not None:
+        parallelize(model, mesh["tensor"])
+        context = undivided.ContextParallel(mesh["context"].get_group())
+        for layer in model.layers:
+            layer.set_context_parallel_group(context)
+        shards = mesh["data", "context"]._flatten("shards")
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=shards)
+        data_ranks, share = [mesh["data"].get_local_rank()], shards.size()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for number in range(BATCHES):
+            for data_rank in data_ranks:
+                tokens, labels, offsets = batch(BATCHES * step + number, data_rank)
+                torch.manual_seed(1000 * (BATCHES * step + number) + data_rank)  # what dropout draws
+                if mesh is not None:
+                    own = context.bind(TOKENS, mask=masks.documents(offsets) & masks.causal())
+                    for layer in model.layers:
+                        layer.set_context_parallel_group(own)
+                    tokens, labels = own.shard(tokens, dim=0), own.shard(labels, dim=0)
+                summed = cross_entropy(model(tokens, offsets), labels, reduction="sum")
+                loss = summed / (BATCHES * len(LENGTHS) * TOKENS)  # this rank's share of the mean
+                (loss * share).backward()  # FSDP averages over its ranks
+                total += loss.detach()
+        optimiser.step()
+        optimiser.zero_grad()
+        if mesh is not None:
+            dist.all_reduce(total)
+            total /= mesh["tensor"].size()  # the tensor ranks compute the same loss
+        losses.append(float(total))
+    return losses
+
+
+def model():
+    """The same parameters in every process."""
+    torch.manual_seed(0)
+    return Model()
+
+
+if "WORLD_SIZE" in os.environ:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "context", "tensor"))
-    parallelize(model, mesh["tensor"])
-    context = undivided.ContextParallel(mesh["context"].get_group())
-    for layer in model.layers:
-        layer.set_context_parallel_group(context)
-    shards = mesh["data", "context"]._flatten("shards")
-    for layer in (*model.layers, model):
-        fully_shard(layer, mesh=shards)
-    data_ranks, share = [mesh["data"].get_local_rank()], shards.size()
-else:
-    data_ranks, share = [0, 1], 1
-optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-for step in range(STEPS):
-    total = torch.zeros(())
-    for number in range(BATCHES):
-        for data_rank in data_ranks:
-            tokens, labels, offsets = batch(BATCHES * step + number, data_rank)
-            torch.manual_seed(1000 * (BATCHES * step + number) + data_rank)  # what dropout draws
-            if is_parallel:
-                own = context.bind(TOKENS, mask=masks.documents(offsets) & masks.causal())
-                for layer in model.layers:
-                    layer.set_context_parallel_group(own)
-                tokens, labels = own.shard(tokens, dim=0), own.shard(labels, dim=0)
-            summed = cross_entropy(model(tokens, offsets), labels, reduction="sum")
-            loss = summed / (BATCHES * len(LENGTHS) * TOKENS)  # this rank's share of the mean
-            (loss * share).backward()  # FSDP averages over its ranks
-            total += loss.detach()
-    optimiser.step()
-    optimiser.zero_grad()
-    if is_parallel:
-        dist.all_reduce(total)
-        total /= mesh["tensor"].size()  # the tensor ranks compute the same loss
-    if not is_parallel or dist.get_rank() == 0:
-        print(f"step {step}: loss {total:.5f}")
-
-if is_parallel:
+    divided = train(model(), mesh)
+    if dist.get_rank() == 0:
+        for step, (ours, one) in enumerate(zip(divided, train(model()), strict=True)):
+            print(f"step {step}: loss {ours:.5f}, in one process {one:.5f}, difference {abs(ours - one):.0e}")
     dist.destroy_process_group()
+else:
+    for step, loss in enumerate(train(model())):
+        print(f"step {step}: loss {loss:.5f}")
