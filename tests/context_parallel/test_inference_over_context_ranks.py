@@ -75,7 +75,9 @@ class Model:
         return [row[:count] for row, count in zip(x, new.values(), strict=True)]
 
 
-def on_ranks(world: Any, run: Callable[[Model], list[Tensor]], *arguments: Any, strategy: str = "ring", **options: Any):  # type: ignore[no-untyped-def]
+def on_ranks(
+    world: Any, run: Callable[[Model], list[Tensor]], *arguments: Any, strategy: str = "ring", **options: Any
+) -> None:
     """Asserts that every rank gets what one process gets."""
     expected = run(Model(*arguments, **options))
 
