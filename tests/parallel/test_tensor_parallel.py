@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import unittest.mock
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import undivided
 from undivided import DotProductAttention, InferenceParams, InputError, MultiheadAttention, TransformerLayer, masks
+from undivided.context_parallel import RankError
 from undivided.parallel import own_state_dict, parallelize, whole_state_dict
 
 HIDDEN, LENGTH, BATCH = 32, 8, 2
@@ -327,9 +329,27 @@ def uneven_batches() -> list[str]:
 def test_other_shapes_on_another_rank_are_an_error_on_every_rank() -> None:
     """gloo ended the processes: its thread met a message of another size than its own."""
     (answers,) = run_ranks(2, uneven_batches)
-    must = "hidden_states must have the same shape on every rank of the tensor group"
+    found = "[2, 8, 32], torch.float32 on rank 0; [3, 8, 32], torch.float32 on rank 1"
     for answer in answers:
-        assert answer == [f"{must}, got [2, 8, 32] on rank 0; [3, 8, 32] on rank 1"] * 4, answer
+        assert answer == [f"hidden_states must be the same on every rank, got {found}"] * 4, answer
+
+
+def a_rank_that_ends() -> str:
+    """What the other rank is told."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
+    layer = parallelize(make_layer({}, "bshd"), mesh)
+    layer(torch.randn(BATCH, LENGTH, HIDDEN))
+    if distributed.get_rank() == 1:
+        os._exit(3)
+    with pytest.raises(RankError) as error:
+        layer(torch.randn(BATCH, LENGTH, HIDDEN))
+    return str(error.value)
+
+
+def test_a_tensor_rank_that_ended_is_named() -> None:
+    ((text, ended),) = run_ranks(2, a_rank_that_ends)
+    assert ended is None
+    assert re.match(r"rank 0 of 2: the comparison of arguments with rank 1 failed: ", text), text
 
 
 @pytest.fixture

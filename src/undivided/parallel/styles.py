@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from undivided.nn.arguments.formats import Heads
-from undivided.nn.blocks.tensor_ranks import check_shapes
+from undivided.nn.blocks.tensor_ranks import compare_hidden_states
 
 
 class _Style(ParallelStyle):
@@ -68,7 +68,7 @@ class DividedHeads(_SequenceStyle):
         return Replicate() if replicated else Shard(0)
 
     def _enter(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        check_shapes(inputs[0], mesh.get_group())
+        compare_hidden_states(inputs[0], mesh.get_group())
         return super()._enter(module, inputs, mesh)
 
     def _leave(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:

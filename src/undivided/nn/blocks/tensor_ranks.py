@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
+from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
+from undivided.context_parallel.exchange.handshake import compare_ranks
 from undivided.errors import InputError
 from undivided.request.checks import draw_seed
 
@@ -105,21 +107,19 @@ class TensorRanks:
         return self._meshes[kind]
 
 
-def check_shapes(x: Tensor, group: distributed.ProcessGroup) -> None:
-    """Raise InputError on every rank if the hidden states of ranks have different shapes, which ends processes on gloo.
+def compare_hidden_states(x: Tensor, group: distributed.ProcessGroup) -> None:
+    """Raise on every rank if ranks have hidden states of different shapes or dtypes: gloo would end the processes.
 
-    Shapes are compared on the CPU only: elsewhere that would wait for the device. Compiled calls and tensors without
+    They are compared on the CPU only: elsewhere that would wait for the device. Compiled calls and tensors without
     memory compare nothing.
+
+    Raises:
+        InputError: the shapes or dtypes differ.
+        RankError: another rank has ended, or makes no such call within the group's timeout.
     """
-    if type(x) is not Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    own = torch.tensor([x.dim(), *x.shape, 0][:4])  # of two or three axes
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    distributed.all_gather(found, own, group=group)
-    shapes = [sizes[:axes] for axes, *sizes in (row.tolist() for row in found)]
-    if any(shape != shapes[0] for shape in shapes):
-        got = "; ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
-        raise InputError("hidden_states", "have the same shape on every rank of the tensor group", got)
+    if type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        shared = {"hidden_states": f"{list(x.shape)}, {x.dtype}"}
+        compare_ranks((SingleRank(), ProcessGroup(group)), shared, None)
 
 
 def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None) -> TensorRanks | None:
