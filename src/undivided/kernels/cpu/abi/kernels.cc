@@ -4,7 +4,7 @@
 #include "backward/driver.h"
 #include "backward/pairs.h"
 #include "decode/chunk.h"
-#include "gemm/peak.h"
+#include "abi/peak.h"
 
 #if defined(UNDIVIDED_AMX)
 namespace undivided {

@@ -75,8 +75,9 @@ constexpr int64_t kMaxRowBytes = 1 << 20;
 #else
 constexpr int64_t kMaxRowBytes = 512 << 10;
 #endif
-// Rows of K whose stride is at least so many bytes are copied: they share so few sets of L1 that they evict each other.
-constexpr int64_t kMaxInPlaceStride = 2048;
+// Rows of K whose stride is at least so many bytes share so few sets of L1 that they evict each other: they are copied
+// if a block has so many panels.
+constexpr int64_t kMaxInPlaceStride = 2048, kMinCopyPanels = 5;
 // Rows and keys of the next block that are prefetched during the last panel of this one; without that they come from
 // memory if a head is one block. (Granite Rapids, about a hundred heads: 16 tokens 1.3 to 1.9, 64 tokens 1.1 to 1.3,
 // 128 tokens 1.0 to 1.2; prefetching all keys of the next panel: down to 0.97.)

@@ -173,7 +173,7 @@ class Block {
     }
     from = round_down(from, kKeyStep<Mode>), to = round_up(to, kKeyStep<Mode>);
     const int64_t index = narrow_ ? (t - first_block_key_) / kBlockKeys : 0;
-    begin_key_block<Mode>(a_, block_, from, to, w_.key_block_space<Mode>(a_, index), count_ > 1, row_major_, key_block);
+    begin_key_block<Mode>(a_, block_, from, to, w_.key_block_space<Mode>(a_, index), count_, row_major_, key_block);
     memcpy(key_block.visible, visible + (from - t), (size_t)(t + kBlockKeys - from));
   }
 

@@ -75,8 +75,12 @@ INLINE __m512i zip_index(int first) {
   }
 }
 
-// Floats between rows of the copy: an odd number of cache lines.
-INLINE int64_t padded_stride(int64_t columns) { return round_up(columns, 32) + 16; }
+// Elements between rows of a copy of K: an odd number of cache lines, with room for one more column.
+template <class T>
+INLINE int64_t padded_stride(int64_t columns) {
+  constexpr int64_t line = 64 / sizeof(T);
+  return round_up(columns, 2 * line) + line;
+}
 
 // Memory for the copies of a key block.
 struct KeyBlockSpace {
@@ -86,18 +90,18 @@ struct KeyBlockSpace {
 };
 template <class Mode>
 static KeyBlockSpace layout_key_block(const Attention& a, char* base) {
+  typedef typename Mode::T T;
   KeyBlockSpace w;
   Arena arena{base};
-  const bool odd = Mode::Arith::kPairs && a.qk_dim % 2, copies = Mode::kAmx || sizeof(typename Mode::T) == 2;
-  w.k = arena.allocate(Mode::kAmx                ? kBlockKeys * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>
-                       : Mode::kConvertsK || odd ? kBlockKeys * (a.qk_dim + 1) * 4
-                       : copies                  ? 0
-                                                 : kBlockKeys * padded_stride(a.qk_dim) * 4);
+  const bool copies = Mode::kAmx || sizeof(typename Mode::T) == 2;
+  w.k = arena.allocate(Mode::kAmx         ? kBlockKeys * round_up(a.qk_dim, kDkStep<Mode>) * 2 * kParts<Mode>
+                       : Mode::kConvertsK ? kBlockKeys * a.qk_dim * 4
+                                          : kBlockKeys * padded_stride<T>(a.qk_dim) * (int64_t)sizeof(T));
   w.v = arena.allocate(copies ? kBlockKeys * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>)
                               : groups_of(a.v_dim) * kColumnGroup * 4);
   const bool gathers = a.pages || (a.format && !Mode::kConvertsK);
-  w.k_rows = arena.allocate(gathers ? kBlockKeys * a.qk_dim * (int64_t)sizeof(typename Mode::T) : 0);
-  w.v_rows = arena.allocate(gathers ? kBlockKeys * a.v_dim * (int64_t)sizeof(typename Mode::T) : 0);
+  w.k_rows = arena.allocate(gathers ? kBlockKeys * a.qk_dim * (int64_t)sizeof(T) : 0);
+  w.v_rows = arena.allocate(gathers ? kBlockKeys * a.v_dim * (int64_t)sizeof(T) : 0);
   w.bytes = arena.bytes;
   return w;
 }
@@ -120,11 +124,11 @@ struct KeyBlock {
   uint8_t visible[kBlockKeys];  // by some panel, from `start` on
 };
 
-// Initialises a block of keys [start, stop) without packing any. V may stay in place unless several panels read it
-// column by column.
+// Initialises a block of keys [start, stop) without packing any. `panels` panels read it. V may stay in place unless
+// several panels read it column by column.
 template <class Mode>
 static void begin_key_block(const Attention& a, const RowBlock& block, int64_t start, int64_t stop,
-                            const KeyBlockSpace& w, bool shared, bool row_major, KeyBlock<Mode>& key_block) {
+                            const KeyBlockSpace& w, int64_t panels, bool row_major, KeyBlock<Mode>& key_block) {
   typedef typename Mode::T T;
   const Rows<T> k = key_rows<T>(a, block.batch, block.kv_head), v = value_rows<T>(a, block.batch, block.kv_head);
   key_block.start = key_block.packed_to = start, key_block.stop = stop, key_block.space = w;
@@ -136,18 +140,17 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
   key_block.source_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
   key_block.k = key_block.source_k, key_block.k_stride = key_block.source_k_stride;
   key_block.v = (const typename Mode::PackedV*)w.v, key_block.v_stride = a.v_dim, key_block.v_group = 0;
-  key_block.copies_k = Mode::kAmx || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2);
+  key_block.copies_k = Mode::kAmx || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2) ||
+                       (panels >= kMinCopyPanels && stride_in_bytes<T>(key_block.source_k_stride) >= kMaxInPlaceStride);
   key_block.copies_v = true;
   if constexpr (std::is_same<Mode, Direct>::value) {
-    key_block.copies_k = shared && key_block.source_k_stride * 4 >= kMaxInPlaceStride, key_block.copies_v = shared;
-    if (row_major) key_block.copies_v = key_block.source_v_stride * 4 >= kMaxInPlaceStride;
-    if (row_major && key_block.copies_v) key_block.v_stride = a.v_dim;
-    else if (shared && !row_major) key_block.v_stride = kBroadcasts, key_block.v_group = kColumnGroup;
+    key_block.copies_v = panels > 1 && !row_major;
+    if (key_block.copies_v) key_block.v_stride = kBroadcasts, key_block.v_group = kColumnGroup;
     else key_block.v = key_block.source_v, key_block.v_stride = key_block.source_v_stride;
   }
   if (!key_block.copies_k) return;
   key_block.k = w.k;
-  key_block.k_stride = Mode::kConvertsK ? a.qk_dim : Mode::Arith::kPairs ? a.qk_dim + 1 : padded_stride(a.qk_dim);
+  key_block.k_stride = Mode::kConvertsK ? a.qk_dim : padded_stride<T>(a.qk_dim);
 }
 
 #if defined(UNDIVIDED_AMX)
@@ -214,9 +217,7 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, K
     float* copy = (float*)key_block.space.k + first * key_block.k_stride;
     for (int64_t j = 0; key_block.copies_k && j < count; j++)
       memcpy(copy + j * key_block.k_stride, k + j * k_s, (size_t)a.qk_dim * 4);
-    if (key_block.copies_v && key_block.v_group == 0)
-      widen(v, v_s, count, a.v_dim, nullptr, (float*)key_block.space.v + first * a.v_dim);
-    else if (key_block.copies_v) group_columns(v, v_s, count, a.v_dim, (float*)key_block.space.v + first * kBroadcasts);
+    if (key_block.copies_v) group_columns(v, v_s, count, a.v_dim, (float*)key_block.space.v + first * kBroadcasts);
   }
 }
 

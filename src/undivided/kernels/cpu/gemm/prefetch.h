@@ -7,12 +7,6 @@
 
 namespace {
 
-// Unsigned arithmetic, because the stride of a single row may be any number.
-template <class T>
-INLINE int64_t stride_in_bytes(int64_t stride) {
-  return (int64_t)((uint64_t)stride * sizeof(T));
-}
-
 class Prefetch {
  public:
   // Rows of `bytes` each, `stride` bytes apart.

@@ -6,6 +6,12 @@
 
 namespace {
 
+// Unsigned arithmetic, because the stride of a single row may be any number.
+template <class T>
+INLINE int64_t stride_in_bytes(int64_t stride) {
+  return (int64_t)((uint64_t)stride * sizeof(T));
+}
+
 // The rows of one key/value head. In a cache, row j is in page pages[j / page_size]; an entry outside the pool is read
 // as page 0, so that nothing outside the pool is ever read. Only rows that some query sees are read.
 template <class T>
