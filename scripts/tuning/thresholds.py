@@ -88,8 +88,8 @@ THRESHOLDS = (
         levels=("avx512", "avx512_bf16")),
     Threshold("kMaxSmallForward32", "rows and keys of the small forward, fp32", (8, 16, 32, 48), tuple(
         _squares((4, 12, 16, 24, 32, 48), (FLOAT,), (64,), heads=128))),
-    Threshold("kMaxSmallForward16", "rows and keys of the small forward, 16-bit types on AMX", (8, 16, 24, 32), tuple(
-        _squares((4, 12, 16, 24, 32), (BFLOAT,), (64,), heads=128)), levels=("amx_bf16", "amx")),
+    Threshold("kMaxSmallForward16", "rows and keys of the small forward, AMX and dot products", (8, 16, 24, 32), tuple(
+        _squares((4, 12, 16, 24, 32), (BFLOAT,), (64,), heads=128)), levels=("amx_bf16", "amx", "avx512_bf16")),
     Threshold("kMaxSmallBackward", "rows and keys of the small backward, fp32", (32, 64, 96, 128), tuple(
         _squares((24, 48, 64, 96, 128), (FLOAT,), (64,), heads=32, backward=True))),
     Threshold("kMaxSmallBackwardDot", "rows and keys of the small backward, dot products", (16, 32, 64, 128), tuple(

@@ -108,13 +108,9 @@ bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
-// Whether the heads have so few rows and keys that neither AMX nor decoding pays off.
-bool use_small_forward(const Attention& a) {
-  return is_small_forward(a, kHasAmx && a.dtype != kFloat32 ? kMaxSmallForward16 : kMaxSmallForward);
-}
 template <class Half>
 bool can_decode(const Attention& a) {
-  return rows_of_group(a) <= kMaxDecodeRows && !use_small_forward(a) &&
+  return rows_of_group(a) <= kMaxDecodeRows && !is_small_forward(a) &&
          with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
@@ -184,7 +180,7 @@ const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int a
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
-  if (use_small_forward(a) || a.batch_invariant || a.format) return &kernels_avx512_bf16;
+  if (is_small_forward(a) || a.batch_invariant || a.format) return &kernels_avx512_bf16;
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
   return amx_or_vectors<Half>(a, use_amx, attempt);
 }

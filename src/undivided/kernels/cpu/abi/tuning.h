@@ -75,8 +75,9 @@ constexpr int64_t kMaxRowBytes = 1 << 20;
 #else
 constexpr int64_t kMaxRowBytes = 512 << 10;
 #endif
-// Rows of K whose stride is at least so many bytes share so few sets of L1 that they evict each other: they are copied
-// if a block has so many panels.
+// Rows whose stride is at least so many bytes share so few sets of L1 that they evict each other. K is copied then if a
+// block has at least kMinCopyPanels panels, and V of fp32 if it has two. (Zen 5, V, 4 to 16 KiB: AVX-512 1.0 to 1.04,
+// AVX2 1.2; 256 and 512 bytes: 0.96 to 1.0. K of bf16, 4 KiB: 1.05 to 1.2 with 8 panels and more, 0.97 with 3.)
 constexpr int64_t kMaxInPlaceStride = 2048, kMinCopyPanels = 5;
 // Rows and keys of the next block that are prefetched during the last panel of this one; without that they come from
 // memory if a head is one block. (Granite Rapids, about a hundred heads: 16 tokens 1.3 to 1.9, 64 tokens 1.1 to 1.3,
@@ -138,7 +139,8 @@ constexpr int64_t kMaxUnsplitKeys = 63, kMaxUnsplitDocumentKeys = 95;
 
 // ---- heads of few rows and keys (gemm/small.h)
 
-// Rows and keys of the small forward, at most; the second is for 16-bit types on AMX.
+// Rows and keys of the small forward, at most; the second is for 16-bit types on AMX, and for bf16 where there are dot
+// products. (Zen 5, bf16, against dot products: 8 to 16 tokens 1.1 to 1.25, 24 tokens 0.95, 32 tokens 0.7.)
 constexpr int64_t kMaxSmallForward32 = 32, kMaxSmallForward16 = 16;
 // Rows and keys of the small backward, at most. (AVX-512, against backward/driver.h, fp32, heads of 64, 100, 128 and
 // 256 tokens: 1.2 to 1.3, 1.2 to 1.3, 1.1 to 1.2, 1.04 to 1.1. With more keys than a key block the number of threads

@@ -16,9 +16,7 @@ namespace {
 static_assert(kMaxSmallBackward <= kBlockKeys);
 constexpr int64_t kSmallWidth = (kMaxSmallBackward + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t limit = kMaxSmallBackward) {
-#if defined(UNDIVIDED_BF16_DOT)
-  if (a.dtype == kBFloat16) limit = smaller_of(limit, kMaxSmallBackwardDot);
-#endif
+  if (kHasDot && a.dtype == kBFloat16) limit = smaller_of(limit, kMaxSmallBackwardDot);
   return is_small(a, limit) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
 }
 

@@ -70,7 +70,7 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
     if (p.row_major) {
       alignas(64) float scales[kPanel];
       for (int i = 0; i < p.vectors(); i++) store(scales + i * kLanes, decay[i]);
-      multiply_rows(p, start, keys, w.scores, v, v_stride, a.v_dim, p.has_sums ? scales : nullptr, sums.ot);
+      multiply_rows(p, start, keys, w.scores, v, v_stride, a.v_dim, p.has_sums ? scales : nullptr, sums.ot, prefetch);
       p.has_sums = true;
       return;
     }

@@ -10,12 +10,16 @@
 
 namespace {
 
-// Rows and keys, at most; tuning.h has the limit of 16-bit types on AMX. A few rows with enough keys to need a
-// transposition are left to decoding, which reads K row by row.
-constexpr int64_t kMaxSmallForward = kPanel < kMaxSmallForward32 ? kPanel : kMaxSmallForward32;
-INLINE bool is_small_forward(const Attention& a, int64_t limit = kMaxSmallForward) {
+// Rows and keys, at most.
+INLINE int64_t max_small_forward(const Attention& a) {
+  if (a.dtype == kBFloat16 ? kHasDot : kHasAmx && a.dtype == kFloat16) return kMaxSmallForward16;
+  return kPanel < kMaxSmallForward32 ? kPanel : kMaxSmallForward32;
+}
+// Whether the heads have so few rows and keys that neither AMX nor decoding pays off. A few rows with enough keys to need
+// a transposition are left to decoding, which reads K row by row.
+INLINE bool is_small_forward(const Attention& a) {
   const int64_t rows = rows_of_group(a);
-  return !a.pages && !a.batch_invariant && !a.format && is_small(a, limit) &&
+  return !a.pages && !a.batch_invariant && !a.format && is_small(a, max_small_forward(a)) &&
          (a.kv_len <= kMinTransposedKeys || rows >= 8 || (a.dtype == kFloat32 && rows * 64 >= a.qk_dim));
 }
 

@@ -10,9 +10,9 @@
 
 namespace {
 
-// V is copied into groups of kBroadcasts columns if several panels read it: a micro-kernel then reads consecutive
-// memory, where rows of V in place share few of L1's sets. The padding of one line keeps groups from being a power of
-// two apart.
+// V is copied into groups of kBroadcasts columns if several panels read it and its rows are far apart: a micro-kernel
+// then reads consecutive memory, where rows in place share few of L1's sets. The padding of one line keeps groups from
+// being a power of two apart.
 constexpr int64_t kColumnGroup = kBlockKeys * kBroadcasts + 16;
 INLINE int64_t groups_of(int64_t columns) { return (columns + kBroadcasts - 1) / kBroadcasts; }
 
@@ -124,8 +124,7 @@ struct KeyBlock {
   uint8_t visible[kBlockKeys];  // by some panel, from `start` on
 };
 
-// Initialises a block of keys [start, stop) without packing any. `panels` panels read it. V may stay in place unless
-// several panels read it column by column.
+// Initialises a block of keys [start, stop) without packing any. `panels` panels read it.
 template <class Mode>
 static void begin_key_block(const Attention& a, const RowBlock& block, int64_t start, int64_t stop,
                             const KeyBlockSpace& w, int64_t panels, bool row_major, KeyBlock<Mode>& key_block) {
@@ -140,11 +139,12 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
   key_block.source_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
   key_block.k = key_block.source_k, key_block.k_stride = key_block.source_k_stride;
   key_block.v = (const typename Mode::PackedV*)w.v, key_block.v_stride = a.v_dim, key_block.v_group = 0;
+  auto is_far_apart = [](int64_t stride) { return stride_in_bytes<T>(stride) >= kMaxInPlaceStride; };
   key_block.copies_k = Mode::kAmx || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2) ||
-                       (panels >= kMinCopyPanels && stride_in_bytes<T>(key_block.source_k_stride) >= kMaxInPlaceStride);
+                       (panels >= kMinCopyPanels && is_far_apart(key_block.source_k_stride));
   key_block.copies_v = true;
   if constexpr (std::is_same<Mode, Direct>::value) {
-    key_block.copies_v = panels > 1 && !row_major;
+    key_block.copies_v = panels > 1 && !row_major && is_far_apart(key_block.source_v_stride);
     if (key_block.copies_v) key_block.v_stride = kBroadcasts, key_block.v_group = kColumnGroup;
     else key_block.v = key_block.source_v, key_block.v_stride = key_block.source_v_stride;
   }

@@ -59,6 +59,12 @@ constexpr bool kHasAmx = true;
 constexpr bool kHasAmx = false;
 #endif
 
+#if defined(UNDIVIDED_BF16_DOT)
+constexpr bool kHasDot = true;  // of bf16
+#else
+constexpr bool kHasDot = false;
+#endif
+
 // Number of 16-bit parts per number of Q, K, V and the weights; the exponent of the power of two that scales Q, K and V
 // up; and the type of the parts.
 template <class Mode>

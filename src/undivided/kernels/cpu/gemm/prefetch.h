@@ -30,10 +30,15 @@ class Prefetch {
   void pace(int64_t steps) { lines_per_step_ = steps > 0 ? (lines_ + steps - 1) / steps : 0; }
 
   inline __attribute__((always_inline)) void step() {
-    for (int64_t i = 0; i < lines_per_step_ && next_ < count_; i++) {
+    for (int64_t left = lines_per_step_ * kLine; left > 0 && next_ < count_;) {
       Region& s = region_[next_];
-      __builtin_prefetch(s.at + at_, 0, 2);
-      if ((at_ += kLine) < s.bytes) continue;
+      const int64_t stop = smaller_of(s.bytes, at_ + left);
+      for (int64_t at = at_; at < stop; at += kLine) __builtin_prefetch(s.at + at, 0, 2);
+      if (stop < s.bytes) {
+        at_ = stop;
+        return;
+      }
+      left -= round_up(stop - at_, kLine);
       at_ = 0, s.at += s.stride;
       if (--s.rows == 0) next_++;
     }

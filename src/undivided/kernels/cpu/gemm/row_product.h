@@ -44,9 +44,10 @@ static __attribute__((noinline)) void multiply_row_group(const float* pt, const 
 }
 
 // R rows from `row` on, or as many as the panel has, C vectors of columns at once.
-template <int R, int C>
+template <int R, int C, class Prefetcher>
 static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v,
-                                int64_t stride, int64_t columns, const float* decay, float* sums) {
+                                int64_t stride, int64_t columns, const float* decay, float* sums,
+                                Prefetcher& prefetch) {
   for (int64_t row = 0; row < p.rows; row += R) {
     int64_t from = start + keys, to = start;
     for (int64_t r = row; r < row + R && r < p.rows; r++)
@@ -59,8 +60,10 @@ static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, con
       const float* scales = decay ? decay + row : nullptr;
       float* to_sums = sums + row * columns;
       int64_t d = 0;
-      for (; d + C * kLanes <= columns; d += C * kLanes)
+      for (; d + C * kLanes <= columns; d += C * kLanes) {
+        prefetch.step();
         multiply_row_group<decltype(rows)::value, C>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
+      }
       for (; d < columns; d += kLanes)
         multiply_row_group<decltype(rows)::value, 1>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
     };
@@ -70,11 +73,14 @@ static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, con
 
 // Multiplies the weights of keys [start, start + keys) with V, whose first row is that of key `start`. Without decay
 // the sums start here: kPanel rows of `columns`, a multiple of kLanes.
+template <class Prefetcher>
 static inline void multiply_rows(const Panel& p, int64_t start, int64_t keys, const float* pt, const float* v,
-                                 int64_t stride, int64_t columns, const float* decay, float* sums) {
+                                 int64_t stride, int64_t columns, const float* decay, float* sums,
+                                 Prefetcher& prefetch) {
   // rows x vectors of columns fill the registers, as kBroadcasts x kVectors do
-  if (columns % (8 * kLanes) == 0) multiply_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums);
-  else multiply_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums);
+  if (columns % (8 * kLanes) == 0)
+    multiply_row_groups<3, 8>(p, start, keys, pt, v, stride, columns, decay, sums, prefetch);
+  else multiply_row_groups<6, 4>(p, start, keys, pt, v, stride, columns, decay, sums, prefetch);
 }
 
 }  // namespace
