@@ -1170,13 +1170,6 @@ def test_an_input_error_is_a_value_error_and_survives_pickling() -> None:
     assert (str(copy), copy.argument, copy.hint) == (str(caught.value), "layout", caught.value.hint)  # type: ignore[attr-defined]
 
 
-def test_python_itself_refuses_what_the_signature_does_not_have() -> None:
-    with pytest.raises(TypeError, match="layout"):
-        undivided.attention(Q, Q, Q)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="is_causal"):
-        square(is_causal=True)
-
-
 FOREIGN = {
     "is_causal": (True, "mask=masks.causal(); "),
     "causal": (True, "mask=masks.causal(); "),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError, did_you_mean
 from undivided.selection import switches as _sdp_switches
 
@@ -63,6 +64,7 @@ def _current_switch() -> _Switch:
     return _process if block is None else block.switch
 
 
+@checked_call
 def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool | None = None) -> None:
     """Allow only these backends or families, in this order, for the whole process.
 
@@ -94,6 +96,7 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
     _process = _Switch(_check_names(names) or None, "set_backends", disabled, batch_invariant)
 
 
+@checked_call
 class use_backends:
     """Allow only these backends or families, in this order, in a ``with`` block.
 
