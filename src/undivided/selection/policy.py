@@ -208,15 +208,15 @@ def policy(
     batch_invariant: bool | None = None,
 ) -> Policy:
     """The policy of this call; `switches` are PyTorch's (see `switches.read`), for calls that depend on them."""
-    _check_flag("deterministic", deterministic)
-    _check_flag("batch_invariant", batch_invariant)
     if deterministic is None and torch._C._get_deterministic_algorithms():
         deterministic = True
     block = _block.get()
     switch, values = _process if block is None else block.switch, environment()
-    settings = backend, deterministic, batch_invariant
-    if settings == _NO_SETTINGS and not values and not switches:  # as in most calls
+    if backend is None and deterministic is batch_invariant is None and not values and not switches:  # as in most calls
         return _plain_policy(switch)
+    _check_flag("deterministic", deterministic)
+    _check_flag("batch_invariant", batch_invariant)
+    settings = backend, deterministic, batch_invariant
     key = (*settings, switch, values, switches)
     try:
         found = _policies.get(key)
