@@ -129,11 +129,11 @@ def _needs(tensors: Tensors) -> tuple[bool, ...]:
     """Which of the tensors require a gradient."""
     q, k, v, bias, sinks, slopes = tensors
     try:
-        if bias is sinks is slopes is None and not (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _NO_GRADIENTS  # as in most calls
         needs = _NEEDS[q.requires_grad, k.requires_grad, v.requires_grad]
     except (AttributeError, KeyError):  # not tensors: `normalise` raises
         needs = _NO_GRADIENTS
+    if bias is sinks is slopes is None:
+        return needs
     return (*needs[:3], *(getattr(t, "requires_grad", False) for t in (bias, sinks, slopes)))
 
 
