@@ -140,8 +140,9 @@ def test_unused_memory_may_hold_anything_with_few_tokens(layout: str, dtype: tor
 def test_every_level_of_this_machine(level: str) -> None:
     program = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "import test_native_backward as t\n"
-        "for dtype in t.ALLOWED:\n"
+        "import torch, test_native_backward as t, test_native_gradient_numbers as n\n"
+        "from native_gradients import ALLOWED\n"
+        "for dtype in ALLOWED:\n"
         "  for size in ('odd', 'one-short-of-a-tile', 'values-narrower'):\n"
         "    for mask in ('globals', 'dense'):\n"
         "      t.test_odd_sizes_and_tile_edges(size, mask, dtype)\n"
@@ -151,16 +152,16 @@ def test_every_level_of_this_machine(level: str) -> None:
         "    t.test_bias_of_any_broadcast_sinks_slopes_softcap_and_dropout(bias, dtype)\n"
         "  t.test_slopes_of_every_document_and_dropout_within_it(dtype)\n"
         "  t.test_the_result_does_not_depend_on_the_number_of_threads('one-head', dtype)\n"
-        "  t.test_unused_memory_may_hold_anything(dtype)\n"
+        "  n.test_unused_memory_may_hold_anything(dtype)\n"
         "  for mask in t.FEW:\n"
         "    for rows, keys in ((5, 3), (23, 24), (24, 25), (60, 90)):\n"
         "      t.test_heads_of_few_tokens(rows, keys, mask, dtype)\n"
         "  t.test_unused_memory_may_hold_anything_with_few_tokens('bshd', dtype)\n"
-        "  t.test_values_with_large_norms(dtype, 0.25)\n"
-        "  t.test_small_gradients_do_not_vanish(dtype)\n"
+        "  n.test_values_with_large_norms(dtype, 0.25)\n"
+        "  n.test_small_gradients_do_not_vanish(dtype)\n"
         "for mask in ('full', 'causal'):\n"
-        "  t.test_odd_sizes_and_tile_edges('blocks', mask, t.torch.float32)\n"
-        "  t.test_rows_of_small_gradients_keep_their_precision(mask, -12)\n"
+        "  t.test_odd_sizes_and_tile_edges('blocks', mask, torch.float32)\n"
+        "  n.test_rows_of_small_gradients_keep_their_precision(mask, -12)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True
