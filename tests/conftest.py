@@ -15,14 +15,24 @@ from undivided.run import autograd
 QUICK = {
     "test_backends": r"^(?!.*-(triton|flex)\])",
     "test_bad_input": "",
-    "test_cli": "TestDoctor|TestExplain|TestMask|TestPaths",
+    "test_cli": "TestDoctor|TestExplain|TestMask",
+    "test_cli_output": "TestPaths",
+    "test_decision_caches": "",
+    "test_decision_log": "",
+    "test_mask_changes": "",
+    "test_mask_pictures": "",
     "test_masks": "",
     "test_masks_interface": "",
+    "test_masks_of_sequences": "",
     "test_merge": "",
     "test_policy": "",
     "test_prose": "",
+    "test_random_masks": "",
     "test_selection": "",
     "test_semantics": "",
+    "test_semantics_of_masks": "",
+    "test_semantics_of_padding": "",
+    "test_signatures": "",
 }
 """The tests of --quick: a test file (without .py), and a regular expression that its tests' names must match."""
 

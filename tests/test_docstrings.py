@@ -88,8 +88,8 @@ def parameters(checked: Documented) -> list[str]:
         return list(getattr(checked.target, "_fields", ()))
     function = checked.target.__init__ if isinstance(checked.target, type) else checked.function
     given = inspect.signature(function).parameters
-    # **unknown is there for the error that it becomes
-    names = [name for name, one in given.items() if not (name == "unknown" and one.kind is one.VAR_KEYWORD)]
+    # *more and **unknown are there for the error that they become
+    names = [name for name, one in given.items() if str(one).split(":")[0] not in ("*more", "**unknown")]
     is_bound = isinstance(checked.target, type) or (
         checked.owner is not None and not isinstance(checked.target, staticmethod)
     )
@@ -139,7 +139,7 @@ def missing(checked: Documented) -> list[str]:
 
 def _is_generated(function: FunctionType) -> bool:
     """Whether a dataclass generated the function, which then has no source."""
-    return function.__code__.co_filename.startswith("<")
+    return inspect.unwrap(function).__code__.co_filename.startswith("<")
 
 
 def _public_objects_once() -> dict[str, Documented]:

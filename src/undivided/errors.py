@@ -3,7 +3,7 @@
     ValueError
       InputError          an argument is wrong; the message has argument, value, limit and hint. From
                           scaled_dot_product_attention it is also of the type that PyTorch raises (mostly RuntimeError),
-                          for an unknown keyword it is also a TypeError
+                          for a missing or unknown argument also a TypeError
     RuntimeError
       NoBackendError      no allowed backend can run the problem; has the Decision with every reason
 

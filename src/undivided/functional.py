@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_call, missing_as_required, unknown_arguments
 from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -78,11 +79,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@missing_as_required
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     layout: Layout,
     mask: Mask | None = None,
     bias: Tensor | None = None,
@@ -100,7 +102,7 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
-    **unknown: Any,  # not in the overloads, which are what type checkers see; an empty dict costs 20 ns
+    **unknown: Any,  # like `more`, not in the overloads, which are what type checkers see; both cost a few ns
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: any layout, any mask, any device, and the same answer from every backend.
 
@@ -148,8 +150,8 @@ def attention(
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
 
     Raises:
-        InputError: an argument is wrong; the message names it, its value, the limit, and a fix. For an unknown keyword,
-            such as one of another library, the error is also a TypeError.
+        InputError: an argument is wrong; the message names it, its value, the limit, and a fix. For a missing or
+            unknown one, such as a keyword of another library, the error is also a TypeError.
         NoBackendError: no allowed backend can run the call; the message lists every backend's reasons.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762); tiled softmax from Dao et al. 2022 (arXiv:2205.14135).
@@ -162,11 +164,11 @@ def attention(
     >>> undivided.attention(q, k, v, layout="thd", mask=mask).shape
     torch.Size([10, 8, 64])
     """
-    if unknown:
-        error = _unknown_keywords("attention", unknown, _ARGUMENTS)
+    if unknown or more:
+        error = _unknown_keywords("attention", unknown, _ARGUMENTS) if unknown else _too_many(more)
         if torch.compiler.is_compiling():  # torch.compile cannot create a class
             raise error
-        raise error.as_also(TypeError)  # Python raises TypeError for an unknown keyword
+        raise error.as_also(TypeError)  # the type of Python's own error
     if autograd.any_autocast():
         q, k, v = autograd.autocast(q, k, v, k_scale)
     options = new_tuple(
@@ -186,6 +188,7 @@ def attention(
     return autograd.run(decision.backend, call, tensors)
 
 
+@checked_call
 def explain(
     q: Tensor,
     k: Tensor,
@@ -264,8 +267,15 @@ def explain(
 
 def _unknown_keywords(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
     """The error for keywords that a function does not have."""
-    must = f"be given only its own arguments ({', '.join(sorted(known))})"
-    return InputError(function, must, sorted(given), keyword_hint(given, _ARGUMENTS))
+    return unknown_arguments(function, given, sorted(known), keyword_hint(given, _ARGUMENTS))
+
+
+def _too_many(more: Sequence[object]) -> InputError:
+    """The error for arguments of `attention` by position after q, k and v."""
+    name = "mask" if isinstance(more[0], Mask) else "layout"
+    value = repr(more[0]) if isinstance(more[0], str) else "..."
+    must = "be given by position only q, k and v"
+    return InputError("attention", must, f"{3 + len(more)} arguments", f"{name}={value}")
 
 
 def _machine_of(q: Tensor, device: str | None) -> Machine:

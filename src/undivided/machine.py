@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError, did_you_mean
 
 Version = tuple[int, ...]
@@ -63,6 +64,7 @@ def format_version(version: Version) -> str:
     return ".".join(map(str, version))
 
 
+@checked_call
 @dataclass(frozen=True)
 class Machine:
     """The properties of a machine that selection of a backend depends on.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.signature import checked_call
 from undivided.arguments.tensors import dtype_name
 from undivided.errors import InputError
 
@@ -49,6 +50,7 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
+@checked_call
 def quantize(x: Tensor, format: Format) -> Quantized:
     """The numbers of `x` in `format`: the nearest values, with the smallest scale that holds the largest of a row.
 
@@ -93,6 +95,7 @@ def quantize(x: Tensor, format: Format) -> Quantized:
     return Quantized(values if format == "int8" else _pack(values.flatten(-2)), scale)
 
 
+@checked_call
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``values * scale`` as [..., D] in `dtype`; the product is computed in fp32 (fp64 for float64).
 
@@ -134,6 +137,7 @@ def unchecked_dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     return groups.flatten(-2).to(dtype)
 
 
+@checked_call
 def empty(format: Format, shape: tuple[int, ...], device: torch.device | str | None = None) -> Quantized:
     """Uninitialised values and scales for numbers of shape ``[..., D]``, as `quantize` would return them.
 
@@ -166,6 +170,7 @@ def empty(format: Format, shape: tuple[int, ...], device: torch.device | str | N
     )
 
 
+@checked_call
 def format_of(dtype: torch.dtype) -> Format | None:
     """The format whose values have this dtype; None if there is none.
 

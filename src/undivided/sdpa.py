@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.signature import missing_as_required, unknown_arguments
 from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
-from undivided.errors import InputError, NoBackendError
+from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
 from undivided.request.request import Options, Request, Tensors, new_tuple
@@ -30,8 +31,10 @@ from undivided.selection.policy import policy
 
 Views = tuple[Tensor, Tensor, Tensor]
 _CAUSAL = masks.causal("top_left")
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
+@missing_as_required
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -41,6 +44,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Never,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same results, on our backends.
 
@@ -78,6 +82,12 @@ def scaled_dot_product_attention(
     >>> undivided.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
     torch.Size([2, 8, 5, 32])
     """
+    if unknown:
+        hint = did_you_mean(min(unknown), _NAMES)
+        error = unknown_arguments("scaled_dot_product_attention", unknown, _NAMES, hint)
+        if torch.compiler.is_compiling():
+            raise error
+        raise error.as_also(TypeError)
     query, key, value = autograd.autocast(query, key, value)
     try:
         _check_flags(is_causal, enable_gqa)

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from provoked_errors import FIELD, ids, q, raised
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from typer.testing import CliRunner
 
 import undivided
-from undivided.cli._app import app
 from undivided.diagnosis._entry import Entry
 from undivided.diagnosis._page import page
 from undivided.diagnosis.entries import TABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+
 
 FRAMES = """\
 Traceback (most recent call last):
@@ -35,77 +32,6 @@ Traceback (most recent call last):
   File "model.py", line 203, in attention
     output = self.attention(xq, xk, xv, attn_mask)
 """
-
-FIELD = {
-    "te-default-layout": """\
-Traceback (most recent call last):
-  File "/usr/lib/python3.12/site-packages/transformer_engine/pytorch/transformer.py", line 730, in forward
-    self_attention_outputs = self.self_attention(
-  File "/usr/lib/python3.12/site-packages/transformer_engine/pytorch/cpp_extensions/fused_attn.py", line 267
-    output_tensors = tex.fused_attn_fwd(
-RuntimeError: transformer_engine/common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu:394 in function operator(): cuDNN
-Error: [cudnn_frontend] Error: No valid execution plans built.. For more information, enable cuDNN error logging""",
-    "cudnn-no-plan": """\
-  File "comfy/ldm/modules/attention.py", line 482, in attention_pytorch
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-RuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.""",
-    "cudnn-execution-failed": """\
-[rank13]:   File "/usr/lib/python3.10/dist-packages/transformer_engine/pytorch/attention.py", line 5428, in forward
-[rank13]:     out_ret, aux_ctx_tensors = fused_attn_fwd(
-E! CuDNN (v90100 70) function cudnnBackendFinalize() called:
-e!         Error: CUDNN_STATUS_EXECUTION_FAILED; Reason: rtc->loadModule()""",
-    "te-no-backend": """\
-[DEBUG    | DotProductAttention]: Disabling FlashAttention as FlashAttention 2 is not installed
-[DEBUG    | DotProductAttention]: Disabling FusedAttention as no backend supports the provided input
-[rank0]: Traceback (most recent call last):
-[rank0]:   File "dot_product_attention.py", line 1417, in forward
-[rank0]:     raise ValueError(
-[rank0]: ValueError: No dot product attention support for the provided inputs!""",
-    "te-cp-only": """\
-  File "/usr/lib/python3.10/dist-packages/transformer_engine/pytorch/attention.py", line 2290, in forward
-    assert (
-AssertionError: Context parallelism is only implemented with Flash Attention and Fused Attention!""",
-    "sdpa-no-kernel": """\
-test_sdpa.py:14: UserWarning: Memory efficient kernel not used because: (Triggered internally at sdp_utils.cpp:718.)
-  torch.nn.functional.scaled_dot_product_attention(
-test_sdpa.py:14: UserWarning: Flash Attention does not support non-null attn_mask. (Triggered internally at a.h:269.)
-  torch.nn.functional.scaled_dot_product_attention(
-Traceback (most recent call last):
-  File "test_sdpa.py", line 14, in <module>
-RuntimeError: No available kernel.  Aborting execution.""",
-    "attention-out-of-memory": """\
-  File "modeling_llama.py", line 201, in eager_attention_forward
-    attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)
-torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of 79.15 GiB""",
-    "flash-undefined-symbol": """\
-  File "/usr/lib/python3.10/site-packages/flash_attn/flash_attn_interface.py", line 10, in <module>
-    import flash_attn_2_cuda as flash_attn_cuda
-ImportError: /usr/lib/python3.10/site-packages/flash_attn_2_cuda.cpython-310-x86_64-linux-gnu.so: undefined symbol:
-_ZN3c104cuda9SetDeviceEi""",
-    "flash-illegal-access": """\
-  File "/usr/lib/python3.12/site-packages/flash_attn/flash_attn_interface.py", line 198, in _flash_attn_varlen_backward
-    out = flash_attn_cuda.varlen_bwd(
-RuntimeError: CUDA error: an illegal memory access was encountered
-CUDA kernel errors might be asynchronously reported at some other API call""",
-    "te-dense-cu-seqlens": """\
-  File "train.py", line 20, in <module>
-    output_fused = attention_kernel(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
-RuntimeError: CUDA error: device-side assert triggered""",
-    "xformers-no-operator": """\
-  File "/usr/lib/python3.10/site-packages/xformers/ops/fmha/dispatch.py", line 63, in _run_priority_list
-    raise NotImplementedError(msg)
-NotImplementedError: No operator found for `memory_efficient_attention_forward` with inputs:
-     query       : shape=(10, 4096, 1, 64) (torch.float32)
-     attn_bias   : <class 'NoneType'>
-`fa3F@0.0.0` is not supported because:
-    requires device with capability <= (9, 0) but your GPU has capability (12, 0) (too new)
-`cutlassF-pt` is not supported because:
-    xFormers wasn't build with CUDA support""",
-}
-
-
-def q(*shape: int, **options: Any) -> torch.Tensor:
-    return torch.randn(*(shape or (1, 8, 4, 16)), **options)
 
 
 def only(*kernels: SDPBackend) -> Callable[..., Any]:
@@ -153,6 +79,8 @@ def mha(*shape: int, **options: Any) -> Any:
 
 
 MASK = torch.ones(4, 4, dtype=torch.bool).tril()
+
+
 PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("sdpa-head-count", lambda: sdpa(q(), q(1, 2, 4, 16), q(1, 2, 4, 16))),
     ("sdpa-head-count", lambda: sdpa(q(2, 8, 4, 16), q(2, 8, 4, 16), q(2, 8, 4, 16), MASK[None].repeat(2, 1, 1))),
@@ -187,20 +115,6 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
 
 def strided() -> torch.Tensor:
     return torch.nested.nested_tensor([q(8, 3, 16), q(8, 5, 16)])
-
-
-def raised(call: Callable[[], Any]) -> Exception:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            call()
-        except Exception as error:
-            return error
-    raise AssertionError("nothing was raised: the error is fixed in this PyTorch, and its entry should say so")
-
-
-def ids(answer: undivided.diagnosis.Diagnosis) -> list[str]:
-    return [entry.id for entry in answer.entries]
 
 
 def entries() -> Any:
@@ -329,109 +243,3 @@ class TestValues:
         error = raised(lambda: undivided.attention(q(1, 4, 8, 16), q(1, 4, 3, 16), q(1, 4, 3, 16), layout="bshd"))
         assert isinstance(error, undivided.InputError)
         assert f"Its HINT: {error.hint}." in undivided.diagnose(error).findings[0].facts
-
-
-class TestDiagnose:
-    def test_cause_and_hidden_context_are_read(self) -> None:
-        def training_step() -> None:
-            try:
-                sdpa(q(), q(1, 2, 4, 16), q(1, 2, 4, 16))
-            except RuntimeError as error:
-                raise ValueError("the step failed") from error
-
-        def hidden() -> None:
-            try:
-                training_step()
-            except ValueError:
-                raise KeyError("loss") from None
-
-        assert ids(undivided.diagnose(raised(training_step))) == ["sdpa-head-count"]
-        assert ids(undivided.diagnose(raised(hidden))) == ["sdpa-head-count"]
-
-    def test_chain_that_leads_back_to_itself_ends(self) -> None:
-        first, second = ValueError("a"), ValueError("KV cache is full!")
-        first.__cause__, second.__cause__ = second, first
-        assert ids(undivided.diagnose(first)) == ["te-cache-full"]
-
-    def test_the_more_specific_error_comes_first_and_the_others_are_named(self) -> None:
-        answer = undivided.diagnose(FIELD["te-default-layout"])
-        assert ids(answer) == ["te-default-layout", "cudnn-no-plan"]
-        assert "Also in this text" in str(answer)
-
-    def test_an_id_is_looked_up(self) -> None:
-        assert ids(undivided.diagnose("window-off-by-one")) == ["window-off-by-one"]
-
-    def test_text_is_wrapped_and_code_is_not(self) -> None:
-        for entry in TABLE:
-            assert all(len(line) <= 80 for line in str(undivided.diagnose(entry.id)).splitlines()), entry.id
-
-    def test_dictionary_is_plain(self) -> None:
-        answer = undivided.diagnose(FIELD["te-cp-only"]).to_dict()
-        assert json.loads(json.dumps(answer)) == answer
-        assert answer["known"]
-        assert answer["findings"][0]["snippet"].startswith("import torch, undivided")
-
-    def test_a_long_log_is_read_in_a_moment(self) -> None:
-        begun = time.monotonic()
-        for noise in ("a", "attention ", " must x got ", "pack causal window_size cpu bf16 nan mask "):
-            answer = undivided.diagnose(noise * (10**6 // len(noise)) + "\nKV cache is full!")
-            assert ids(answer) == ["te-cache-full"]
-        assert time.monotonic() - begun < 20
-
-    @pytest.mark.parametrize("wrong", ["", " \n", 3, None, b"text"])
-    def test_neither_text_nor_exception(self, wrong: Any) -> None:
-        with pytest.raises(undivided.InputError, match="problem must"):
-            undivided.diagnose(wrong)
-
-
-class TestCommand:
-    def run(self, *arguments: str, text: str | None = None) -> Any:
-        return CliRunner().invoke(
-            app, ["diagnose", *arguments], input=text, env={"COLUMNS": "80"}, catch_exceptions=False
-        )
-
-    def test_argument(self) -> None:
-        done = self.run(FIELD["te-cp-only"])
-        assert done.exit_code == 0
-        assert "te-cp-only" in done.stdout
-        assert "undivided.explain" in done.stdout
-        assert max(map(len, done.stdout.splitlines())) <= 80
-
-    @pytest.mark.parametrize("arguments", [(), ("-",)])
-    def test_standard_input(self, arguments: tuple[str, ...]) -> None:
-        done = self.run(*arguments, text=FIELD["sdpa-no-kernel"])
-        assert done.exit_code == 0
-        assert "sdpa-no-kernel" in done.stdout
-
-    def test_an_unknown_error_is_exit_code_1_and_lists_helpful_information(self) -> None:
-        done = self.run("KeyError: 'x' with torch 2.6.0")
-        assert done.exit_code == 1
-        assert "NVTE_DEBUG=1" in done.stdout
-        assert "torch 2.6.0" in done.stdout
-
-    @pytest.mark.parametrize("text", ["", "\n"])
-    def test_empty_input_is_exit_code_2(self, text: str) -> None:
-        done = self.run(text=text)
-        assert done.exit_code == 2
-        assert not done.stdout
-        assert "HINT" in done.stderr
-
-    def test_json(self) -> None:
-        done = self.run("--json", "KV cache is full!")
-        assert json.loads(done.stdout)["findings"][0]["id"] == "te-cache-full"
-        assert self.run("--json", "nothing known").exit_code == 1
-
-    def test_list(self) -> None:
-        listed = self.run("--list").stdout
-        assert all(entry.id in listed for entry in TABLE)
-        assert [row["id"] for row in json.loads(self.run("--list", "--json").stdout)] == [e.id for e in TABLE]
-
-
-def test_no_valid_plan_begins_with_the_layout_and_the_length() -> None:
-    """The two most frequent causes were once at the end of a list."""
-    (entry, *_) = undivided.diagnose("No valid execution plans built").entries
-    assert entry.id == "cudnn-no-plan"
-    assert entry.title.index("sbhd or bshd") < entry.title.index("multiple of 64")
-    first, second = entry.cause.index("The layout:"), entry.cause.index("only multiples of 64")
-    assert first < second < entry.cause.index("head size")
-    assert entry.fix.index("layout") < entry.fix.index("multiple of 64") < entry.fix.index("NVTE")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from undivided.errors import InputError
-from undivided.integrations.transformers import _patterns, attention, model_mask, register
-from undivided.integrations.transformers._masks import within_documents
+from undivided.integrations.transformers import _patterns, model_mask, register
 
 masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
-transformers = pytest.importorskip("transformers")
+
+
 register()
+
 
 STRUCTURE = {"causal", "window", "chunks", "prefix", "lengths", "starts", "documents", "document_ids"}
 
@@ -40,6 +38,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "bidirectional": lambda start: masking_utils.bidirectional_mask_function,
     "bidirectional-window-2": lambda start: masking_utils.sliding_window_bidirectional_mask_function(2),
 }
+
+
 CALLS: dict[str, dict[str, int]] = {
     "prefill": {"q_length": 9, "kv_length": 9},
     "decoding": {"q_length": 1, "kv_length": 9, "q_offset": 8},
@@ -50,6 +50,8 @@ CALLS: dict[str, dict[str, int]] = {
     "static-decoding": {"q_length": 1, "kv_length": 12, "q_offset": 8},
     "static-3-tokens": {"q_length": 3, "kv_length": 12, "q_offset": 6},
 }
+
+
 PADDING: dict[str, list[list[int]] | None] = {
     "none": None,
     "all-real": [[1] * 9] * 3,
@@ -218,226 +220,3 @@ def test_an_existing_mask_is_returned() -> None:
     assert mask.contiguous() is mask
     assert (mask.ndim, mask.shape) == (4, (2, 1, 1, 12))
     assert repr(mask) == "<ModelMask [2, 1, 1, 12]: lengths(kv=[9, 9])>"
-
-
-COMPUTED: dict[str, Callable[[Any], Any]] = {
-    "sliced": lambda mask: mask[:, :, 1:, :2],
-    "sliced-row": lambda mask: mask[:, 0],
-    "joined": lambda mask: mask & torch.tensor([True, False, True]),
-    "joined-right": lambda mask: torch.tensor([True, False, True]) & mask,
-    "inverted": lambda mask: ~mask,
-    "added": lambda mask: torch.zeros(3) + mask,
-    "multiplied": lambda mask: mask * 2.0,
-    "compared": lambda mask: mask == 0,
-    "where": lambda mask: torch.where(mask, 0.0, -1.0),
-    "padded": lambda mask: torch.nn.functional.pad(mask, (0, 1)),
-    "joined-up": lambda mask: torch.cat([mask, mask], dim=-1),
-    "method": lambda mask: mask.repeat(1, 2, 1, 1).reshape(-1, 3, 3).sum(-1),
-    "masked-fill": lambda mask: torch.zeros(2, 4, 3, 3).masked_fill(mask, 1.0),
-    "to-float": lambda mask: mask.to(torch.float64),
-    "to-by-name": lambda mask: mask.to(device="cpu", dtype=torch.int32),
-    "float": lambda mask: mask.float(),
-    "iterated": lambda mask: torch.stack(list(mask)),
-}
-
-
-OF_BOOLEANS = {"joined", "joined-right", "inverted", "where", "masked-fill"}
-
-
-@pytest.mark.parametrize(
-    ("name", "booleans"),
-    [(name, True) for name in COMPUTED] + [(name, False) for name in COMPUTED if name not in OF_BOOLEANS],
-)
-def test_a_model_that_computes_with_its_mask_gets_what_the_dense_mask_gives(name: str, booleans: bool) -> None:
-    """Gemma 4 slices its mask, LightGlue reshapes it, PP-DocLayout's reading order adds it to scores: each as with the
-    mask of "sdpa", or of "eager" if the model supports nothing else."""
-    made = masking_utils.causal_mask_function
-    real = torch.tensor([[True, True, True], [False, True, True]])
-    options = {"batch_size": 2, "q_length": 3, "kv_length": 3, "mask_function": made, "attention_mask": real}
-    model = transformers.LlamaModel if booleans else transformers.BloomModel
-    library = masking_utils.sdpa_mask if booleans else masking_utils.eager_mask
-    dense = library(**options, dtype=torch.float32, allow_is_causal_skip=False)
-    mask: Any = model_mask(**options, config=model.config_class(), dtype=torch.float32)
-    assert (mask.dtype, mask.shape, mask.device) == (dense.dtype, dense.shape, dense.device)
-    with nullcontext() if booleans else pytest.warns(UserWarning, match="as with attn_implementation='eager'"):
-        found = COMPUTED[name](mask)
-    expected = COMPUTED[name](dense)
-    assert torch.equal(found, expected)
-    assert found.dtype == expected.dtype
-
-
-@pytest.mark.parametrize(
-    "passed_on",
-    [
-        lambda mask: mask[:, :, :, :3],
-        lambda mask: mask[:],
-        lambda mask: mask.to("cpu"),
-        lambda mask: mask.to(torch.device("cpu"), non_blocking=True),
-        lambda mask: mask.to(dtype=torch.bool),
-        lambda mask: mask.contiguous().detach(),
-    ],
-    ids=["whole-slice", "whole", "device", "device-not-blocking", "dtype", "memory"],
-)
-def test_operations_that_do_not_change_the_mask_keep_its_structure(passed_on: Callable[[Any], Any]) -> None:
-    mask = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
-    assert passed_on(mask) is mask
-    assert (mask.dim(), mask.size(), mask.size(-1), mask.requires_grad) == (4, (1, 1, 3, 3), 3, False)
-    assert "dense" not in vars(mask)
-    with pytest.raises(AttributeError, match="no attribute '_made_up'"):
-        mask._made_up  # noqa: B018
-    assert mask in {mask}
-    assert copy.deepcopy(mask).shape == mask.shape
-
-
-def test_a_slice_of_the_mask_is_accepted_as_a_tensor() -> None:
-    """A mask that a model has changed is a boolean or a floating-point tensor."""
-    q, k = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 3, 4)
-    mask: Any = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask.dense[:, :, 1:])
-    for given in (mask[:, :, 1:], torch.zeros(1, 1, 2, 3).masked_fill(~mask[:, :, 1:], torch.finfo().min)):
-        torch.testing.assert_close(attention(Layer(), q, k, k, given)[0], expected.transpose(1, 2))
-
-
-class Layer(torch.nn.Module):
-    is_causal = False
-
-
-@pytest.mark.parametrize("argument", ["head_mask", "cache"])
-def test_unsupported_arguments_that_change_the_result_are_refused(argument: str) -> None:
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(InputError, match=f"{argument} must be None"):
-        attention(Layer(), q, q, q, None, **{argument: torch.zeros(1)})
-
-
-def test_a_mask_of_one_row_is_for_all_queries() -> None:
-    """LightGlue creates the mask of one query and passes it to a layer with many."""
-    q, k = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
-    real = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
-    made = masking_utils.bidirectional_mask_function
-    mask = model_mask(2, 1, 6, mask_function=made, attention_mask=real)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=real[:, None, None])
-    torch.testing.assert_close(attention(Layer(), q, k, k, mask)[0], expected.transpose(1, 2))
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and weights with a logit more for each query, in the denominator alone."""
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, torch.finfo().min)
-    weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-    return (weights @ v).transpose(1, 2), weights
-
-
-def test_sinks_of_single_tokens() -> None:
-    """Inkling's: a logit for each query and head."""
-    tensors = [torch.randn(2, 4, 6, 8).requires_grad_() for _ in range(3)] + [torch.randn(2, 4, 6, 1).requires_grad_()]
-    mask: Any = model_mask(2, 6, 6, mask_function=masking_utils.causal_mask_function)
-    found = attention(Layer(), *tensors[:3], mask, sinks=tensors[3], output_attentions=True)
-    expected = eager(*tensors[:3], mask.to_dense(), tensors[3])
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(out.square().sum(), tensors) for out, _ in (found, expected)]
-    torch.testing.assert_close(*gradients)
-
-
-def test_keys_chosen_by_index() -> None:
-    """DeepSeek 3.2 and its like: some keys for each query, beside the mask."""
-    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-    mask: Any = model_mask(2, 6, 6, mask_function=masking_utils.causal_mask_function)
-    indices = torch.stack([torch.stack([torch.randperm(6)[:3] for _ in range(6)]) for _ in range(2)])
-    chosen = (indices[..., None] == torch.arange(6)).any(-2)[:, None] & mask.to_dense()
-    rows = chosen.any(-1)[:, 0]
-    found = attention(Layer(), q, k, k, mask, indices=indices.to(torch.int32))[0]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=chosen, enable_gqa=True)
-    torch.testing.assert_close(found[rows], expected.transpose(1, 2)[rows])
-    assert not found[~rows].any()
-
-
-def test_blocks_of_keys_chosen_by_index() -> None:
-    """MiniMax M3: some blocks of keys for each query and group of heads; -1 is none, and the last block is not full."""
-    layer: Any = Layer()
-    layer.indexer = torch.nn.Identity()
-    layer.indexer.block_size = 2
-    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
-    blocks = torch.tensor([[[[0, 2], [1, -1], [2, 0]], [[1, 0], [2, -1], [0, -1]]]])
-    kept = (blocks[..., None] == torch.arange(5) // 2).any(-2).repeat_interleave(2, dim=1)
-    full: Any = model_mask(1, 3, 5, mask_function=masking_utils.bidirectional_mask_function)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=kept, enable_gqa=True)
-    for mask in (full, None):
-        found = attention(layer, q, k, k, mask, block_indices=blocks)[0]
-        torch.testing.assert_close(found, expected.transpose(1, 2))
-
-
-def test_a_mask_for_other_sizes_is_refused() -> None:
-    """A bottom-right causal mask for 5 keys differs from one for 6: it must not be silently aligned again."""
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 6, 4)
-    mask = model_mask(1, 3, 5, 2, mask_function=masking_utils.causal_mask_function)
-    with pytest.raises(InputError, match="attention_mask must be for 3 queries and 6 keys"):
-        attention(Layer(), q, k, k, mask)
-
-
-def test_without_a_mask_the_layer_says_whether_it_is_causal() -> None:
-    """As it is for transformers' own ``sdpa``; the keyword replaces what the layer says."""
-    layer, q = Layer(), torch.randn(1, 2, 3, 4)
-    full = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
-    causal = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
-    torch.testing.assert_close(attention(layer, q, q, q, None)[0], full)
-    torch.testing.assert_close(attention(layer, q, q, q, None, is_causal=True)[0], causal)
-    torch.testing.assert_close(attention(torch.nn.Identity(), q, q, q, None)[0], causal)
-
-
-@pytest.mark.parametrize("numbers", [False, True], ids=["boolean", "numbers"])
-def test_masks_given_by_the_user(numbers: bool) -> None:
-    """A 4-D tensor passes through transformers unchanged; one for a whole static cache is sliced."""
-    q, k = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 5, 4)
-    mask = torch.rand(2, 1, 3, 8) > 0.3
-    mask[..., 0] = True
-    given = torch.zeros(2, 1, 3, 8).masked_fill(~mask, torch.finfo(torch.float32).min) if numbers else mask
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=given[..., :5]).transpose(1, 2)
-    torch.testing.assert_close(attention(Layer(), q, k, k, given)[0], expected)
-
-
-def test_the_weights_are_those_of_the_output() -> None:
-    """With dropout the same entries drop out in both, and sinks take their share."""
-    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-    mask = model_mask(2, 6, 6, mask_function=masking_utils.sliding_window_causal_mask_function(3))
-    out, weights = attention(
-        Layer(), q, k, k, mask, dropout=0.3, s_aux=torch.randn(4), softcap=2.0, output_attentions=True
-    )
-    assert weights is not None
-    assert tuple(weights.shape) == (2, 4, 6, 6)
-    assert not weights.masked_select(~mask.to_dense()).any()
-    assert bool((weights.masked_select(mask.to_dense()) == 0).any())
-    values = k.repeat_interleave(2, dim=1)
-    torch.testing.assert_close((weights @ values).transpose(1, 2), out)
-
-
-def test_documents_from_cumulative_lengths() -> None:
-    """``cu_seq_lens_q`` in the attention's keywords, as flash attention's collator makes them: documents within the
-    pattern."""
-    q = torch.randn(1, 2, 9, 4)
-    cu = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    made = masking_utils.sliding_window_causal_mask_function(2)
-    mask: Any = model_mask(1, 9, 9, mask_function=made)
-    document = torch.repeat_interleave(torch.arange(3), cu.diff())
-    allowed = mask.to_dense() & (document[:, None] == document)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=allowed).transpose(1, 2)
-    options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 5, "max_length_k": 5}
-    torch.testing.assert_close(attention(Layer(), q, q, q, mask, **options)[0], expected)
-    assert within_documents(mask, cu, cu, 5, 5) is within_documents(mask, cu, cu, 5, 5)
-    same = document[:, None] == document
-    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=same).transpose(1, 2)
-    torch.testing.assert_close(attention(Layer(), q, q, q, None, **options)[0], expected)
-    mine = torch.rand(1, 1, 9, 9) > 0.2
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, q, q, attn_mask=(same & mine).masked_fill(~(same & mine).any(-1, keepdim=True), True)
-    ).transpose(1, 2)
-    rows = (same & mine).any(-1)[0, 0]
-    torch.testing.assert_close(attention(Layer(), q, q, q, mine, **options)[0][:, rows], expected[:, rows])
-
-
-def test_documents_in_chunks_from_cumulative_lengths() -> None:
-    cu = torch.tensor([0, 3, 9], dtype=torch.int32)
-    mask = model_mask(1, 9, 9, mask_function=chunked(2)(no_padding(1)))
-    found = within_documents(mask, cu, cu, None, None).to_dense(1, 1, 9, 9)[0, 0]
-    position = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
-    document = torch.tensor([0] * 3 + [1] * 6)
-    same = (document[:, None] == document) & (position[:, None] // 2 == position // 2)
-    assert torch.equal(found, same & torch.ones(9, 9, dtype=torch.bool).tril())

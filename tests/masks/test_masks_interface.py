@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
 import inspect
-import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from largest import Largest
 from torch import Tensor
 
 from undivided import masks
 from undivided.errors import InputError
 from undivided.masks import FULL, Mask
-from undivided.masks._drawing import density
 
 CPU = torch.device("cpu")
+
+
 causal, window, lengths, documents, prefix = (masks.causal, masks.window, masks.lengths, masks.documents, masks.prefix)
+
+
 IDS = torch.tensor([0, 0, 1])
+
+
 ALL = torch.ones(3, 3, dtype=torch.bool)
 
 
 def everywhere(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q == q
-
-
-# Structure and algebra.
 
 
 @pytest.mark.parametrize(
@@ -176,8 +173,6 @@ def test_padded_keys_move_each_documents_keys() -> None:
     assert mask.intervals(2, 8).tolist() == [[[0, 2], [4, 5]]]
 
 
-# Alignment.
-
 SAME = torch.tensor([2, 3])
 
 
@@ -237,9 +232,9 @@ def test_alibi_needs_an_alignment_that_a_mask_may_carry_alone() -> None:
     assert form.shift.tolist() == [[2, 2, 2]]
 
 
-# Errors.
-
 I8 = torch.tensor([1, 2])
+
+
 CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "align-unknown": (lambda: causal("middle"), "align must be"),  # type: ignore[arg-type]
     "window-side-negative": (lambda: window(-2, 0), "left must be at least 0.* got -2"),
@@ -374,457 +369,3 @@ def test_a_predicate_without_a_signature_is_accepted() -> None:
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(max)
     assert masks.predicate(max).kinds == {"predicate"}
-
-
-# Cached results and changes in place.
-
-
-def test_ranges_are_cached_until_a_tensor_changes_in_place() -> None:
-    n = torch.tensor([1, 2])
-    mask = lengths(n) & prefix(9)
-    first = mask.normal_form(2, 1, 2, 3, CPU)
-    assert mask.normal_form(2, 1, 2, 3, CPU) is first
-    assert mask.normal_form(2, 1, 2, 4, CPU) is not first
-    n.add_(1)
-    assert mask.normal_form(2, 1, 2, 3, CPU).ranges[:, 0].tolist() == [[0, 2], [0, 3]]
-
-
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (lambda t: masks.document_ids(t), lambda t: t.fill_(-1)),
-        (lambda t: causal() | prefix(t[0, :1]), lambda t: t.fill_(2)),
-        (lambda t: window(0, 0) & masks.chunks(2, offset=t[0, :1]), lambda t: t.add_(1)),
-        (lambda t: masks.dense(t.view(3, 1).bool()), lambda t: t.view(3, 1).bool()),
-    ],
-    ids=["ids", "prefix-view", "offset-view", "dense-of-a-copy"],
-)
-def test_a_mask_has_the_current_values_of_its_tensors(
-    make: Callable[[Tensor], Mask], change: Callable[[Tensor], object]
-) -> None:
-    t = torch.tensor([[0, 1, 1]])
-    mask = make(t)
-    mask.to_dense(1, 1, 3, 3)
-    change(t)
-    assert torch.equal(mask.to_dense(1, 1, 3, 3), make(t).to_dense(1, 1, 3, 3))
-
-
-def test_a_change_of_a_captured_tensor_changes_a_predicate() -> None:
-    limit = torch.tensor(1)
-    mask = masks.predicate(lambda b, h, q, k: k < limit)
-    assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
-    limit.fill_(3)
-    assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
-
-
-class Limit(torch.nn.Module):
-    """A predicate whose tensor is an attribute: a buffer, read through a method or a property."""
-
-    def __init__(self, limit: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("limit", limit)
-
-    @property
-    def bound(self) -> Tensor:
-        return self.limit  # type: ignore[no-any-return]
-
-    def forward(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return k < self.bound
-
-
-def by_default(limit: Tensor) -> Callable[..., Tensor]:
-    def before(b: Tensor, h: Tensor, q: Tensor, k: Tensor, limit: Tensor = limit) -> Tensor:
-        return k < limit
-
-    return before
-
-
-def by_object(limit: Tensor) -> Callable[..., Tensor]:
-    one = Limit(limit)
-    return lambda b, h, q, k: k < one.limit
-
-
-def by_dict(limit: Tensor) -> Callable[..., Tensor]:
-    one = {"limit": limit}
-    return lambda b, h, q, k: k < one["limit"]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [by_default, by_object, by_dict, Limit, lambda limit: Limit(limit).forward],
-    ids=["default", "object", "dict", "module", "method"],
-)
-def test_a_change_of_an_indirectly_captured_tensor_changes_a_predicate(make: Callable[[Tensor], Any]) -> None:
-    """Only closures, globals and partials were tracked: a method's `self` was not, and its old ranges were used."""
-    limit = torch.tensor(1)
-    mask = masks.predicate(make(limit))
-    assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
-    limit.fill_(3)
-    assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
-
-
-def test_a_predicate_may_close_over_another_tensor_later() -> None:
-    """A new tensor in the memory of the old one has its id, and a new one's version."""
-    limit = torch.tensor(1)
-    mask = masks.predicate(lambda b, h, q, k: k < limit)
-    for n in (1, 3, 2, 4):
-        limit = torch.tensor(n)
-        assert mask.intervals(1, 4).tolist() == [[[0, n]]]
-
-
-def test_values_are_checked_again_after_a_change_in_place() -> None:
-    n = torch.tensor([1, 2])
-    mask = lengths(n)
-    mask.check(2, 1, 4, 4, packed=False, device=CPU)
-    n[0] = -1
-    with pytest.raises(InputError, match="kv must be at least 0"):
-        mask.check(2, 1, 4, 4, packed=False, device=CPU)
-    n[0] = 9
-    with pytest.raises(InputError, match="at most 4"):
-        mask.check(2, 1, 4, 4, packed=False, device=CPU)
-
-
-def test_alignment_is_compared_again_after_a_change_in_place() -> None:
-    q, kv = torch.tensor([1, 2]), torch.tensor([1, 2])
-    mask = causal() & lengths(kv, q)
-    assert mask.resolved_align(2, 2, 2) == "both"
-    q[0] = 0
-    with pytest.raises(InputError, match="align must"):
-        mask.resolved_align(2, 2, 2)
-
-
-def test_a_form_keeps_the_positions_of_the_values_it_was_built_from() -> None:
-    n = torch.tensor([1, 2])
-    form = (causal("bottom_right") & lengths(n)).normal_form(2, 1, 1, 3, CPU)
-    n.zero_()
-    assert form.shift.tolist() == [[0], [1]]
-    start = torch.tensor([1, 0])
-    form = lengths([1, 2], kv_start=start).normal_form(2, 1, 1, 3, CPU)
-    start.zero_()
-    assert form.kv_position.tolist() == [[-1, 0, 1], [0, 1, 2]]
-
-
-@pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
-def test_ranges_stay_within_the_keys_even_if_values_could_not_be_checked(mask: Mask) -> None:
-    """Lengths on a GPU are not checked: wrong ones must not make a kernel access memory out of bounds."""
-    ranges = mask.normal_form(1, 1, 2, 4, CPU).ranges  # as attention does; unlike intervals(), without checks
-    assert int(ranges.min()) >= 0
-    assert int(ranges.max()) == 4
-
-
-@pytest.mark.parametrize("ask", ["intervals", "to_dense", "draw"])
-def test_methods_of_a_mask_check_the_sizes_too(ask: str) -> None:
-    sizes = (1, 1, 2, 4) if ask == "to_dense" else (2, 4)
-    with pytest.raises(InputError, match="at most 4"):
-        getattr(lengths([9]), ask)(*sizes)
-
-
-def test_inference_tensors_have_no_version_and_are_never_cached() -> None:
-    with torch.inference_mode():
-        n = torch.tensor([1])
-        mask = lengths(n)
-        mask.check(1, 1, 1, 3, packed=False, device=CPU)
-        assert mask.intervals(1, 3).tolist() == [[[0, 1]]]
-        n.add_(1)
-        assert mask.intervals(1, 3).tolist() == [[[0, 2]]]
-        n.fill_(9)
-        with pytest.raises(InputError, match="at most 3"):
-            mask.check(1, 1, 1, 3, packed=False, device=CPU)
-
-
-def test_forms_built_in_inference_mode_can_be_used_in_training() -> None:
-    with torch.inference_mode():
-        form = causal().normal_form(1, 1, 5, 5, CPU)
-    assert not form.ranges.is_inference()
-    assert not causal().normal_form(1, 1, 5, 5, CPU).ranges.is_inference()
-
-
-def test_masks_without_tensors_share_their_ranges() -> None:
-    first = (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 6, CPU)
-    assert (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 6, CPU) is first
-    assert (causal("top_left") & prefix(4)).normal_form(1, 1, 6, 6, CPU) is not first
-    assert (causal("bottom_right") & prefix(3)).normal_form(1, 1, 6, 7, CPU).shift.tolist() == [[1] * 6]
-    assert (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 7, CPU).shift.tolist() == [[0] * 6]
-
-
-def test_the_memory_of_one_mask_is_bounded() -> None:
-    mask = lengths([1])
-    for size in range(1, 100):
-        mask.normal_form(1, 1, size, size, CPU)
-    assert len(mask.__dict__["_memory"]) <= 16
-
-
-# Flattening, copying.
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        FULL,
-        causal(),
-        window(2, None, "bottom_right") & prefix(3),
-        lengths(SAME, SAME) & causal(),
-        documents([0, 2], [0, 3], [0, 4], [0, 5], 6, 7),
-        masks.chunks(2, "top_left", [-1]),
-        window(0, 1) | prefix([4]),
-    ],
-    ids=repr,
-)
-def test_flatten_and_unflatten_give_the_mask_back(mask: Mask) -> None:
-    spec, tensors = mask.flatten()
-    again = Mask.unflatten(spec, tensors)
-    assert repr(again) == repr(mask)
-    assert again.structure == mask.structure
-    assert again.flatten()[0] == spec
-    for one, other in zip(mask.tensors, again.tensors, strict=True):
-        assert one is other
-
-
-MOVED = {
-    "every-pair": masks.FULL,
-    "shared-lengths": causal() & lengths(n := torch.tensor([2, 3]), n),
-    "documents": documents([0, 2, 5]) & causal(),
-    "dense": masks.dense(torch.rand(1, 1, 5, 5) < 0.5),
-    "predicate": masks.predicate(lambda b, h, q, k: q >= k),
-}
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_mask_moves_to_a_device_with_its_tensors(name: str) -> None:
-    mask = MOVED[name]
-    moved = mask.to(torch.device("meta"))
-    assert [t.device.type for t in moved.tensors] == ["meta"] * len(mask.tensors)
-    assert moved.structure == mask.structure
-    assert [t.shape for t in moved.tensors] == [t.shape for t in mask.tensors]
-    assert mask.to("cpu") is mask
-    assert all(t.device.type == "cpu" for t in mask.tensors)
-
-
-def test_a_moved_mask_keeps_the_longest_document() -> None:
-    """Otherwise a kernel on a GPU waits to read the longest document."""
-    moved = documents([0, 2, 5], [0, 1, 2]).to("meta")
-    assert moved.document_sizes == (2, 3, 1)
-    n = torch.tensor([2, 3])
-    (shared,) = (causal() & lengths(n, n)).to("meta").tensors
-    assert shared.shape == (2,)
-
-
-@pytest.mark.parametrize("device", ["tpu", 3.5, None])
-def test_a_mask_cannot_move_to_an_invalid_device(device: Any) -> None:
-    with pytest.raises(InputError, match=r"device must be a torch\.device or its name, got"):
-        causal().to(device)
-
-
-def test_a_released_predicate_is_not_found_again() -> None:
-    mask = masks.predicate(lambda b, h, q, k: q >= k)
-    spec, _ = mask.flatten()
-    assert Mask.unflatten(spec, []).intervals(1, 1).tolist() == [[[0, 1]]]
-    del mask
-    gc.collect()
-    with pytest.raises(InputError, match="mask must be kept alive"):
-        Mask.unflatten(spec, [])
-
-
-def test_copies_do_not_contain_cached_values() -> None:
-    mask = causal("top_left") & lengths(torch.tensor([1, 3])) & masks.predicate(everywhere)
-    dense = mask.to_dense(2, 1, 3, 3)
-    for copied in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
-        assert "_memory" not in copied.__dict__
-        assert torch.equal(copied.to_dense(2, 1, 3, 3), dense)
-        copied.tensors[0].fill_(0)
-        assert not copied.to_dense(2, 1, 3, 3).any()
-    assert torch.equal(mask.to_dense(2, 1, 3, 3), dense)
-
-
-# Memory.
-
-
-S = 1 << 20
-LONG = {
-    "causal": lambda: causal(),
-    "window-with-prefix": lambda: window(4096, 0) | prefix(128),
-    "chunks": lambda: masks.chunks(8192) & causal(),
-    "lengths": lambda: lengths([S - 5]) & causal("bottom_right"),
-    "documents": lambda: documents(list(range(0, S + 1, 1024))) & causal(),
-    "document-ids": lambda: masks.document_ids(torch.arange(S) // 1000) & causal(),
-    "scattered-document-ids": lambda: masks.document_ids(torch.arange(S) % 1000) & causal(),
-    "two-unions": lambda: (causal() | prefix(5)) & (window(99, 0) | prefix(3)) & (window(9, 0) | prefix(7)),
-}
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_a_million_tokens_take_memory_in_proportion(name: str) -> None:
-    with Largest() as largest:
-        form = LONG[name]().normal_form(1, 1, S, S, CPU)
-        form.allowed(slice(0, 1), slice(S - 64, S), slice(S - 256, S), slice(0, 1))
-        form.hull(slice(0, 1), slice(0, 128))
-        for lazy in (form.q_position, form.kv_position, form.shift, form.q_sequence):
-            assert lazy.shape[1] == S
-        if form.exact:
-            form.tiles(4096, 4096)
-            assert form.rows_allowed.any()
-        if form.exact or name == "two-unions":
-            assert form.pairs > S
-            density(form, 24, 48)
-    assert largest.elements <= 4 * S
-
-
-def test_dense_masks_and_predicates_are_evaluated_block_by_block() -> None:
-    size = 4096
-    mask = masks.predicate(lambda b, h, q, k: (q - k) % 3 == 0) & causal()
-    with Largest() as largest:
-        form = mask.normal_form(1, 8, size, size, CPU)
-        tiles = form.tiles(512, 512)
-        assert form.rows_allowed.all()
-    assert largest.elements <= size * size // 3
-    assert tiles[0, 0].tolist() == [[1 if j <= i else 0 for j in range(8)] for i in range(8)]
-
-
-# Compilation.
-
-
-def test_masks_are_built_inside_compiled_functions() -> None:
-    def build(x: Tensor, n: Tensor, cu: Tensor) -> tuple[list[str], list[Tensor]]:
-        specs, tensors = [], []
-        for mask in (
-            causal() & lengths(n, n),
-            (window(3, 0, "bottom_right") | prefix(n)) & lengths(n) & masks.chunks(4, offset=n),
-            documents(cu) & causal() & masks.dense(x > 0),
-            masks.document_ids(n) & window(1, 1),
-            lengths([1, 2]) & causal("top_left"),
-        ):
-            spec, parts = mask.flatten()
-            specs.append(spec)
-            tensors += parts
-        one = causal() & lengths(n, n)
-        one.check(2, 1, 4, 4, packed=False, device=x.device)
-        specs.append(str(one.resolved_align(2, 4, 4)))
-        specs.append(str("causal" in one.kinds and not one.is_full))
-        return specs, [t + 0 for t in tensors]
-
-    arguments = (torch.rand(3, 3), torch.tensor([1, 2]), torch.tensor([0, 1, 3]))
-    specs, tensors = build(*arguments)
-    compiled_specs, compiled_tensors = torch.compile(build, fullgraph=True, backend="eager")(*arguments)
-    assert compiled_specs == specs
-    assert all(torch.equal(a, b) for a, b in zip(compiled_tensors, tensors, strict=True))
-
-
-def test_a_predicate_mask_built_outside_is_used_in_a_compiled_function() -> None:
-    mask = masks.predicate(everywhere)
-
-    def use(x: Tensor) -> tuple[Tensor, str]:
-        return x + 1, (mask & causal()).flatten()[0]
-
-    _, spec = torch.compile(use, fullgraph=True, backend="eager")(torch.ones(1))
-    assert Mask.unflatten(spec, []).intervals(2, 2).tolist() == [[[0, 1], [0, 2]]]
-
-
-def test_a_predicate_built_while_compiling_is_refused() -> None:
-    def build(x: Tensor) -> Tensor:
-        masks.predicate(everywhere)
-        return x
-
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="predicate"):
-        torch.compile(build, fullgraph=True, backend="eager")(torch.ones(1))
-
-
-# Pictures.
-
-
-@pytest.mark.parametrize(
-    ("mask", "picture"),
-    [
-        (
-            causal("bottom_right") & lengths([3, 2], [2, 2]),
-            """causal(align='bottom_right') & lengths(kv=[3, 2], q=[2, 2])
-  0 1 2
-0 ■ ■ ·
-1 ■ ■ ■""",
-        ),
-        (
-            window(0, 0) | prefix(1),
-            """window(0, 0) | prefix(1)
-  0 1 2 3 4 5 6 7
-0 ■ · · · · · · ·
-1 ■ ■ · · · · · ·
-2 ■ · ■ · · · · ·
-3 ■ · · ■ · · · ·
-4 ■ · · · ■ · · ·
-5 ■ · · · · ■ · ·
-6 ■ · · · · · ■ ·
-7 ■ · · · · · · ■""",
-        ),
-        (
-            documents([0, 1, 3], padded_q=[0, 2, 4]) & causal(),
-            """causal() & documents([0, 1, 3], padded_q=[0, 2, 4])
-  0 1 2 3
-0 ■ · · ·
-1 · · · ·
-2 · · ■ ·
-3 · · ■ ■""",
-        ),
-        (
-            (causal() | prefix(2)) & masks.document_ids(IDS),
-            """(causal() | prefix(2)) & document_ids(<int64 [1, 3]>)
-  0 1 2
-0 ■ ■ ·
-1 ■ ■ ·
-2 · · ■""",
-        ),
-        (
-            masks.dense(torch.eye(2, 3).bool()),
-            """dense(<bool [1, 1, 2, 3]>)
-  0 1 2
-0 ■ · ·
-1 · ■ ·""",
-        ),
-        (documents([0, 100]), "documents([0, 100])"),
-        (masks.predicate(everywhere) & lengths([2, 2]).take("lengths")[1], None),
-        (lengths(SAME.to("meta")), "lengths(kv=<int64 [2]>)"),
-    ],
-    ids=lambda value: repr(value) if isinstance(value, Mask) else "",
-)
-def test_str_draws_a_small_example(mask: Mask, picture: str | None) -> None:
-    assert str(mask) == picture or (picture is None and str(mask).startswith("predicate(everywhere)\n"))
-
-
-def test_str_of_an_ambiguous_mask_contains_the_error_instead_of_raising() -> None:
-    assert "align must be given" in str(causal() & lengths([1, 2]))
-
-
-def test_a_text_picture_that_is_too_large_is_refused() -> None:
-    """It would need 10 GB of characters, and as many pairs."""
-    with pytest.raises(InputError, match=r"batch \* q_len \* kv_len must be at most 4194304 .* got 10000000000"):
-        causal().draw(100_000, 100_000)
-
-
-def test_draw_shows_every_batch_element() -> None:
-    assert lengths([1, 2]).draw(1, 2, batch=2) == "  0 1\n0 ■ ·\n\n  0 1\n0 ■ ■"
-
-
-def test_a_long_title_stays_above_the_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    mask = causal("top_left") & lengths([3, 2], [3, 2]) & masks.chunks(4, "top_left") & masks.document_ids(IDS)
-    figure = mask.plot(3, 3, tmp_path / "mask.png", batch=2)
-    title = figure._suptitle
-    assert title.get_text().replace("\n", " ") == repr(mask)
-    place = title.get_window_extent()
-    assert 0 <= place.x0 < place.x1 <= figure.bbox.width
-    assert all(axes.get_window_extent().y1 < place.y0 for axes in figure.axes)
-
-
-def test_plot_counts_pairs_under_each_pixel(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "mask.png"
-    with Largest() as largest:
-        figure = (window(1 << 16, 0) | prefix(1 << 14)).plot(S, S, path, pixels=64)
-    assert path.stat().st_size > 1000
-    assert largest.elements <= 4 * S
-    image = figure.axes[0].images[0].get_array()
-    assert image.shape == (64, 64)
-    assert float(image[10, 10]) == pytest.approx(0.5, abs=1e-4)
-    assert float(image[63, 0]) == 1
-    assert float(image[63, 30]) == 0
-    dense = masks.dense(torch.eye(100).bool()).plot(100, 100, pixels=10).axes[0].images[0].get_array()
-    assert float(dense[3, 3]) == pytest.approx(0.1)
-    assert float(dense[3, 4]) == 0

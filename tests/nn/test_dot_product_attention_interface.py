@@ -1,13 +1,9 @@
-"""DotProductAttention as a module: its signature, documentation, errors, and use as a PyTorch module."""
-
 # ruff: noqa: E501 (tables of messages)
+"""DotProductAttention as a module: its signature, documentation, errors, and use as a PyTorch module."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from undivided import DotProductAttention, InputError, NoBackendError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from-transformer-engine.md"
+
 
 CONSTRUCTOR = """
 num_attention_heads kv_channels num_gqa_groups=None attention_dropout=0.0 qkv_format='sbhd' attn_mask_type='causal'
@@ -29,6 +24,8 @@ window_size=None bottom_right_diagonal=None sequence_parallel=False tp_size=1 ge
 layer_number=None attention_type='self' cp_group=None cp_global_ranks=None cp_stream=None cp_comm_type='p2p'
 softmax_scale=None softmax_type='vanilla' return_max_logit=False name=None
 """.split()
+
+
 FORWARD = """
 query_layer=None key_layer=None value_layer=None attention_mask=None qkv_format=None cu_seqlens_q=None cu_seqlens_kv=None
 cu_seqlens_q_padded=None cu_seqlens_kv_padded=None max_seqlen_q=None max_seqlen_kv=None attn_mask_type=None
@@ -83,11 +80,15 @@ def test_the_page_describes_every_argument(heading: str, signature: list[str], b
     assert [name for name in names if rows[name] == "refused"] == [name for name in names if name in refused]
 
 
-# Errors.
-
 Q = torch.randn(2, 6, 4, 8)
+
+
 KV = torch.randn(2, 6, 2, 8)
+
+
 T = torch.randn(12, 4, 8)
+
+
 CU = torch.tensor([0, 5, 12], dtype=torch.int32)
 
 
@@ -137,6 +138,7 @@ def padding(*shape: int) -> Tensor:
 
 
 PACKED = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+
 
 BAD_CALLS = [
     # formats and shapes
@@ -283,150 +285,3 @@ def test_a_requested_backend_runs_or_gives_reasons() -> None:
     assert DotProductAttention(4, 8, qkv_format="bshd", backend="reference")(Q, Q, Q).shape == (2, 6, 32)
     with pytest.raises(NoBackendError, match="flash_attn"):
         DotProductAttention(4, 8, qkv_format="bshd", backend="flash_attn")(Q, Q, Q)
-
-
-# Use as a PyTorch module.
-
-
-def learnable(**arguments: Any) -> DotProductAttention:
-    module = DotProductAttention(4, 8, qkv_format="bshd", softmax_type="learnable", **arguments)
-    assert module.softmax_offset is not None
-    torch.nn.init.normal_(module.softmax_offset)
-    return module
-
-
-def test_copies_pickles_and_checkpoints_compute_the_same() -> None:
-    module = learnable(window_size=(3, 0))
-    want = module(Q, Q, Q)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    loaded = DotProductAttention(4, 8, qkv_format="bshd", softmax_type="learnable", window_size=(3, 0))
-    loaded.load_state_dict(torch.load(file))
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
-        assert torch.equal(other(Q, Q, Q), want)
-    assert list(module.state_dict()) == ["softmax_offset"]
-    assert not DotProductAttention(4, 8, softmax_type="off-by-one").state_dict()
-
-
-def test_a_checkpoint_of_transformer_engine_loads() -> None:
-    offset = torch.randn(4)
-    model = torch.nn.Sequential(learnable())
-    saved = {"0.softmax_offset": offset, "0._extra_state": io.BytesIO(b"scales")}
-    model.load_state_dict(saved)
-    assert torch.equal(model[0].softmax_offset, offset)
-    assert "0._extra_state" in saved, "the caller's dictionary is left as it is"
-    with pytest.raises(RuntimeError, match="softmax_offset"):
-        DotProductAttention(4, 8).load_state_dict({"softmax_offset": offset})
-
-
-def test_a_module_created_on_the_meta_device_is_initialised_by_reset_parameters() -> None:
-    module = DotProductAttention(4, 8, qkv_format="bshd", softmax_type="learnable", device="meta").to_empty(
-        device="cpu"
-    )
-    module.reset_parameters()
-    plain = DotProductAttention(4, 8, qkv_format="bshd", softmax_type="off-by-one")
-    # a learnable sink needs gradients, so another backend may run
-    torch.testing.assert_close(module(Q, Q, Q), plain(Q, Q, Q))
-
-
-def test_meta_tensors_give_shapes() -> None:
-    module = learnable(return_max_logit=True).to("meta")
-    out, largest = module(*(t.to("meta") for t in (Q, Q, Q)))
-    assert (out.shape, largest.shape) == ((2, 6, 32), (4,))
-
-
-def test_autocast_casts_as_it_casts_sdpa() -> None:
-    module = learnable(return_max_logit=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, largest = module(Q, Q.double().float(), Q.bfloat16())
-    assert (out.dtype, largest.dtype) == (torch.bfloat16, torch.float32)
-    torch.testing.assert_close(out.float(), module(Q, Q, Q)[0], rtol=2e-2, atol=2e-2)
-
-
-COMPILED: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], dict[str, Any]]] = {
-    "causal": ({}, (Q, Q, Q), {}),
-    "packed": (PACKED, (T, T, T), {"cu_seqlens_q": CU}),
-    "packed with gaps": (PACKED, (T, T, T), {"cu_seqlens_q": torch.tensor([0, 3, 6]), "cu_seqlens_q_padded": CU}),
-    "lengths": ({"attn_mask_type": "padding"}, (Q, Q, Q), {"cu_seqlens_q": torch.tensor([0, 4, 10])}),
-    "boolean padding with holes": (
-        {"attn_mask_type": "padding_causal"}, (Q, Q, Q), {"attention_mask": torch.tensor([0, 0, 1, 0, 1, 1] * 2).bool().view(2, 1, 1, 6)},
-    ),
-    "arbitrary": ({"attn_mask_type": "arbitrary"}, (Q, Q, Q), {"attention_mask": torch.ones(6, 6).tril(-1).bool()}),
-    "alibi and the largest score": ({"return_max_logit": True}, (Q, Q, Q), {"core_attention_bias_type": "alibi"}),
-    "window, recomputed": ({"window_size": (2, 0)}, (Q, Q, Q), {"checkpoint_core_attention": True}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("made", "tensors", "call"), COMPILED.values(), ids=COMPILED)
-def test_it_compiles_into_one_graph(made: dict[str, Any], tensors: tuple[Tensor, ...], call: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    module = DotProductAttention(4, 8, softmax_type="learnable", **({"qkv_format": "bshd"} | made))
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    tensors = tuple(t.clone().requires_grad_() for t in tensors)
-    results = []
-    for run in (module, compiled):
-        found = run(*tensors, **call)
-        outs = found if isinstance(found, tuple) else (found,)
-        results.append([*outs, *torch.autograd.grad(outs[0].square().sum(), (*tensors, module.softmax_offset))])
-    for eager, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, eager)
-
-
-class Layer(torch.nn.Module):
-    """A minimal layer with attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(32, 96)
-        self.attention = DotProductAttention(4, 8, qkv_format="bshd", softmax_type="learnable")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(qkv_layer=self.qkv(x).unflatten(-1, (3, 4, 8)))
-
-
-def _train_on_two_ranks(rank: int, rendezvous: str, results: str) -> None:
-    """Gradients of a batch divided over two ranks: data parallel, sharded by wrapper, sharded in place."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file:{rendezvous}", rank=rank, world_size=2)
-    try:
-        found = {}
-        x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))[rank : rank + 1]
-        for name, wrap in WRAPPERS.items():
-            torch.manual_seed(0)
-            model = wrap(Layer())
-            model(x).square().sum().backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            found[name] = model(x).detach()
-        torch.save(found, f"{results}.{rank}")
-    finally:
-        distributed.destroy_process_group()
-
-
-def _sharded(layer: Layer) -> torch.nn.Module:
-    mesh = distributed.init_device_mesh("cpu", (2,))
-    return fully_shard(layer, mesh=mesh)
-
-
-WRAPPERS: dict[str, Callable[[Layer], torch.nn.Module]] = {
-    "DistributedDataParallel": DistributedDataParallel,
-    "FullyShardedDataParallel": lambda layer: FullyShardedDataParallel(layer, device_id=torch.device("cpu")),
-    "fully_shard": _sharded,
-}
-
-
-@pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
-def test_data_parallel_and_sharded_training_equal_one_process(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layer = Layer()
-    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
-    (layer(x).square().sum() / 2).backward()  # ranks average
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    want = layer(x).detach()
-    results = tmp_path / "found"
-    torch.multiprocessing.spawn(_train_on_two_ranks, (str(tmp_path / "rendezvous"), str(results)), nprocs=2)
-    for rank in range(2):
-        found = torch.load(f"{results}.{rank}")
-        assert list(found) == list(WRAPPERS)
-        for name, out in found.items():
-            torch.testing.assert_close(out, want[rank : rank + 1], msg=name)

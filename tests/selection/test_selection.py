@@ -7,126 +7,14 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from calls import problem_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from selection_problems import MACHINES, PROBLEMS, TORCH
 
 import undivided
-from undivided import InputError, Machine, NoBackendError, masks
-from undivided.backends import all_backends, reference
-from undivided.request.problem import Problem
-from undivided.selection import decision as selection
-from undivided.selection.policy import Policy, policy
-
-EVERYTHING = {"triton": "3.5.0", "flash_attn": "2.8.3", "cudnn_frontend": "1.15.0"}
-TORCH = "2.13.0"
-
-
-def gpu(name: str, capability: tuple[int, int], cudnn: str | None, **packages: str) -> Machine:
-    return Machine("cuda", name, capability, cudnn, packages, TORCH)
-
-
-MACHINES = {
-    "cpu": Machine("cpu", torch=TORCH, isa="AVX512"),
-    "amx": Machine("cpu", torch=TORCH, isa="amx"),
-    "t4": gpu("T4", (7, 5), "9.13.0", **EVERYTHING),
-    "a100-bare": gpu("A100", (8, 0), "8.9.7", triton="3.5.0"),
-    "a100": gpu("A100", (8, 0), "9.13.0", **EVERYTHING),
-    "h100": gpu("H100", (9, 0), "9.16.0", flash_attn_3="3.0.0", **EVERYTHING),
-    "b200": gpu("B200", (10, 0), "9.16.0", flash_attn_4="4.0.0", triton="3.5.0", cudnn_frontend="1.15.0"),
-    "amd": Machine("cuda", "MI300X", None, None, {"triton": "3.5.0"}, TORCH, hip=True),
-}
-
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def meta(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
-
-
-def case(
-    mask: masks.Mask | None = None,
-    *,
-    q_len: int = 1024,
-    kv_len: int = 1024,
-    heads: int = 16,
-    kv_heads: int = 16,
-    dim: int = 128,
-    v_dim: int | None = None,
-    dtype: torch.dtype = BF16,
-    grad: bool = False,
-    layout: str = "bshd",
-    page_size: int | None = None,
-    quantized: torch.dtype | None = None,
-    **features: Any,
-) -> dict[str, Any]:
-    """Arguments of `explain`."""
-    lead = () if layout == "thd" else (2,)
-    kv = (64, page_size, kv_heads) if page_size else (*lead, kv_len, kv_heads)
-    arguments = {
-        "q": meta(*lead, q_len, heads, dim, dtype=dtype, grad=grad),
-        "k": meta(*kv, dim, dtype=quantized or dtype, grad=grad),
-        "v": meta(*kv, v_dim or dim, dtype=quantized or dtype, grad=grad),
-        "layout": layout,
-        "mask": mask,
-        **features,
-    }
-    if quantized is not None:
-        arguments |= {name: meta(*kv, dtype=FP32) for name in ("k_scale", "v_scale")}
-    return arguments | ({"pages": torch.empty(2, 8, dtype=torch.int32, device="meta")} if page_size else {})
-
-
-BR = "bottom_right"
-PACKED = masks.documents([0, 300, 1024])
-PROBLEMS: dict[str, dict[str, Any]] = {
-    "plain": case(),
-    "plain-fp16": case(dtype=torch.float16),
-    "plain-fp32": case(dtype=FP32),
-    "plain-fp64": case(dtype=torch.float64),
-    "train-causal": case(masks.causal(), grad=True),
-    "train-causal-fp32": case(masks.causal(), grad=True, dtype=FP32),
-    "short-fp32": case(q_len=16, kv_len=16, heads=4, kv_heads=4, dim=64, dtype=FP32),
-    "train-short-fp32": case(q_len=16, kv_len=16, heads=4, kv_heads=4, dim=64, dtype=FP32, grad=True),
-    "train-4-tokens": case(q_len=4, kv_len=4, grad=True),
-    "train-1-token": case(q_len=1, kv_len=1, heads=4, kv_heads=4, grad=True),
-    "train-gqa": case(masks.causal(), grad=True, kv_heads=4),
-    "decode": case(masks.causal(BR), q_len=1, kv_len=4096, kv_heads=4),
-    "decode-lengths": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_len=4096, kv_heads=4),
-    "decode-pages-16": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_heads=4, page_size=16),
-    "decode-pages-256": case(masks.causal(BR) & masks.lengths([9, 99]), q_len=1, kv_heads=4, page_size=256),
-    "decode-int8": case(masks.causal(BR), q_len=1, kv_len=4096, kv_heads=4, quantized=torch.int8),
-    "decode-pages-fp8": case(masks.lengths([9, 99]), q_len=1, kv_heads=4, page_size=16, quantized=torch.float8_e4m3fn),
-    "prefill-top-left": case(masks.causal("top_left"), q_len=512),
-    "prefill-bottom-right": case(masks.causal(BR), q_len=512),
-    "train-window": case(masks.window(128, 0), grad=True),
-    "two-sided-window": case(masks.window(128, 64)),
-    "window-with-globals": case(masks.window(128, 0) | masks.prefix(4)),
-    "prefix-lm": case(masks.causal() | masks.prefix(4)),
-    "train-packed": case(PACKED & masks.causal(), grad=True, layout="thd"),
-    "train-packed-slots": case(
-        masks.documents([0, 300, 1000], padded_q=[0, 320, 1024]) & masks.causal(), grad=True, layout="thd"
-    ),
-    "train-padded": case(masks.causal() & masks.lengths([9, 99], [9, 99]), grad=True),
-    "left-padded": case(masks.causal() & masks.lengths([9, 99], [9, 99], [3, 4], [3, 4])),
-    "dense-mask": case(masks.dense(torch.ones(1024, 1024, dtype=torch.bool))),
-    "predicate": case(masks.predicate(lambda b, h, i, j: i >= j)),
-    "chunks": case(masks.chunks(128)),
-    "bias": case(bias=meta(1, 16, 1024, 1024)),
-    "train-bias-fp32": case(bias=meta(1, 16, 1024, 1024, dtype=FP32, grad=True), grad=True, dtype=FP32),
-    "alibi": case(masks.causal(), alibi_slopes=meta(16, dtype=FP32)),
-    "train-softcap": case(masks.causal(), grad=True, softcap=50.0),
-    "train-sinks": case(masks.causal(), grad=True, sinks=meta(16, grad=True)),
-    "train-dropout": case(masks.causal(), grad=True, dropout_p=0.1),
-    "train-lse": case(masks.causal(), grad=True, return_lse=True),
-    "train-mla": case(masks.causal(), grad=True, dim=192, v_dim=128),
-    "train-head-320": case(masks.causal(), grad=True, dim=320),
-    "head-100": case(dim=100),
-    "no-keys": case(kv_len=0),
-}
+from undivided import Machine, NoBackendError, masks
+from undivided.backends import all_backends
 
 # One row per problem, one column per machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn,
 # A flash_attn, C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose;
@@ -142,6 +30,8 @@ NAMES = {
     "N": "native",
     "G": "triton",
 }
+
+
 GOLDEN = """
                         cpu  amx  t4  a100-bare  a100  h100  b200  amd
 plain                   N    N    R   F          A     C     C     G
@@ -212,9 +102,6 @@ def test_the_golden_table_names_every_backend() -> None:
     assert set(NAMES.values()) == {backend.name for backend in all_backends()}
 
 
-# An explicit request runs or raises
-
-
 def test_an_explicit_backend_runs_although_another_would_be_chosen() -> None:
     q = torch.randn(1, 8, 2, 16)
     assert undivided.explain(q, q, q, layout="bshd").backend.name != "reference"
@@ -256,9 +143,6 @@ def test_a_backend_for_requests_only_runs_if_named_but_not_by_family_or_default(
     assert undivided.explain(**arguments, machine=machine, backend="flex").backend.name == "flex"
     with undivided.use_backends("flex"):
         assert undivided.explain(**arguments, machine=machine).backend.name == "flex"
-
-
-# Reasons
 
 
 REASONS = {
@@ -317,9 +201,6 @@ def test_a_decision_prints_as_a_table() -> None:
     assert "\n  native           chosen (flash); measured rank: est. " in measured
 
 
-# Meta tensors and described machines
-
-
 def test_explain_reads_meta_tensors_and_runs_nothing() -> None:
     q = torch.empty(64, 2**20, 32, 128, dtype=torch.bfloat16, device="meta")
     decision = undivided.explain(q, q, q, layout="bshd", mask=masks.window(4096, 0))
@@ -339,201 +220,3 @@ def test_deterministic_is_part_of_the_problem_that_backends_see() -> None:
     assert not undivided.explain(
         **PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=False
     ).problem.deterministic
-
-
-# Caching
-
-
-@pytest.fixture
-def decided(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """The problems that were really decided, with the caches emptied first."""
-    for cache in (selection._decisions, selection._by_class):
-        monkeypatch.setattr(selection, {id(selection._decisions): "_decisions"}.get(id(cache), "_by_class"), {})
-    seen: list[Problem] = []
-    decide = selection.decide
-
-    def counting(problem: Problem, machine: Machine, policy: Policy) -> selection.Decision:
-        seen.append(problem)
-        return decide(problem, machine, policy)
-
-    monkeypatch.setattr(selection, "decide", counting)
-    return seen
-
-
-def test_a_repeated_problem_is_decided_once(decided: list[Problem]) -> None:
-    q = torch.randn(1, 40, 2, 16)
-    for _ in range(3):
-        undivided.attention(q, q, q, layout="bshd")
-    assert len(decided) == 1
-    undivided.attention(q, q, q, layout="bshd", softcap=1.0)
-    assert len(decided) == 2
-
-
-def test_decoding_shares_decisions_between_lengths(decided: list[Problem]) -> None:
-    q, kv = torch.randn(1, 1, 2, 8), torch.randn(1, 1024, 2, 8)
-    for length in range(513, 1025):
-        out = undivided.attention(q, kv[:, :length], kv[:, :length], layout="bshd", mask=masks.causal("bottom_right"))
-        assert out.shape == q.shape
-    assert len(decided) == 7  # one for every divisibility by 1, 2, ..., 64
-    select = selection.select(problem_of(q, kv[:, :700], kv[:, :700], layout="bshd"), Machine.this(), policy())
-    assert select.problem.kv_len == 700, "a shared decision still prints the problem it is for"
-
-
-def test_the_identity_of_a_predicate_does_not_affect_the_decision(decided: list[Problem]) -> None:
-    q = torch.randn(1, 8, 2, 8)
-    for shift in range(5):
-        mask = masks.predicate(lambda b, h, i, j, shift=shift: i + shift >= j)  # type: ignore[misc]
-        undivided.attention(q, q, q, layout="bshd", mask=mask)
-    assert len(decided) == 1
-
-
-def test_values_of_lengths_do_not_affect_the_decision(decided: list[Problem]) -> None:
-    q = torch.randn(2, 8, 2, 8)
-    for n in range(1, 9):
-        undivided.attention(q, q, q, layout="bshd", mask=masks.lengths([n, 1]))
-    assert len(decided) == 1
-
-
-def test_gradients_affect_the_decision(decided: list[Problem]) -> None:
-    q = torch.randn(1, 8, 2, 8)
-    undivided.attention(q, q, q, layout="bshd")
-    undivided.attention(q.requires_grad_(), q, q, layout="bshd")
-    assert ["backward" in problem.features for problem in decided] == [False, True]
-
-
-def test_policies_and_machines_affect_the_decision(decided: list[Problem]) -> None:
-    problem = problem_of(*(torch.randn(1, 8, 2, 8) for _ in range(3)), layout="bshd")
-    anything = Policy()
-    first = selection.select(problem, MACHINES["cpu"], anything)
-    assert selection.select(problem, MACHINES["cpu"], anything) is first
-    assert selection.select(problem, MACHINES["cpu"], Policy()).backend is first.backend
-    assert selection.select(problem, MACHINES["cpu"], Policy(forced="reference")).backend.name == "reference"
-    twin = Machine("cpu", torch=TORCH, isa="AVX512")
-    assert selection.select(problem, twin, Policy()).machine is twin
-    assert len(decided) == 3
-
-
-def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_MAX_DECISIONS", 5)
-    monkeypatch.setattr(selection, "_decisions", {})
-    for length in range(1, 20):
-        q = torch.randn(1, length, 1, 4)
-        undivided.attention(q, q, q, layout="bshd")
-        assert len(selection._decisions) <= 5
-
-
-def test_reasons_are_built_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    original = type(reference.BACKEND).reasons
-
-    def reasons(self: Any, problem: Problem, machine: Machine) -> list[str]:
-        asked.append(self.name)
-        return original(self, problem, machine)
-
-    monkeypatch.setattr(type(reference.BACKEND), "reasons", reasons)
-    decision = undivided.explain(**PROBLEMS["plain"], machine=MACHINES["cpu"])
-    assert asked == []
-    assert decision.reasons
-    assert asked == ["reference"]
-
-
-# What decisions share: backends look at nothing else
-
-
-STRUCTURES = [arguments["mask"].structure for arguments in PROBLEMS.values() if arguments["mask"] is not None]
-
-
-@st.composite
-def lengths_of_one_class(draw: st.DrawFn) -> tuple[int, int]:
-    """Two lengths that selection must not distinguish."""
-    if draw(st.booleans()):
-        length = draw(st.integers(0, 16))
-        return length, length
-    bits, step = draw(st.integers(5, 34)), 2 ** draw(st.integers(0, 6))
-    low, high = 2 ** (bits - 1), 2**bits  # in (low, high]
-    assert low % step == 0 or step > low
-    numbers = st.integers(low // step, high // step).map(lambda n: n * step)
-    fitting = numbers.filter(lambda x: low < x <= high and (step == 64 or x // step % 2 == 1))
-    first = 64 * max(1, high // 64) if step == 64 and high < 64 else draw(fitting)
-    return (first, first) if step == 64 and high < 64 else (first, draw(fitting))
-
-
-@st.composite
-def problems_of_one_key(draw: st.DrawFn) -> tuple[Problem, Problem]:
-    q, kv, count, most_q, most_kv = (draw(lengths_of_one_class()) for _ in range(5))
-    packed = draw(st.booleans())
-    heads, kv_heads = draw(st.sampled_from([(8, 8), (8, 2)]))
-    dims = draw(st.tuples(*[st.sampled_from([8, 40, 64, 96, 100, 128, 192, 200, 256, 320, 512])] * 2))
-    features = draw(st.frozensets(st.sampled_from(sorted(reference.BACKEND.limits.features))))
-    base = Problem(
-        device=draw(st.sampled_from(["cpu", "cuda"])),
-        dtype=draw(st.sampled_from([BF16, torch.float16, FP32])),
-        layout="thd" if packed else "bshd",
-        batch=1 if packed else draw(st.sampled_from([0, 1, 7])),
-        heads=heads,
-        kv_heads=kv_heads,
-        q_len=q[0],
-        kv_len=kv[0],
-        qk_dim=dims[0],
-        v_dim=dims[1],
-        mask=draw(st.sampled_from([masks.FULL.structure, *STRUCTURES])),
-        align=draw(st.sampled_from([None, "both", "top_left", "bottom_right"])),
-        features=features,
-        bias=draw(st.sampled_from(["bhqk", "1h1k"])) if "bias" in features else None,
-        documents=(count[0], most_q[0], most_kv[0]) if packed else None,
-        page_size=draw(st.sampled_from([16, 256])) if "paged" in features else None,
-        deterministic=draw(st.booleans()),
-    )
-    documents = (count[1], most_q[1], most_kv[1]) if packed else None
-    return base, base._replace(q_len=q[1], kv_len=kv[1], documents=documents)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(problems_of_one_key(), st.sampled_from(sorted(MACHINES)))
-def test_problems_with_one_selection_key_get_the_same_reasons_from_every_backend(
-    pair: tuple[Problem, Problem], name: str
-) -> None:
-    one, other = pair
-    if selection.selection_key(one) != selection.selection_key(other):
-        return  # the two lengths compare differently
-    machine = MACHINES[name]
-    for backend in all_backends():
-        reasons = [backend.reasons(problem, machine) for problem in pair]
-        assert bool(reasons[0]) == bool(reasons[1]), (backend, one, other, reasons)
-        assert backend.rank(one, machine) == backend.rank(other, machine)
-        assert backend.only_when_asked(one, machine) == backend.only_when_asked(other, machine)
-
-
-@pytest.mark.parametrize(("one", "other"), [(100, 101), (64, 65), (1023, 1025), (3, 4), (0, 1), (128, 96)])
-def test_lengths_that_a_backend_may_distinguish_have_different_keys(one: int, other: int) -> None:
-    problem = problem_of(*(torch.empty(1, 1, 1, 8) for _ in range(3)), layout="bshd")
-    keys = {selection.selection_key(problem._replace(kv_len=length)) for length in (one, other)}
-    assert len(keys) == 2
-
-
-def test_whether_queries_outnumber_keys_is_in_the_key() -> None:
-    problem = problem_of(*(torch.empty(1, 1, 1, 8) for _ in range(3)), layout="bshd")
-    sizes = [(129, 131), (131, 129), (131, 131)]
-    keys = {selection.selection_key(problem._replace(q_len=q, kv_len=kv)) for q, kv in sizes}
-    assert len(keys) == 3
-
-
-# Describing machines
-
-
-def test_machines_are_described_by_name_and_compare_by_value() -> None:
-    assert Machine.named("A100", cudnn="9.1.0") == Machine("cuda", "A100", (8, 0), "9.1.0")
-    assert Machine.named("cpu").device == "cpu"
-    assert hash(Machine.named("h100")) == hash(Machine.named("H100"))
-
-
-def test_this_machine_is_probed_once() -> None:
-    assert Machine.this() is Machine.this("cpu")
-    assert Machine.this().probed
-    assert Machine.this().torch == torch.__version__
-    assert Machine.this().version("torch") == tuple(int(n) for n in torch.__version__.split("+")[0].split("."))
-
-
-def test_an_unknown_machine_names_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"device must be cpu or one of v100, t4, a100.*got 'a1000'"):
-        Machine.named("a1000")

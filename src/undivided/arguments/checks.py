@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,22 @@ from undivided.arguments.tensors import functional_mode, has_dispatch, missing_m
 from undivided.errors import InputError
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+
+
+class _Required:
+    """The type of `REQUIRED`."""
+
+    def __repr__(self) -> str:
+        return "no value"
+
+
+REQUIRED: Any = _Required()
+"""The default of an argument that must be given: the checks refuse it, at no cost to calls that give the argument."""
+
+
+def as_type_error(error: InputError) -> InputError:
+    """The error as one that is also a TypeError, except under torch.compile, which cannot create a class."""
+    return error if torch.compiler.is_compiling() else error.as_also(TypeError)
 
 
 _ELSEWHERE = {
@@ -24,6 +41,8 @@ _ELSEWHERE = {
 
 def check_tensor(name: str, value: object) -> None:
     """InputError unless it is a strided tensor whose memory holds all its elements."""
+    if value is REQUIRED:
+        raise as_type_error(InputError(name, "be a torch.Tensor", REQUIRED, hint=f"{name} has no default"))
     if not isinstance(value, Tensor):
         convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor"}.get(type(value).__name__)
         raise InputError(name, "be a torch.Tensor", type(value).__name__, convert and f"{convert}({name})")

@@ -30,14 +30,19 @@ STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
 """Strides of batch, head and token from those of a tensor in this layout. Views would give the same, but take a
 microsecond each."""
 
-Strides = tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]
-"""Strides of batch, head and token, of q, of k and of v."""
 
+class Strides:
+    """What a kernel reads of the strides: those of batch, head and token, of q, of k and of v.
 
-def kernel_strides(q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> Strides:
-    """What a kernel reads of the strides. Paged k and v are [pages, page_size, N, D] in every layout."""
-    of_q, of_keys = STRIDES[layout], STRIDES["bshd" if paged else layout]
-    return of_q(q.stride()), of_keys(k.stride()), of_keys(v.stride())
+    Repeated calls share the object: `packed` is what the native kernel makes of it and of the sizes, None before.
+    """
+
+    __slots__ = ("k", "packed", "q", "v")
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> None:
+        of_q, of_keys = STRIDES[layout], STRIDES["bshd" if paged else layout]  # pages are [.., page_size, N, D]
+        self.q, self.k, self.v = of_q(q.stride()), of_keys(k.stride()), of_keys(v.stride())
+        self.packed: tuple[bytes, ...] | None = None
 
 
 def rank(layout: Layout) -> int:

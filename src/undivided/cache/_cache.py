@@ -13,6 +13,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._graphs import outside_of_graphs
@@ -27,6 +28,7 @@ from undivided.request.checks import check_layout
 Lengths = Sequence[int] | Tensor
 
 
+@checked_methods("fork", "free", "truncate")
 class SequenceCache:
     """The memory of one layer, and the sequences whose tokens it holds."""
 
@@ -175,6 +177,7 @@ class SequenceCache:
         return pairs
 
 
+@checked_methods("keep")
 class Cache(SequenceCache, ABC):
     """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
 

@@ -8,11 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from undivided.arguments.signature import wrong_call
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_of_graphs(function: F) -> F:
-    """The method with a graph break: lengths are numbers on the host, and a graph would be compiled for each value."""
+    """The method with a graph break: lengths are numbers on the host, and a graph would be compiled for each value.
+    A call that does not fit the signature raises InputError, as in `checked_call`."""
 
     @functools.wraps(function)
     def method(*arguments: Any, **options: Any) -> Any:
@@ -20,6 +23,11 @@ def outside_of_graphs(function: F) -> F:
             from undivided.cache import _graph_break
 
             return _graph_break.call(function, arguments, options)
-        return function(*arguments, **options)
+        try:
+            return function(*arguments, **options)
+        except TypeError as error:
+            if (wrong := wrong_call(error, function, arguments, options)) is None:
+                raise
+        raise wrong
 
     return method  # type: ignore[return-value]

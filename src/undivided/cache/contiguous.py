@@ -8,6 +8,7 @@ import torch
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_call
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._ledger.plan import Slots
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@checked_call
 class KVCache(Cache):
     """A contiguous cache of keys and values for a batch of sequences of up to `max_len` tokens each.
 

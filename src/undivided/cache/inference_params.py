@@ -11,6 +11,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@checked_methods("__init__", "allocate_memory", "evict", "fork", "free", "has_memory", "keep", "truncate")
 class InferenceParams(ShardedSteps):
     """The key/value caches of all layers of a model, and the sequences of the batch.
 

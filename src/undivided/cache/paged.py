@@ -10,6 +10,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_call
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
@@ -156,6 +157,7 @@ class SequencesOnPages(Cache):
         return CachedSequences(self._storage.pools, ledger.lengths, self.block_table, tables, digest)
 
 
+@checked_call
 class PagedKVCache(SequencesOnPages):
     """A cache whose sequences take pages from one pool as they grow, and share the pages of a common prefix.
 

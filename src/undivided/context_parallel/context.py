@@ -9,6 +9,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_methods
 from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import RankCall, Run
@@ -40,6 +41,7 @@ from undivided.selection.decision import Decision, decide
 from undivided.selection.policy import Policy, policy
 
 
+@checked_methods("__init__", "bind", "shard", "unshard")
 class ContextParallel(ShardedTokens):
     """Attention over sequences that are spread over ranks: every mask, every layout, every strategy.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_call
 from undivided.cache._cache import Lengths
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._storage import Heads
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@checked_call
 class ContextPagedKVCache(SequencesOnPages):
     """A paged cache of one layer whose pages are spread over the ranks of a context, for generation.
 

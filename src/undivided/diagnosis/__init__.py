@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import traceback
 
+from undivided.arguments.signature import checked_call
 from undivided.diagnosis._entry import MESSAGE, WORDS, Entry
 from undivided.diagnosis._report import Diagnosis, Finding
 from undivided.diagnosis._values import observed
@@ -22,6 +23,7 @@ _NOISE = re.compile(r"\x1b\[[0-9;]*m|^(?:\[rank\d+\]:|\([\w ]+pid=\d+\)|E {3})\s
 _FRAME = re.compile(r'^\s*File "[^"]*", line \d+|^Traceback \(most recent call last\)', re.MULTILINE)
 
 
+@checked_call
 def diagnose(problem: str | BaseException) -> Diagnosis:
     """A `Diagnosis`: the known errors in a text or an exception, with causes, fixes and calls that avoid them.
 

@@ -16,6 +16,7 @@ from torch.jit import _builtins
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from undivided.arguments.signature import checked_call
 from undivided.functional import scaled_dot_product_attention
 
 __all__ = ["Replacement", "replace_sdpa"]
@@ -62,6 +63,7 @@ class Replacement:
         return f"<replace_sdpa: {'active' if self.active else 'restored'}, {self.calls} calls>"
 
 
+@checked_call
 def replace_sdpa() -> Replacement:
     """A handle that replaces ``torch.nn.functional.scaled_dot_product_attention`` by ours until it is restored.
 

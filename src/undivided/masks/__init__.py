@@ -27,6 +27,7 @@ causal() & document_ids(<int64 [1, 5]>)
 4 · · · ■ ■
 """
 
+from undivided.arguments.signature import checked_methods
 from undivided.masks._blocks import blocks, pages
 from undivided.masks._constructors import (
     FULL,
@@ -67,3 +68,5 @@ __all__ = [
     "tree",
     "window",
 ]
+
+checked_methods("draw", "intervals", "plot", "to_dense")(Mask)

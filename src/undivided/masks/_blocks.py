@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer, check_int_dtype, check_tensor
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.masks._constructors import from_part
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Blocks
 
 
+@checked_call
 def blocks(q_block: int, kv_block: int, table: Tensor | Sequence[Any]) -> Mask:
     """The pairs of a query block and the key blocks chosen for it: block-sparse attention, one choice per head.
 
@@ -53,6 +55,7 @@ def blocks(q_block: int, kv_block: int, table: Tensor | Sequence[Any]) -> Mask:
     return from_part(Blocks(*sizes, chosen.reshape((1,) * (4 - chosen.dim()) + chosen.shape)))
 
 
+@checked_call
 def pages(table: Tensor | Sequence[Any], page_size: int) -> Mask:
     """The pairs of every query with the keys of chosen pages: decoding that reads a part of a cache.
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
-from undivided.masks._predicate import PredicateFunction, register_predicate
+from undivided.masks._predicate import PredicateFunction, check_signature, register_predicate
 
 Ints = Tensor | Sequence[int]
 
@@ -21,6 +21,7 @@ FULL = Mask()
 """Every pair: the meaning of ``mask=None``."""
 
 
+@checked_call
 def causal(align: Align | None = None) -> Mask:
     """The pairs of a query and a key at or before the query's own key: ``j' <= i' + d``.
 
@@ -41,6 +42,7 @@ def causal(align: Align | None = None) -> Mask:
     return Mask(_checked_align(align), None, 0)
 
 
+@checked_call
 def window(left: int | None, right: int | None, align: Align | None = None) -> Mask:
     """The pairs of a query and a key near the query's own key: ``i' + d - left <= j' <= i' + d + right``.
 
@@ -62,6 +64,7 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
     return Mask(_checked_align(align), _side("left", left), _side("right", right))
 
 
+@checked_call
 def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None) -> Mask:
     """The pairs of real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
 
@@ -95,6 +98,7 @@ def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_sta
     return from_part(Lengths(keys, queries, key_start, query_start))
 
 
+@checked_call
 def documents(
     cu_seqlens_q: Ints,
     cu_seqlens_kv: Ints | None = None,
@@ -163,6 +167,7 @@ def documents(
     return from_part(Documents(real_q, real_kv, slots_q, slots_kv, longest_q, longest_kv, room_q, room_kv))
 
 
+@checked_call
 def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
     """The pairs of a query and a key with the same id: ``ids_q[b, i] == ids_kv[b, j] >= 0``.
 
@@ -189,6 +194,7 @@ def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] |
     return from_part(DocumentIds(queries, keys))
 
 
+@checked_call
 def prefix(n: int | Ints) -> Mask:
     """The pairs of any query and one of the first n keys of its sequence: ``j' < n``.
 
@@ -214,6 +220,7 @@ def prefix(n: int | Ints) -> Mask:
     return from_part(Prefix(_size("n", n, 0)))
 
 
+@checked_call
 def sinks(n: int | Ints, align: Align | None = None) -> Mask:
     """The causal pairs of a query and one of the first n keys: ``j' < n`` and ``j' <= i' + d``.
 
@@ -239,6 +246,7 @@ def sinks(n: int | Ints, align: Align | None = None) -> Mask:
     return causal(align) & prefix(n)
 
 
+@checked_call
 def chunks(size: int, align: Align | None = None, offset: int | Ints | None = None) -> Mask:
     """The pairs of a query and a key in the same chunk: ``floor(p_q / size) == floor(p_k / size)``.
 
@@ -265,6 +273,7 @@ def chunks(size: int, align: Align | None = None, offset: int | Ints | None = No
     return from_part(Chunk(min(as_integer("size", size, 1), INT32_MAX), first), _checked_align(align))
 
 
+@checked_call
 def dense(tensor: Tensor) -> Mask:
     """The pairs that are True in a boolean tensor: ``tensor[b, h, i, j]``.
 
@@ -296,6 +305,7 @@ def dense(tensor: Tensor) -> Mask:
     return from_part(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
 
 
+@checked_call
 def predicate(fn: PredicateFunction) -> Mask:
     """The pairs for which a function of the indices is True: ``fn(b, h, i, j)``, evaluated block by block.
 
@@ -327,19 +337,8 @@ def predicate(fn: PredicateFunction) -> Mask:
             "masks.predicate(fn)",
             "build the mask before the compiled function and pass it in",
         )
-    _check_signature(fn)
+    check_signature(fn)
     return from_part(register_predicate(fn))
-
-
-def _check_signature(fn: PredicateFunction) -> None:
-    try:  # follow_wrapped=False: a decorated function is called with the parameters of its wrapper
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError, NameError):  # no readable signature; NameError: an annotation (Python 3.14)
-        return
-    try:
-        signature.bind(*"bhqk")
-    except TypeError as error:
-        raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature) from error
 
 
 def from_part(part: Part, align: Align | None = None) -> Mask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ def register_predicate(fn: PredicateFunction) -> Predicate:
     part = Predicate(fn, next(_handles))
     _predicates[part.handle] = part
     return part
+
+
+def check_signature(fn: PredicateFunction) -> None:
+    """InputError unless it takes four arguments, or has no signature that can be read."""
+    try:  # follow_wrapped=False: a decorated function is called with the parameters of its wrapper
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError, NameError):  # no readable signature; NameError: an annotation (Python 3.14)
+        return
+    try:
+        signature.bind(*"bhqk")
+    except TypeError as error:
+        raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature) from error
 
 
 def find_predicate(handle: int) -> Predicate:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from undivided.arguments.signature import checked_call
 from undivided.masks._constructors import Ints, causal, from_part, ids_tensor
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Tree
 
 
+@checked_call
 def tree(parents: Ints | Sequence[Sequence[int]]) -> Mask:
     """The pairs of a drafted token with the cached tokens, its ancestors and itself: speculative decoding with a tree.
 

@@ -1,5 +1,6 @@
 """Attention modules with the names and arguments of TransformerEngine, and rotary position embeddings."""
 
+from undivided.arguments.signature import checked_methods
 from undivided.nn.dot_product_attention import DotProductAttention
 from undivided.nn.multihead_attention import MultiheadAttention
 from undivided.nn.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -12,3 +13,7 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
 ]
+
+checked_methods("__init__", "forward", "cos_sin")(RotaryPositionEmbedding)
+for _layer in (DotProductAttention, MultiheadAttention, TransformerLayer):
+    checked_methods("__init__", "forward", "set_context_parallel_group", "set_tensor_parallel_group")(_layer)

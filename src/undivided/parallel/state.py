@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, distributed
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.nn import MultiheadAttention, TransformerLayer
 from undivided.nn.blocks.linear import Linear, OutputLinear
@@ -22,6 +23,7 @@ _FULL = (
 )
 
 
+@checked_call
 def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of a state dict of whole parameters, for layers built with `tp_group` or `tp_size`.
 
@@ -63,6 +65,7 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
     return own
 
 
+@checked_call
 def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     """The state dict of whole parameters, gathered from layers built with `tp_group` or `tp_size`.
 

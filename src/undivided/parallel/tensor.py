@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.nn import MultiheadAttention, TransformerLayer
 from undivided.nn.arguments.formats import Heads
@@ -16,6 +17,7 @@ from undivided.nn.blocks.normalization import Normalization
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
+@checked_call
 def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = False) -> ModuleT:
     """The module, with every `MultiheadAttention` and `TransformerLayer` in it divided over the ranks of a mesh.
 

@@ -19,11 +19,13 @@ from undivided.request.request import Tensors, gather_pages
 class CheckedMask:
     """A mask that was checked for a problem, and its normal form; cached until a tensor of the mask changes."""
 
-    __slots__ = ("form", "key", "mask", "pages", "problem")
+    __slots__ = ("form", "key", "mask", "packed", "pages", "problem")
 
     def __init__(self, mask: Mask, problem: Problem, key: object = None) -> None:
         self.mask, self.problem = mask, problem
         self.form: NormalForm | None = None
+        self.packed: bytes | None = None
+        """What the native kernel makes of the form."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments import layout as _layout
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import REQUIRED, as_type_error, check_tensor
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
@@ -28,12 +28,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_layout(layout: object) -> None:
     """InputError unless it is the name of a layout."""
     if layout not in LAYOUTS:
-        raise InputError(
+        error = InputError(
             "layout",
             f"be one of {', '.join(map(repr, LAYOUTS))}",
             repr(layout),
             hint="b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
         )
+        raise as_type_error(error) if layout is REQUIRED else error
 
 
 def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:

@@ -13,6 +13,12 @@ _PACKED = 'layout="thd" and mask=masks.documents(cu_seqlens_q, cu_seqlens_k)'
 _WINDOW = "mask=masks.window(left, right)"
 
 _WRITTEN = {
+    "query": "q=",
+    "key": "k=",
+    "value": "v=",
+    "query_layer": "q=",
+    "key_layer": "k=",
+    "value_layer": "v=",
     "is_causal": _CAUSAL,
     "causal": _CAUSAL,
     "attn_mask": _DENSE,

@@ -87,7 +87,7 @@ def normalise(
         known = Known(_with_concrete_sizes(describe(request, facts)), None, None)
     if known is None:
         problem = describe(request, facts)
-        known = Known(problem, _spans(q, k, v), _layout.kernel_strides(q, k, v, layout, pages is not None))
+        known = Known(problem, _spans(q, k, v), Strides(q, k, v, layout, pages is not None))
         if len(_known) >= _MAX_KNOWN:
             _known.clear()
         _known[key] = known
@@ -203,14 +203,12 @@ def _signature(request: Request, facts: Facts) -> object:
             q.dtype,
             k.dtype,
             v.dtype,
-            q.is_cpu or q.device,  # comparing a bool costs a third of comparing a device
-            k.is_cpu or k.device,
-            v.is_cpu or v.device,
-            q.is_contiguous() or q.stride(),  # of sizes above 1, the only ones that a kernel reads
-            k.is_contiguous() or k.stride(),
-            v.is_contiguous() or v.stride(),
+            # one bool in place of three devices and of three tuples costs less to hash and to compare
+            (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),
+            # of sizes above 1, the only ones that a kernel reads
+            (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or (q.stride(), k.stride(), v.stride()),
             return_lse,
-            *facts,
+            facts,
         )
         if softcap is None and dropout_p == 0 and bias is sinks is slopes is k_scale is v_scale is None:
             return key if pages is None else (*key, pages.shape, pages.dtype, pages.device, pages.layout)

@@ -11,6 +11,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import LAYOUTS, Layout
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 
 
@@ -43,6 +44,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@checked_call
 def merge(
     outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None, *, layout: Layout | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer
+from undivided.arguments.signature import checked_call
 from undivided.arguments.tensors import has_dispatch, is_traced, versions
 
 _usual: dict[tuple[int, torch.device], tuple[Tensor, tuple[object, ...] | None]] = {}
@@ -23,6 +24,7 @@ _returned: dict[int, tuple[weakref.ref[Tensor], tuple[object, ...]]] = {}
 """The tensors of `alibi_slopes` that are alive, by id, and the in-place version that each was created with."""
 
 
+@checked_call
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """The usual ALiBi slopes, for ``attention(alibi_slopes=...)``: fp32 [heads], a new tensor at every call.
 

@@ -26,6 +26,8 @@ def like_pytorchs(error: InputError, *arguments: Any) -> InputError:
     Returns:
         An `InputError` that is also a RuntimeError, or of the type that PyTorch raises for the same arguments.
     """
+    if isinstance(error, TypeError):  # an argument is missing: PyTorch's error is no other
+        return error
     found = None if is_traced() else _pytorchs_error(*arguments)
     kind = next((kind for kind in _KINDS if isinstance(found, kind)), RuntimeError)
     return error.as_also(kind, None if found is None else str(found).partition("\n")[0])

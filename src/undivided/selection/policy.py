@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError, did_you_mean
 from undivided.selection import switches as _sdp_switches
 
@@ -63,6 +64,7 @@ def _current_switch() -> _Switch:
     return _process if block is None else block.switch
 
 
+@checked_call
 def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool | None = None) -> None:
     """Allow only these backends or families, in this order, for the whole process.
 
@@ -94,6 +96,7 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
     _process = _Switch(_check_names(names) or None, "set_backends", disabled, batch_invariant)
 
 
+@checked_call
 class use_backends:
     """Allow only these backends or families, in this order, in a ``with`` block.
 
@@ -205,15 +208,15 @@ def policy(
     batch_invariant: bool | None = None,
 ) -> Policy:
     """The policy of this call; `switches` are PyTorch's (see `switches.read`), for calls that depend on them."""
-    _check_flag("deterministic", deterministic)
-    _check_flag("batch_invariant", batch_invariant)
     if deterministic is None and torch._C._get_deterministic_algorithms():
         deterministic = True
     block = _block.get()
     switch, values = _process if block is None else block.switch, environment()
-    settings = backend, deterministic, batch_invariant
-    if settings == _NO_SETTINGS and not values and not switches:  # as in most calls
+    if backend is None and deterministic is batch_invariant is None and not values and not switches:  # as in most calls
         return _plain_policy(switch)
+    _check_flag("deterministic", deterministic)
+    _check_flag("batch_invariant", batch_invariant)
+    settings = backend, deterministic, batch_invariant
     key = (*settings, switch, values, switches)
     try:
         found = _policies.get(key)

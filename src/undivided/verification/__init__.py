@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_call
 from undivided.backends import all_backends, has_name, names_and_families
 from undivided.backends._base import Backend
 from undivided.errors import InputError
@@ -28,6 +29,7 @@ from undivided.verification.runs import build_trial, run
 __all__ = ["Report", "Row", "verify"]
 
 
+@checked_call
 def verify(
     q: Tensor,
     k: Tensor,

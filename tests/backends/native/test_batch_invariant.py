@@ -8,7 +8,7 @@ import levels
 import pytest
 import torch
 from invariance import MASKS, WAYS, Sequences
-from test_native import needs_library
+from native_oracle import needs_library
 from torch import Tensor
 
 import undivided

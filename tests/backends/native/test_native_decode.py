@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from largest import Largest
-from test_native import ALLOWED, LEVELS, apart, needs_library
+from native_oracle import ALLOWED, LEVELS, apart, needs_library
 from torch import Tensor
 
 import undivided

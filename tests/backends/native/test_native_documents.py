@@ -8,8 +8,8 @@ from typing import Any
 import levels
 import pytest
 import torch
-from test_native import needs_library
-from test_native_backward import DTYPES, check, gradients
+from native_gradients import DTYPES, check, gradients
+from native_oracle import needs_library
 from torch import Tensor
 
 import undivided

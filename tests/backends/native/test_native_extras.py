@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_native import ALLOWED, apart, needs_library, oracle
+from native_oracle import ALLOWED, apart, needs_library, oracle
 from torch import Tensor
 
 import undivided

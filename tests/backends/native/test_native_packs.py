@@ -10,7 +10,7 @@ from typing import Any
 import levels
 import pytest
 import torch
-from test_native import ALLOWED, apart, needs_library
+from native_oracle import ALLOWED, apart, needs_library
 from torch import Tensor
 
 import undivided

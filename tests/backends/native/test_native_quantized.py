@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_native import ALLOWED, apart, needs_library
+from native_oracle import ALLOWED, apart, needs_library
 from torch import Tensor
 
 import undivided

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.arguments.layout import STRIDES
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.native import blocks, gradients
@@ -111,8 +110,7 @@ class Native(Backend):
             call = contiguous_groups(call)
         if is_plain(call, tensors):
             _table, pages = page_fields(call, tensors)
-            out_strides = STRIDES[problem.layout](out.stride())
-            library.forward(plain_record(call, tensors, at, strides, out, out_strides, lse, pages))
+            library.forward(plain_record(call, tensors, at, strides, out, lse, pages))
             return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
         records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), forward=True)

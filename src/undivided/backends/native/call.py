@@ -12,9 +12,10 @@ import struct
 import torch
 from torch import Tensor
 
-from undivided.arguments.layout import STRIDES, Strides, kernel_strides
+from undivided.arguments.layout import STRIDES, Strides
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
+from undivided.masks import FULL
 from undivided.masks.normal_form import DensePairs
 from undivided.masks.normal_form.pairs import all_pairs
 from undivided.request.call import Call
@@ -36,8 +37,13 @@ _PACK = cpu.RECORD.pack
 # the record in three parts: tensors; ranges and pages; the optional fields, which are 0 in plain problems
 _FORMAT = cpu.RECORD.format
 _RANGES, _REST = cpu.FIELDS.index("ranges"), cpu.FIELDS.index("sinks")
-_PACK_TENSORS = struct.Struct(_FORMAT[:_RANGES]).pack
-_PACK_RANGES = struct.Struct(_FORMAT[_RANGES:_REST]).pack
+_TENSORS = struct.Struct("=72s q 2d q 24s q 24s q 24s q 24s q 16s")  # sizes; threads; scale, softcap; pointers, strides
+assert _TENSORS.size == struct.calcsize(_FORMAT[:_RANGES])
+_PACK_TENSORS = _TENSORS.pack
+_PACK_SIZES, _PACK_STRIDES = struct.Struct("=9q").pack, struct.Struct("=3q").pack
+_PAGES = cpu.FIELDS.index("pages")
+_PACK_RANGES = struct.Struct(_FORMAT[_RANGES:_PAGES]).pack
+_PACK_PAGES = struct.Struct(_FORMAT[_PAGES:_REST]).pack
 # the record's fields of absent arguments: pointers, then strides
 NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
 NO_PAGES: tuple[int, ...] = (0,) * 4
@@ -52,7 +58,9 @@ _NO_SCALES: tuple[int, ...] = (0,) * 9
 _PACK_REST = struct.Struct(_FORMAT[_REST:]).pack
 _NO_OPTIONS = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)
 _NOTHING_ELSE = _PACK_REST(*_NO_OPTIONS, *_NO_SCALES)
-_EVERY_KEY = _PACK_RANGES(*NO_RANGES, *NO_PAGES) + _NOTHING_ELSE
+_NO_PAGES_BYTES = _PACK_PAGES(*NO_PAGES)
+_EVERY_KEY = _PACK_RANGES(*NO_RANGES)
+_PLAIN_REST = _PACK_PAGES(*NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})
 """Masks that are the same band in every sequence: the kernel computes their ranges itself, without a table."""
 _OPTIONAL_FEATURES = frozenset({"bias", "alibi", "sinks", "dropout"})
@@ -105,48 +113,49 @@ def plain_record(
     at: tuple[int, int, int],
     strides: Strides | None,
     out: Tensor,
-    out_strides: tuple[int, int, int],
     lse: Tensor,
     pages: tuple[int, ...] = NO_PAGES,
 ) -> bytes:
     """The record of a whole problem that `is_plain`. q, k and v are at these addresses in the caller's layout, or in
     pages; strides None reads those of `tensors`."""
-    # unpacked at once: asking for each field by name would take as long as the kernel's launch
-    _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = call.problem[:10]
     if strides is None:
-        strides = kernel_strides(*tensors[:3], layout, call.pages is not None)
-    of_q, of_k, of_v = strides
+        strides = Strides(*tensors[:3], call.problem.layout, call.pages is not None)
+    # repeated calls pack 14 values instead of 30
+    sizes, of_q, of_k, of_v, of_out, of_lse = strides.packed or _pack(strides, call.problem, out, lse)
     if not (out_at := out.data_ptr()):
         require_memory(out)  # of fake memory, under a mode
-    head = _PACK_TENSORS(
-        _SIZE,
-        DTYPES[dtype],
-        batch,
-        heads,
-        kv_heads,
-        q_len,
-        kv_len,
-        qk_dim,
-        v_dim,
-        torch.get_num_threads(),
-        call.scale,
-        call.softcap or 0.0,
-        at[0],
-        *of_q,
-        at[1],
-        *of_k,
-        at[2],
-        *of_v,
-        out_at,
-        *out_strides,
-        *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
-    )
+    q_at, k_at, v_at = at
+    lse_at = 0 if lse is UNREAD else lse.data_ptr()
+    options = torch.get_num_threads(), call.scale, call.softcap or 0.0
+    head = _PACK_TENSORS(sizes, *options, q_at, of_q, k_at, of_k, v_at, of_v, out_at, of_out, lse_at, of_lse)
+    checked, mask = call.checked_mask, call.mask
+    if checked is not None:
+        ranges = checked.packed or _pack_ranges(call, tensors)
+    else:
+        ranges = _EVERY_KEY if mask is FULL or mask.is_full else _pack_ranges(call, tensors)
     if call.k_scale is None:
-        if pages is NO_PAGES and call.mask.is_full:
-            return head + _EVERY_KEY
-        return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + _NOTHING_ELSE
-    rest = _PACK_REST(*_NO_OPTIONS, *scale_fields(call))
-    return head + _PACK_RANGES(*range_fields(call, tensors), *pages) + rest
+        return head + ranges + (_PLAIN_REST if pages is NO_PAGES else _PACK_PAGES(*pages) + _NOTHING_ELSE)
+    return head + ranges + _PACK_PAGES(*pages) + _PACK_REST(*_NO_OPTIONS, *scale_fields(call))
+
+
+def _pack(strides: Strides, problem: Problem, out: Tensor, lse: Tensor) -> tuple[bytes, ...]:
+    """The parts of a plain record that repeated calls share, kept in `strides`: sizes, and the strides of q, k, v, out
+    and lse."""
+    _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = problem[:10]
+    sizes = _PACK_SIZES(_SIZE, DTYPES[dtype], batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim)
+    of_out = STRIDES[layout](out.stride())
+    of_lse = (0, 0) if lse is UNREAD else lse.stride()[:2]
+    rows = [_PACK_STRIDES(*steps) for steps in (strides.q, strides.k, strides.v, of_out, (*of_lse, 0))]
+    strides.packed = packed = (sizes, *rows[:4], rows[4][:16])
+    return packed
+
+
+def _pack_ranges(call: Call, tensors: Tensors) -> bytes:
+    """The record's fields of ranges, kept with the checked mask, as its table is."""
+    packed = _PACK_RANGES(*range_fields(call, tensors))
+    if call.checked_mask is not None:
+        call.checked_mask.packed = packed
+    return packed
 
 
 def record(

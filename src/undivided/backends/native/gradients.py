@@ -42,7 +42,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     out, lse = _unit_last(require_memory(result.out)), _unit_last(require_memory(result.lse))
     grad_lse = None if grad_lse is None else require_memory(grad_lse)
     if call.pages is None and is_plain(call, tensors):
-        given = plain_record(call, tensors, at, None, out, STRIDES[layout](out.stride()), lse)
+        given = plain_record(call, tensors, at, None, out, lse)
         return _plain(library, call, tensors, given, grad_out, grad_lse, call.problem.dtype)
     records = Records(
         call,
@@ -64,10 +64,10 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
 def plain_fp32(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """The gradients of q, k and v in fp32, which a caller adds up. The problem `is_plain`, in layout bhsd, and all
     tensors are contiguous."""
-    library, layout = cpu.load(), call.problem.layout
+    library = cpu.load()
     assert isinstance(library, cpu.Library)
     tensors, at = with_addresses(tensors)
-    given = plain_record(call, tensors, at, None, result.out, STRIDES[layout](result.out.stride()), result.lse)
+    given = plain_record(call, tensors, at, None, result.out, result.lse)
     return _plain(library, call, tensors, given, grad_out, grad_lse, torch.float32)
 
 

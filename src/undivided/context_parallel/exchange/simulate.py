@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.collectives import EXCHANGE, GATHER, Communicator, Messages, RankError, Wait
 from undivided.errors import InputError
 
 T = TypeVar("T")
 
 
+@checked_call
 def simulate(
     world: int | tuple[int, int], function: Callable[[SimulatedGroup], T], *, timeout: float = 60.0
 ) -> list[T]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided.arguments.signature import checked_call
 from undivided.context_parallel._schedule import STRATEGIES, Ranks, Strategy
 from undivided.context_parallel.plan.arrivals import count_arrivals
 from undivided.context_parallel.plan.counts import Counts, Sizes, Work
@@ -116,6 +117,7 @@ class Plan:
         return "\n".join([self.title, "", *lines, "", f"Recommended: {self.reason}"])
 
 
+@checked_call
 def plan(
     seq_len: int,
     heads: int,

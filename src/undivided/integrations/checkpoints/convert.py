@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import listed
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.integrations.checkpoints.check import check_result, check_state, checked_layers, checked_names
 from undivided.integrations.checkpoints.fused import arranged, projections
@@ -19,6 +20,7 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers in old checkpoints of transformers that a model computes."""
 
 
+@checked_call
 def from_hugging_face(
     state: Mapping[str, Tensor], model: torch.nn.Module, names: Mapping[str, str] | None = None, layers: str = LAYERS
 ) -> dict[str, Tensor]:
@@ -75,6 +77,7 @@ def from_hugging_face(
     return result
 
 
+@checked_call
 def to_hugging_face(
     state: Mapping[str, Tensor],
     model: torch.nn.Module,
@@ -132,6 +135,7 @@ def to_hugging_face(
     return result
 
 
+@checked_call
 def from_transformer_engine(
     state: Mapping[str, Tensor], model: torch.nn.Module, qkv_weight_interleaved: bool | None = None
 ) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.integrations.transformers import _continuous_batching
 from undivided.integrations.transformers._attention import attention
@@ -45,6 +46,7 @@ NAME = "undivided"
 MISSING = "undivided.integrations.transformers needs the transformers library: pip install 'undivided[transformers]'"
 
 
+@checked_call
 def register() -> None:
     """Register ``attn_implementation="undivided"`` with Hugging Face Transformers. Repeated calls change nothing.
 

@@ -8,11 +8,13 @@ from typing import Any
 from transformers import cache_utils
 
 from undivided.arguments.checks import as_integer
+from undivided.arguments.signature import checked_call
 from undivided.cache._storage import Memory, check_quantize
 from undivided.errors import InputError
 from undivided.integrations.transformers._cache_layers import FullLayer, SlidingLayer
 
 
+@checked_call
 class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
     """A stand-in for `transformers.DynamicCache` whose keys and values may be quantised.
 

@@ -19,12 +19,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """What a layer of transformers with latent attention has."""
 
 
+@checked_call
 def use_latents(model: nn.Module) -> int:
     """Let the latent attention layers of a model attend to their latents, without a key and value per head.
 

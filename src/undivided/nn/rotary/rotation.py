@@ -15,6 +15,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import checked_call
 from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import checked_format
 from undivided.nn.rotary import checks
@@ -28,6 +29,7 @@ class Rotation(NamedTuple):
     interleaved: bool
 
 
+@checked_call
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,

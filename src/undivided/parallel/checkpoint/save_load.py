@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.parallel.checkpoint import folder as folders
 from undivided.parallel.checkpoint.compare import check_entries, check_files
@@ -46,6 +47,7 @@ class Checkpoint(NamedTuple):
     values: dict[str, Any]
 
 
+@checked_call
 def save_checkpoint(
     folder: StrPath,
     step: int,
@@ -94,6 +96,7 @@ def save_checkpoint(
     folders.on_first_rank(lambda: folders.finish(folder, step, keep))
 
 
+@checked_call
 def load_checkpoint(
     folder: StrPath, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None
 ) -> Checkpoint | None:
@@ -145,6 +148,7 @@ def load_checkpoint(
     return Checkpoint(header.step, header.values)
 
 
+@checked_call
 def checkpoint_steps(folder: StrPath) -> list[int]:
     """The steps of the complete checkpoints in a folder, from the first to the newest.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from undivided import masks
+from undivided.arguments.signature import checked_call
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel._schedule import Strategy
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
@@ -40,6 +41,7 @@ class _Whole(NamedTuple):
     offsets: Tensor | None
 
 
+@checked_call
 def shard_batch(
     batch: Mapping[str, Any],
     ranks: DeviceMesh | ContextParallel,

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.dropout import _DropoutNd
 
+from undivided.arguments.signature import checked_call
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
@@ -35,6 +36,7 @@ WHOLE = {
 """Arguments of a model that need the tokens of all ranks, and why."""
 
 
+@checked_call
 def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     """The model on the ranks of a mesh, by the names of the axes; it is changed in place.
 

@@ -1,0 +1,283 @@
+"""A mask follows its tensors: results are cached until one changes in place; masks move, are copied and compiled."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.errors import InputError
+from undivided.masks import FULL, Mask
+
+CPU = torch.device("cpu")
+
+
+causal, window, lengths, documents, prefix = (masks.causal, masks.window, masks.lengths, masks.documents, masks.prefix)
+
+
+def everywhere(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q == q
+
+
+SAME = torch.tensor([2, 3])
+
+
+def test_ranges_are_cached_until_a_tensor_changes_in_place() -> None:
+    n = torch.tensor([1, 2])
+    mask = lengths(n) & prefix(9)
+    first = mask.normal_form(2, 1, 2, 3, CPU)
+    assert mask.normal_form(2, 1, 2, 3, CPU) is first
+    assert mask.normal_form(2, 1, 2, 4, CPU) is not first
+    n.add_(1)
+    assert mask.normal_form(2, 1, 2, 3, CPU).ranges[:, 0].tolist() == [[0, 2], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda t: masks.document_ids(t), lambda t: t.fill_(-1)),
+        (lambda t: causal() | prefix(t[0, :1]), lambda t: t.fill_(2)),
+        (lambda t: window(0, 0) & masks.chunks(2, offset=t[0, :1]), lambda t: t.add_(1)),
+        (lambda t: masks.dense(t.view(3, 1).bool()), lambda t: t.view(3, 1).bool()),
+    ],
+    ids=["ids", "prefix-view", "offset-view", "dense-of-a-copy"],
+)
+def test_a_mask_has_the_current_values_of_its_tensors(
+    make: Callable[[Tensor], Mask], change: Callable[[Tensor], object]
+) -> None:
+    t = torch.tensor([[0, 1, 1]])
+    mask = make(t)
+    mask.to_dense(1, 1, 3, 3)
+    change(t)
+    assert torch.equal(mask.to_dense(1, 1, 3, 3), make(t).to_dense(1, 1, 3, 3))
+
+
+def test_a_change_of_a_captured_tensor_changes_a_predicate() -> None:
+    limit = torch.tensor(1)
+    mask = masks.predicate(lambda b, h, q, k: k < limit)
+    assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
+    limit.fill_(3)
+    assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
+
+
+class Limit(torch.nn.Module):
+    """A predicate whose tensor is an attribute: a buffer, read through a method or a property."""
+
+    def __init__(self, limit: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("limit", limit)
+
+    @property
+    def bound(self) -> Tensor:
+        return self.limit  # type: ignore[no-any-return]
+
+    def forward(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k < self.bound
+
+
+def by_default(limit: Tensor) -> Callable[..., Tensor]:
+    def before(b: Tensor, h: Tensor, q: Tensor, k: Tensor, limit: Tensor = limit) -> Tensor:
+        return k < limit
+
+    return before
+
+
+def by_object(limit: Tensor) -> Callable[..., Tensor]:
+    one = Limit(limit)
+    return lambda b, h, q, k: k < one.limit
+
+
+def by_dict(limit: Tensor) -> Callable[..., Tensor]:
+    one = {"limit": limit}
+    return lambda b, h, q, k: k < one["limit"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [by_default, by_object, by_dict, Limit, lambda limit: Limit(limit).forward],
+    ids=["default", "object", "dict", "module", "method"],
+)
+def test_a_change_of_an_indirectly_captured_tensor_changes_a_predicate(make: Callable[[Tensor], Any]) -> None:
+    """Only closures, globals and partials were tracked: a method's `self` was not, and its old ranges were used."""
+    limit = torch.tensor(1)
+    mask = masks.predicate(make(limit))
+    assert mask.intervals(1, 4).tolist() == [[[0, 1]]]
+    limit.fill_(3)
+    assert mask.intervals(1, 4).tolist() == [[[0, 3]]]
+
+
+def test_a_predicate_may_close_over_another_tensor_later() -> None:
+    """A new tensor in the memory of the old one has its id, and a new one's version."""
+    limit = torch.tensor(1)
+    mask = masks.predicate(lambda b, h, q, k: k < limit)
+    for n in (1, 3, 2, 4):
+        limit = torch.tensor(n)
+        assert mask.intervals(1, 4).tolist() == [[[0, n]]]
+
+
+def test_values_are_checked_again_after_a_change_in_place() -> None:
+    n = torch.tensor([1, 2])
+    mask = lengths(n)
+    mask.check(2, 1, 4, 4, packed=False, device=CPU)
+    n[0] = -1
+    with pytest.raises(InputError, match="kv must be at least 0"):
+        mask.check(2, 1, 4, 4, packed=False, device=CPU)
+    n[0] = 9
+    with pytest.raises(InputError, match="at most 4"):
+        mask.check(2, 1, 4, 4, packed=False, device=CPU)
+
+
+def test_alignment_is_compared_again_after_a_change_in_place() -> None:
+    q, kv = torch.tensor([1, 2]), torch.tensor([1, 2])
+    mask = causal() & lengths(kv, q)
+    assert mask.resolved_align(2, 2, 2) == "both"
+    q[0] = 0
+    with pytest.raises(InputError, match="align must"):
+        mask.resolved_align(2, 2, 2)
+
+
+def test_a_form_keeps_the_positions_of_the_values_it_was_built_from() -> None:
+    n = torch.tensor([1, 2])
+    form = (causal("bottom_right") & lengths(n)).normal_form(2, 1, 1, 3, CPU)
+    n.zero_()
+    assert form.shift.tolist() == [[0], [1]]
+    start = torch.tensor([1, 0])
+    form = lengths([1, 2], kv_start=start).normal_form(2, 1, 1, 3, CPU)
+    start.zero_()
+    assert form.kv_position.tolist() == [[-1, 0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("mask", [lengths([9]), lengths([9], kv_start=[2]), documents([0, 9])], ids=repr)
+def test_ranges_stay_within_the_keys_even_if_values_could_not_be_checked(mask: Mask) -> None:
+    """Lengths on a GPU are not checked: wrong ones must not make a kernel access memory out of bounds."""
+    ranges = mask.normal_form(1, 1, 2, 4, CPU).ranges  # as attention does; unlike intervals(), without checks
+    assert int(ranges.min()) >= 0
+    assert int(ranges.max()) == 4
+
+
+@pytest.mark.parametrize("ask", ["intervals", "to_dense", "draw"])
+def test_methods_of_a_mask_check_the_sizes_too(ask: str) -> None:
+    sizes = (1, 1, 2, 4) if ask == "to_dense" else (2, 4)
+    with pytest.raises(InputError, match="at most 4"):
+        getattr(lengths([9]), ask)(*sizes)
+
+
+def test_inference_tensors_have_no_version_and_are_never_cached() -> None:
+    with torch.inference_mode():
+        n = torch.tensor([1])
+        mask = lengths(n)
+        mask.check(1, 1, 1, 3, packed=False, device=CPU)
+        assert mask.intervals(1, 3).tolist() == [[[0, 1]]]
+        n.add_(1)
+        assert mask.intervals(1, 3).tolist() == [[[0, 2]]]
+        n.fill_(9)
+        with pytest.raises(InputError, match="at most 3"):
+            mask.check(1, 1, 1, 3, packed=False, device=CPU)
+
+
+def test_forms_built_in_inference_mode_can_be_used_in_training() -> None:
+    with torch.inference_mode():
+        form = causal().normal_form(1, 1, 5, 5, CPU)
+    assert not form.ranges.is_inference()
+    assert not causal().normal_form(1, 1, 5, 5, CPU).ranges.is_inference()
+
+
+def test_masks_without_tensors_share_their_ranges() -> None:
+    first = (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 6, CPU)
+    assert (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 6, CPU) is first
+    assert (causal("top_left") & prefix(4)).normal_form(1, 1, 6, 6, CPU) is not first
+    assert (causal("bottom_right") & prefix(3)).normal_form(1, 1, 6, 7, CPU).shift.tolist() == [[1] * 6]
+    assert (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 7, CPU).shift.tolist() == [[0] * 6]
+
+
+def test_the_memory_of_one_mask_is_bounded() -> None:
+    mask = lengths([1])
+    for size in range(1, 100):
+        mask.normal_form(1, 1, size, size, CPU)
+    assert len(mask.__dict__["_memory"]) <= 16
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        FULL,
+        causal(),
+        window(2, None, "bottom_right") & prefix(3),
+        lengths(SAME, SAME) & causal(),
+        documents([0, 2], [0, 3], [0, 4], [0, 5], 6, 7),
+        masks.chunks(2, "top_left", [-1]),
+        window(0, 1) | prefix([4]),
+    ],
+    ids=repr,
+)
+def test_flatten_and_unflatten_give_the_mask_back(mask: Mask) -> None:
+    spec, tensors = mask.flatten()
+    again = Mask.unflatten(spec, tensors)
+    assert repr(again) == repr(mask)
+    assert again.structure == mask.structure
+    assert again.flatten()[0] == spec
+    for one, other in zip(mask.tensors, again.tensors, strict=True):
+        assert one is other
+
+
+MOVED = {
+    "every-pair": masks.FULL,
+    "shared-lengths": causal() & lengths(n := torch.tensor([2, 3]), n),
+    "documents": documents([0, 2, 5]) & causal(),
+    "dense": masks.dense(torch.rand(1, 1, 5, 5) < 0.5),
+    "predicate": masks.predicate(lambda b, h, q, k: q >= k),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_mask_moves_to_a_device_with_its_tensors(name: str) -> None:
+    mask = MOVED[name]
+    moved = mask.to(torch.device("meta"))
+    assert [t.device.type for t in moved.tensors] == ["meta"] * len(mask.tensors)
+    assert moved.structure == mask.structure
+    assert [t.shape for t in moved.tensors] == [t.shape for t in mask.tensors]
+    assert mask.to("cpu") is mask
+    assert all(t.device.type == "cpu" for t in mask.tensors)
+
+
+def test_a_moved_mask_keeps_the_longest_document() -> None:
+    """Otherwise a kernel on a GPU waits to read the longest document."""
+    moved = documents([0, 2, 5], [0, 1, 2]).to("meta")
+    assert moved.document_sizes == (2, 3, 1)
+    n = torch.tensor([2, 3])
+    (shared,) = (causal() & lengths(n, n)).to("meta").tensors
+    assert shared.shape == (2,)
+
+
+@pytest.mark.parametrize("device", ["tpu", 3.5, None])
+def test_a_mask_cannot_move_to_an_invalid_device(device: Any) -> None:
+    with pytest.raises(InputError, match=r"device must be a torch\.device or its name, got"):
+        causal().to(device)
+
+
+def test_a_released_predicate_is_not_found_again() -> None:
+    mask = masks.predicate(lambda b, h, q, k: q >= k)
+    spec, _ = mask.flatten()
+    assert Mask.unflatten(spec, []).intervals(1, 1).tolist() == [[[0, 1]]]
+    del mask
+    gc.collect()
+    with pytest.raises(InputError, match="mask must be kept alive"):
+        Mask.unflatten(spec, [])
+
+
+def test_copies_do_not_contain_cached_values() -> None:
+    mask = causal("top_left") & lengths(torch.tensor([1, 3])) & masks.predicate(everywhere)
+    dense = mask.to_dense(2, 1, 3, 3)
+    for copied in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert "_memory" not in copied.__dict__
+        assert torch.equal(copied.to_dense(2, 1, 3, 3), dense)
+        copied.tensors[0].fill_(0)
+        assert not copied.to_dense(2, 1, 3, 3).any()
+    assert torch.equal(mask.to_dense(2, 1, 3, 3), dense)

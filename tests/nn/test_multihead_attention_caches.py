@@ -1,0 +1,66 @@
+"""MultiheadAttention with a cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import plain_layer
+import pytest
+import torch
+from layer_cases import in_format, split_sequences
+from torch import Tensor
+
+import undivided
+from undivided import DotProductAttention, InferenceParams, InputError, masks
+
+HIDDEN, HEADS, GROUPS = 24, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+MASK_TYPES = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
+
+
+WINDOWS: dict[str, tuple[int, int] | None] = {"all": None, "window": (3, 0), "two-sided": (2, 1)}
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("kind", MASK_TYPES)
+def test_every_mask_type_on_a_cache(kind: str, window: tuple[int, int] | None, format: str, paged: bool) -> None:
+    """New tokens are the last of their sequences: equal to `undivided.attention` over all keys, bottom-right."""
+    if "causal" in kind and window == (2, 1):
+        window = (2, 0)
+    module = DotProductAttention(HEADS, 6, GROUPS, 0.0, format, kind, window, layer_number=7, softmax_type="learnable")
+    plain_layer.with_random_parameters(module)
+    params = InferenceParams(2, 16, GROUPS, 6, torch.float64, is_paged=paged, page_size=4 if paged else None)
+    seen: dict[str, list[Tensor]] = {
+        name: [torch.empty(0, n, 6, dtype=torch.float64) for n in (GROUPS, GROUPS)] for name in "ab"
+    }
+    left, right = window or (-1, -1)
+    mask = masks.window(left, 0 if "causal" in kind else right, "bottom_right")
+    for counts in ((4, 2), (1, 1), (2, 5)):
+        q = [torch.randn(n, HEADS, 6, dtype=torch.float64) for n in counts]
+        new = [[torch.randn(n, GROUPS, 6, dtype=torch.float64) for _ in "kv"] for n in counts]
+        params.pre_step(OrderedDict(zip("ab", counts, strict=True)))
+        out = module(*(in_format(list(t), format) for t in (q, *zip(*new, strict=True))), inference_params=params)
+        for n, name in enumerate("ab"):
+            seen[name] = [torch.cat(pair) for pair in zip(seen[name], new[n], strict=True)]
+            k, v = seen[name]
+            wanted = undivided.attention(
+                q[n][None], k[None], v[None], layout="bshd", mask=mask, sinks=module.softmax_offset, backend="reference"
+            )[0].flatten(-2)
+            torch.testing.assert_close(split_sequences(out, counts, format)[n], wanted)
+
+
+def test_a_largest_score_is_not_returned_from_a_cache() -> None:
+    params = InferenceParams(2, 16, HEADS, 6, torch.float32)
+    params.pre_step({"a": 3})
+    q = torch.randn(1, 3, HEADS, 6)
+    module = DotProductAttention(HEADS, 6, qkv_format="bshd", return_max_logit=True)
+    with pytest.raises(InputError, match="inference_params must be None with return_max_logit"):
+        module(q, q, q, inference_params=params)

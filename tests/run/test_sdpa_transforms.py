@@ -1,0 +1,100 @@
+"""scaled_dot_product_attention under autocast, torch.func, meta tensors and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from sdpa_calls import BFLOAT, DOUBLE, HALF, SINGLE, math, ours, qkv
+from torch import Tensor
+
+# torch's own forward mode scripts its decompositions when it is first used
+pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.jit.script:DeprecationWarning")
+
+
+@pytest.mark.parametrize("mask_dtype", [None, SINGLE, HALF, BFLOAT], ids=str)
+def test_autocast_casts_as_pytorch_does(mask_dtype: torch.dtype | None) -> None:
+    q, k, v = qkv(grad=True)
+    mask = None if mask_dtype is None else (1000 + 3 * torch.randn(3, 5)).to(mask_dtype)  # bfloat16 has steps of 4
+    with torch.autocast("cpu", dtype=BFLOAT):
+        mine, theirs = ours(q, k.to(BFLOAT), v, mask), math(q, k.to(BFLOAT), v, mask)
+    assert mine.dtype == theirs.dtype == BFLOAT
+    assert (mine - theirs).norm() <= 0.01 * theirs.norm()
+    (grad,) = torch.autograd.grad(mine.sum(), [q])
+    assert grad.dtype == SINGLE
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    q, k, v = qkv(dtype=DOUBLE)
+    with torch.autocast("cpu", dtype=BFLOAT):
+        out = ours(q, k, v, torch.zeros(3, 5, dtype=DOUBLE))
+    torch.testing.assert_close(out, math(q, k, v))
+
+
+@pytest.mark.parametrize("masked", ["none", "bool", "added", "bool of each"])
+def test_vmap(masked: str) -> None:
+    q, k, v = qkv()
+    mask = {"none": None, "bool": torch.rand(3, 5) < 0.6, "added": torch.randn(3, 5)}.get(masked)
+    if masked == "bool of each":
+        mask = torch.rand(2, 1, 3, 5) < 0.6
+        each = torch.vmap(ours)(q, k, v, mask)
+    else:
+        each = torch.vmap(lambda *x: ours(*x, attn_mask=mask))(q, k, v)
+    torch.testing.assert_close(each, math(q, k, v, mask))
+
+
+def test_per_sample_gradients() -> None:
+    q, k, v = qkv(dtype=DOUBLE)
+    mask = torch.rand(3, 5) < 0.6
+
+    def loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda q, k, v: function(q, k, v, mask).square().sum()
+
+    mine = torch.vmap(torch.func.grad(loss(ours), argnums=(0, 1, 2)))(q, k, v)
+    theirs = torch.func.grad(loss(math), argnums=(0, 1, 2))(q, k, v)
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_forward_mode() -> None:
+    q, k, v = qkv(dtype=DOUBLE)
+    bias = torch.randn(3, 5, dtype=DOUBLE)
+    tangents = tuple(torch.randn_like(t) for t in (q, k, v, bias))
+    mine = torch.func.jvp(ours, (q, k, v, bias), tangents)
+    torch.testing.assert_close(mine, torch.func.jvp(math, (q, k, v, bias), tangents))
+
+
+def test_second_derivatives() -> None:
+    inputs = [torch.randn(1, 2, n, 2, dtype=DOUBLE, requires_grad=True) for n in (2, 3, 3)]
+    bias = torch.randn(2, 3, dtype=DOUBLE, requires_grad=True)
+    assert torch.autograd.gradgradcheck(ours, (*inputs, bias))
+
+
+def test_meta_tensors_give_shape_and_dtype() -> None:
+    q, k, v = (t.to("meta", HALF) for t in qkv())
+    mask = torch.ones(3, 5, dtype=torch.bool, device="meta")
+    for out in (ours(q, k, v, mask), ours(q, k, v, is_causal=True), ours(q[0], k[0], v[0])):
+        assert (out.device.type, out.dtype, out.shape[-3:]) == ("meta", HALF, (4, 3, 8))
+
+
+COMPILED: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda q, k, v, m: ours(q, k, v),
+    "causal": lambda q, k, v, m: ours(q, k, v, is_causal=True, scale=0.3),
+    "bool": lambda q, k, v, m: ours(q, k, v, m > 0),
+    "added": lambda q, k, v, m: ours(q, k, v, m),
+    "3d": lambda q, k, v, m: ours(q[0], k[0], v[0], m),
+    "one-key-head": lambda q, k, v, m: ours(q, k[:, :1], v[:, :1]),
+    "5d": lambda q, k, v, m: ours(q[None], k[None], v, m),
+    "lower-right": lambda q, k, v, m: ours(q, k, v, torch.ones(3, 5, dtype=torch.bool).tril(2)),
+}
+
+
+@pytest.mark.parametrize("call", COMPILED.values(), ids=COMPILED)
+def test_compiled_whole(call: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    inputs = [*qkv(grad=True), torch.randn(3, 5, requires_grad=True)]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = [compiled(*inputs), call(*inputs)]
+    torch.testing.assert_close(*found)
+    mine, eager = (torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True) for out in found)
+    torch.testing.assert_close(mine[:3], eager[:3])

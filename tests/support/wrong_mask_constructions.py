@@ -1,0 +1,199 @@
+"""Wrong calls of the functions that build masks."""
+
+# type checkers refuse these calls too
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+from wrong_call_inputs import WrongCalls, t
+
+from undivided import masks
+
+CONSTRUCTIONS: WrongCalls = {
+    # masks.*
+    "causal-align": (
+        lambda: masks.causal("topleft"),
+        'align must be "top_left", "bottom_right" or None, got \'topleft\'',
+        None,
+    ),
+    "window-align": (
+        lambda: masks.window(1, 0, "left"),
+        'align must be "top_left", "bottom_right" or None, got \'left\'',
+        None,
+    ),
+    "window-negative": (
+        lambda: masks.window(-2, 0),
+        "left must be at least 0, or None (or -1) for an unbounded side, got -2",
+        None,
+    ),
+    "window-float": (lambda: masks.window(1.5, 0), "left must be an int, got 1.5", None),
+    "window-bool": (lambda: masks.window(True, 0), "left must be an int, got True", None),
+    "lengths-float": (
+        lambda: masks.lengths(torch.tensor([1.0])),
+        "kv must have an integer dtype, got torch.float32",
+        "kv.to(torch.int32)",
+    ),
+    "lengths-2d": (
+        lambda: masks.lengths(torch.zeros(1, 2, dtype=torch.int32)),
+        "kv must have one dimension, got shape [1, 2]",
+        None,
+    ),
+    "lengths-int": (lambda: masks.lengths(5), "kv must be an int tensor or a list of ints, got int", None),
+    "lengths-negative": (lambda: masks.lengths([3, -1]), "kv must be at least 0, got -1", None),
+    "lengths-list-float": (lambda: masks.lengths([3, 1.5]), "kv[1] must be an int, got 1.5", None),
+    "lengths-q-entries": (
+        lambda: masks.lengths([3, 1], [3]),
+        "q must have an entry for each of kv's 2, got 1 entries",
+        None,
+    ),
+    "lengths-q-start-alone": (
+        lambda: masks.lengths([3, 1], q_start=[1, 1]),
+        "q must be given with q_start, got None",
+        "q is the number of real rows from q_start on",
+    ),
+    "cu-not-zero": (
+        lambda: masks.documents([1, 3]),
+        "cu_seqlens_q must start at 0, got 1",
+        "cu_seqlens are cumulative: documents of length 3 and 2 are [0, 3, 5]",
+    ),
+    "cu-decreasing": (
+        lambda: masks.documents([0, 5, 3]),
+        "cu_seqlens_q must never decrease, got [0, 5, 3]",
+        "cu_seqlens are cumulative: documents of length 3 and 2 are [0, 3, 5]",
+    ),
+    "cu-float": (
+        lambda: masks.documents(torch.tensor([0.0, 3.0])),
+        "cu_seqlens_q must have an integer dtype, got torch.float32",
+        "cu_seqlens_q.to(torch.int32)",
+    ),
+    "cu-bool": (
+        lambda: masks.documents(torch.tensor([False, True])),
+        "cu_seqlens_q must have an integer dtype, got torch.bool",
+        "cu_seqlens_q.to(torch.int32)",
+    ),
+    "cu-empty": (
+        lambda: masks.documents([]),
+        "cu_seqlens_q must hold N + 1 offsets for N documents, got none",
+        "no documents are [0]",
+    ),
+    "cu-kv-entries": (
+        lambda: masks.documents([0, 3, 5], [0, 5]),
+        "cu_seqlens_kv must have as many entries as cu_seqlens_q (3), got 2 entries",
+        None,
+    ),
+    "cu-none": (
+        lambda: masks.documents(None),
+        "cu_seqlens_q must be an int tensor or a list of ints, got NoneType",
+        None,
+    ),
+    "padded-too-small": (
+        lambda: masks.documents([0, 3, 5], padded_q=[0, 2, 5]),
+        "padded_q must leave room for document 0 of length 3, got 2 slots",
+        "padded_q holds the offset of each document in memory, then the total",
+    ),
+    "padded-negative": (
+        lambda: masks.documents([0, 3, 5], padded_q=[-1, 3, 5]),
+        "padded_q must be at least 0, got -1",
+        None,
+    ),
+    "max-q-too-small": (
+        lambda: masks.documents([0, 3, 5], max_q=2),
+        "max_q must be at least the longest document (3), got 2",
+        None,
+    ),
+    "max-q-float": (lambda: masks.documents([0, 3, 5], max_q=3.0), "max_q must be an int, got 3.0", None),
+    "ids-float": (
+        lambda: masks.document_ids(torch.zeros(2, 3)),
+        "ids_q must have an integer dtype, got torch.float32",
+        "ids_q.to(torch.int32)",
+    ),
+    "ids-3d": (
+        lambda: masks.document_ids(torch.zeros(2, 3, 4, dtype=torch.int32)),
+        "ids_q must have shape [B, S], [1, S] or [S], got [2, 3, 4]",
+        None,
+    ),
+    "ids-batches": (
+        lambda: masks.document_ids(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int32)),
+        "ids_kv must have the batch size of ids_q (2), got 3",
+        None,
+    ),
+    "prefix-negative": (lambda: masks.prefix(-1), "n must be at least 0, got -1", None),
+    "prefix-float": (lambda: masks.prefix(1.0), "n must be an int, got 1.0", None),
+    "prefix-string": (lambda: masks.prefix("4"), "n must be an int, got '4'", None),
+    "chunks-zero": (lambda: masks.chunks(0), "size must be at least 1, got 0", None),
+    "chunks-float": (lambda: masks.chunks(2.0), "size must be an int, got 2.0", None),
+    "chunks-offset-float": (lambda: masks.chunks(2, offset=1.5), "offset must be an int, got 1.5", None),
+    "dense-float": (
+        lambda: masks.dense(t(3, 3)),
+        "tensor must be boolean, True = attend, got torch.float32",
+        "scores to add to q . k go to bias=",
+    ),
+    "dense-3d": (
+        lambda: masks.dense(torch.ones(2, 3, 3, dtype=torch.bool)),
+        "tensor must have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk], got shape [2, 3, 3]",
+        "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
+    ),
+    "dense-list": (
+        lambda: masks.dense([[True]]),
+        "tensor must be boolean, True = attend, got list",
+        "scores to add to q . k go to bias=",
+    ),
+    "predicate-none": (
+        lambda: masks.predicate(None),
+        "fn must be a function fn(b, h, q_idx, kv_idx), got NoneType",
+        None,
+    ),
+    "predicate-of-two": (
+        lambda: masks.predicate(lambda q, k: q >= k),
+        "fn must take (b, h, q_idx, kv_idx), got (q, k)",
+        None,
+    ),
+    "predicate-keyword-only": (
+        lambda: masks.predicate(lambda b, h, q, k, *, limit: k < limit),
+        "fn must take (b, h, q_idx, kv_idx), got (b, h, q, k, *, limit)",
+        None,
+    ),
+    "mask-batch-negative": (lambda: masks.causal().intervals(3, 3, batch=-1), "batch must be at least 0, got -1", None),
+    "mask-heads-negative": (lambda: masks.causal().to_dense(1, -2, 3, 3), "heads must be at least 0, got -2", None),
+    "mask-q-len-negative": (lambda: masks.causal("top_left").draw(-3, 3), "q_len must be at least 0, got -3", None),
+    "mask-kv-len-negative": (
+        lambda: masks.causal("top_left").intervals(3, -4),
+        "kv_len must be at least 0, got -4",
+        None,
+    ),
+    "or-non-prefix": (
+        lambda: masks.causal() | masks.window(3, 0),
+        "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | window(3, 0)",
+        "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
+    ),
+    "or-lengths": (
+        lambda: masks.causal() | masks.lengths([3]),
+        "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | lengths(kv=[3])",
+        "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
+    ),
+    "or-prefix-and-lengths": (
+        lambda: masks.causal() | masks.prefix(2) & masks.lengths([3]),
+        (
+            "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | prefix(2) & "
+            "lengths(kv=[3])"
+        ),
+        "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
+    ),
+    "or-tensor": (
+        lambda: masks.causal() | torch.ones(3, 3, dtype=torch.bool),
+        "mask must be joined to another mask by `|`, got Tensor",
+        "masks.dense(tensor) turns a boolean tensor into a mask",
+    ),
+    "and-tensor": (
+        lambda: masks.causal() & torch.ones(3, 3, dtype=torch.bool),
+        "mask must be joined to another mask by `&`, got Tensor",
+        "masks.dense(tensor) turns a boolean tensor into a mask",
+    ),
+    "and-none": (lambda: masks.causal() & None, "mask must be joined to another mask by `&`, got NoneType", None),
+    "and-two-aligns": (
+        lambda: masks.causal("top_left") & masks.window(3, 0, "bottom_right"),
+        "mask must have one alignment, got causal(align='top_left') & window(3, 0, align='bottom_right')",
+        "pass the same align to both, or to only one of them",
+    ),
+}

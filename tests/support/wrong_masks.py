@@ -1,0 +1,238 @@
+"""Calls of `attention` with a wrong mask."""
+
+# type checkers refuse these calls too
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+from wrong_call_inputs import WrongCalls, att, square, t, thd
+
+from undivided import masks
+
+MASKS: WrongCalls = {
+    # mask
+    "mask-float-tensor": (
+        lambda: square(mask=t(5, 5)),
+        "mask must be an undivided.masks.Mask or None, got Tensor",
+        "masks.dense(tensor) for booleans (True = attend); bias=tensor for numbers that are added",
+    ),
+    "mask-bool-tensor": (
+        lambda: square(mask=t(5, 5).bool()),
+        "mask must be an undivided.masks.Mask or None, got Tensor",
+        "masks.dense(tensor) for booleans (True = attend); bias=tensor for numbers that are added",
+    ),
+    "mask-string": (
+        lambda: square(mask="causal"),
+        "mask must be an undivided.masks.Mask or None, got str",
+        "a mask is built by a call: mask=masks.causal()",
+    ),
+    "mask-foreign-string": (
+        lambda: square(mask="padding_causal"),
+        "mask must be an undivided.masks.Mask or None, got str",
+        "a mask is built by a call, such as mask=masks.causal() or mask=masks.window(256, 0)",
+    ),
+    "mask-true": (
+        lambda: square(mask=True),
+        "mask must be an undivided.masks.Mask or None, got bool",
+        "mask=masks.causal(), or None for every pair",
+    ),
+    "mask-function": (
+        lambda: square(mask=masks.causal),
+        "mask must be an undivided.masks.Mask or None, got function",
+        "add the parentheses: mask=masks.causal()",
+    ),
+    "mask-window-not-called": (
+        lambda: square(mask=masks.window),
+        "mask must be an undivided.masks.Mask or None, got function",
+        "add the parentheses: mask=masks.window(...)",
+    ),
+    "mask-another-function": (
+        lambda: square(mask=len),
+        "mask must be an undivided.masks.Mask or None, got builtin_function_or_method",
+        None,
+    ),
+    "thd-no-mask": (
+        lambda: thd(),
+        "mask must say where the documents are in layout 'thd', got every pair",
+        "mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+    ),
+    "thd-causal-only": (
+        lambda: thd(mask=masks.causal()),
+        "mask must say where the documents are in layout 'thd', got causal",
+        "mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+    ),
+    "thd-lengths": (
+        lambda: thd(mask=masks.lengths([9])),
+        "mask must say where the documents are in layout 'thd', got lengths",
+        "mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+    ),
+    "thd-lengths-and-documents": (
+        lambda: thd(mask=masks.documents([0, 9]) & masks.lengths([9])),
+        "mask must describe its sequences once, got documents([0, 9]) & lengths(kv=[9])",
+        "keep one of lengths(...) and documents(...)",
+    ),
+    "documents-on-a-batch": (
+        lambda: square(mask=masks.documents([0, 5])),
+        "mask must be used with packed documents on a batch of one, got a batch of 2",
+        "use layout='thd', or masks.lengths for a padded batch, or masks.document_ids [B, S]",
+    ),
+    "documents-too-long": (
+        lambda: thd(mask=masks.documents([0, 4, 10])),
+        "mask must have cu_seqlens_q[-1] of at most 9, the q tokens, got 10",
+        None,
+    ),
+    "documents-kv-too-long": (
+        lambda: thd(mask=masks.documents([0, 4, 9], [0, 4, 11])),
+        "mask must have cu_seqlens_kv[-1] of at most 9, the kv tokens, got 11",
+        None,
+    ),
+    "padded-too-long": (
+        lambda: thd(mask=masks.documents([0, 4, 8], padded_q=[0, 5, 10])),
+        "mask must have padded_q[-1] of at most 9, the q tokens, got 10",
+        None,
+    ),
+    "documents-too-short": (
+        lambda: thd(mask=masks.documents([0, 4])),
+        "mask must have cu_seqlens_q[-1] of 9, the q tokens, got 4",
+        (
+            "append the missing offsets; if the last 5 tokens are padding, "
+            "pass masks.documents total_q=9, or padded offsets that end there"
+        ),
+    ),
+    "documents-kv-too-short": (
+        lambda: thd(mask=masks.documents([0, 4, 9], [0, 4, 8])),
+        "mask must have cu_seqlens_kv[-1] of 9, the kv tokens, got 8",
+        (
+            "append the missing offsets; if the last 1 tokens are padding, "
+            "pass masks.documents total_kv=9, or padded offsets that end there"
+        ),
+    ),
+    "padded-too-short": (
+        lambda: thd(mask=masks.documents([0, 4, 8], padded_q=[0, 4, 8])),
+        "mask must have padded_q[-1] of 9, the q tokens, got 8",
+        (
+            "append the missing offsets; if the last 1 tokens are padding, "
+            "pass masks.documents total_q=9, or padded offsets that end there"
+        ),
+    ),
+    "documents-total-of-another-call": (
+        lambda: thd(mask=masks.documents([0, 4], total_q=8)),
+        "mask must have total_q of 9, the q tokens of the call, got 8",
+        None,
+    ),
+    "documents-total-too-small": (
+        lambda: thd(mask=masks.documents([0, 4, 10], total_q=9)),
+        "mask must have cu_seqlens_q[-1] of at most 9, the q tokens, got 10",
+        None,
+    ),
+    "documents-total-a-float": (lambda: masks.documents([0, 4], total_q=9.0), "total_q must be an int, got 9.0", None),
+    "lengths-too-long": (
+        lambda: att(mask=masks.lengths([7, 8])),
+        "mask must have lengths(kv) of at most 7, the kv length of the call, got 8",
+        None,
+    ),
+    "lengths-q-too-long": (
+        lambda: att(mask=masks.lengths([7, 7], [5, 6])),
+        "mask must have lengths(q) of at most 5, the q length of the call, got 6",
+        None,
+    ),
+    "lengths-start-too-long": (
+        lambda: att(mask=masks.lengths([7, 7], kv_start=[0, 1])),
+        "mask must have lengths(kv_start + kv) of at most 7, the kv length of the call, got 8",
+        None,
+    ),
+    "lengths-batch": (
+        lambda: att(mask=masks.lengths([7, 7, 7])),
+        "mask must have one entry of lengths for each of the 2 batch elements, got 3 entries",
+        None,
+    ),
+    "ids-shape": (
+        lambda: square(mask=masks.document_ids(torch.zeros(2, 4, dtype=torch.int32))),
+        "mask must have document_ids(ids_q) of shape [2 or 1, 5], got [2, 4]",
+        None,
+    ),
+    "ids-kv-shape": (
+        lambda: att(mask=masks.document_ids(torch.zeros(2, 5, dtype=torch.int32))),
+        "mask must have document_ids(ids_kv) of shape [2 or 1, 7], got [2, 5]",
+        "pass ids_kv too: queries and keys differ in length",
+    ),
+    "dense-shape": (
+        lambda: att(mask=masks.dense(torch.ones(5, 5, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, q, kv] = [2, 4, 5, 7], got [1, 1, 5, 5]",
+        None,
+    ),
+    "dense-batch": (
+        lambda: att(mask=masks.dense(torch.ones(3, 1, 5, 7, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, q, kv] = [2, 4, 5, 7], got [3, 1, 5, 7]",
+        None,
+    ),
+    "prefix-entries": (
+        lambda: square(mask=masks.causal() | masks.prefix([1, 2, 3])),
+        "mask must have one entry of prefix(n) for each of the 2 sequences, got 3 entries",
+        None,
+    ),
+    "chunks-entries": (
+        lambda: square(mask=masks.chunks(2, offset=[1, 2, 3])),
+        "mask must have one entry of chunks(offset) for each of the 2 sequences, got 3 entries",
+        None,
+    ),
+    "causal-ambiguous": (
+        lambda: att(mask=masks.causal()),
+        (
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
+            " None for query length 5, key length 7"
+        ),
+        "write align='top_left' or align='bottom_right' in causal, window or chunks",
+    ),
+    "window-ambiguous": (
+        lambda: att(mask=masks.window(3, 0)),
+        (
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
+            " None for query length 5, key length 7"
+        ),
+        "write align='top_left' or align='bottom_right' in causal, window or chunks",
+    ),
+    "lengths-ambiguous": (
+        lambda: square(mask=masks.causal() & masks.lengths([5, 4])),
+        (
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
+            " None for lengths with q=None at query length 5, key length 5"
+        ),
+        (
+            "write align='top_left' or align='bottom_right' in causal, window or chunks; for a padded "
+            "self-attention batch pass the lengths of the queries too: lengths(n, n)"
+        ),
+    ),
+    "documents-ambiguous": (
+        lambda: thd(mask=masks.causal() & masks.documents([0, 4, 9], [0, 5, 9])),
+        (
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
+            " None for documents whose cu_seqlens_q and cu_seqlens_kv are different"
+        ),
+        "write align='top_left' or align='bottom_right' in causal, window or chunks",
+    ),
+    "alibi-ambiguous": (
+        lambda: att(alibi_slopes=t(4)),
+        (
+            "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
+            " None for query length 5, key length 7"
+        ),
+        "for ALiBi without a mask: masks.window(None, None, align='top_left' or 'bottom_right')",
+    ),
+    "predicate-not-bool": (
+        lambda: square(mask=masks.predicate(lambda b, h, i, j: i - j)),
+        "fn must return a bool tensor, got torch.int64",
+        "predicates are fn(b, h, q_idx, kv_idx) -> bool",
+    ),
+    "predicate-shape": (
+        lambda: square(mask=masks.predicate(lambda b, h, i, j: torch.ones(3, dtype=torch.bool))),
+        "fn must return a tensor broadcastable to [2, 4, 1, 1], got [3]",
+        None,
+    ),
+    "mask-device": (
+        lambda: square(mask=masks.lengths(torch.zeros(2, dtype=torch.int32, device="meta"))),
+        "mask must be on cpu, as the query, or on the CPU, got meta",
+        None,
+    ),
+}
