@@ -215,9 +215,10 @@ SLACK, SLACK_OF_FEW, FEW_ROWS, FEW_KEYS = 2, 4, 32, 8
 """Times the budget, which is a statistic: the error of a problem of few numbers exceeds it by chance."""
 SLACK_OF_NOISE, NO_DIGITS = 64, 0.1
 """For gradients that nearly cancel: few rows or keys, or large scores, whose weights the backward recomputes from the
-log-sum-exp (an error of its size times 2^-24). From the second budget on, plain attention has no digit right."""
+log-sum-exp (an error of its size, which grows with the square of `factor`, times 2^-24). In heads of one or two entries
+plain attention has none of it by chance. From the second budget on, plain attention has no digit right."""
 CANCELLING = ("chunks(1,", "window(0, 0,")
-"""Masks of one key per row, whose gradients of q and k are 0; their error is that of its weight, which is 1."""
+"""Masks of one key per row, whose gradients of q and k are 0."""
 REFUSED = "the problem is refused"
 
 
@@ -228,9 +229,7 @@ def _is_wrong(spec: Spec, row: Row) -> bool:
     if row.budget > NO_DIGITS:
         return False
     if few or spec.factor > 1 or max(spec.kv_lens) < FEW_KEYS or any(text in spec.mask for text in CANCELLING):
-        noise = torch.finfo(DTYPES[spec.dtype]).eps
-        if spec.dim == 1 or any(text in spec.mask for text in CANCELLING):
-            noise *= spec.factor**2  # as the scores, which plain attention recomputes in another order only if dim > 1
+        noise = max(torch.finfo(DTYPES[spec.dtype]).eps, spec.factor**2 * torch.finfo(torch.float32).eps)
         return row.error > SLACK_OF_NOISE * max(row.budget, noise)
     return row.error > SLACK * row.budget
 
