@@ -11,24 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import resource
-import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import mutmut.mutation.trampoline as trampoline
 import pytest
 from _pytest.runner import runtestprotocol
+from forks import DEADLOCK, NO_TIME, failing_test, in_a_child
 from mutmut.mutation.file_mutation import mutate_file_contents
-
-NO_TIME = "?"
-DEADLOCK = 3600
-"""Seconds after which a mutant counts as undecided, whatever it waits for."""
 
 
 def mutate(folders: Iterable[str]) -> list[str]:
@@ -40,28 +34,6 @@ def mutate(folders: Iterable[str]) -> list[str]:
         module = ".".join(path.with_suffix("").relative_to("src").parts).removesuffix(".__init__")
         names += [f"{module}.{name}" for name in found.mutant_names]
     return names
-
-
-def in_a_child(work: Callable[[], str], seconds: float) -> str | None:
-    """The text that `work` returns in a forked process; None if the process dies, or needs more of the processor."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, 1), os.dup2(devnull, 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
-        signal.alarm(DEADLOCK)
-        text = work().encode()
-        while text:
-            text = text[os.write(write, text) :]
-        os._exit(0)
-    os.close(write)
-    with open(read, "rb") as pipe:
-        content = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        return NO_TIME
-    return content.decode() if status == 0 else None
 
 
 def call_times(items: list[pytest.Item]) -> str:
@@ -78,17 +50,10 @@ def call_times(items: list[pytest.Item]) -> str:
     return json.dumps(found)
 
 
-def failing_test(name: str, items: list[pytest.Item], seconds: float) -> str:
-    """The first test that fails on a mutant; "" if none does, NO_TIME if there is no time for all."""
+def failing_mutant_test(name: str, items: list[pytest.Item], seconds: float) -> str:
+    """`failing_test` on a mutant."""
     trampoline.set_mutant_under_test(name)
-    end = time.process_time() + seconds
-    for n, item in enumerate(items):
-        if time.process_time() > end:
-            return NO_TIME
-        for report in runtestprotocol(item, log=False, nextitem=items[n + 1] if n + 1 < len(items) else None):
-            if report.failed:
-                return item.nodeid
-    return ""
+    return failing_test(items, seconds)
 
 
 class Sample:
@@ -107,7 +72,7 @@ class Sample:
         for count, name in enumerate(self.mutants, 1):
             function = name.rpartition("__mutmut_")[0]
             items = [session.items[n] for n, _, hits in times if function in hits]
-            found = in_a_child(lambda: failing_test(name, items, self.seconds), 3 * self.seconds)  # noqa: B023
+            found = in_a_child(lambda: failing_mutant_test(name, items, self.seconds), 3 * self.seconds)  # noqa: B023
             killed += found not in ("", NO_TIME)
             if found in ("", NO_TIME):
                 print(f"{'survived' if not found else 'no time'} {name} ({len(items)} tests)", flush=True)

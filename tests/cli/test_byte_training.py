@@ -3,7 +3,9 @@ pages."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,31 @@ def test_a_file_that_is_no_checkpoint_is_refused(corpus: Corpus, tmp_path: Path)
     torch.save({"done": 1}, tmp_path / "other.pt")
     with pytest.raises(undivided.InputError, match="--checkpoint must be"):
         Training.load(tmp_path / "other.pt", corpus)
+
+
+class Evil:
+    """Unpickling it without restrictions creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_runs_no_code_and_one_of_another_program_is_refused_without_a_warning(
+    corpus: Corpus, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """PyTorch warns of the protocol of a plain pickle; the command is to print one line."""
+    file, mark = tmp_path / "evil.pt", tmp_path / "mark"
+    torch.save({"size": Evil(mark)}, file)
+    plain = tmp_path / "plain.pt"
+    plain.write_bytes(pickle.dumps(Evil(mark)))
+    for path in (file, plain):
+        with pytest.raises(undivided.InputError, match="--checkpoint must be a checkpoint that this training wrote"):
+            Training.load(path, corpus)
+    assert not mark.exists()
+    assert not recwarn.list
 
 
 def test_generating_from_pages_is_reading_the_whole_text_each_time() -> None:

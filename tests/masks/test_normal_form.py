@@ -12,6 +12,8 @@ from torch import Tensor
 
 from undivided import InputError, masks
 from undivided.masks import Mask
+from undivided.masks._parts import Origin
+from undivided.masks._slice import CallSlice, slice_mask
 from undivided.masks.normal_form.bounds import count_in_cells, overlap, tidy
 
 SIZES = BATCH, HEADS, Q_LEN, KV_LEN = 3, 4, 7, 9
@@ -255,3 +257,57 @@ def test_a_tree_of_a_pack_names_the_parent_that_is_not_before_its_child() -> Non
     assert caught.value.argument == "parents"
     assert "got 1 for query 0" in str(caught.value)
     assert caught.value.hint == "in a pack, indices start at 0 in every document"
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_are_the_same_in_blocks_of_rows_of_any_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = MASKS[name]().normal_form(*SIZES, "cpu")
+    allowed = form.allowed(slice(None), slice(None), slice(None), slice(None)).expand(SIZES)
+    right = [
+        [tile.any(-1).any(-1).int() + tile.all(-1).all(-1).int() for tile in rows.split(4, -1)]
+        for rows in allowed.split(2, 2)
+    ]
+    expected = torch.stack([torch.stack(row, -1) for row in right], 2)
+    for pairs in (1, 64, 1 << 22):
+        monkeypatch.setattr("undivided.masks.normal_form.pairs.BLOCK_PAIRS", pairs)
+        assert torch.equal(form.tiles(2, 4).expand(expected.shape).int(), expected)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_mask_of_a_slice_of_a_call_has_the_pairs_of_that_slice(name: str) -> None:
+    mask = MASKS[name]()
+    whole = mask.normal_form(*SIZES, "cpu").allowed(*([slice(None)] * 4)).expand(SIZES)
+    for sequences, heads in (((0, 3), (0, 2)), ((0, 3), (2, 4)), ((1, 3), (0, 4)), ((2, 3), (1, 2)), ((0, 1), (3, 4))):
+        part = slice_mask(mask, CallSlice(BATCH, sequences, HEADS, heads), with_origin=False)
+        right = whole[slice(*sequences), slice(*heads)]
+        form = part.normal_form(right.shape[0], right.shape[1], Q_LEN, KV_LEN, "cpu")
+        assert torch.equal(form.allowed(*([slice(None)] * 4)).expand(right.shape), right), (sequences, heads)
+    assert slice_mask(mask, CallSlice(BATCH, (0, BATCH), HEADS, (0, HEADS)), with_origin=True) is mask
+
+
+def test_a_slice_of_a_slice_keeps_the_numbers_by_which_dropout_draws() -> None:
+    half = slice_mask(masks.causal(), CallSlice(4, (2, 4), 8, (4, 8)), with_origin=True)
+    quarter = slice_mask(half, CallSlice(2, (1, 2), 4, (1, 3)), with_origin=True)
+    (origin,) = (part for part in quarter.parts if isinstance(part, Origin))
+    assert (origin.sequence, origin.head) == (3, 5)
+    assert not any(isinstance(p, Origin) for p in slice_mask(half, CallSlice(2, (1, 2), 4, (1, 3)), False).parts)
+
+
+def test_the_first_head_of_a_mask_is_at_least_0() -> None:
+    mask = masks.causal()
+    assert mask.with_first_head(0) is mask
+    (origin,) = (part for part in mask.with_first_head(1).parts if isinstance(part, Origin))
+    assert (origin.sequence, origin.head) == (0, 1)
+    with pytest.raises(InputError, match="first_head must be at least 0, got -1"):
+        mask.with_first_head(-1)
+
+
+@pytest.mark.parametrize(("side", "sizes"), [("q", (1, 1, 2**31, 1)), ("kv", (1, 1, 1, 2**31))])
+def test_a_length_beyond_32_bits_is_refused_by_its_side(side: str, sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(InputError, match=f"be for a {side} length of at most 2147483647"):
+        masks.causal("top_left").check(*sizes, packed=False, device=torch.device("cpu"))
+
+
+def test_a_mask_by_lengths_of_a_pack_is_an_error_that_names_documents() -> None:
+    with pytest.raises(InputError, match="mask must describe packed tokens by documents, got lengths"):
+        masks.lengths([3]).check(1, 1, 4, 4, packed=True, device=torch.device("cpu"))

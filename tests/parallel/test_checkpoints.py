@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import losses_of, run_ranks
 from torch import distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -29,6 +32,7 @@ from undivided.parallel import (
     whole_state_dict,
 )
 from undivided.parallel.checkpoint import folder as folders
+from undivided.parallel.checkpoint.state import Header
 
 HIDDEN, VOCABULARY, LENGTH = 32, 31, 24
 Mesh = tuple[int, int, int]
@@ -348,6 +352,39 @@ def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_loaded(t
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step-4")
     assert "have checkpoints of save_checkpoint, got step-4" in refused(lambda: load_checkpoint(tmp_path, model))
+
+
+class Evil:
+    """Unpickling it without restrictions creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_runs_no_code_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch unpickles the list of contents, and entries that are not tensors, without restrictions."""
+    model, mark = nn.Linear(2, 2), tmp_path / "mark"
+    save_checkpoint(tmp_path, 1, model)
+    contents = tmp_path / "step-00000001" / ".metadata"
+    right = contents.read_bytes()
+    for wrong in (pickle.dumps(Evil(mark)), right[: len(right) // 2], b"", b"\xff", pickle.dumps(3)):
+        contents.write_bytes(wrong)
+        assert "have the contents of a checkpoint in step-00000001/.metadata" in refused(
+            lambda: load_checkpoint(tmp_path, model)
+        )
+    metadata = pickle.loads(right)
+    for index, place in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(place, relative_path=f"../{place.relative_path}")
+    contents.write_bytes(pickle.dumps(metadata))
+    assert "got a file in another folder, ../__0_0.distcp" in refused(lambda: load_checkpoint(tmp_path, model))
+    monkeypatch.setattr(Header, "to_bytes", lambda self: Evil(mark))
+    save_checkpoint(tmp_path, 2, model)
+    with pytest.raises((InputError, CheckpointException), match="have checkpoints of tensors and plain values"):
+        load_checkpoint(tmp_path, model)
+    assert not mark.exists()
 
 
 def test_wrong_arguments_of_checkpoints_are_refused(tmp_path: Path) -> None:

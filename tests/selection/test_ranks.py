@@ -58,6 +58,20 @@ class TestOrder:
     def test_one_measured_backend_changes_nothing(self, measured: Measured) -> None:
         measured(table(triton=9e14))
         assert order(explain()) == DEFAULT_ORDER
+        (verdict,) = (verdict for verdict in explain().verdicts if verdict.estimate)
+        assert explain().standing(verdict).startswith("est. ")  # nothing to compare it with
+
+    @pytest.mark.parametrize(("length", "unit"), [(1, "B"), (64, "FLOP")])
+    def test_the_rate_of_decoding_is_in_bytes_and_that_of_other_steps_in_operations(
+        self, length: int, unit: str
+    ) -> None:
+        problem = undivided.explain(
+            q(length), q(), q(), layout="bshd", mask=masks.causal("bottom_right"), machine=H100
+        ).problem
+        found = _measured.estimate(Entry(RUN, {"triton": 2e9}), "triton", problem)
+        assert found is not None
+        assert (found.unit, found.seconds) == (unit, _measured.work(problem) / 2e9)
+        assert _measured.estimate(Entry(RUN, {"triton": 2e9}), "cudnn", problem) is None
 
     def test_within_five_hundredths_the_default_rank_decides(self, measured: Measured) -> None:
         measured(table(cudnn=4.80e14, flash_attn=5e14))

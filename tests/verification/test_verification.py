@@ -167,6 +167,70 @@ def test_zeros_are_never_within_a_budget(case: Case, dtype: torch.dtype) -> None
             assert size < budget.allowed[name] * budget.scale[name] < 1, name
 
 
+def _of_one_number(seed: int, dtype: torch.dtype, argument: str) -> dict[str, Any]:
+    """A problem of one head, in which the gradient of its slope or its sink is a single number."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, length, 1, 32, generator=generator).to(dtype) for length in (61, 97, 97))
+    number = torch.rand(1, generator=generator)
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "layout": "bshd",
+        "mask": masks.window(None, None, "bottom_right"),
+        argument: number,
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "argument", "seed"),
+    [
+        (torch.bfloat16, "alibi_slopes", 26),
+        (torch.bfloat16, "sinks", 57),
+        (torch.float16, "alibi_slopes", 26),
+        (torch.float32, "alibi_slopes", 32),
+        (torch.float32, "alibi_slopes", 68),
+        (torch.float32, "sinks", 32),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_single_number_is_not_wrong_by_chance(dtype: torch.dtype, argument: str, seed: int) -> None:
+    """Plain arithmetic has hardly any error in these, in all orders of summation; 1 of 100 draws was called wrong."""
+    report = verify(**_of_one_number(seed, dtype, argument), backends=["native", "reference"])
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float32, 1.001), (torch.float16, 1.2), (torch.bfloat16, 2.0)], ids=str
+)
+@pytest.mark.parametrize("argument", ["sinks", "alibi_slopes"])
+def test_a_wrong_gradient_of_a_single_number_is_red(
+    argument: str, dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = reference.BACKEND.backward
+    monkeypatch.setattr(
+        reference.BACKEND, "backward", lambda *a: [*right(*a)[:4], *(_times(x, factor) for x in right(*a)[4:])]
+    )
+    for seed in range(4):
+        report = verify(**_of_one_number(seed, dtype, argument), backends=["reference"])
+        assert {row.quantity for row in report.failures} == {f"d{argument}"}
+
+
+def _times(x: Tensor | None, factor: float) -> Tensor | None:
+    return None if x is None else x * factor
+
+
+def test_the_rows_shares_sum_up_to_the_gradient() -> None:
+    call, given, upstream = _request(CASES["everything-together"], torch.float64)
+    right = oracle.oracle(call, given, upstream)
+    shares = {name: x for name, x in right.items() if name.endswith("per row")}
+    assert len(shares) >= 2
+    for name, rows in shares.items():
+        total = right[name.removesuffix(" per row")]
+        summed = rows.sum((0, 2)) if total.dim() == 1 else rows.sum(2)
+        assert distance(summed, total) < 1e-12 * float(total.norm())
+
+
 def test_a_nan_a_missing_value_and_another_shape_are_infinitely_wrong() -> None:
     right = torch.ones(2, 3)
     assert distance(right, right) == 0

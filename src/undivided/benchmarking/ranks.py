@@ -65,7 +65,8 @@ def ranks(report: Mapping[str, Any], name: str) -> Ranks:
         run = _run(report, name)
         timings, left_out = _gather(report["cases"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError("report", "be one that `undivided bench --json` wrote", f"{name} (no {error})") from None
+        why = f"no {error}" if isinstance(error, KeyError) else "values of other types"
+        raise InputError("report", "be one that `undivided bench --json` wrote", f"{name} ({why})") from None
     table: dict[str, dict[tuple[int, int], Entry]] = {}
     for at, place_timings in timings.items():
         if rates := dict(_rates(place_timings)):

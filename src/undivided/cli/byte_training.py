@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -175,7 +176,9 @@ class Training:
             InputError: the file is not a checkpoint of this training.
         """
         try:
-            state = torch.load(path, weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about the pickles of other programs; the error below is enough
+                state = torch.load(path, weights_only=True)
             run = cls(Size(**state["size"]), Recipe(**state["recipe"]), corpus)
             run.model.load_state_dict(state["model"])
             run.optimiser.load_state_dict(state["optimiser"])

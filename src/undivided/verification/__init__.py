@@ -58,8 +58,9 @@ def verify(
     """A `Report` that compares every backend that can run this problem with an oracle in fp64.
 
     ``||x - oracle|| / ||oracle|| <= 2 * error of plain attention in the input's dtype + one rounding`` must hold for
-    the output, the log-sum-exp and every gradient x. Entries that no allowed pair reaches must be exactly 0. The oracle
-    is dense and slow: it computes every (query, key) pair twice, in pieces that fit in memory.
+    the output, the log-sum-exp and every gradient x. The error of plain attention in a gradient of few numbers, such as
+    that of sinks, follows from the errors of all rows. Entries that no allowed pair reaches must be exactly 0. The
+    oracle is dense and slow: it computes every (query, key) pair twice, in pieces that fit in memory.
 
     Args:
         q, k, v: floating-point tensors in `layout`, as for `attention`. They and all other tensors stay unchanged:

@@ -28,7 +28,9 @@ from undivided.verification.pieces import (
     pair_tables,
     piece_leaves,
     piece_upstream,
+    row_zeros,
     split,
+    sum_to,
     zeros,
 )
 
@@ -38,9 +40,10 @@ __all__ = ["NAMES", "Upstream", "oracle", "piece_oracle", "piece_reach", "unreac
 def oracle(call: Call, tensors: Tensors, upstream: Upstream) -> Quantities:
     """The right answer in fp64: out [B, H, Sq, Dv], lse [B, H, Sq], and the gradient of every input.
 
-    dq, dk, dv are [B, heads, S, D]; dbias, dsinks and dalibi_slopes have the shapes of the tensors.
+    dq, dk, dv are [B, heads, S, D]; dbias, dsinks and dalibi_slopes have the shapes of the tensors. The rows' shares of
+    gradients that are sums over rows have the names of `per_row`.
     """
-    totals = zeros(call, tensors)
+    totals = zeros(call, tensors) | row_zeros(call, tensors)
     for piece in split(call.problem):
         add(totals, piece, call, tensors, piece_oracle(piece, call, tensors, upstream))
     return totals
@@ -77,7 +80,7 @@ def piece_reach(piece: Piece, call: Call, tensors: Tensors) -> Quantities:
     key = _per_kv_head(allowed.any(-2).double(), piece, call.problem).unsqueeze(-1)
     counts = {"out": row, "lse": row.squeeze(-1), "dq": row, "dk": key, "dv": key}
     if tensors.bias is not None:
-        counts["dbias"] = _sum_to(allowed.double(), tensors.bias.shape)
+        counts["dbias"] = sum_to(allowed.double(), tensors.bias.shape)
     return counts
 
 
@@ -89,8 +92,7 @@ def attend(leaves: Leaves, tables: PairTables, call: Call) -> tuple[Tensor, Tens
     lse = torch.logsumexp(score, -1) if score.shape[-1] else score.sum(-1)
     column = score
     if leaves.sinks is not None:
-        sink = leaves.sinks[None, :, None, None].expand(*score.shape[:-1], 1)
-        column = torch.cat([score, sink.to(score.dtype)], -1)
+        column = torch.cat([score, leaves.sinks.to(score.dtype)], -1)
     weights = torch.softmax(column, -1)[..., : score.shape[-1]].masked_fill(empty, 0.0)
     if tables.kept is not None:
         weights = weights * tables.kept * philox.survivor_scale(call.dropout_p)
@@ -133,9 +135,3 @@ def _per_kv_head(x_BHK: Tensor, piece: Piece, problem: Problem) -> Tensor:
     kv_heads = kv_span(piece, problem)
     summed: Tensor = x_BHK.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).sum(2)
     return summed
-
-
-def _sum_to(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The sum over the axes that are broadcast in `shape`."""
-    axes = [axis for axis, size in enumerate(shape) if size == 1]
-    return x.sum(axes, keepdim=True) if axes else x

@@ -8,7 +8,7 @@ Legend: B batch, H query heads, N key/value heads, R query rows of a piece, K ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,10 @@ class PairTables(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The inputs of a piece: q [B, H, R, D], k, v [B, N, K, D], bias 4-D, sinks [H], slopes [B|1, H, R|1, 1]."""
+    """The inputs of a piece: q [B, H, R, D], k, v [B, N, K, D], bias 4-D, sinks and slopes [B, H, R, 1].
+
+    Inputs that are one number per row or broadcast to it have a copy per row, so that each row has its own gradient.
+    """
 
     q: Tensor
     k: Tensor
@@ -135,25 +138,28 @@ def piece_leaves(piece: Piece, call: Call, tensors: Tensors, precision: torch.dt
     q, k, v = call.dense_tensors(tensors, precision).heads_first(problem.layout)
     kv = (piece.batch, kv_span(piece, problem))
     slopes, bias, sinks = tensors.alibi_slopes, tensors.bias, tensors.sinks
-    row_slopes = None
+    rows = (*(s.stop - s.start for s in piece), 1)
     if slopes is not None and slopes.dim() == 1:
-        row_slopes = slopes[piece.heads][None, :, None, None]
+        slopes = _per_row(slopes[piece.heads], rows)
     elif slopes is not None:
-        row_slopes = slopes[_sequence(piece, call, tensors), piece.heads].transpose(1, 2).unsqueeze(-1)
+        slopes = slopes[_sequence(piece, call, tensors), piece.heads].transpose(1, 2).unsqueeze(-1).expand(rows)
+    if bias is not None:
+        bias = bias[span(bias, piece)]
+        bias = bias.expand(rows) if bias.shape[-1] == 1 else bias
+    if sinks is not None:
+        sinks = _per_row(sinks[piece.heads], rows)
 
     def leaf(x: Tensor, precision: torch.dtype) -> Tensor:
         return x.detach().to(precision, copy=True).requires_grad_()
 
     wide = torch.promote_types(precision, torch.float32)  # bias, sinks and slopes are often fp32 with half inputs
-    others = [
-        None if x is None else leaf(x, wide)
-        for x in (
-            None if bias is None else bias[span(bias, piece)],
-            None if sinks is None else sinks[piece.heads],
-            row_slopes,
-        )
-    ]
+    others = [None if x is None else leaf(x, wide) for x in (bias, sinks, slopes)]
     return Leaves(leaf(q[piece], precision), leaf(k[kv], precision), leaf(v[kv], precision), *others)
+
+
+def _per_row(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """One number per head, for every row of a piece: [H] as [B, H, R, 1]."""
+    return x[None, :, None, None].expand(rows)
 
 
 def _sequence(piece: Piece, call: Call, tensors: Tensors) -> Tensor:
@@ -191,21 +197,44 @@ def zeros(call: Call, tensors: Tensors) -> Quantities:
     return {name: torch.zeros(shape, dtype=torch.float64, device=tensors.q.device) for name, shape in shapes.items()}
 
 
+def per_row(name: str) -> str:
+    """The name of the rows' shares of a gradient: a quantity [B, H, Sq], which sums up to the gradient."""
+    return f"{name} per row"
+
+
+def row_zeros(call: Call, tensors: Tensors) -> Quantities:
+    """Zeros for the rows' shares of each gradient that is one number per row or is broadcast to it."""
+    bias, sinks, slopes = tensors[3:]
+    names = {"dbias": bias is not None and bias.shape[-1] == 1, "dsinks": sinks is not None}
+    names["dalibi_slopes"] = slopes is not None
+    shape = (call.problem.batch, call.problem.heads, call.problem.q_len)
+    zero = torch.zeros(shape, dtype=torch.float64, device=tensors.q.device)
+    return {per_row(name): zero.clone() for name, wanted in names.items() if wanted}
+
+
+def sum_to(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The sum over the axes that are broadcast in `shape`."""
+    axes = [axis for axis, size in enumerate(shape) if size == 1]
+    return x.sum(axes, keepdim=True) if axes else x
+
+
 def add(totals: Quantities, piece: Piece, call: Call, tensors: Tensors, part: Quantities) -> None:
-    """Add the quantities of a piece to those of the problem."""
+    """Add the quantities of a piece to those of the problem; sums over rows are in the precision of the piece."""
     problem = call.problem
     kv = (piece.batch, kv_span(piece, problem))
     for name, value in part.items():
-        total, value = totals[name], value.double()
+        total = totals[name]
+        if per_row(name) in totals:
+            totals[per_row(name)][piece] += value.squeeze(-1).double()
         if name in ("out", "lse", "dq"):
             total[piece] += value
         elif name in ("dk", "dv"):
             total[kv] += value
         elif name == "dbias":
-            total[span(total, piece)] += value
-        elif name == "dsinks" or total.dim() == 1:
-            total[piece.heads] += value if value.dim() == 1 else value.sum((0, 2, 3))
+            total[span(total, piece)] += sum_to(value, total.shape)
+        elif total.dim() == 1:
+            total[piece.heads] += value.sum((0, 2, 3))
         else:
             sequence = _sequence(piece, call, tensors).expand(value.shape[0], -1)
-            rows = value.squeeze(-1).transpose(1, 2)  # [B, R, H]
+            rows = value.double().squeeze(-1).transpose(1, 2)  # [B, R, H]
             total[:, piece.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))

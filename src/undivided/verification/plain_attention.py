@@ -27,6 +27,7 @@ from undivided.verification.pieces import (
     pair_tables,
     piece_leaves,
     piece_upstream,
+    row_zeros,
     split,
     zeros,
 )
@@ -39,7 +40,7 @@ def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dty
 
     order: 0 sums in the order of memory; any other number seeds a random order.
     """
-    totals = zeros(call, tensors)
+    totals = zeros(call, tensors) | row_zeros(call, tensors)
     for piece in split(call.problem):
         add(totals, piece, call, tensors, plain_piece(piece, call, tensors, upstream, precision, order))
     return totals
@@ -125,7 +126,7 @@ def _recompute(leaves: Leaves, tables: PairTables, call: Call, grad_out: Tensor,
     quantities = {"out": out, "lse": lse}
     lse = lse.unsqueeze(-1).masked_fill(empty, 0.0)
     weights_without_sinks = torch.exp(score.detach() - lse)
-    sinks = None if leaves.sinks is None else leaves.sinks.detach()[None, :, None, None]
+    sinks = None if leaves.sinks is None else leaves.sinks.detach()
     weights = (
         weights_without_sinks if sinks is None else weights_without_sinks * torch.sigmoid(lse - sinks).to(precision)
     )
@@ -140,5 +141,5 @@ def _recompute(leaves: Leaves, tables: PairTables, call: Call, grad_out: Tensor,
     quantities["dv"] = grad_v.unflatten(1, (leaves.v.shape[1], -1)).sum(2)
     if sinks is not None:
         sink_weight = (1 - torch.sigmoid(lse - sinks)).masked_fill(empty, 0.0).to(precision)
-        quantities["dsinks"] = -(sink_weight * delta).sum((0, 2, 3))
+        quantities["dsinks"] = -(sink_weight * delta)
     return quantities

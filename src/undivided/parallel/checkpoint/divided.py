@@ -7,6 +7,8 @@ queries, keys and values in one weight, so each run of rows is a chunk. FSDP2 ma
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from undivided.errors import InputError
 from undivided.parallel.state import Division
 
 
@@ -114,6 +117,14 @@ class LoadPlanner(DefaultLoadPlanner):
             assert isinstance(saved, TensorStorageMetadata)
             plan.items += create_read_items_for_chunk_list(name, saved, [chunk.metadata for chunk in tensor.chunks])
         return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an entry that is not a tensor, without running code of the file as PyTorch's planner would."""
+        name = read_item.dest_index.fqn
+        try:
+            self.original_state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise InputError("folder", "have checkpoints of tensors and plain values", f"in {name}: {error}") from error
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The tensor of an item."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -20,6 +19,7 @@ from undivided.errors import InputError
 from undivided.parallel.checkpoint import folder as folders
 from undivided.parallel.checkpoint.compare import check_entries, check_files
 from undivided.parallel.checkpoint.divided import DividedTensor, LoadPlanner, SavePlanner
+from undivided.parallel.checkpoint.reader import Reader
 from undivided.parallel.checkpoint.state import (
     HEADER,
     Header,
@@ -102,8 +102,8 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Load a checkpoint of `save_checkpoint` into a model and an optimizer, on any mesh. All ranks call it.
 
-    Each rank reads what it holds. The model is built and divided as for training, before the call; numbers of other
-    dtypes are converted.
+    Each rank reads what it holds, and runs no code of the files. The model is built and divided as for training, before
+    the call; numbers of other dtypes are converted.
 
     Args:
         folder: of all checkpoints.
@@ -130,7 +130,8 @@ def load_checkpoint(
     if not found:
         return None
     path = found[max(found) if step is None else step]
-    metadata = FileSystemReader(path).read_metadata()
+    reader = Reader(path)
+    metadata = reader.read_metadata()
     state = training_state(model, optimizer)
     divided = _divided(state)
     sizes = {
@@ -141,7 +142,7 @@ def load_checkpoint(
     check_files(metadata, path)
     entries = {name: value for name, value in state.tensors.items() if name not in divided} | {HEADER: b""}
     with _alone_without_warning():
-        load(entries, checkpoint_id=path, planner=LoadPlanner(divided))
+        load(entries, storage_reader=reader, planner=LoadPlanner(divided))
     header = Header.from_bytes(entries[HEADER])
     # those of divided tensors were read in place
     set_training_state(model, optimizer, state.tensors | entries, header.groups)
