@@ -3,7 +3,7 @@
 // type that the tiles of a table hold.
 #include "backward/driver.h"
 #include "backward/pairs.h"
-#include "decode/chunk.h"
+#include "decode/invariant.h"
 #include "gemm/peak.h"
 
 #if defined(UNDIVIDED_AMX)
@@ -112,13 +112,29 @@ bool block(const Attention& a, const RowBlock& b, char* scratch) {
 bool use_small_forward(const Attention& a) {
   return is_small_forward(a, kHasAmx && a.dtype != kFloat32 ? kMaxSmallForward16 : kMaxSmallForward);
 }
+// Calls `f` with the unit type that decodes a problem with batch_invariant.
+template <class F>
+INLINE auto with_invariant_unit(const Attention& a, F f) {
+  return with_mode(a.dtype, [&](auto mode) { return f(TypeTag<InvariantUnit<decltype(mode)>>()); });
+}
 template <class Half>
 bool can_decode(const Attention& a) {
+#if defined(UNDIVIDED_AMX)
+  if (a.batch_invariant) return kernels_avx512_bf16.can_decode(a);
+#else
+  if (a.batch_invariant) return with_mode(a.dtype, [&](auto mode) { return fits_invariant<decltype(mode)>(a); });
+#endif
   return rows_of_group(a) <= kMaxDecodeRows && !use_small_forward(a) &&
          with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
+#if defined(UNDIVIDED_AMX)
+  if (a.batch_invariant) return kernels_avx512_bf16.chunk_scratch(a, kv_heads);
+#else
+  if (a.batch_invariant)
+    return with_invariant_unit(a, [&](auto u) { return typename decltype(u)::type(a, kv_heads, nullptr).bytes; });
+#endif
   return with_engine<Half>(a, [&](auto e) {
     typedef typename decltype(e)::type Engine;
     return larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes,
@@ -127,6 +143,14 @@ int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
 }
 template <class Half>
 void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
+#if defined(UNDIVIDED_AMX)
+  if (c.problem->batch_invariant) return kernels_avx512_bf16.chunk(c, next_chunk, scratch);
+#else
+  if (c.problem->batch_invariant)
+    return with_invariant_unit(*c.problem, [&](auto u) {
+      typename decltype(u)::type(*c.problem, c.kv_heads, scratch).run(c, next_chunk);
+    });
+#endif
   with_engine<Half>(*c.problem, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
