@@ -178,10 +178,8 @@ constexpr int kDecodePrefetch = 3;
 // 1.0, eight 1.3.)
 constexpr int64_t kMinDotRows = 5;
 
-// With batch_invariant: vectors of keys at once, so that there are enough independent sums, and bytes of a step, K or V of
-// all heads.
-constexpr int kInvariantVectors = 2;
-constexpr int64_t kInvariantStepBytes = 64 << 10;
+// With batch_invariant: bytes of a step of keys, and of values, of all heads.
+constexpr int64_t kInvariantKeyBytes = 32 << 10, kInvariantValueBytes = 16 << 10;
 
 // Keys that sequences share are computed as blocks of all their rows from so many rows per key/value head and so many
 // keys on (schedule/prefixes.cc).

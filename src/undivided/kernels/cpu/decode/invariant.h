@@ -30,44 +30,33 @@ INLINE void for_each_rows(int64_t rows, F f) {
 }
 INLINE int64_t padded_rows(int64_t rows) { return rows > 2 ? round_up(rows, 4) : rows; }
 
-// Scores of R rows and G vectors of keys, [row][key], from key `first` of a step on. Queries are [Scalar][row].
-template <class Mode, int R, int G>
-static __attribute__((noinline)) void score_keys_of_step(const float* q, const typename Mode::T* const* row,
-                                                         int64_t offset, int64_t count, float* scores, int64_t stride,
-                                                         StepPrefetch& shared) {
+// Scores of R rows with a vector of keys, [row][key]; queries are [Scalar][row].
+template <class Mode, int R>
+static __attribute__((noinline)) void score_key_vector(const float* q, const typename Mode::T* const* row,
+                                                       int64_t offset, int64_t count, float* scores, int64_t stride,
+                                                       StepPrefetch& shared) {
   typedef typename Mode::Arith Arith;
   constexpr int64_t step = Arith::kPairs ? 2 : 1, chain = kMaxChain / step;
   StepPrefetch prefetch = shared;
-  alignas(64) float transposed[kLanes][G * kLanes];
-  Vec sum[R * G] = {};
+  Vec sum[R] = {};
   for (int64_t from = 0; from < count; from += chain) {
     const int64_t to = smaller_of(from + chain, count);
-    Vec acc[R * G] = {};
+    Vec acc[R] = {};
     for (int64_t c = from; c < to; c += kLanes) {
-#pragma GCC unroll 4
-      for (int g = 0; g < G; g++) {
-        prefetch.step();
-        Vec x[kLanes];
+      prefetch.step();
+      Vec x[kLanes];
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) x[i] = load_lanes<Mode>(row[g * kLanes + i] + offset + c * step);
-        transpose(x);
+      for (int i = 0; i < kLanes; i++) x[i] = load_lanes<Mode>(row[i] + offset + c * step);
+      transpose(x);
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) store(transposed[i] + g * kLanes, x[i]);
-      }
-#pragma GCC unroll 4
       for (int i = 0; i < kLanes; i++)
-#pragma GCC unroll 4
-        for (int g = 0; g < G; g++)
-          add_rows_of<Arith>(acc + g * R, q + (c + i) * R, load(transposed[i] + g * kLanes),
-                             std::make_integer_sequence<int, R>());
+        add_rows_of<Arith>(acc, q + (c + i) * R, x[i], std::make_integer_sequence<int, R>());
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < R * G; i++) sum[i] = from > 0 ? sum[i] + acc[i] : acc[i];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) sum[r] = from > 0 ? sum[r] + acc[r] : acc[r];
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int g = 0; g < G; g++) store(scores + r * stride + g * kLanes, sum[g * R + r]);
+  for (int r = 0; r < R; r++) store(scores + r * stride, sum[r]);
   shared = prefetch;
 }
 
@@ -150,12 +139,16 @@ class InvariantUnit {
     for (int64_t n = 0; n < heads_; n++) load_queries(n);
     for (int64_t i = 0; i < heads_ * padded_; i++) max_score_[i] = -kInfinity, total_[i] = 0;
     const int64_t bytes_of_key = heads_ * larger_of(a_.qk_dim, a_.v_dim) * (int64_t)sizeof(T);
-    step_keys_ = larger_of(kInvariantVectors * kLanes,
-                           smaller_of(kDecodeStepKeys, kInvariantStepBytes / bytes_of_key / 32 * 32));
-    if (start_ < stop_) find(chunk, first_part(chunk), *steps_);
+    const auto keys_of = [&](int64_t bytes, int64_t min) {
+      return larger_of(min, smaller_of(kDecodeStepKeys, bytes / bytes_of_key / min * min));
+    };
+    score_keys_ = keys_of(kInvariantKeyBytes, 16), value_keys_ = keys_of(kInvariantValueBytes, 4);
+    StepRows<T>*steps = steps_, *next_steps = steps_ + 1;
+    if (start_ < stop_) find(chunk, first_part(chunk), *steps);
     for (Part part = first_part(chunk); part.key < stop_;) {
       const Part next = after(part);
-      StepRows<T>&current = steps_[0], &following = steps_[1];
+      const StepRows<T>& current = *steps;
+      StepRows<T>& following = *next_steps;
       following.lines = following.regions = 0;
       if (next.key < stop_) find(chunk, next, following);
       else if (next_chunk && next_chunk->keys > 0) find(*next_chunk, first_part(*next_chunk), following);
@@ -163,7 +156,7 @@ class InvariantUnit {
       else multiply_scores(part, current, following);
       if (!part.values && next.values) finish_scores(part.key / kBlockKeys * kBlockKeys);
       if (part.values && !next.values) add_block_sums(), has_sums_ = true;
-      std::swap(steps_[0], steps_[1]);
+      std::swap(steps, next_steps);
       part = next;
     }
     for (int64_t n = 0; n < heads_; n++)
@@ -173,7 +166,7 @@ class InvariantUnit {
   int64_t bytes;
 
  private:
-  static constexpr int64_t kScoreStride = kBlockKeys + 4 * kLanes;
+  static constexpr int64_t kScoreStride = kBlockKeys + 2 * kLanes;
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
 
   // A step: some keys of a key block, and whether their values are read.
@@ -182,7 +175,7 @@ class InvariantUnit {
     bool values;
   };
   Part part_at(int64_t key, int64_t stop, bool values) const {
-    const int64_t end = smaller_of(stop, (key / step_keys_ + 1) * step_keys_);
+    const int64_t keys = values ? value_keys_ : score_keys_, end = smaller_of(stop, (key / keys + 1) * keys);
     return {key, end - key, values};
   }
   int64_t block_stop(int64_t key) const { return smaller_of(stop_, (key / kBlockKeys + 1) * kBlockKeys); }
@@ -223,17 +216,13 @@ class InvariantUnit {
     const int64_t units = (part.keys + kLanes - 1) / kLanes * (depth() / kLanes) * (padded_ > 4 ? 2 : 1);
     StepPrefetch prefetch(following, heads_ * units);
     const int64_t at = part.key % kBlockKeys;
-    for (int64_t n = 0; n < heads_; n++)
-      for_each_rows(padded_, [&](auto rows, int64_t r) {
-        constexpr int R = decltype(rows)::value, G = R == 1 ? 4 : kInvariantVectors;
-        const float* q = q_ + (n * padded_ + r) * depth();
-        float* scores = scores_ + (n * padded_ + r) * kScoreStride + at;
-        int64_t j = 0;
-        for (; j + G * kLanes <= part.keys; j += G * kLanes)
-          score_keys_of_step<Mode, R, G>(q, current.row + j, n * a_.k_h, depth(), scores + j, kScoreStride, prefetch);
-        for (; j < part.keys; j += kLanes)
-          score_keys_of_step<Mode, R, 1>(q, current.row + j, n * a_.k_h, depth(), scores + j, kScoreStride, prefetch);
-      });
+    for (int64_t j = 0; j < part.keys; j += kLanes)
+      for (int64_t n = 0; n < heads_; n++)
+        for_each_rows(padded_, [&](auto rows, int64_t r) {
+          const int64_t row = n * padded_ + r;
+          score_key_vector<Mode, decltype(rows)::value>(q_ + row * depth(), current.row + j, n * a_.k_h, depth(),
+                                                        scores_ + row * kScoreStride + at + j, kScoreStride, prefetch);
+        });
   }
 
   // Turns the scores of a key block into weights, and rescales the earlier sums.
@@ -336,7 +325,7 @@ class InvariantUnit {
 
   const Attention& a_;
   const int64_t heads_, rows_, padded_;  // rows of a head, and rows that are computed
-  int64_t batch_ = 0, head_ = 0, start_ = 0, stop_ = 0, step_keys_ = 0;
+  int64_t batch_ = 0, head_ = 0, start_ = 0, stop_ = 0, score_keys_ = 0, value_keys_ = 0;
   bool has_sums_ = false;
   float *q_, *scores_, *sums_, *block_sums_, *max_score_, *total_, *row_;
   StepRows<T>* steps_;
