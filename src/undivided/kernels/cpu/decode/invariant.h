@@ -160,7 +160,9 @@ class InvariantUnit {
       part = next;
     }
     for (int64_t n = 0; n < heads_; n++)
-      for (int64_t r = 0; r < rows_; r++) write(n, r);
+      for (int64_t r = 0; r < rows_; r++)
+        if (chunk.partials) write_partial(n, r, chunk.partials + (n * rows_ + r) * partial_size(a_));
+        else write(n, r);
   }
 
   int64_t bytes;
@@ -302,6 +304,20 @@ class InvariantUnit {
     }
   }
 
+  // The sums of a row in the order of columns; `to` is where they may be reordered.
+  const float* ordered_sums(int64_t i, [[maybe_unused]] float* to) const {
+    const float* sums = sums_ + i * a_.v_dim;
+#if defined(__AVX512BF16__)
+    if constexpr (Arith::kPairs) PairFormat<BFloat16>::restore_sums(sums, a_.v_dim, to), sums = to;
+#endif
+    return sums;
+  }
+  void write_partial(int64_t n, int64_t r, float* to) const {
+    const int64_t i = n * padded_ + r;
+    const float* sums = ordered_sums(i, to);
+    if (sums != to) memcpy(to, sums, (size_t)a_.v_dim * 4);
+    to[a_.v_dim] = max_score_[i] * score_unit<Mode>(a_).natural, to[a_.v_dim + 1] = total_[i];
+  }
   // As write_rows.
   void write(int64_t n, int64_t r) {
     const int64_t i = n * padded_ + r, head = (head_ + n) * rows_ + r;
@@ -311,10 +327,7 @@ class InvariantUnit {
     if (a_.lse) a_.lse[batch_ * a_.lse_b + head * a_.lse_h] = empty ? m : m * natural + logf(l);
     const float sink = a_.sinks && !empty ? expf(a_.sinks[head] - m * natural) : 0.0f;
     const float inverse = empty ? 0.0f : 1.0f / (l + sink);
-    const float* sums = sums_ + i * a_.v_dim;
-#if defined(__AVX512BF16__)
-    if constexpr (Arith::kPairs) PairFormat<BFloat16>::restore_sums(sums, a_.v_dim, row_), sums = row_;
-#endif
+    const float* sums = ordered_sums(i, row_);
     for (int64_t d = 0; d < a_.v_dim; d += kLanes)
       store_from_float(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
   }

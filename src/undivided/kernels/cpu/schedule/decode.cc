@@ -50,13 +50,14 @@ void Decoding::cut(int64_t threads, int attempt) {
   for (const Sequence& s : sequences_) total_keys += std::max(s.extent.stop - s.extent.start, (int64_t)0);
   const int64_t target = std::max(total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes);
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
+  const bool in_memory = total_keys * any.kv_heads * bytes / heads_ >= kMinUnitBytes;
   chunks_.clear();
   for (Sequence& s : sequences_) {
     const auto [start, stop] = s.extent;
     s.chunks = stop > start ? (stop - start + keys - 1) / keys : 0;
     for (int64_t n = 0; n < any.kv_heads; n += heads_)
       for (int64_t key = start; key < stop; key += keys)
-        chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr});
+        chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr, in_memory});
   }
 }
 
@@ -87,7 +88,8 @@ int64_t Decoding::floats() const {
 }
 
 void Decoding::set_memory(float* memory) {
-  for (KeyChunk& chunk : chunks_) chunk.partials = memory, memory += chunk_floats(*chunk.problem);
+  for (KeyChunk& chunk : chunks_)
+    if (!is_whole()) chunk.partials = memory, memory += chunk_floats(*chunk.problem);
   for (SharedProblem& shared : shared_) shared.cut(memory, sequences_), memory += shared.floats();
 }
 
