@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, masks
+from undivided.masks import Mask
+from undivided.quantization import Format, quantize
 
 
 def random_table(rng: random.Random, *shape: int, blocks: int) -> Tensor:
@@ -122,6 +125,38 @@ def test_native_equals_the_same_mask_as_a_dense_tensor(layout: str, seed: int) -
     for blocks, dense in zip(*results, strict=True):
         assert torch.equal(blocks.isinf(), dense.isinf())
         torch.testing.assert_close(blocks, dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "quantized"),
+    [("bhsd", None), ("bshd", None), ("thd", None), ("bshd", "int8"), ("thd", "int8"), ("thd", "int4")],
+)
+def test_heads_with_one_table_equal_heads_with_equal_tables(layout: Any, quantized: Format | None) -> None:
+    torch.manual_seed(4)
+    q, k, v = torch.randn(3, 1, 8, 64), *(torch.randn(15, 16, 4, 64) for _ in range(2))
+    pages = torch.randperm(15).view(3, 5).int()
+    options: dict[str, Any] = {}
+    lengths: Mask = masks.lengths([80, 33, 70])
+    table = torch.tensor([[[0, 2, 4]], [[0, 2, -1]], [[1, 3, -1]]])
+    if layout == "thd":
+        q, lengths = q.flatten(0, 1), masks.documents([0, 1, 2, 3], [0, 80, 113, 183])
+    if quantized:
+        (k, k_scale), (v, v_scale) = quantize(k, quantized), quantize(v, quantized)
+        options = {"pages": pages, "k_scale": k_scale, "v_scale": v_scale}
+    elif layout != "bhsd":
+        options = {"pages": pages}
+    else:
+        q, k, v = q.transpose(1, 2), *(x.view(3, 80, 4, 64).transpose(1, 2) for x in (k, v))
+    one, some, all_heads = (
+        undivided.attention(
+            q, k, v, mask=lengths & masks.pages(table.expand(3, tables, 3), 16), layout=layout, backend="native",
+            return_lse=True, **options,
+        )
+        for tables in (1, 2, 8)
+    )  # fmt: skip
+    for found, of_one, of_each in zip(some, one, all_heads, strict=True):
+        torch.testing.assert_close(of_one, of_each, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, of_each, rtol=1e-5, atol=1e-6)
 
 
 def test_keys_that_are_not_chosen_reach_nothing() -> None:

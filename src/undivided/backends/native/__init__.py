@@ -121,7 +121,7 @@ class Native(Backend):
     def _forward_of_blocks(self, call: Call, tensors: Tensors, pairs: BlockPairs) -> Result:
         """One call for the sequences that the query blocks become."""
         problem, (tensors, _) = call.problem, with_addresses(tensors)
-        virtual = blocks.VirtualSequences.of_call(call, tensors, pairs)
+        virtual = blocks.VirtualSequences.of_call(call, tensors, pairs, joins_heads=True)
         found = self.forward(*virtual.paged_call())
         out = torch.zeros_like(_new_output(problem, tensors.q))
         virtual.rows.put_heads(found.out, layout.heads_first(out, problem.layout).transpose(1, 2))

@@ -41,9 +41,11 @@ def with_padding(tensor: Tensor, page: int) -> Tensor:
     return pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, page)).contiguous()
 
 
-def find_pools(operands: list[Tensor], page: int, places: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor] | None:
-    """Each tensor as overlapping pages ``[count, page, 1, D]``, one for each unit of its memory; and the page at each
-    place (batch, token, head), int64.
+def find_pools(
+    operands: list[Tensor], size: tuple[int, int], places: tuple[Tensor, ...]
+) -> tuple[list[Tensor], Tensor] | None:
+    """Each tensor as overlapping pages ``[count, page, heads, D]``, one for each unit of its memory; and the page at
+    each place (batch, token, first head), int64. size: tokens and heads of a page.
 
     None if one page index cannot serve all tensors or needs more than 32 bits, or a page would end after the memory of
     its tensor.
@@ -58,11 +60,10 @@ def find_pools(operands: list[Tensor], page: int, places: tuple[Tensor, ...]) ->
     if last > INT32_MAX:
         return None
     for x, unit in zip(operands, units, strict=True):
-        row, rest = x.stride(1), tuple(zip(x.shape[3:], x.stride()[3:], strict=True))
-        extent = (page - 1) * row + sum((size - 1) * stride for size, stride in rest) + 1
+        inner = (*size, *x.shape[3:])
+        extent = sum((count - 1) * stride for count, stride in zip(inner, x.stride()[1:], strict=True)) + 1
         left = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
         if last * unit + extent > left:
             return None
-        shape = (last + 1, page, 1, *(size for size, _ in rest))
-        pools.append(x.as_strided(shape, (unit, row, unit, *(stride for _, stride in rest))))
+        pools.append(x.as_strided((last + 1, *inner), (unit, *x.stride()[1:])))
     return pools, index

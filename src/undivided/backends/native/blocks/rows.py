@@ -1,7 +1,7 @@
 """``Rows``: the query rows of a call as rows of query blocks.
 
-Axes: N sequences, U units (the smallest groups of heads with one table row and one key head), A query blocks, L query
-rows of a sequence (a multiple of the query block), V = N * U * A virtual sequences.
+Axes: N sequences, U units (groups of heads with one table row: all of them, or the smallest, which have one key head),
+A query blocks, L query rows of a sequence (a multiple of the query block), V = N * U * A virtual sequences.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Rows:
         packed: whether the sequences are documents.
         blocks, size: query blocks of a sequence, and rows of each.
         units, group: units, and heads of each.
+        key_heads: key heads of a unit.
     """
 
     index: Tensor | None
@@ -40,10 +41,12 @@ class Rows:
     size: int
     units: int
     group: int
+    key_heads: int
 
     @staticmethod
-    def of_call(pairs: BlockPairs, problem: Problem) -> Rows:
-        """The rows of a call."""
+    def of_call(pairs: BlockPairs, problem: Problem, joins_heads: bool) -> Rows:
+        """The rows of a call. joins_heads: key heads with one table row are one unit; heads that are side by side in
+        memory are then read together."""
         geometry = pairs.geometry
         packed = geometry.q_slot_ends is not None
         elsewhere = packed or isinstance(geometry.q_start, Tensor)
@@ -52,7 +55,8 @@ class Rows:
             longest = max(int(geometry.q_size.max()) if geometry.q_size.numel() else 0, 1)
         size = min(pairs.q_block or longest, longest)
         blocks = -(-longest // size)
-        units = math.lcm(pairs.table.shape[1], problem.kv_heads)
+        tables = pairs.table.shape[1]
+        units = tables if joins_heads and problem.kv_heads % tables == 0 else math.lcm(tables, problem.kv_heads)
         index = real = None
         if elsewhere:
             at = torch.arange(blocks * size)[None]
@@ -60,8 +64,8 @@ class Rows:
             index = (start.view(-1, 1) + at).expand(max(start.numel(), count.numel()), -1)
             real = (at < count.view(-1, 1)) & (index >= 0) & (index < problem.q_len)
             index = index.clamp(0, problem.q_len - 1)
-        group = problem.heads // units
-        return Rows(index, real, problem.batch, problem.q_len, packed, blocks, size, units, group)
+        group, key_heads = problem.heads // units, max(problem.kv_heads // units, 1)
+        return Rows(index, real, problem.batch, problem.q_len, packed, blocks, size, units, group, key_heads)
 
     @property
     def sequences(self) -> int:
@@ -75,6 +79,8 @@ class Rows:
             rows = pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing)) if missing else tensor
             return rows.expand(self.batch, *rows.shape[1:])
         rows = tensor.expand(self.batch, *tensor.shape[1:])
+        if self._is_every_row:
+            return rows.reshape(self.sequences, -1, *rows.shape[2:])
         return rows[self._sequence_index, self.index]
 
     def take_heads(self, tensor_BSHD: Tensor) -> Tensor:
@@ -89,6 +95,8 @@ class Rows:
         rows = found.view(shape).permute(0, 2, 4, 1, 3, 5).reshape(self.sequences, -1, *out_BSHD.shape[2:])
         if self.index is None:
             out_BSHD.copy_(rows[:, : self.q_len])
+        elif self._is_every_row:
+            out_BSHD.copy_(rows.reshape(out_BSHD.shape))
         else:
             assert self.real is not None
             sequence = self._sequence_index.expand(self.real.shape)[self.real]
@@ -97,3 +105,10 @@ class Rows:
     @cached_property
     def _sequence_index(self) -> Tensor:
         return torch.zeros(1, 1, dtype=torch.int64) if self.packed else torch.arange(self.batch)[:, None]
+
+    @cached_property
+    def _is_every_row(self) -> bool:
+        """Whether the rows of the sequences, one after another, are those of the tensors: nothing need be gathered."""
+        if self.index is None or self.real is None or self.batch > 1:
+            return False
+        return bool(self.real.all()) and torch.equal(self.index.flatten(), torch.arange(self.q_len))

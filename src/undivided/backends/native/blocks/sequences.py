@@ -51,7 +51,7 @@ class VirtualPart:
 
 @dataclass(frozen=True, eq=False)
 class VirtualSequences:
-    """A call as a call of V sequences with one key head each, over their chosen blocks."""
+    """A call as a call of V sequences over their chosen blocks."""
 
     call: Call
     tensors: Tensors
@@ -59,9 +59,10 @@ class VirtualSequences:
     rows: Rows
 
     @staticmethod
-    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs) -> VirtualSequences:
-        """The virtual sequences of a call for which `block_pairs` is not None."""
-        return VirtualSequences(call, tensors, pairs, Rows.of_call(pairs, call.problem))
+    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool = False) -> VirtualSequences:
+        """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `Rows.of_call`; `parts`
+        requires one key head per sequence."""
+        return VirtualSequences(call, tensors, pairs, Rows.of_call(pairs, call.problem, joins_heads))
 
     @cached_property
     def table(self) -> Tensor:
@@ -103,11 +104,12 @@ class VirtualSequences:
         operands = token_major(self.tensors, call)
         page = page_size(self.pairs.kv_block, call, operands[0])
         first, token = self._places(operands[0], page)
-        head = torch.arange(self.rows.units)[:, None, None] // (self.rows.units // problem.kv_heads)
+        heads, units = self.rows.key_heads, self.rows.units
+        head = (torch.arange(units) * problem.kv_heads // units)[:, None, None]
         places = torch.broadcast_tensors(first, token, head)
-        found = find_pools(operands, page, places)
+        found = find_pools(operands, (page, heads), places)
         if found is None:
-            found = find_pools([with_padding(x, page) for x in operands], page, places)
+            found = find_pools([with_padding(x, page) for x in operands], (page, heads), places)
             assert found is not None
         pools, index = found
         table = index.reshape(-1, index.shape[-1]).to(torch.int32).contiguous()
@@ -163,12 +165,12 @@ class VirtualSequences:
         """The call of the virtual sequences of a form."""
         problem, group, mask = self.call.problem, self.rows.group, Mask(parts=(Ranges(form),))
         features = problem.features - {"gqa", "paged"}
-        features |= ({"gqa"} if group > 1 else set()) | ({"paged"} if page else set())
+        features |= ({"gqa"} if group > self.rows.key_heads else set()) | ({"paged"} if page else set())
         problem = problem._replace(
             layout="bhsd",
             batch=form.batch,
             heads=group,
-            kv_heads=1,
+            kv_heads=self.rows.key_heads,
             q_len=self.rows.size,
             kv_len=form.kv_len,
             mask=mask.structure,

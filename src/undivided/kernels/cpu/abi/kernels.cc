@@ -3,8 +3,8 @@
 // type that the tiles of a table hold.
 #include "backward/driver.h"
 #include "backward/pairs.h"
-#include "decode/chunk.h"
 #include "abi/peak.h"
+#include "decode/invariant.h"
 
 #if defined(UNDIVIDED_AMX)
 namespace undivided {
@@ -108,22 +108,59 @@ bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
+// Calls `f` with the unit type that decodes a problem with batch_invariant.
+template <class F>
+INLINE auto with_invariant_unit(const Attention& a, F f) {
+  return with_mode(a.dtype, [&](auto mode) { return f(TypeTag<InvariantUnit<decltype(mode)>>()); });
+}
+#if !defined(UNDIVIDED_AMX)
+// Whether such units decode keys from memory faster without batch_invariant too.
+bool are_units_faster(const Attention& a, int64_t kv_heads) {
+  if (kLanes < 16 || kv_heads == 1 || a.format) return false;
+  return with_mode(a.dtype, [&](auto mode) {
+    typedef decltype(mode) Mode;
+    const int64_t max_rows = std::is_same<Mode, Direct>::value ? kMaxFewRows : Mode::Arith::kPairs ? kMaxUnitRows : 0;
+    return rows_of_group(a) <= max_rows && fits_invariant<Mode>(a);
+  });
+}
+#endif
 template <class Half>
 bool can_decode(const Attention& a) {
+#if defined(UNDIVIDED_AMX)
+  if (a.batch_invariant) return kernels_avx512_bf16.can_decode(a);
+#else
+  if (a.batch_invariant) return with_mode(a.dtype, [&](auto mode) { return fits_invariant<decltype(mode)>(a); });
+#endif
   return rows_of_group(a) <= kMaxDecodeRows && !is_small_forward(a) &&
          with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
+  int64_t bytes = 0;
+#if defined(UNDIVIDED_AMX)
+  if (a.batch_invariant) return kernels_avx512_bf16.chunk_scratch(a, kv_heads);
+#else
+  if (a.batch_invariant || are_units_faster(a, kv_heads))
+    bytes = with_invariant_unit(a, [&](auto u) { return typename decltype(u)::type(a, kv_heads, nullptr).bytes; });
+  if (a.batch_invariant) return bytes;
+#endif
   return with_engine<Half>(a, [&](auto e) {
     typedef typename decltype(e)::type Engine;
-    return larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes,
-                     layout_decode<DecodeVectors<typename Engine::T>>(a, kv_heads, nullptr).bytes);
+    return larger_of(bytes, larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes,
+                                      layout_decode<DecodeVectors<typename Engine::T>>(a, kv_heads, nullptr).bytes));
   });
 }
 template <class Half>
 void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
-  with_engine<Half>(*c.problem, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
+  const Attention& a = *c.problem;
+#if defined(UNDIVIDED_AMX)
+  if (a.batch_invariant) return kernels_avx512_bf16.chunk(c, next_chunk, scratch);
+#else
+  if (a.batch_invariant || (c.in_memory && are_units_faster(a, c.kv_heads)))
+    return with_invariant_unit(
+        a, [&](auto u) { typename decltype(u)::type(a, c.kv_heads, scratch).run(c, next_chunk); });
+#endif
+  with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
            int64_t offset) {

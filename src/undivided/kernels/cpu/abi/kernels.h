@@ -34,7 +34,8 @@ struct RowBlock {
 struct KeyChunk {
   const Attention* problem;
   int64_t batch, kv_head, kv_heads, key, keys;
-  float* partials;
+  float* partials;         // null: the chunk has all keys of its heads, and writes their results
+  bool in_memory = false;  // whether the keys of all chunks are too many for the caches
 };
 
 // Exponents of the powers of two that scale a block of rows: its dO; its Q where it is multiplied with dS; and the

@@ -181,6 +181,14 @@ constexpr int kDecodePrefetch = 3;
 // 1.0, eight 1.3.)
 constexpr int64_t kMinDotRows = 5;
 
+// With batch_invariant: bytes of a step of keys, and of values, of all heads.
+constexpr int64_t kInvariantKeyBytes = 32 << 10, kInvariantValueBytes = 16 << 10;
+
+// Without batch_invariant the same units decode keys of so many bytes, which come from memory, if their heads are side by
+// side: fp32, and bf16 with at most so many rows per key head. (Zen 5, 8 key heads, 12 to 400 MB: fp32 1.1 to 1.3, bf16 of
+// one and two rows 1.15 to 1.4, of four 0.95 to 1.0; 2 to 16 MB, in L3: 0.8 to 0.95.)
+constexpr int64_t kMinUnitBytes = 24 << 20, kMaxUnitRows = 2;
+
 // Keys that sequences share are computed as blocks of all their rows from so many rows per key/value head and so many
 // keys on (schedule/prefixes.cc).
 constexpr int64_t kMinSharedRows = 12, kMinSharedKeys = 128;

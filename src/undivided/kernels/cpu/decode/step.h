@@ -91,6 +91,12 @@ struct Step : StepScales<kIsQuantized<T>> {
 class StepPrefetch {
  public:
   StepPrefetch() : next_(nullptr), end_(nullptr) {}
+  template <class T>
+  StepPrefetch(const StepRows<T>& rows, int64_t times) : next_(rows.region), end_(rows.region + rows.regions) {
+    if (next_ == end_) return;
+    lines_ = round_up((rows.lines + times - 1) / times, kLinesAtOnce);
+    begin();
+  }
   // The rows of a step, none if it has no keys. times: how often step() will be called.
   template <class T>
   StepPrefetch(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.region), end_(rows.region) {

@@ -22,7 +22,7 @@ bool are_side_by_side(const Attention& a) {
 }  // namespace
 
 bool is_decoding(const Attention& a) {
-  return !a.batch_invariant && !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
+  return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
 }
 
 void Decoding::add(const Attention& a) {
@@ -42,6 +42,7 @@ void Decoding::share(int64_t threads, int attempt) {
 void Decoding::cut(int64_t threads, int attempt) {
   share(threads, attempt);
   const Attention& any = *sequences_[0].problem;
+  if (is_whole()) return cut_whole(threads);
   heads_ = are_side_by_side(any) ? any.kv_heads : 1;
   const int64_t bytes = heads_ * key_bytes(any, any.qk_dim + any.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
@@ -49,17 +50,33 @@ void Decoding::cut(int64_t threads, int attempt) {
   for (const Sequence& s : sequences_) total_keys += std::max(s.extent.stop - s.extent.start, (int64_t)0);
   const int64_t target = std::max(total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes);
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
+  const bool in_memory = total_keys * any.kv_heads * bytes / heads_ >= kMinUnitBytes;
   chunks_.clear();
   for (Sequence& s : sequences_) {
     const auto [start, stop] = s.extent;
     s.chunks = stop > start ? (stop - start + keys - 1) / keys : 0;
     for (int64_t n = 0; n < any.kv_heads; n += heads_)
       for (int64_t key = start; key < stop; key += keys)
-        chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr});
+        chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr, in_memory});
   }
 }
 
+// All keys of some heads are one chunk, which writes its results: keys are not divided with batch_invariant. More threads
+// get fewer heads at a time, which changes no result.
+void Decoding::cut_whole(int64_t threads) {
+  const Attention& any = *sequences_[0].problem;
+  heads_ = are_side_by_side(any) ? any.kv_heads : 1;
+  for (int64_t n = heads_ - 1; n > 0 && (int64_t)sequences_.size() * (any.kv_heads / heads_) < 2 * threads; n--)
+    if (threads > 1 && any.kv_heads % n == 0) heads_ = n;
+  chunks_.clear();
+  for (Sequence& s : sequences_)
+    for (int64_t n = 0; n < any.kv_heads; n += heads_)
+      chunks_.push_back({s.problem, s.batch, n, heads_, s.extent.start,
+                         std::max(s.extent.stop - s.extent.start, (int64_t)0), nullptr});
+}
+
 int64_t Decoding::chunk_floats(const Attention& a) const {
+  if (a.batch_invariant) return 0;
   return heads_ * (a.heads / a.kv_heads * a.q_len) * partial_size(a);
 }
 
@@ -71,7 +88,8 @@ int64_t Decoding::floats() const {
 }
 
 void Decoding::set_memory(float* memory) {
-  for (KeyChunk& chunk : chunks_) chunk.partials = memory, memory += chunk_floats(*chunk.problem);
+  for (KeyChunk& chunk : chunks_)
+    if (!is_whole()) chunk.partials = memory, memory += chunk_floats(*chunk.problem);
   for (SharedProblem& shared : shared_) shared.cut(memory, sequences_), memory += shared.floats();
 }
 
@@ -89,6 +107,7 @@ bool Decoding::is_out_of_range() const {
 }
 
 void Decoding::merge() {
+  if (is_whole()) return;
   // the shared keys of each sequence, and its first row there
   std::vector<std::vector<std::pair<const BlockProblem*, int64_t>>> shared_of(shared_.empty() ? 0 : sequences_.size());
   for (const SharedProblem& shared : shared_) {

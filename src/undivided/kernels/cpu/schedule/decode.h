@@ -27,11 +27,14 @@ class Decoding {
 
   std::vector<SharedKeys> shared_keys() const { return find_shared_keys(sequences_); }
   bool is_empty() const { return sequences_.empty(); }
+  // Whether each chunk has all keys of its heads, with batch_invariant: chunks may then be of unequal cost.
+  bool is_whole() const { return !is_empty() && sequences_[0].problem->batch_invariant; }
   const std::vector<KeyChunk>& chunks() const { return chunks_; }  // by sequence, then head, then key
   std::deque<SharedProblem>& shared() { return shared_; }
 
  private:
   void share(int64_t threads, int attempt);
+  void cut_whole(int64_t threads);
   int64_t chunk_floats(const Attention& a) const;
 
   std::vector<Sequence> sequences_;

@@ -1,8 +1,9 @@
 // Runs a forward: a problem as chunks of keys if it is decoding, otherwise as blocks of rows; a pack with each document
 // as it would run alone.
 //
-// With batch_invariant every row runs in a block of rows, with its sequence's keys in blocks that start at the first of
-// them: its sums then have the same order whatever the number of rows, the batch, the pack, or the pages.
+// With batch_invariant every row takes its sequence's keys in blocks that start at the first of them, in a block of rows
+// or, if there is one, by itself (decode/invariant.h): its sums then have the same order whatever the number of rows, the
+// batch, the pack, or the pages.
 #include <stdint.h>
 
 #include <algorithm>
@@ -88,7 +89,7 @@ int run(Work& work, int64_t threads) {
   std::vector<Unit> units = cut(work, bytes, has_memory);
   if (!has_memory) return kNoMemory;
   // the chunks of a batch are adjacent in memory, and nearly equal
-  const Shares shares = work.prefill.empty() && work.decoding.shared().empty()
+  const Shares shares = work.prefill.empty() && work.decoding.shared().empty() && !work.decoding.is_whole()
                             ? even_shares((int64_t)units.size(), threads)
                             : distribute(units, threads);
   for (size_t i = 0; i + 1 < units.size(); i++)
@@ -178,7 +179,7 @@ class Pack {
       const Attention sequence = sequence_of(a, b);
       for (const DocumentExtent& d : extents_by_first_key(sequence)) {
         add(sequence, d, ranges_.data() + b * size);
-        paths_.push_back(Path::kBlocks);
+        paths_.push_back(is_decoding(problems_.back()) ? Path::kChunks : Path::kBlocks);
       }
     }
   }
@@ -197,7 +198,7 @@ class Pack {
 // The sequences that are decoded: all of a problem, some documents of a pack, or none.
 Decoding decoded(const Attention& a, const Pack& pack) {
   Decoding decoding;
-  if (is_decoding(a)) decoding.add(a);
+  if (pack.problems().empty() && is_decoding(a)) decoding.add(a);
   for (size_t i = 0; i < pack.problems().size(); i++)
     if (pack.path(i) == Path::kChunks) decoding.add(pack.problems()[i]);
   return decoding;
