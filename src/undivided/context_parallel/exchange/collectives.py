@@ -10,6 +10,7 @@ Messages between two ranks are matched by order alone, so both must post the sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -218,8 +219,7 @@ class _RankErrors:
         if not isinstance(error, RuntimeError) or isinstance(error, RankError):
             return
         names = f"rank{'s' if len(self.peers) > 1 else ''} {', '.join(map(str, self.peers))}"
-        why = str(error).splitlines()[0] if str(error) else repr(error)
-        text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {why}"
+        text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {first_line(error)}"
         found = find_cause(self.group, self.comm.rank, self.peers, text)
         cause = "" if found is None else f"\n  CAUSE: rank {found[0]}, by the report of another rank: {found[1]}"
         raise RankError(
@@ -227,6 +227,12 @@ class _RankErrors:
             "  HINT: a rank ended, or did not make the same call within the group's timeout; the ranks of the group "
             f"are the processes {list(self.processes)}"
         ) from error
+
+
+def first_line(error: RuntimeError) -> str:
+    """The first line of an error's text, without gloo's place in its source and its advice; its repr without a text."""
+    line = str(error).splitlines()[0] if str(error) else repr(error)
+    return re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", line).partition(". This is typically caused")[0]
 
 
 def gather_all(axes: Sequence[Communicator], tensor: Tensor, step: str = GATHER) -> list[Tensor]:
