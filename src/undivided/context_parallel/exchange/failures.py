@@ -25,9 +25,11 @@ from undivided.errors import InputError
 
 _PROBE_TAG = 0x7FFF0001
 """Of messages that nobody receives."""
+_GLOO = ("/gloo/", "Application timeout caused pair closure")
+"""Parts of the texts of gloo's errors, which are plain RuntimeErrors."""
 
 
-class rank_errors:  # noqa: N801  # a context manager that reads as a phrase, like contextlib.suppress
+class rank_errors:  # a context manager that reads as a phrase, like contextlib.suppress
     """A context that raises failures of communication as `RankError`, which names the step and the failed ranks.
 
     It costs nothing unless there is a failure. Then it waits for the reports of the other ranks, at most ten seconds.
@@ -71,7 +73,7 @@ def is_communication_error(error: RuntimeError) -> bool:
     """
     if isinstance(error, RankError):
         return False
-    return isinstance(error, distributed.DistError) or "/gloo/" in str(error)
+    return isinstance(error, distributed.DistError) or any(words in str(error) for words in _GLOO)
 
 
 def _described(step: str, group: Any, error: RuntimeError) -> RankError:

@@ -121,9 +121,7 @@ def _gather_texts(axes: Sequence[Communicator], text: str, step: str) -> list[st
     data = text.encode()
     lengths = [int(n) for n in gather_all(axes, torch.tensor(len(data)), step)]
     padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8)
-    return [
-        bytes(row[:n].tolist()).decode() for row, n in zip(gather_all(axes, padded, step), lengths, strict=True)
-    ]
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(gather_all(axes, padded, step), lengths, strict=True)]
 
 
 def _hash(text: str) -> int:

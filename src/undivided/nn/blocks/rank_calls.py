@@ -10,7 +10,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def _text(value: object) -> str:
         device = "" if value.device.type == "cpu" else f", on {value.device.type}"
         return f"{list(value.shape)}, {value.dtype}{device}{gradient}{_values(value)}"
     if isinstance(value, InferenceParams):
-        return f"InferenceParams of the lengths {value.sequences}"
+        return f"InferenceParams of the lengths {dict(value.sequences)}"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_text, value))})"
     return str(value) if isinstance(value, str | int | float | None) else type(value).__name__
