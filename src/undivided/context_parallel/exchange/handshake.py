@@ -128,6 +128,15 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+def describe_sizes(**sizes: object) -> str:
+    """Sizes with their names, as an error shows them.
+
+    >>> describe_sizes(batch=2, heads=8)
+    'batch=2, heads=8'
+    """
+    return ", ".join(f"{name}={value}" for name, value in sizes.items())
+
+
 def describe_mask(mask: Mask) -> str:
     """A text that differs between different masks, except in values on a GPU and in what predicates compute."""
     return mask.cached(("words",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
