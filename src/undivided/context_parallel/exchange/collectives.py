@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from undivided.context_parallel.exchange.reports import find_cause
+from undivided.context_parallel.exchange.reports import find_cause, find_process
 
 Wait = Callable[[], None]
 Messages = Mapping[int, Sequence[Tensor]]
@@ -222,6 +222,10 @@ class _RankErrors:
         text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {first_line(error)}"
         found = find_cause(self.group, self.comm.rank, self.peers, text)
         cause = "" if found is None else f"\n  CAUSE: rank {found[0]}, by the report of another rank: {found[1]}"
+        waited_for = self.peers if found is None else [found[0]]
+        process, *others = (self.processes[rank] for rank in (self.comm.rank, *waited_for))
+        if (further := find_process(process, others, text)) is not None:
+            cause = f"\n  CAUSE: process {further[0]}, by the report of another process: {further[1]}"
         raise RankError(
             f"{text}{cause}\n"
             "  HINT: a rank ended, or did not make the same call within the group's timeout; the ranks of the group "

@@ -25,6 +25,7 @@ from undivided.errors import InputError
 
 _PROBE_TAG = 0x7FFF0001
 """Of messages that nobody receives."""
+_ERRORS: Any = getattr(distributed, "DistError", ())  # PyTorch may be built without it
 _GLOO = ("/gloo/", "Application timeout caused pair closure")
 """Parts of the texts of gloo's errors, which are plain RuntimeErrors."""
 
@@ -73,7 +74,7 @@ def is_communication_error(error: RuntimeError) -> bool:
     """
     if isinstance(error, RankError):
         return False
-    return isinstance(error, distributed.DistError) or any(words in str(error) for words in _GLOO)
+    return isinstance(error, _ERRORS) or any(words in str(error) for words in _GLOO)
 
 
 def _described(step: str, group: Any, error: RuntimeError) -> RankError:

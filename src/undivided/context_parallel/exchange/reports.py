@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from torch import distributed
+
 PATIENCE, CLOSED_PATIENCE = 5.0, 2.0
 """Seconds that a rank waits for the reports of others, whose timeouts end at about the same time; and if a connection
 was closed, which gloo also does when the other rank has met a timeout and is about to report it."""
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _FRESH_SECONDS = 0.05, 60.0
 
 T = TypeVar("T")
 
@@ -41,6 +43,31 @@ def find_cause(group: Any, rank: int, peers: Sequence[int], text: str) -> tuple[
     return _with_store(group, lambda store: _follow(store, rank, peers, text), None)
 
 
+def find_process(process: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
+    """The process that another one waited for in a group that this process is not in, and the report that names it.
+
+    Args:
+        process, peers: this process, and those of its failed exchange, numbered as in the default group.
+        text: the error of this process, which is written for those of other groups.
+
+    Returns:
+        (process, text of the report); None if there is no such report.
+    """
+
+    def follow(store: Any) -> tuple[int, str] | None:
+        store.set(_process_key(process), json.dumps([time.time(), list(peers), text]))
+        seen, next_peers, cause = {process}, list(peers), None
+        while len(next_peers) == 1 and next_peers[0] not in seen and store.check([_process_key(next_peers[0])]):
+            seen.add(next_peers[0])
+            written, next_peers, report = json.loads(store.get(_process_key(next_peers[0])))
+            if time.time() - written > _FRESH_SECONDS:
+                return None  # of an earlier failure
+            cause = (next_peers[0], report) if len(next_peers) == 1 else None
+        return None if cause is None or cause[0] in seen else cause
+
+    return _with_store(distributed.group.WORLD, follow, None)
+
+
 def write_report(group: Any, rank: int, report: Report) -> None:
     """Write the report of a rank for the others."""
     _with_store(group, lambda store: store.set(_key(rank), json.dumps(report)), None)
@@ -61,7 +88,7 @@ def named_by_others(group: Any, ranks: Sequence[int]) -> list[int]:
     """The failed ranks that the reports of these ranks name; they write them when they know them."""
 
     def read(store: Any) -> list[int]:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE + CLOSED_PATIENCE  # they write after at most the first of these
         while True:
             reports = [_read(store, rank, deadline) for rank in ranks]
             failed = {rank for report in reports if report is not None for rank in report.failed}
@@ -110,6 +137,10 @@ def _read(store: Any, rank: int, deadline: float) -> Report | None:
             return None
         time.sleep(_POLL_SECONDS)
     return Report(*json.loads(store.get(_key(rank))))
+
+
+def _process_key(process: int) -> str:
+    return f"undivided/failed-process/{process}"
 
 
 def _key(rank: int) -> str:
