@@ -1,7 +1,7 @@
 """`on_all_ranks`: a layer's call, which tensor parallel ranks compare before they send anything else.
 
-Only the outermost layer compares. A layer that runs within another one, or in the recomputation of a checkpoint, makes
-the same calls on every rank in the same order.
+Only the outermost layer compares, because it passes the same arguments on to the layers in it. The recomputation of a
+checkpoint compares again: all ranks recompute the same layers in the same order.
 """
 
 from __future__ import annotations
