@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import undivided
 from undivided import TransformerLayer, masks
+from undivided.parallel import rank_errors
 
 HIDDEN, HEADS, VOCABULARY, TOKENS, STEPS, EVERY = 32, 4, 61, 120, 8, 2
 
@@ -112,10 +113,11 @@ for step in range(first, STEPS):
     labels = tokens * 3 % VOCABULARY
     if step == arguments.kill_at and rank == world - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    logits = model(context.shard(tokens, dim=1))
     own = context.shard(labels, dim=1)
-    share = cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum") / TOKENS
-    (share * world).backward()  # FSDP averages over its ranks
+    with rank_errors(f"step {step}"):  # of FSDP2 too: an error that names the rank
+        logits = model(context.shard(tokens, dim=1))
+        share = cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum") / TOKENS
+        (share * world).backward()  # FSDP averages over its ranks
     optimiser.step()
     optimiser.zero_grad()
     total = share.detach().clone()
@@ -127,4 +129,5 @@ for step in range(first, STEPS):
         save(folder, step + 1, model, optimiser)
 
 if is_parallel:
+    dist.barrier()  # gloo may still hold tensors of the last checkpoint, and aborts a process that ends then
     dist.destroy_process_group()

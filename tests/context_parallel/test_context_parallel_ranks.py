@@ -211,7 +211,7 @@ def check_faults(told_by_rank: list[Any]) -> None:
         assert told["shape"].startswith(of_shape)
         assert told["mask"].startswith("InputError: mask must be the same on every rank, got window(3, 0")
         assert re.search(r"window\(4, 0.* on rank 2", told["mask"])
-        assert re.search(r"q must be the same on every rank.*float64\) on rank 1", told["dtype"])
+        assert re.search(r"q must be the same on every rank.*float64 on rank 1", told["dtype"])
         for name in ("hang", "death"):
             step = f"rank {rank} of 4: strategy 'ring': the comparison of arguments with rank 3 failed"
             assert told[name].startswith(f"RankError: {step}")

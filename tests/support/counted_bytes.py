@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class CountedBytes(TorchDispatchMode):
     """Counts what this rank sends: (n - 1) / n of the whole tensor per gather or scatter, twice that per all-reduce.
 
-    `sent` has the bytes, `calls` the names of the collectives, without the comparison of hidden states, 96 bytes per
+    `sent` has the bytes, `calls` the names of the collectives, without the comparison of arguments, 16 bytes per
     layer and other rank, which no plan counts. Every group has all ranks.
     """
 
@@ -33,7 +33,7 @@ class CountedBytes(TorchDispatchMode):
     def _count(self, name: str, tensors: list[torch.Tensor]) -> None:
         ranks = distributed.get_world_size()
         sizes = [x.numel() * x.element_size() for x in tensors]
-        if name in ("send", "recv_"):  # of nn.blocks.tensor_ranks.compare_hidden_states
+        if name in ("send", "recv_"):  # of nn.blocks.rank_calls
             return
         if name == "all_reduce":
             whole, passes = sizes[0], 2

@@ -23,14 +23,12 @@ def group_axes(group: Any, strategy: Strategy) -> tuple[Communicator, Communicat
     axes = list(_communicators(group))
     expected = 2 if strategy == "ring+all_to_all" else 1
     if len(axes) != expected:
-        raise InputError(
-            "group",
-            f"have {expected} {'axes [ring, heads]' if expected == 2 else 'axis'} for strategy={strategy!r}",
-            len(axes),
-            hint="torch.distributed.device_mesh.init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'heads'))"
-            if expected == 2
-            else "mesh['ring']",
-        )
+        names = getattr(group, "mesh_dim_names", None) or ()
+        hint = f"one axis of the mesh, such as mesh[{names[0] if names else 'context'!r}]"
+        if expected == 2:
+            hint = "torch.distributed.device_mesh.init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'heads'))"
+        must = f"have {expected} {'axes [ring, heads]' if expected == 2 else 'axis'} for strategy={strategy!r}"
+        raise InputError("group", must, f"{len(axes)} {names}" if names else len(axes), hint=hint)
     if expected == 2:
         return axes[0], axes[1]
     return (SingleRank(), axes[0]) if strategy == "all_to_all" else (axes[0], SingleRank())

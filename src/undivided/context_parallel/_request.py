@@ -16,7 +16,7 @@ from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_all
-from undivided.context_parallel.exchange.handshake import describe_mask
+from undivided.context_parallel.exchange.handshake import describe_mask, describe_sizes
 from undivided.context_parallel.sharding import Placement, Side
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -232,8 +232,15 @@ def shared_arguments(request: GlobalRequest, strategy: Strategy) -> dict[str, ob
     call, problem, placement = request.call, request.problem, request.placement
     seed = call.dropout_seed
     return {
-        "q": (problem.layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
-        "k": (problem.kv_len, problem.kv_heads, problem.v_dim),
+        "q": describe_sizes(
+            layout=problem.layout,
+            batch=problem.batch,
+            tokens=problem.q_len,
+            heads=problem.heads,
+            head_size=problem.qk_dim,
+            dtype=problem.dtype,
+        ),
+        "k": describe_sizes(tokens=problem.kv_len, heads=problem.kv_heads, value_size=problem.v_dim),
         "mask": describe_mask(call.mask),
         "strategy": strategy,
         "placement": f"{placement.digest:x}",

@@ -29,7 +29,7 @@ from undivided.context_parallel._pieces import Piece, simplest_mask
 from undivided.context_parallel._request import check_local, check_values, resized_meta, select_backend
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven
-from undivided.context_parallel.exchange.handshake import SharedArguments, describe_mask
+from undivided.context_parallel.exchange.handshake import SharedArguments, describe_mask, describe_sizes
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
@@ -77,8 +77,15 @@ def prepare_step(
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), part, mask)
     local = _local_work(request.tensors, piece, whole, allowed) if count else None
     shared: SharedArguments = {
-        "q": (layout, problem.batch, problem.q_len, problem.heads, problem.qk_dim, problem.dtype),
-        "k": (problem.kv_heads, problem.v_dim),
+        "q": describe_sizes(
+            layout=layout,
+            batch=problem.batch,
+            tokens=problem.q_len,
+            heads=problem.heads,
+            head_size=problem.qk_dim,
+            dtype=problem.dtype,
+        ),
+        "k": describe_sizes(heads=problem.kv_heads, value_size=problem.v_dim),
         "kv_len": kv_len,
         "mask": describe_mask(whole.mask),
         "scale": whole.scale,

@@ -34,6 +34,7 @@ from undivided.nn.arguments.scores import ScoreTerms, score_terms
 from undivided.nn.arguments.sequences import SequenceArguments
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
+from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.blocks.tensor_ranks import dropout_seed
 
 
@@ -175,6 +176,11 @@ class DotProductAttention(DividedModule):
             cp_group, cp_global_ranks, cp_stream, cp_comm_type
         )
 
+    def dropout_rates(self) -> dict[str, object]:
+        """The probability of dropping a weight."""
+        return {"attention_dropout": self.attention_dropout}
+
+    @on_all_ranks
     def forward(
         self,
         query_layer: Tensor | None = None,

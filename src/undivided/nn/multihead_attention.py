@@ -26,6 +26,7 @@ from undivided.nn.blocks.linear import LayerNormLinear, Linear, OutputLinear
 from undivided.nn.blocks.module import Init, checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Norm, Normalization, checked_norm, checked_qk_norms
 from undivided.nn.blocks.projections import kv_parts, qkv_parts, split_kv, split_q, split_qkv
+from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.dot_product_attention import DotProductAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb, rotate_queries_and_keys
 
@@ -228,11 +229,11 @@ class MultiheadAttention(DividedModule):
             if isinstance(module, Linear | Normalization | DotProductAttention):
                 module.reset_parameters()
 
-    def _set_ranks_of_parts(self, tp_group: Any) -> None:
+    def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
         for module in self.children():
             if isinstance(module, Linear | Normalization):
                 module.ranks = self.tensor_parallel.ranks
-        self.core_attention.set_tensor_parallel_group(tp_group)
+        self.core_attention.set_tensor_parallel_group(tp_group, check)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -244,6 +245,11 @@ class MultiheadAttention(DividedModule):
         """
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
+    def dropout_rates(self) -> dict[str, object]:
+        """The probability of dropping a weight."""
+        return self.core_attention.dropout_rates()
+
+    @on_all_ranks
     def forward(
         self,
         hidden_states: Tensor,

@@ -21,6 +21,7 @@ from undivided.nn.blocks.drop_path import drop_path_scale
 from undivided.nn.blocks.mlp import Activation, LayerNormMLP
 from undivided.nn.blocks.module import Init, checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Normalization, checked_norm
+from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.multihead_attention import MultiheadAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb
 
@@ -233,14 +234,14 @@ class TransformerLayer(DividedModule):
             if isinstance(module, MultiheadAttention | LayerNormMLP | Normalization):
                 module.reset_parameters()
 
-    def _set_ranks_of_parts(self, tp_group: Any) -> None:
+    def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
         ranks = self.tensor_parallel.ranks
         self.layernorm_mlp.ranks = ranks
         if self.output_layernorm:  # without sequence parallelism, its gradients are the same on all ranks
             self.layernorm.ranks = ranks if ranks is not None and ranks.sequence is not None else None
         for module in self.children():
             if isinstance(module, MultiheadAttention):
-                module.set_tensor_parallel_group(tp_group)
+                module.set_tensor_parallel_group(tp_group, check)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -254,6 +255,12 @@ class TransformerLayer(DividedModule):
             if isinstance(module, MultiheadAttention):
                 module.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
+    def dropout_rates(self) -> dict[str, object]:
+        """The probabilities of dropping a weight, an entry of a block's output, and a block."""
+        rates = {"hidden_dropout": self.hidden_dropout, "drop_path_rate": self.drop_path_rate}
+        return rates | self.self_attention.dropout_rates()
+
+    @on_all_ranks
     def forward(
         self,
         hidden_states: Tensor,

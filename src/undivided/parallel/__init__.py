@@ -1,5 +1,6 @@
 """Tensor parallelism of the layers on PyTorch's `DeviceMesh` and `DTensor`, and checkpoints of training."""
 
+from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.parallel.checkpoint import Checkpoint, checkpoint_steps, load_checkpoint, save_checkpoint
 from undivided.parallel.state import own_state_dict, whole_state_dict
 from undivided.parallel.tensor import parallelize
@@ -10,6 +11,7 @@ __all__ = [
     "load_checkpoint",
     "own_state_dict",
     "parallelize",
+    "rank_errors",
     "save_checkpoint",
     "whole_state_dict",
 ]

@@ -96,7 +96,8 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     for name, axis, sizes, ranks in divisions(module):
         own = state[name].contiguous()
         gathered = [torch.empty_like(own) for _ in range(ranks.size)]
-        distributed.all_gather(gathered, own, group=ranks.group)
+        with ranks.errors(f"the gather of {name}"):
+            distributed.all_gather(gathered, own, group=ranks.group)
         by_part = zip(*(tensor.split(sizes, axis) for tensor in gathered), strict=True)
         state[name] = torch.cat([tensor for part in by_part for tensor in part], axis)
     return state

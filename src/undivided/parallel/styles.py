@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from undivided.nn.arguments.formats import Heads
-from undivided.nn.blocks.tensor_ranks import compare_hidden_states
 
 
 class _Style(ParallelStyle):
@@ -66,10 +65,6 @@ class DividedHeads(_SequenceStyle):
             return Replicate()
         replicated = name.startswith(("key_", "value_")) and self.heads.kv % mesh.size()
         return Replicate() if replicated else Shard(0)
-
-    def _enter(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        compare_hidden_states(inputs[0], mesh.get_group())
-        return super()._enter(module, inputs, mesh)
 
     def _leave(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         parts, x = outputs

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.nn import MultiheadAttention, TransformerLayer
+from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.tensor_parallel import TensorArguments, checked_tensor_arguments
 from undivided.nn.blocks.normalization import Normalization
@@ -18,7 +19,7 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
 @checked_call
-def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = False) -> ModuleT:
+def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = False, *, check: bool = True) -> ModuleT:
     """The module, with every `MultiheadAttention` and `TransformerLayer` in it divided over the ranks of a mesh.
 
     Parameters become DTensors under their old names. Each rank computes its own attention heads and feed-forward
@@ -33,6 +34,8 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         mesh: a `DeviceMesh` with one axis, such as ``mesh["tensor"]`` of a larger one.
         sequence_parallel: whether a rank's hidden states are its consecutive part of the sequence, between the
             attention and the feed-forward block too. Then the sequence length is a multiple of the number of ranks.
+        check: whether the ranks compare the arguments of every call of a layer on the CPU, in one exchange of 16 bytes:
+            a rank that comes with others, or does not come, is then an error on all of them.
 
     Returns:
         The same module.
@@ -68,6 +71,7 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         raise InputError("mesh", "be a DeviceMesh with one axis", got, hint='select one axis, such as mesh["tensor"]')
     if not isinstance(sequence_parallel, bool):
         raise InputError("sequence_parallel", "be True or False", repr(sequence_parallel))
+    checked_flag("check", check)
     layers = [m for m in module.modules() if isinstance(m, MultiheadAttention | TransformerLayer)]
     if not layers:
         hint = "pass a MultiheadAttention or TransformerLayer, or a module that contains one"
@@ -76,13 +80,13 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         _check(layer, mesh.size())
     for layer in layers:
         if isinstance(layer, TransformerLayer):
-            layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.attn_input_format)
+            layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.attn_input_format, check)
             sequence = layer.tensor_parallel.sequence
             parallelize_module(layer.layernorm_mlp, mesh, DividedMLP(sequence))
             if layer.output_layernorm:
                 parallelize_module(layer.layernorm, mesh, SequenceNorm(sequence))
             continue
-        layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.qkv_format)
+        layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.qkv_format, check)
         layer.core_attention.tensor_parallel = layer.tensor_parallel
         sequence, heads = layer.tensor_parallel.sequence, layer.heads
         for projection in _projections(layer):
@@ -98,10 +102,10 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     return module
 
 
-def _arguments(mesh: DeviceMesh, sequence_parallel: bool, format: str) -> TensorArguments:
-    """The ranks of the mesh, as the layers need them for dropout."""
+def _arguments(mesh: DeviceMesh, sequence_parallel: bool, format: str, check: bool) -> TensorArguments:
+    """The ranks of the mesh, as the layers need them for dropout and to compare their arguments."""
     arguments = checked_tensor_arguments(mesh.get_group(), mesh.size(), sequence_parallel, None, format)
-    return arguments._replace(is_parallelized=True)
+    return arguments.with_group(mesh.get_group(), check)._replace(is_parallelized=True)
 
 
 def _projections(layer: MultiheadAttention) -> list[torch.nn.Module]:

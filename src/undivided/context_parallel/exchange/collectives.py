@@ -10,6 +10,7 @@ Messages between two ranks are matched by order alone, so both must post the sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from undivided.context_parallel.exchange.reports import find_cause
+from undivided.context_parallel.exchange.reports import find_cause, find_process
 
 Wait = Callable[[], None]
 Messages = Mapping[int, Sequence[Tensor]]
@@ -218,15 +219,24 @@ class _RankErrors:
         if not isinstance(error, RuntimeError) or isinstance(error, RankError):
             return
         names = f"rank{'s' if len(self.peers) > 1 else ''} {', '.join(map(str, self.peers))}"
-        why = str(error).splitlines()[0] if str(error) else repr(error)
-        text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {why}"
+        text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {first_line(error)}"
         found = find_cause(self.group, self.comm.rank, self.peers, text)
         cause = "" if found is None else f"\n  CAUSE: rank {found[0]}, by the report of another rank: {found[1]}"
+        waited_for = self.peers if found is None else [found[0]]
+        process, *others = (self.processes[rank] for rank in (self.comm.rank, *waited_for))
+        if (further := find_process(process, others, text)) is not None:
+            cause = f"\n  CAUSE: process {further[0]}, by the report of another process: {further[1]}"
         raise RankError(
             f"{text}{cause}\n"
             "  HINT: a rank ended, or did not make the same call within the group's timeout; the ranks of the group "
             f"are the processes {list(self.processes)}"
         ) from error
+
+
+def first_line(error: RuntimeError) -> str:
+    """The first line of an error's text, without gloo's place in its source and its advice; its repr without a text."""
+    line = str(error).splitlines()[0] if str(error) else repr(error)
+    return re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", line).partition(". This is typically caused")[0]
 
 
 def gather_all(axes: Sequence[Communicator], tensor: Tensor, step: str = GATHER) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """The check, before anything else is sent, that all ranks make the same call.
 
-Every rank sends one hash for each value that must be the same on all ranks, and a flag that says whether it refused its
-arguments. If all hashes are equal and no flag is set, the check is over. Otherwise every rank sees that; all of them
-then exchange texts, and all raise.
+Every rank sends one hash of all values that must be the same on all ranks, and a flag that says whether it refused its
+arguments: 16 bytes. If all hashes are equal and no flag is set, the check is over. Otherwise every rank sees that; all
+of them then exchange texts, and all raise.
 
 Nothing is cached between calls: a rank that skipped the check would leave the other ranks waiting for it.
 """
@@ -10,24 +10,23 @@ Nothing is cached between calls: a rank that skipped the check would leave the o
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from undivided.context_parallel.exchange.collectives import Communicator, RankError, gather_all
+from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, RankError, gather_all
 from undivided.errors import InputError
 from undivided.masks import Mask
 
 TEXT_BYTES = 480
-"""Length of the text that a rank sends if the ranks differ; longer texts are cut."""
+"""Length of each text that a rank sends if the ranks differ; longer texts are cut."""
 
 SharedArguments = Mapping[str, object]
 """The values that must be the same on all ranks, by the name of the argument that they come from."""
-
-_MAX_HASHES = 12
-"""Length of the first message: the flag, and one hash for each value."""
 
 T = TypeVar("T")
 
@@ -59,13 +58,20 @@ def prepare_on_all_ranks(
     return prepared
 
 
-def compare_ranks(axes: Sequence[Communicator], shared: SharedArguments | None, error: Exception | None) -> None:
+def compare_ranks(
+    axes: Sequence[Communicator],
+    shared: SharedArguments | None,
+    error: Exception | None,
+    step: str = "the comparison of arguments",
+) -> None:
     """Raise on every rank unless all ranks share the same arguments and none has an error.
 
     Args:
         axes: of the mesh, the ring first.
-        shared: the values that must be the same on all ranks; None if there is an error.
+        shared: the values that must be the same on all ranks; None if there is an error. If several differ, the error
+            names the first one.
         error: what this rank raised while it prepared the call.
+        step: what is compared, for errors.
 
     Raises:
         Exception: this rank's own error.
@@ -73,42 +79,62 @@ def compare_ranks(axes: Sequence[Communicator], shared: SharedArguments | None, 
         RankError: another rank refused its arguments.
     """
     texts = {} if shared is None else {name: str(value) for name, value in shared.items()}
-    hashes = [0 if error is None else 1, *(_hash(text) for text in texts.values())]
-    hashes += [0] * (_MAX_HASHES - len(hashes))
-    sent = torch.tensor(hashes[:_MAX_HASHES], dtype=torch.int64)
-    rows = [tuple(row.tolist()) for row in gather_all(axes, sent, "the comparison of arguments")]
-    if error is None and all(row == rows[0] for row in rows) and not rows[0][0]:
+    sent = torch.tensor([0 if error is None else 1, _hash("\0".join(itertools.chain(*texts.items())))])
+    rows = [row.tolist() for row in gather_all(axes, sent, step)]
+    if not rows[0][0] and all(row == rows[0] for row in rows):
         return
-    first = next((n for n in range(1, _MAX_HASHES) if any(row[n] != rows[0][n] for row in rows)), 0)
-    own = list(texts.items())
-    name, value = own[first - 1] if 0 < first <= len(own) else ("context_parallel", "")
-    received = [_decode_text(t) for t in gather_all(axes, _encode_text(str(error) if error is not None else value))]
+    refusal = None if error is None else str(error)[:TEXT_BYTES]
+    described = {name: (_hash(text), text[:TEXT_BYTES]) for name, text in texts.items()}
+    answers = [json.loads(text) for text in _gather_texts(axes, json.dumps([refusal, described]), step)]
     if error is not None:
         raise error
-    if any(row[0] for row in rows):
-        refusals = "; ".join(f"rank {rank}: {received[rank]}" for rank, row in enumerate(rows) if row[0])
-        raise RankError(f"another rank refused its arguments: {refusals}")
+    refusals = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+    if refusals:
+        raise RankError(f"another rank refused its arguments: {'; '.join(refusals)}")
+    raise _difference([described for _, described in answers], _processes(axes))
+
+
+def _processes(axes: Sequence[Communicator]) -> str | None:
+    """The hint that says which processes the ranks of a single group are; None if they have the same numbers."""
+    groups = [comm.ranks for comm in (getattr(axis, "comm", axis) for axis in axes) if isinstance(comm, ProcessGroup)]
+    if len(groups) != 1 or groups[0] == list(range(len(groups[0]))):
+        return None
+    return f"the ranks of the group are the processes {groups[0]}"
+
+
+def _difference(described: Sequence[Mapping[str, tuple[int, str]]], hint: str | None) -> InputError:
+    """The error for the first argument that differs, from every rank's arguments: hash and text by name."""
+    names = dict.fromkeys(itertools.chain(*described))
+    name = next(name for name in names if any(texts.get(name) != described[0].get(name) for texts in described))
     ranks_by_text: dict[str, list[int]] = {}
-    for rank, text in enumerate(received):
-        ranks_by_text.setdefault(text, []).append(rank)
+    for rank, texts in enumerate(described):
+        ranks_by_text.setdefault(texts[name][1] if name in texts else "nothing", []).append(rank)
     values = "; ".join(
         f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         for text, ranks in ranks_by_text.items()
     )
-    raise InputError(name, "be the same on every rank", values)
+    return InputError(name, "be the same on every rank", values, hint=hint)
+
+
+def _gather_texts(axes: Sequence[Communicator], text: str, step: str) -> list[str]:
+    """The text of every rank."""
+    data = text.encode()
+    lengths = [int(n) for n in gather_all(axes, torch.tensor(len(data)), step)]
+    padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8)
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(gather_all(axes, padded, step), lengths, strict=True)]
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _encode_text(text: str) -> Tensor:
-    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    return torch.tensor(list(data), dtype=torch.uint8)
+def describe_sizes(**sizes: object) -> str:
+    """Sizes with their names, as an error shows them.
 
-
-def _decode_text(data: Tensor) -> str:
-    return bytes(data.tolist()).rstrip(b"\0").decode(errors="ignore")
+    >>> describe_sizes(batch=2, heads=8)
+    'batch=2, heads=8'
+    """
+    return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
 
 def describe_mask(mask: Mask) -> str:

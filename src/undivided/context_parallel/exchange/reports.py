@@ -9,13 +9,24 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import distributed
 
 PATIENCE, CLOSED_PATIENCE = 5.0, 2.0
 """Seconds that a rank waits for the reports of others, whose timeouts end at about the same time; and if a connection
 was closed, which gloo also does when the other rank has met a timeout and is about to report it."""
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _FRESH_SECONDS = 0.05, 60.0
+
+T = TypeVar("T")
+
+
+class Report(NamedTuple):
+    """What a rank writes after a failure: the ranks that have failed by its knowledge, and its error."""
+
+    failed: list[int]
+    text: str
 
 
 def find_cause(group: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
@@ -29,23 +40,84 @@ def find_cause(group: Any, rank: int, peers: Sequence[int], text: str) -> tuple[
     Returns:
         (rank, text of the report); None if the peer has reported nothing, or the store of the group cannot be read.
     """
-    found: list[tuple[int, str] | None] = []
+    return _with_store(group, lambda store: _follow(store, rank, peers, text), None)
+
+
+def find_process(process: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
+    """The process that another one waited for in a group that this process is not in, and the report that names it.
+
+    Args:
+        process, peers: this process, and those of its failed exchange, numbered as in the default group.
+        text: the error of this process, which is written for those of other groups.
+
+    Returns:
+        (process, text of the report); None if there is no such report.
+    """
+
+    def follow(store: Any) -> tuple[int, str] | None:
+        store.set(_process_key(process), json.dumps([time.time(), list(peers), text]))
+        seen, next_peers, cause = {process}, list(peers), None
+        while len(next_peers) == 1 and next_peers[0] not in seen and store.check([_process_key(next_peers[0])]):
+            seen.add(next_peers[0])
+            written, next_peers, report = json.loads(store.get(_process_key(next_peers[0])))
+            if time.time() - written > _FRESH_SECONDS:
+                return None  # of an earlier failure
+            cause = (next_peers[0], report) if len(next_peers) == 1 else None
+        return None if cause is None or cause[0] in seen else cause
+
+    return _with_store(distributed.group.WORLD, follow, None)
+
+
+def write_report(group: Any, rank: int, report: Report) -> None:
+    """Write the report of a rank for the others."""
+    _with_store(group, lambda store: store.set(_key(rank), json.dumps(report)), None)
+
+
+def read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int, Report]:
+    """The reports that these ranks have written, after waiting for all of them at most so many seconds."""
+
+    def read(store: Any) -> dict[int, Report]:
+        deadline = time.monotonic() + patience
+        found = {rank: _read(store, rank, deadline) for rank in ranks}
+        return {rank: report for rank, report in found.items() if report is not None}
+
+    return _with_store(group, read, {})
+
+
+def named_by_others(group: Any, ranks: Sequence[int]) -> list[int]:
+    """The failed ranks that the reports of these ranks name; they write them when they know them."""
+
+    def read(store: Any) -> list[int]:
+        deadline = time.monotonic() + PATIENCE + CLOSED_PATIENCE  # they write after at most the first of these
+        while True:
+            reports = [_read(store, rank, deadline) for rank in ranks]
+            failed = {rank for report in reports if report is not None for rank in report.failed}
+            if failed or time.monotonic() >= deadline:
+                return sorted(failed)
+            time.sleep(_POLL_SECONDS)
+
+    return _with_store(group, read, [])
+
+
+def _with_store(group: Any, function: Callable[[Any], T], default: T) -> T:
+    """The function's result for the store of a group; the default if the store has ended with its process."""
+    found: list[T] = []
 
     def work() -> None:
         try:
-            found.append(_follow(group.get_group_store(), rank, peers, text))
-        except (AttributeError, RuntimeError, ValueError):  # the store has ended with its process
+            found.append(function(group.get_group_store()))
+        except (AttributeError, RuntimeError, ValueError):
             return
 
     # a thread, because an operation on a store whose process has ended may block
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(2 * PATIENCE)
-    return found[0] if found else None
+    return found[0] if found else default
 
 
 def _follow(store: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
-    store.set(_key(rank), json.dumps([list(peers), text]))
+    store.set(_key(rank), json.dumps(Report(list(peers), text)))
     deadline = time.monotonic() + (PATIENCE if "imed out" in text else CLOSED_PATIENCE)
     seen, cause, report = {rank}, None, ""
     while len(peers) == 1 and peers[0] not in seen:
@@ -53,19 +125,22 @@ def _follow(store: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int
         answer = _read(store, peers[0], deadline)
         if answer is None:
             return cause if cause is None else (cause, report)
-        peers, report = answer
+        peers, report = answer.failed, answer.text
         cause = peers[0] if len(peers) == 1 else None
     return None
 
 
-def _read(store: Any, rank: int, deadline: float) -> tuple[list[int], str] | None:
+def _read(store: Any, rank: int, deadline: float) -> Report | None:
     """The report of a rank; None if there is none until the deadline."""
     while not store.check([_key(rank)]):
         if time.monotonic() >= deadline:
             return None
         time.sleep(_POLL_SECONDS)
-    peers, text = json.loads(store.get(_key(rank)))
-    return peers, text
+    return Report(*json.loads(store.get(_key(rank))))
+
+
+def _process_key(process: int) -> str:
+    return f"undivided/failed-process/{process}"
 
 
 def _key(rank: int) -> str:

@@ -21,7 +21,12 @@ from undivided.cache._masks import EVERY, PER_KEY, extend, extend_mask, with_cac
 from undivided.cache._storage import Counts
 from undivided.context_parallel.decode import MergeMethod, check_merge_method, merge_ranks
 from undivided.context_parallel.exchange.collectives import Communicator
-from undivided.context_parallel.exchange.handshake import SharedArguments, describe_mask, prepare_on_all_ranks
+from undivided.context_parallel.exchange.handshake import (
+    SharedArguments,
+    describe_mask,
+    describe_sizes,
+    prepare_on_all_ranks,
+)
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks.normal_form import Ranges
@@ -137,7 +142,9 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
         partial = problem.batch * q_len * heads * (problem.v_dim + 1) * 4
         by = "ring" if partial >= RING_BYTES else "all_gather"
     shared: SharedArguments = {
-        "q": (layout, problem.batch, q_len, heads, problem.qk_dim, problem.dtype),
+        "q": describe_sizes(
+            layout=layout, batch=problem.batch, tokens=q_len, heads=heads, head_size=problem.qk_dim, dtype=problem.dtype
+        ),
         "cache": f"lengths {cached.lengths}, pages {cached.digest:016x}",
         "q_lengths": call.q_counts,
         "mask": describe_mask(mask),

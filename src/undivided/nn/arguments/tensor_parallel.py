@@ -57,12 +57,12 @@ class TensorArguments(NamedTuple):
             hint = "layer.set_tensor_parallel_group(group), before the first call"
             raise InputError("tp_group", f"be set before a call with tp_size={self.size}", None, hint=hint)
 
-    def with_group(self, tp_group: object) -> TensorArguments:
+    def with_group(self, tp_group: object, check: bool) -> TensorArguments:
         """The arguments with the ranks of a group, which may be None; InputError after `parallelize`."""
         if self.is_parallelized:
             hint = "set_tensor_parallel_group is for layers that were built with tp_size"
             raise InputError("tp_group", "not be set after parallelize", type(tp_group).__name__, hint=hint)
-        return self._replace(ranks=tensor_ranks(tp_group, self.size, self.sequence))
+        return self._replace(ranks=tensor_ranks(tp_group, self.size, self.sequence, check))
 
 
 def sequence_axis(format: str | None) -> int:

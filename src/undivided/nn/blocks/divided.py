@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.tensor_parallel import TensorArguments
 from undivided.nn.blocks.module import Module
 
@@ -13,22 +16,46 @@ class DividedModule(Module):
 
     Attributes:
         tensor_parallel: the checked arguments.
+        layer_number: the number of the layer.
     """
 
     tensor_parallel: TensorArguments
+    layer_number: int
+    _parts: dict[str, str] | None = None
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self, tp_group: Any, check: bool = True) -> None:
         """Set the ranks that hold the other heads, and the other parts of the weights.
 
         Args:
             tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
+            check: whether the ranks compare the arguments of every call on the CPU, in one exchange of 16 bytes.
 
         Raises:
             InputError: it is not a process group, has another number of ranks, or the layer was divided by
                 `undivided.parallel.parallelize`.
         """
-        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
-        self._set_ranks_of_parts(tp_group)
+        self.tensor_parallel = self.tensor_parallel.with_group(tp_group, checked_flag("check", check))
+        self._set_ranks_of_parts(tp_group, check)
 
-    def _set_ranks_of_parts(self, tp_group: Any) -> None:
+    def shared_state(self) -> dict[str, object]:
+        """What tensor parallel ranks share besides the arguments of a call: modes, rates of dropout, and the options of
+        the layer and its parts as they were at the first call."""
+        if self._parts is None:
+            self._parts = {
+                f"layer.{name}" if name else "the options of the layer": f"{type(part).__name__}({part.extra_repr()})"
+                for name, part in self.named_modules()
+            }
+        return {
+            "training": self.training,
+            "torch.is_grad_enabled()": torch.is_grad_enabled(),
+            "torch.autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+            **self.dropout_rates(),
+            **self._parts,
+        }
+
+    def dropout_rates(self) -> dict[str, object]:
+        """The probabilities of dropping something, by argument."""
+        return {}
+
+    def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
         """Pass the ranks on to the blocks and modules that hold the parameters."""

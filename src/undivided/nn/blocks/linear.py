@@ -14,7 +14,6 @@ from torch.nn import Parameter, functional
 
 from undivided.nn.blocks.module import Init, Module, gather_sequence, initialise
 from undivided.nn.blocks.normalization import Norm
-from undivided.nn.blocks.tensor_ranks import compare_hidden_states
 
 
 class Linear(Module):
@@ -66,8 +65,6 @@ class Linear(Module):
 
         Each part is a separate matrix product, because joining the weights would copy them.
         """
-        if self.ranks is not None:
-            compare_hidden_states(x, self.ranks.group)
         x = self.normalise(x)
         whole = gather_sequence(x) if self.ranks is None else self.ranks.enter(x)
         return tuple(functional.linear(whole, weight, b if add_bias else None) for weight, b in self.parts()), x

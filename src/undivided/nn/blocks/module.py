@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,25 +66,21 @@ def divided_init(init: Init, ranks: TensorRanks | None, tracker: Tracker | None)
     They are drawn in the tracker's context if there is one, else from a seed that torch's generator and the rank give.
     """
     if tracker is not None:
-        get_tracker = tracker
+        return functools.partial(_draw_in_context, init, tracker)
+    return init if ranks is None else functools.partial(_draw_by_rank, init, ranks.rank)
 
-        def draw_in_context(weight: Tensor) -> None:
-            with get_tracker().fork():
-                init(weight)
 
-        return draw_in_context
-    if ranks is None:
-        return init
-    rank = ranks.rank
+def _draw_in_context(init: Init, tracker: Tracker, weight: Tensor) -> None:
+    with tracker().fork():
+        init(weight)
 
-    def draw_by_rank(weight: Tensor) -> None:
-        seed = int(torch.randint(2**62, ()))
-        devices = [] if weight.device.type == "cpu" else [weight.device]
-        with torch.random.fork_rng(devices, device_type=weight.device.type if devices else "cuda"):
-            torch.manual_seed(seed + rank)
-            init(weight)
 
-    return draw_by_rank
+def _draw_by_rank(init: Init, rank: int, weight: Tensor) -> None:
+    seed = int(torch.randint(2**62, ()))
+    devices = [] if weight.device.type == "cpu" else [weight.device]
+    with torch.random.fork_rng(devices, device_type=weight.device.type if devices else "cuda"):
+        torch.manual_seed(seed + rank)
+        init(weight)
 
 
 def checked_dtype(value: object) -> torch.dtype:

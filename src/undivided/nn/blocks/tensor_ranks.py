@@ -6,7 +6,9 @@ the same on every rank; with sequence parallelism each rank has its consecutive 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +16,17 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
-from undivided.context_parallel.exchange.handshake import compare_ranks
+from undivided.context_parallel.exchange.failures import rank_errors
+from undivided.context_parallel.exchange.handshake import SharedArguments, compare_ranks
 from undivided.errors import InputError
+from undivided.nn.blocks.rank_calls import running_call
 from undivided.request.checks import draw_seed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Move = tuple[Any, Any]
+"""Placements of a DTensor before and after a redistribution."""
 Tracker = Callable[[], Any]
 """TransformerEngine's `get_rng_state_tracker`: returns an object whose `fork()` is a context with its generator."""
 
@@ -31,10 +37,11 @@ class TensorRanks:
     Args:
         group: the process group.
         sequence: the axis of hidden states of which a rank has its part; None: a rank has the whole sequence.
+        check: whether the ranks compare the arguments of every call.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, sequence: int | None) -> None:
-        self.group, self.sequence = group, sequence
+    def __init__(self, group: distributed.ProcessGroup, sequence: int | None, check: bool = True) -> None:
+        self.group, self.sequence, self.check = group, sequence, check
         self.rank, self.size = group.rank(), group.size()
         self._meshes: dict[str, DeviceMesh] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -44,10 +51,34 @@ class TensorRanks:
     def __deepcopy__(self, memo: object) -> TensorRanks:
         return self  # a copy of a layer has the same ranks
 
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _no_ranks, ()  # a process that loads a layer sets its own group
+
+    def compare(self, shared: SharedArguments, call: str) -> None:
+        """Raise on every rank unless all ranks share these values.
+
+        Args:
+            shared: the values by the name of the argument.
+            call: the layer that is called, for errors.
+
+        Raises:
+            InputError: a value differs.
+            RankError: another rank has ended, or makes no such call within the group's timeout.
+        """
+        axes = (SingleRank(), ProcessGroup(self.group))
+        compare_ranks(axes, shared, None, f"the comparison of arguments of {call}")
+
+    def errors(self, step: str) -> AbstractContextManager[None]:
+        """A context that raises failures of communication with the name of the step and of the failed ranks."""
+        if torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        return rank_errors(f"{step} in {running_call()}", self.group)
+
     def agree_on_seed(self, seed: Tensor | int, device: torch.device) -> Tensor:
         """The seed of the first rank, a 0-d int64 tensor on the device."""
         sent = torch.as_tensor(seed, dtype=torch.int64, device=device).clone()
-        distributed.broadcast(sent, group=self.group, group_src=0)
+        with self.errors("the broadcast of the dropout's seed"):
+            distributed.broadcast(sent, group=self.group, group_src=0)
         return sent
 
     def agree_on_generators(self, device: torch.device) -> None:
@@ -55,7 +86,8 @@ class TensorRanks:
         generators: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
         where = () if device.type == "cpu" else (device,)
         state = generators.get_rng_state(*where).to(device)
-        distributed.broadcast(state, group=self.group, group_src=0)
+        with self.errors("the broadcast of the generators' states"):
+            distributed.broadcast(state, group=self.group, group_src=0)
         generators.set_rng_state(state.cpu(), *where)
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
@@ -74,24 +106,42 @@ class TensorRanks:
 
     def enter(self, x: Tensor) -> Tensor:
         """Hidden states of the whole sequence, for the maps of this rank; the gradient is the sum over ranks."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+        from torch.distributed.tensor import Partial, Replicate
 
-        given = DTensor.from_local(x, self._mesh(x.device.type), [self._placement()], run_check=False)
-        return given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        own = self._placement()
+        return self._moved(x, "the gather of hidden states", (own, Replicate()), (Partial(), own))
 
     def leave(self, x: Tensor) -> Tensor:
         """Hidden states that are the sum over ranks; with sequence parallelism this rank's part of them."""
-        from torch.distributed.tensor import DTensor, Partial
+        from torch.distributed.tensor import Partial, Replicate
 
-        terms = DTensor.from_local(x, self._mesh(x.device.type), [Partial()], run_check=False)
-        return terms.redistribute(placements=[self._placement()]).to_local()
+        own = self._placement()
+        return self._moved(x, "the sum of outputs", (Partial(), own), (own, Replicate()))
 
     def shared(self, parameter: Tensor) -> Tensor:
         """A parameter that ranks apply to different heads or tokens: its gradient is the sum over ranks."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+        from torch.distributed.tensor import Partial, Replicate
 
-        whole = DTensor.from_local(parameter, self._mesh(parameter.device.type), [Replicate()], run_check=False)
-        return whole.to_local(grad_placements=[Partial()])
+        return self._moved(parameter, "a shared parameter", (Replicate(), Replicate()), (Partial(), Replicate()))
+
+    def _moved(self, x: Tensor, what: str, forward: Move, backward: Move) -> Tensor:
+        """x after a move, its gradient after another one; DTensor does the communication."""
+        if not torch.compiler.is_compiling():
+            moved: Tensor = _Moved.apply(x, self, f"{what} in {running_call()}", forward, backward)  # type: ignore[no-untyped-call]
+            return moved
+        from torch.distributed.tensor import DTensor
+
+        given = DTensor.from_local(x, self._mesh(x.device.type), [forward[0]], run_check=False)
+        return given.redistribute(placements=[forward[1]]).to_local(grad_placements=[backward[0]])
+
+    def redistribute(self, x: Tensor, move: Move) -> Tensor:
+        """This rank's tensor after a move, without gradient."""
+        from torch.distributed.tensor import DTensor
+
+        if move[0] == move[1]:
+            return x.view_as(x)
+        given = DTensor.from_local(x, self._mesh(x.device.type), [move[0]], run_check=False)
+        return given.redistribute(placements=[move[1]]).to_local()
 
     def _placement(self) -> Any:
         from torch.distributed.tensor import Replicate, Shard
@@ -107,22 +157,28 @@ class TensorRanks:
         return self._meshes[kind]
 
 
-def compare_hidden_states(x: Tensor, group: distributed.ProcessGroup) -> None:
-    """Raise on every rank if ranks have hidden states of different shapes or dtypes: gloo would end the processes.
+class _Moved(torch.autograd.Function):
+    """A move whose gradient is another move; failures of both name the step. DTensor's own would name nothing."""
 
-    They are compared on the CPU only: elsewhere that would wait for the device. Compiled calls and tensors without
-    memory compare nothing.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks, step: str, move: Move, back: Move) -> Tensor:
+        """The tensor after the move."""
+        ctx.ranks, ctx.step, ctx.moves = ranks, step, (back, move)
+        with rank_errors(step, ranks.group):
+            return ranks.redistribute(x, move)
 
-    Raises:
-        InputError: the shapes or dtypes differ.
-        RankError: another rank has ended, or makes no such call within the group's timeout.
-    """
-    if type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        shared = {"hidden_states": f"{list(x.shape)}, {x.dtype}"}
-        compare_ranks((SingleRank(), ProcessGroup(group)), shared, None)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """The gradient after the other move."""
+        step = f"the gradient of {ctx.step.removeprefix('the gradient of ')}"
+        return _Moved.apply(gradient, ctx.ranks, step, *ctx.moves), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None) -> TensorRanks | None:
+def _no_ranks() -> None:
+    """What the ranks of a pickled layer become."""
+
+
+def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None, check: bool = True) -> TensorRanks | None:
     """The ranks of a group; None without a group or with one rank.
 
     Raises:
@@ -135,7 +191,7 @@ def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None) -> Tensor
         hint = "tp_size at construction decides the shapes of the parameters"
         raise InputError("tp_group", f"have the {tp_size} ranks of tp_size", size, hint=hint)
     assert isinstance(tp_group, distributed.ProcessGroup)
-    return None if size == 1 else TensorRanks(tp_group, sequence)
+    return None if size == 1 else TensorRanks(tp_group, sequence, check)
 
 
 def group_size(tp_group: object) -> int:

@@ -83,6 +83,13 @@ def on_first_rank(action: Callable[[], Value]) -> Value:
     return value
 
 
+def settle() -> None:
+    """Wait for all ranks. A thread of gloo keeps the tensors of the operation before this one for a moment, and aborts
+    the process if Python ends in it (torch 2.13); a barrier has no tensors of Python."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+
+
 def _write_to_disk(folder: Path) -> None:
     """Write the names in a folder to the disk, so that they outlive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from undivided.arguments.signature import checked_call
+from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.errors import InputError
 from undivided.parallel.checkpoint import folder as folders
 from undivided.parallel.checkpoint.compare import check_entries, check_files
@@ -74,6 +75,7 @@ def save_checkpoint(
         InputError: an argument is wrong, or an optimizer has state that is not divided as its parameters.
         OSError: rank 0 cannot create or rename the folder.
         torch.distributed.checkpoint.api.CheckpointException: a rank cannot write.
+        RankError: a rank ended, or did not call it within the timeout of the default group.
 
     >>> import tempfile, undivided
     >>> layer = undivided.TransformerLayer(32, 64, 4, attn_input_format="bshd")
@@ -90,10 +92,11 @@ def save_checkpoint(
     plain = checked_values(values)
     state = training_state(model, optimizer)
     entries = state.tensors | {HEADER: Header(step, plain, state.groups).to_bytes()}
-    folders.on_first_rank(lambda: folders.begin(folder, step))
-    with _alone_without_warning():
+    with rank_errors(f"saving the checkpoint of step {step}"), _alone_without_warning():
+        folders.on_first_rank(lambda: folders.begin(folder, step))
         save(entries, checkpoint_id=folders.unfinished(folder, step), planner=SavePlanner(_divided(state)))
-    folders.on_first_rank(lambda: folders.finish(folder, step, keep))
+        folders.on_first_rank(lambda: folders.finish(folder, step, keep))
+        folders.settle()
 
 
 @checked_call
@@ -116,6 +119,7 @@ def load_checkpoint(
     Raises:
         InputError: there is no such step, a file is damaged, or the model or the optimizer has other names or sizes.
             Nothing has been loaded then.
+        RankError: a rank ended, or did not call it within the timeout of the default group.
 
     >>> import tempfile, undivided
     >>> layer = undivided.TransformerLayer(32, 64, 4, attn_input_format="bshd")
@@ -124,7 +128,8 @@ def load_checkpoint(
     """
     folder = _checked_folder(folder)
     _check_training(model, optimizer)
-    found = folders.on_first_rank(lambda: folders.complete(folder))
+    with rank_errors("finding the checkpoint to load"):
+        found = folders.on_first_rank(lambda: folders.complete(folder))
     if step is not None and _checked_step(step) not in found:
         raise InputError("step", f"be that of a complete checkpoint ({', '.join(map(str, found)) or 'none'})", step)
     if not found:
@@ -141,7 +146,7 @@ def load_checkpoint(
     check_entries(metadata, sizes, path)
     check_files(metadata, path)
     entries = {name: value for name, value in state.tensors.items() if name not in divided} | {HEADER: b""}
-    with _alone_without_warning():
+    with rank_errors(f"loading {path.name}"), _alone_without_warning():
         load(entries, storage_reader=reader, planner=LoadPlanner(divided))
     header = Header.from_bytes(entries[HEADER])
     # those of divided tensors were read in place

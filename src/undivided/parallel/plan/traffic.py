@@ -56,7 +56,7 @@ def tensor_bytes(
     two tensors [tokens, ffn] in the backward pass.
 
     Not counted: the sums of the gradients of norms and output biases over tensor ranks, some `hidden` numbers per
-    layer, summed when the optimizer reads them; on the CPU the comparison of shapes, 96 bytes per layer and rank.
+    layer, summed when the optimizer reads them; on the CPU the comparison of arguments, 16 bytes per layer and rank.
 
     Args:
         tokens: tokens of the batch that this tensor group has: sequences times their length on one context rank.

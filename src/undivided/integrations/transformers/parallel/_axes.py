@@ -25,13 +25,18 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
         InputError: it is not a mesh, or has an axis without a name or with an unknown one.
     """
     if not isinstance(mesh, DeviceMesh):
-        hint = "torch.distributed.device_mesh.init_device_mesh('cpu', (4,), mesh_dim_names=('context',))"
-        raise InputError("mesh", "be a DeviceMesh", type(mesh).__name__, hint=hint)
+        raise InputError("mesh", "be a DeviceMesh", type(mesh).__name__, hint=_hint((4,), ("context",)))
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(AXES):
         must = f"have axes with names out of {', '.join(map(repr, AXES))}"
-        raise InputError("mesh", must, repr(mesh.mesh_dim_names))
+        got = f"the names {names}" if names else "no names"
+        raise InputError("mesh", must, got, hint=_hint(tuple(mesh.shape), AXES[-mesh.ndim :]))
     return mesh
+
+
+def _hint(shape: tuple[int, ...], names: tuple[str, ...]) -> str:
+    """How to make a mesh with these axes."""
+    return f"torch.distributed.device_mesh.init_device_mesh('cpu', {shape}, mesh_dim_names={names})"
 
 
 def size(mesh: DeviceMesh, axis: str) -> int:

@@ -1,0 +1,114 @@
+"""`rank_errors`: failures of collectives as errors that name the step and the ranks that ended or do not answer.
+
+A collective involves all ranks of its group, and PyTorch's error names none. After one has failed, each rank finds out
+which ranks it can no longer reach, writes them to the store of the group, and reads what the others have written. A
+rank that has written has not failed: it has met the failure of another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+from undivided.context_parallel.exchange.collectives import RankError, first_line
+from undivided.context_parallel.exchange.reports import (
+    CLOSED_PATIENCE,
+    PATIENCE,
+    Report,
+    named_by_others,
+    read_reports,
+    write_report,
+)
+from undivided.errors import InputError
+
+_PROBE_TAG = 0x7FFF0001
+"""Of messages that nobody receives."""
+_ERRORS: Any = getattr(distributed, "DistError", ())  # PyTorch may be built without it
+_GLOO = ("/gloo/", "Application timeout caused pair closure")
+"""Parts of the texts of gloo's errors, which are plain RuntimeErrors."""
+
+
+class rank_errors:  # a context manager that reads as a phrase, like contextlib.suppress
+    """A context that raises failures of communication as `RankError`, which names the step and the failed ranks.
+
+    It costs nothing unless there is a failure. Then it waits for the reports of the other ranks, at most ten seconds.
+    The layers enter it by themselves in their forward pass. Use it around a whole training step for everything else:
+    the backward, FSDP2 and the optimizer. A group that has failed is not usable any more.
+
+    Args:
+        step: what is done, for the error.
+        group: a process group or a `DeviceMesh` with one axis, whose ranks the error numbers; None: all processes.
+
+    Raises:
+        RankError: a collective failed, because a rank ended or did not take part within the group's timeout.
+        InputError: the mesh has several axes.
+
+    >>> import torch
+    >>> with rank_errors("the training step"):
+    ...     print(torch.ones(2).sum())
+    tensor(2.)
+    """
+
+    def __init__(self, step: str, group: Any = None) -> None:
+        if hasattr(group, "mesh_dim_names"):
+            if group.ndim != 1:
+                hint = "None for all processes, or one axis of the mesh"
+                raise InputError("group", "be a mesh with one axis", f"{group.ndim} axes", hint=hint)
+            group = group.get_group()
+        self.step, self.group = step, group
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and is_communication_error(error) and distributed.is_initialized():
+            raise _described(self.step, distributed.group.WORLD if self.group is None else self.group, error) from error
+
+
+def is_communication_error(error: RuntimeError) -> bool:
+    """Whether PyTorch or gloo has raised it for a collective that failed.
+
+    >>> is_communication_error(RuntimeError("a matrix of another size"))
+    False
+    """
+    if isinstance(error, RankError):
+        return False
+    return isinstance(error, _ERRORS) or any(words in str(error) for words in _GLOO)
+
+
+def _described(step: str, group: Any, error: RuntimeError) -> RankError:
+    """The error of this rank, with the failed ranks as far as they can be found."""
+    rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+    start, why = f"rank {rank} of {world}: {step} failed", first_line(error)
+    failed = _failed_ranks(group, rank, world, f"{start}: {why}")
+    names = ", ".join(f"{peer} (this one)" if peer == rank else str(peer) for peer in failed)
+    ended = f": rank{'s' if len(failed) > 1 else ''} {names} ended or did not take part in time" if failed else ""
+    return RankError(
+        f"{start}{ended}\n  CAUSE: {why}\n"
+        "  HINT: look at the output of the failed rank; the ranks of the group are the processes "
+        f"{distributed.get_process_group_ranks(group)}"
+    )
+
+
+def _failed_ranks(group: Any, rank: int, world: int, text: str) -> list[int]:
+    """The ranks that have failed, which may be this one; empty if they cannot be found."""
+    peers = [peer for peer in range(world) if peer != rank]
+    timed_out = "imed out" in text or "imeout" in text
+    candidates = peers if timed_out else [peer for peer in peers if _is_closed(group, peer)]
+    write_report(group, rank, Report([], text))
+    reports = read_reports(group, candidates or peers, PATIENCE if timed_out else CLOSED_PATIENCE)
+    failed = [peer for peer in candidates if peer not in reports]
+    if not failed:  # those that it cannot reach have met the failure of another one
+        failed = named_by_others(group, candidates or peers)
+    write_report(group, rank, Report(failed, text))
+    return failed
+
+
+def _is_closed(group: Any, peer: int) -> bool:
+    """Whether the connection of gloo to a rank is closed."""
+    try:
+        distributed.isend(torch.zeros(1), group=group, group_dst=peer, tag=_PROBE_TAG)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,98 @@
+"""`on_all_ranks`: a layer's call, which tensor parallel ranks compare before they send anything else.
+
+Only the outermost layer compares, because it passes the same arguments on to the layers in it. The recomputation of a
+checkpoint compares again: all ranks recompute the same layers in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from undivided.cache import InferenceParams
+from undivided.context_parallel.exchange.failures import rank_errors
+from undivided.context_parallel.exchange.handshake import digest
+
+if TYPE_CHECKING:
+    from undivided.nn.blocks.divided import DividedModule
+
+P = ParamSpec("P")
+T = TypeVar("T")
+LayerT = TypeVar("LayerT", bound="DividedModule")
+
+_SHOWN_VALUES = 16
+"""Numbers of a tensor that an error shows."""
+
+
+class _Running(threading.local):
+    """The call that runs in this thread, for errors; None outside of calls."""
+
+    call: str | None = None
+
+
+_running = _Running()
+
+
+def running_call() -> str:
+    """The layer whose call runs in this thread, for errors."""
+    return _running.call or "a layer"
+
+
+def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Concatenate[LayerT, P], T]:
+    """A layer's forward method that compares its arguments on tensor parallel ranks, and names ranks that fail."""
+    names = tuple(inspect.signature(forward).parameters)[1:]
+    defaults = {name: p.default for name, p in inspect.signature(forward).parameters.items() if name in names}
+
+    @functools.wraps(forward)
+    def on_ranks(layer: LayerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        ranks = layer.tensor_parallel.ranks
+        if ranks is None or torch.compiler.is_compiling() or _running.call is not None:
+            return forward(layer, *args, **kwargs)
+        call = f"{type(layer).__name__} {layer.layer_number}"
+        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
+        if ranks.check and _is_comparable(next((x for x in arguments.values() if x is not None), None)):
+            ranks.compare({"layer": call, **_described(arguments), **layer.shared_state()}, call)
+        _running.call = call
+        try:
+            with rank_errors(f"the forward pass of {call}", ranks.group):
+                return forward(layer, *args, **kwargs)
+        finally:
+            _running.call = None
+
+    return on_ranks
+
+
+def _is_comparable(x: object) -> bool:
+    """Whether to compare a call with these hidden states: on a GPU it would wait for the device, and tensors without
+    memory have no call to compare."""
+    return not isinstance(x, Tensor) or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu")
+
+
+def _described(arguments: Mapping[str, object]) -> dict[str, str]:
+    return {name: _text(value) for name, value in arguments.items()}
+
+
+def _text(value: object) -> str:
+    """A text that differs between arguments that ranks must share."""
+    if isinstance(value, Tensor):
+        gradient = ", requires_grad" if value.requires_grad and torch.is_grad_enabled() else ""
+        device = "" if value.device.type == "cpu" else f", on {value.device.type}"
+        return f"{list(value.shape)}, {value.dtype}{device}{gradient}{_values(value)}"
+    if isinstance(value, InferenceParams):
+        return f"InferenceParams of the lengths {dict(value.sequences)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    return str(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+def _values(x: Tensor) -> str:
+    """The values of offsets, lengths and seeds on the CPU, which decide what is computed."""
+    if x.device.type != "cpu" or x.dim() > 1 or x.is_floating_point() or x.dtype is torch.bool:
+        return ""
+    return f", {x.tolist()}" if x.numel() <= _SHOWN_VALUES else f", {x[:_SHOWN_VALUES].tolist()} .. ({digest(x):x})"
