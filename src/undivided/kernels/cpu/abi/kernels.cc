@@ -1,9 +1,9 @@
 // The kernel table of one instruction set. This file is compiled once per level; UNDIVIDED_LEVEL names the table. With
 // AMX it fills two: `amx_bf16`, whose tiles hold bf16 only, and `amx`, whose tiles hold fp16 too. `Half` is the widest
 // type that the tiles of a table hold.
+#include "abi/peak.h"
 #include "backward/driver.h"
 #include "backward/pairs.h"
-#include "abi/peak.h"
 #include "decode/invariant.h"
 
 #if defined(UNDIVIDED_AMX)
