@@ -30,7 +30,7 @@ from undivided.parallel import load_checkpoint, parallelize, rank_errors, save_c
 
 HIDDEN, HANG = 48, 3.0
 WAYS = ("parallelize", "group")
-OPTIONS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attn_input_format": "bshd"}
+OPTIONS: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attn_input_format": "bshd"}
 OTHER_ARGUMENTS: dict[str, Any] = {
     "self_attn_mask_type": "no_mask",
     "window_size": (2, 0),
@@ -157,8 +157,10 @@ def fails(step: str, way: str, how: str) -> str:
             part.register_forward_hook(fail)
         else:
             part.register_full_backward_hook(fail)
+    ranks = layer.tensor_parallel.ranks
+    assert ranks is not None
     start = time.monotonic()
-    with pytest.raises(RankError) as error, rank_errors("the backward", layer.tensor_parallel.ranks.group):
+    with pytest.raises(RankError) as error, rank_errors("the backward", ranks.group):
         layer(x).sum().backward()
     assert last or time.monotonic() - start < HANG + 8
     return str(error.value)

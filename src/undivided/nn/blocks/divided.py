@@ -10,6 +10,8 @@ from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.tensor_parallel import TensorArguments
 from undivided.nn.blocks.module import Module
 
+_RATES = ("hidden_dropout", "drop_path_rate", "attention_dropout")
+
 
 class DividedModule(Module):
     """A module with TransformerEngine's arguments of tensor parallelism.
@@ -54,8 +56,11 @@ class DividedModule(Module):
         }
 
     def dropout_rates(self) -> dict[str, object]:
-        """The probabilities of dropping something, by argument."""
-        return {}
+        """The probabilities of dropping something, by argument: of the layer, and of the attention in it."""
+        core: torch.nn.Module = self
+        for name in ("self_attention", "core_attention"):
+            core = getattr(core, name, core)
+        return {name: getattr(part, name) for part in (self, core) for name in _RATES if hasattr(part, name)}
 
     def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
         """Pass the ranks on to the blocks and modules that hold the parameters."""
