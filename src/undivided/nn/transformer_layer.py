@@ -385,9 +385,7 @@ class TransformerLayer(DividedModule):
     def extra_repr(self) -> str:
         """The arguments that the submodules do not print, for `repr`."""
         parts = [f"layer_type={self.layer_type!r}", f"attn_input_format={self.attn_input_format!r}"]
-        parts += [
-            f"{name}={getattr(self, name)}" for name in ("hidden_dropout", "drop_path_rate") if getattr(self, name)
-        ]
+        parts += [f"{key}={getattr(self, key)}" for key in ("hidden_dropout", "drop_path_rate") if getattr(self, key)]
         parts += [f"{flag}=True" for flag in _FLAGS if getattr(self, flag)]
         return ", ".join(parts)
 
