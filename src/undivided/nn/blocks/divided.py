@@ -39,7 +39,7 @@ class DividedModule(Module):
         self.tensor_parallel = self.tensor_parallel.with_group(tp_group, checked_flag("check", check))
         self._set_ranks_of_parts(tp_group, check)
 
-    def shared_state(self) -> dict[str, object]:
+    def _shared_state(self) -> dict[str, object]:
         """What tensor parallel ranks share besides the arguments of a call: modes, rates of dropout, and the options of
         the layer and its parts as they were at the first call."""
         if self._parts is None:
@@ -51,11 +51,11 @@ class DividedModule(Module):
             "training": self.training,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "torch.autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            **self.dropout_rates(),
+            **self._dropout_rates(),
             **self._parts,
         }
 
-    def dropout_rates(self) -> dict[str, object]:
+    def _dropout_rates(self) -> dict[str, object]:
         """The probabilities of dropping something, by argument: of the layer, and of the attention in it."""
         core: torch.nn.Module = self
         for name in ("self_attention", "core_attention"):
