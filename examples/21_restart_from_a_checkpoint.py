@@ -15,6 +15,7 @@ ranks again. They load the newest complete checkpoint and repeat the steps after
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -129,5 +130,5 @@ for step in range(first, STEPS):
         save(folder, step + 1, model, optimiser)
 
 if is_parallel:
-    dist.barrier()  # gloo may still hold tensors of the last checkpoint, and aborts a process that ends then
     dist.destroy_process_group()
+    time.sleep(1)  # a thread of gloo may still hold tensors of the last checkpoint, and aborts a process that ends then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +15,22 @@ import pytest
 import torch
 from gloo_ranks import run_ranks
 from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from undivided import DotProductAttention, InferenceParams, InputError, MultiheadAttention, TransformerLayer
+from undivided import (
+    ContextParallel,
+    DotProductAttention,
+    InferenceParams,
+    InputError,
+    MultiheadAttention,
+    TransformerLayer,
+)
 from undivided.context_parallel import RankError
-from undivided.parallel import parallelize, rank_errors
+from undivided.parallel import load_checkpoint, parallelize, rank_errors, save_checkpoint
 
 HIDDEN, HANG = 48, 3.0
 WAYS = ("parallelize", "group")
-OPTIONS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attn_input_format": "bshd"}
+OPTIONS: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attn_input_format": "bshd"}
 OTHER_ARGUMENTS: dict[str, Any] = {
     "self_attn_mask_type": "no_mask",
     "window_size": (2, 0),
@@ -149,8 +157,10 @@ def fails(step: str, way: str, how: str) -> str:
             part.register_forward_hook(fail)
         else:
             part.register_full_backward_hook(fail)
+    ranks = layer.tensor_parallel.ranks
+    assert ranks is not None
     start = time.monotonic()
-    with pytest.raises(RankError) as error, rank_errors("the backward", layer.tensor_parallel.ranks.group):
+    with pytest.raises(RankError) as error, rank_errors("the backward", ranks.group):
         layer(x).sum().backward()
     assert last or time.monotonic() - start < HANG + 8
     return str(error.value)
@@ -218,3 +228,48 @@ def test_a_tensor_rank_that_fails_inside_a_layer_is_named_with_the_step(function
         assert text.startswith(expected), text
     if "sleeps" in function.__name__:  # and what it meets when it wakes up
         assert "failed: rank 2 (this one) ended or did not take part in time" in answers[2], answers[2]
+
+
+def test_other_errors_pass_and_a_mesh_of_several_axes_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"^a matrix of another size$"), rank_errors("the training step"):
+        raise RuntimeError("a matrix of another size")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+        with pytest.raises(InputError, match="group must be a mesh with one axis, got 2 axes"):
+            rank_errors("the training step", mesh)
+        with pytest.raises(InputError, match=r"group must have 1 axis for strategy='ring', got 2 \('data', 'tensor'\)"):
+            ContextParallel(mesh)
+    finally:
+        distributed.destroy_process_group()
+
+
+CHECKPOINT_STEPS = ("saving the checkpoint of step 2", "finding the checkpoint to load")
+
+
+def without_a_rank(call: Callable[[str, torch.nn.Module], object]) -> str:
+    """What the first ranks are told when the last one has ended before a call with a folder of checkpoints."""
+    layer, folders = torch.nn.Linear(4, 4), [tempfile.mkdtemp()]
+    distributed.broadcast_object_list(folders, src=0)
+    save_checkpoint(folders[0], 1, layer)
+    if distributed.get_rank() == distributed.get_world_size() - 1:
+        os._exit(3)
+    with pytest.raises(RankError) as error:
+        call(folders[0], layer)
+    return str(error.value)
+
+
+def saves() -> str:
+    return without_a_rank(lambda folder, layer: save_checkpoint(folder, 2, layer))
+
+
+def loads() -> str:
+    return without_a_rank(load_checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("function", "step"), [(saves, CHECKPOINT_STEPS[0]), (loads, CHECKPOINT_STEPS[1])])
+def test_a_rank_that_ends_before_a_checkpoint_is_named(function: Callable[[], str], step: str) -> None:
+    (answers,) = run_ranks(3, function)
+    for rank, text in enumerate(answers[:2]):
+        assert text.startswith(f"rank {rank} of 3: {step} failed: rank 2 ended or did not take part in time"), text

@@ -176,10 +176,6 @@ class DotProductAttention(DividedModule):
             cp_group, cp_global_ranks, cp_stream, cp_comm_type
         )
 
-    def dropout_rates(self) -> dict[str, object]:
-        """The probability of dropping a weight."""
-        return {"attention_dropout": self.attention_dropout}
-
     @on_all_ranks
     def forward(
         self,

@@ -41,7 +41,7 @@ class MultiheadAttention(DividedModule):
 
     Args:
         hidden_size: features of hidden_states and of the output.
-        num_attention_heads: h.
+        num_attention_heads, num_gqa_groups: h, and its divisor g; g is h if None.
         kv_channels: d, or the pair (queries and keys, values); hidden_size / h if None.
         attention_dropout: probability of dropping a weight, in training mode only.
         layernorm_epsilon: epsilon of the input normalisation.
@@ -49,7 +49,6 @@ class MultiheadAttention(DividedModule):
             normal distribution with standard deviation 0.023.
         layer_number: number of the layer, from 1, under which `inference_params` caches its keys and values.
         attn_mask_type, window_size, bottom_right_diagonal: as in `DotProductAttention`.
-        num_gqa_groups: g; h if None.
         params_dtype: dtype of the parameters; torch's default if None.
         return_bias: whether to return (output without bias, bias).
         return_layernorm_output: whether to return the normalised input too, as the last result.
@@ -244,10 +243,6 @@ class MultiheadAttention(DividedModule):
             cp_group, cp_global_ranks, cp_stream, cp_comm_type: as there.
         """
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-
-    def dropout_rates(self) -> dict[str, object]:
-        """The probability of dropping a weight."""
-        return self.core_attention.dropout_rates()
 
     @on_all_ranks
     def forward(

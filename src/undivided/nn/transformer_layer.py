@@ -72,8 +72,7 @@ class TransformerLayer(DividedModule):
         bias: whether the linear maps have biases.
         activation: "gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu" or
             "clamped_swiglu".
-        activation_params: parameters of clamped_swiglu: "limit" (default 7), "alpha" (1.702) and "glu_linear_offset"
-            (1).
+        activation_params: of clamped_swiglu: "limit" (default 7), "alpha" (1.702) and "glu_linear_offset" (1).
         device: device of the parameters; torch's default if None.
         attn_input_format: "sbhd" for hidden_states [s, b, hidden], "bshd" for [b, s, hidden], "thd" for [t, hidden].
             Required, because shapes do not reveal a wrong format.
@@ -255,11 +254,6 @@ class TransformerLayer(DividedModule):
             if isinstance(module, MultiheadAttention):
                 module.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def dropout_rates(self) -> dict[str, object]:
-        """The probabilities of dropping a weight, an entry of a block's output, and a block."""
-        rates = {"hidden_dropout": self.hidden_dropout, "drop_path_rate": self.drop_path_rate}
-        return rates | self.self_attention.dropout_rates()
-
     @on_all_ranks
     def forward(
         self,
@@ -391,8 +385,7 @@ class TransformerLayer(DividedModule):
     def extra_repr(self) -> str:
         """The arguments that the submodules do not print, for `repr`."""
         parts = [f"layer_type={self.layer_type!r}", f"attn_input_format={self.attn_input_format!r}"]
-        rates = "hidden_dropout", "drop_path_rate"
-        parts += [f"{name}={getattr(self, name)}" for name in rates if getattr(self, name)]
+        parts += [f"{key}={getattr(self, key)}" for key in ("hidden_dropout", "drop_path_rate") if getattr(self, key)]
         parts += [f"{flag}=True" for flag in _FLAGS if getattr(self, flag)]
         return ", ".join(parts)
 

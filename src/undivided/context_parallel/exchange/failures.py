@@ -33,7 +33,7 @@ _GLOO = ("/gloo/", "Application timeout caused pair closure")
 class rank_errors:  # a context manager that reads as a phrase, like contextlib.suppress
     """A context that raises failures of communication as `RankError`, which names the step and the failed ranks.
 
-    It costs nothing unless there is a failure. Then it waits for the reports of the other ranks, at most ten seconds.
+    It costs nothing unless there is a failure. Then it waits some seconds for the reports of the other ranks.
     The layers enter it by themselves in their forward pass. Use it around a whole training step for everything else:
     the backward, FSDP2 and the optimizer. A group that has failed is not usable any more.
 

@@ -10,6 +10,8 @@ from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.tensor_parallel import TensorArguments
 from undivided.nn.blocks.module import Module
 
+_RATES = ("hidden_dropout", "drop_path_rate", "attention_dropout")
+
 
 class DividedModule(Module):
     """A module with TransformerEngine's arguments of tensor parallelism.
@@ -37,7 +39,7 @@ class DividedModule(Module):
         self.tensor_parallel = self.tensor_parallel.with_group(tp_group, checked_flag("check", check))
         self._set_ranks_of_parts(tp_group, check)
 
-    def shared_state(self) -> dict[str, object]:
+    def _shared_state(self) -> dict[str, object]:
         """What tensor parallel ranks share besides the arguments of a call: modes, rates of dropout, and the options of
         the layer and its parts as they were at the first call."""
         if self._parts is None:
@@ -49,13 +51,16 @@ class DividedModule(Module):
             "training": self.training,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "torch.autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            **self.dropout_rates(),
+            **self._dropout_rates(),
             **self._parts,
         }
 
-    def dropout_rates(self) -> dict[str, object]:
-        """The probabilities of dropping something, by argument."""
-        return {}
+    def _dropout_rates(self) -> dict[str, object]:
+        """The probabilities of dropping something, by argument: of the layer, and of the attention in it."""
+        core: torch.nn.Module = self
+        for name in ("self_attention", "core_attention"):
+            core = getattr(core, name, core)
+        return {name: getattr(part, name) for part in (self, core) for name in _RATES if hasattr(part, name)}
 
     def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
         """Pass the ranks on to the blocks and modules that hold the parameters."""
