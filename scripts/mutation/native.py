@@ -110,6 +110,9 @@ def use(library: Path) -> None:
     cpu.path = lambda: library
     cpu.load.cache_clear()
     levels._library.cache_clear()
+    cpu.load().lost_level = (
+        None  # a build of the generic level alone notes that it is slow, which tests of notes would see
+    )
 
 
 def test_times(library: Path, items: list[pytest.Item]) -> str:

@@ -87,11 +87,12 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", help="of src/undivided, for example request")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", metavar="MUTANT", help="these mutants in place of a random sample")
     parser.add_argument("--seconds", type=float, default=20, help="of the processor per mutant")
     options = parser.parse_args()
     settings = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"]
     names = mutate(options.folders)
-    chosen = random.Random(options.seed).sample(names, min(options.count, len(names)))
+    chosen = options.only or random.Random(options.seed).sample(names, min(options.count, len(names)))
     print(f"{len(chosen)} of {len(names)} mutants, seed {options.seed}", flush=True)
     arguments = ["-q", *settings["pytest_add_cli_args"], *settings["pytest_add_cli_args_test_selection"]]
     return int(pytest.main(arguments, plugins=[Sample(chosen, options.seconds)]))

@@ -109,6 +109,7 @@ def test_every_tensor_of_a_form_is_on_the_device_of_the_call(name: str) -> None:
     assert form.shift.device.type == form.q_sequence.device.type == form.rows_allowed.device.type == "meta"
     assert form.keys_allowed.device.type == form.tiles(2, 2).device.type == "meta"
     assert form.counts([0, Q_LEN], [0, KV_LEN]).device.type == "meta"
+    assert MASKS["causal"]().normal_form(BATCH, HEADS, 0, KV_LEN, "meta").tiles(2, 2).device.type == "meta"
 
 
 def test_two_ranges_in_order_become_disjoint_used_ranges_with_empty_ones_last() -> None:

@@ -130,14 +130,96 @@ def test_bad_records_are_refused(changed: dict[str, Any]) -> None:
     assert (held[3] == 7).all()
 
 
-def test_a_backward_without_queries_needs_keys() -> None:
-    """It writes zeros to the gradients of the keys, so that it prepares them."""
-    record, _held = fields(q_len=0, q=0, out=0, k=0)
-    gradients = dict.fromkeys(cpu.GRADIENT_FIELDS, 0) | {"size": cpu.GRADIENT_RECORD.size}
+def backward_status(record: dict[str, Any], gradients: dict[str, Any]) -> int:
     library = ctypes.CDLL(str(cpu.path()))
     library.undivided_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     packed = cpu.GRADIENT_RECORD.pack(*(gradients[name] for name in cpu.GRADIENT_FIELDS))
-    assert library.undivided_backward(cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS)), packed) == BAD_RECORD
+    return int(library.undivided_backward(cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS)), packed))
+
+
+def gradient_fields(**changed: Any) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
+    """A problem, its gradients of q, k, v and of a bias for every pair, and the tensors. "a." begins a changed name of
+    the problem."""
+    bias, d_bias, lse = torch.randn(1, 2, 3, 5), torch.zeros(1, 2, 3, 5), torch.zeros(1, 2, 3)
+    strides = {f"bias_{axis}": bias.stride(n) for n, axis in enumerate("bhqk")}
+    problem = {"bias": bias.data_ptr(), "lse": lse.data_ptr(), "lse_b": 6, "lse_h": 3} | strides
+    problem |= {name.removeprefix("a."): value for name, value in changed.items() if name.startswith("a.")}
+    record, held = fields(**problem)
+    gradients: dict[str, Any] = dict.fromkeys(cpu.GRADIENT_FIELDS, 0)
+    gradients |= {"size": cpu.GRADIENT_RECORD.size, "bias": d_bias.data_ptr()} | strides
+    results = [d_bias]
+    for name, shape in (("grad_out", held[3]), ("dq", held[0]), ("dk", held[1]), ("dv", held[2])):
+        tensor = torch.zeros_like(shape)
+        gradients[name] = tensor.data_ptr()
+        gradients |= {f"{name}_{axis}": tensor.stride(n) for n, axis in enumerate("bhs")}
+        results.append(tensor)
+    gradients |= {name: value for name, value in changed.items() if not name.startswith("a.")}
+    return record, gradients, [*results, *held, bias, lse]
+
+
+GOOD_GRADIENTS: list[dict[str, Any]] = [
+    {},
+    {"bias_h": 0},
+    {"bias_k": 0},
+    {"bias_q": 0, "bias_k": 0},
+    {"bias_h": 0, "bias_q": 0},
+    {"bias": 0, "a.bias": 0},
+    {"dq": 0, "dk": 0, "dv": 0},
+    {"accumulate": 1},
+    {"attempt": 3},
+    {"bias_b": (1 << 63) - 1, "dq_b": (1 << 63) - 1},  # strides of one sequence are not used
+]
+
+
+@pytest.mark.parametrize("changed", GOOD_GRADIENTS, ids=str)
+def test_good_gradient_records_run(changed: dict[str, Any]) -> None:
+    record, gradients, held = gradient_fields(**changed)
+    assert backward_status(record, gradients) == 0
+    assert all(tensor.isfinite().all() for tensor in held[:5])
+
+
+BAD_GRADIENTS: list[dict[str, Any]] = [
+    {"size": 8},
+    {"type": 1},  # neither fp32 nor the type of the problem
+    {"type": 3},
+    {"a.dtype": 1, "type": 1, "accumulate": 1},
+    {"attempt": -1},
+    {"grad_out": 0},
+    {"a.lse": 0},
+    {"a.bias": 0},
+    {"bias_h": 0, "bias_k": 0},
+    {"a.pages": "TABLE", "a.pages_b": 1, "a.page_size": 5, "a.page_count": 1},
+    {f"a.{name}": value for name, value in INT8.items()},
+    *(
+        {name: -1}
+        for name in ("grad_out_h", "grad_lse_h", "dq_h", "dk_s", "dv_s", "rows_h", "bias_h", "bias_q", "bias_k")
+    ),
+    *({name: 1 << 62} for name in ("grad_out_s", "grad_lse_h", "dq_s", "dk_s", "dv_s", "rows_h", "bias_q", "bias_k")),
+    *({name: 0} for name in ("dq_h", "dq_s", "dk_s", "dv_s")),  # two rows of a result in one place
+    {"sinks": "TABLE", "rows_h": 0},
+    {"slopes": "TABLE", "rows_h": 0},
+]
+
+
+@pytest.mark.parametrize("changed", BAD_GRADIENTS, ids=str)
+def test_bad_gradient_records_are_refused(changed: dict[str, Any]) -> None:
+    table = torch.zeros(64)
+    record, gradients, held = gradient_fields(
+        **{n: table.data_ptr() if n in ("sinks", "slopes") else v for n, v in changed.items()}
+    )
+    for tensor in held[:5]:
+        tensor.fill_(7)
+    assert backward_status(record, gradients) == BAD_RECORD
+    assert all((tensor == 7).all() for tensor in (*held[:5],))
+
+
+def test_a_backward_without_queries_needs_keys() -> None:
+    """It writes zeros to the gradients of the keys, so that it prepares them."""
+    record, _held = fields(q_len=0, q=0, out=0, k=0)
+    assert (
+        backward_status(record, dict.fromkeys(cpu.GRADIENT_FIELDS, 0) | {"size": cpu.GRADIENT_RECORD.size})
+        == BAD_RECORD
+    )
 
 
 def test_random_records_are_refused() -> None:
