@@ -139,7 +139,7 @@ class TestReport:
     def test_markdown_is_the_same_tables(self, small_report: dict[str, Any]) -> None:
         text = benchmarking.markdown(small_report)
         lines = text.splitlines()
-        assert "1 threads" in lines[0]
+        assert ", 1 thread," in lines[0]
         assert text.endswith("\n")
         for table in benchmarking.tables(small_report):
             start = lines.index(f"**{table.title}**") + 2

@@ -15,12 +15,18 @@ TENSORS: WrongCalls = {
     "layout-unknown": (
         lambda: att(layout="bhds"),
         "layout must be one of 'bshd', 'sbhd', 'bhsd', 'thd', got 'bhds'",
-        "b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
+        (
+            "did you mean 'sbhd'? b batch, s sequence, h heads, d head size, t packed tokens; "
+            "the letters are the order of q's axes"
+        ),
     ),
     "layout-upper": (
         lambda: att(layout="BSHD"),
         "layout must be one of 'bshd', 'sbhd', 'bhsd', 'thd', got 'BSHD'",
-        "b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
+        (
+            "did you mean 'bshd'? b batch, s sequence, h heads, d head size, t packed tokens; "
+            "the letters are the order of q's axes"
+        ),
     ),
     "layout-none": (
         lambda: att(layout=None),

@@ -32,9 +32,9 @@ def checked_call(target: T) -> T:
     >>> @checked_call
     ... def window(left, right):
     ...     pass
-    >>> window(left=3, rigth=0)
+    >>> window(left=3, ritgh=0)
     Traceback (most recent call last):
-    undivided.errors.InputError: window must be given only its own arguments (left, right), got ['rigth']
+    undivided.errors.InputError: window must be given only its own arguments (left, right), got ['ritgh']
       HINT: did you mean 'right'?
     """
     if isinstance(target, type):

@@ -123,7 +123,7 @@ def headline(report: Report) -> str:
     isa = machine["native"] + (" (forced)" if machine["UNDIVIDED_ISA"] else "")
     parts = [
         machine.get("gpu") or machine["processor"],
-        f"{machine['threads']} threads",
+        f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}",
         f"native at {isa}",
         f"PyTorch {machine['torch']}",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,14 +164,15 @@ def _ratios(report: Report, theme: str) -> Chart | None:
         high = [max(max(values) - mean, 0.0) for mean, values in zip(means, groups.values(), strict=True)]
         widths = [mean - 1 for mean in means]  # a bar starts at a ratio of 1
         ink = THEMES[theme]["ink"]
-        bars = axes.barh(
+        axes.barh(
             list(groups), widths, left=1, height=0.7, color=colour, alpha=0.75, xerr=[low, high], ecolor=ink, capsize=2
         )
-        axes.bar_label(bars, [f"{mean:.2f} x" for mean in means], fontsize=7, color=THEMES[theme]["ink"], padding=3)
-        axes.axvline(1, color=THEMES[theme]["ink"], linewidth=1)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
+        for row, (mean, values) in enumerate(zip(means, groups.values(), strict=True)):
+            end = max(1.0, *values)  # right of the bar and of its range, where nothing else is
+            offset = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(f"{mean:.2f} x", (end, row), fontsize=7, color=ink, **offset)
+        axes.axvline(1, color=ink, linewidth=1)
+        _scale_ratios(axes, [value for values in groups.values() for value in values])
         axes.set_ylim(max(map(len, found.values())) - 0.4, -0.6)
         axes.set_xlabel("its time / our time")
         _plain(axes, theme, name)
@@ -178,6 +180,23 @@ def _ratios(report: Report, theme: str) -> Chart | None:
         texts.append(f"{name} {geometric_mean(every):.2f} ({min(every):.2f} to {max(every):.2f})")
     alternative = f"Time of each competitor divided by ours, geometric mean and range: {', '.join(texts)}."
     return Chart("ratios", "Ratios to the other implementations", alternative, figure)
+
+
+def _scale_ratios(axes: Axes, values: Sequence[float]) -> None:
+    """An axis with several numbers on it: linear if the ratios are similar, otherwise logarithmic."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    low, high = min(1.0, *values), max(1.0, *values)
+    if high / low < 4:
+        margin = high - low
+        axes.set_xlim(low - 0.05 * margin if low < 1 else 1.0, high + 0.3 * margin)  # room for the labels
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(low / 1.1 if low < 1 else 1.0, high * (high / low) ** 0.25)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+        axes.xaxis.set_minor_formatter("")
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _roofline(report: Report, found: list[Point], theme: str) -> Chart | None:

@@ -17,7 +17,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.checks import REQUIRED, as_type_error, check_tensor
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import readable, versions
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
 from undivided.quantization import format_of, head_size
 from undivided.request.foreign import mask_hint
@@ -28,12 +28,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_layout(layout: object) -> None:
     """InputError unless it is the name of a layout."""
     if layout not in LAYOUTS:
-        error = InputError(
-            "layout",
-            f"be one of {', '.join(map(repr, LAYOUTS))}",
-            repr(layout),
-            hint="b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes",
-        )
+        near = did_you_mean(layout, LAYOUTS) if isinstance(layout, str) else None
+        letters = "b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes"
+        hint = letters if near is None else f"{near} {letters}"
+        error = InputError("layout", f"be one of {', '.join(map(repr, LAYOUTS))}", repr(layout), hint)
         raise as_type_error(error) if layout is REQUIRED else error
 
 

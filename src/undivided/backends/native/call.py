@@ -34,14 +34,12 @@ MIN_ROWS = 32
 
 _SIZE = cpu.RECORD.size
 _PACK = cpu.RECORD.pack
-# the record in three parts: tensors; ranges and pages; the optional fields, which are 0 in plain problems
+# in parts: tensors; ranges and pages; the optional fields, which are 0 in plain problems
 _FORMAT = cpu.RECORD.format
-_RANGES, _REST = cpu.FIELDS.index("ranges"), cpu.FIELDS.index("sinks")
+_RANGES, _PAGES, _REST = map(cpu.FIELDS.index, ("ranges", "pages", "sinks"))
 _TENSORS = struct.Struct("=72s q 2d q 24s q 24s q 24s q 24s q 16s")  # sizes; threads; scale, softcap; pointers, strides
 assert _TENSORS.size == struct.calcsize(_FORMAT[:_RANGES])
-_PACK_TENSORS = _TENSORS.pack
-_PACK_SIZES, _PACK_STRIDES = struct.Struct("=9q").pack, struct.Struct("=3q").pack
-_PAGES = cpu.FIELDS.index("pages")
+_PACK_TENSORS, _PACK_SIZES, _PACK_STRIDES = _TENSORS.pack, struct.Struct("=9q").pack, struct.Struct("=3q").pack
 _PACK_RANGES = struct.Struct(_FORMAT[_RANGES:_PAGES]).pack
 _PACK_PAGES = struct.Struct(_FORMAT[_PAGES:_REST]).pack
 # the record's fields of absent arguments: pointers, then strides
@@ -58,11 +56,9 @@ _NO_SCALES: tuple[int, ...] = (0,) * 9
 _PACK_REST = struct.Struct(_FORMAT[_REST:]).pack
 _NO_OPTIONS = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)
 _NOTHING_ELSE = _PACK_REST(*_NO_OPTIONS, *_NO_SCALES)
-_NO_PAGES_BYTES = _PACK_PAGES(*NO_PAGES)
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES)
 _PLAIN_REST = _PACK_PAGES(*NO_PAGES) + _NOTHING_ELSE
-_BANDS = frozenset({"causal", "window"})
-"""Masks that are the same band in every sequence: the kernel computes their ranges itself, without a table."""
+_BANDS = frozenset({"causal", "window"})  # the same in every sequence: the kernel computes the ranges, without a table
 _OPTIONAL_FEATURES = frozenset({"bias", "alibi", "sinks", "dropout"})
 
 
@@ -146,8 +142,8 @@ def _pack(strides: Strides, problem: Problem, out: Tensor, lse: Tensor) -> tuple
     of_out = STRIDES[layout](out.stride())
     of_lse = (0, 0) if lse is UNREAD else lse.stride()[:2]
     rows = [_PACK_STRIDES(*steps) for steps in (strides.q, strides.k, strides.v, of_out, (*of_lse, 0))]
-    strides.packed = packed = (sizes, *rows[:4], rows[4][:16])
-    return packed
+    strides.packed = (sizes, *rows[:4], rows[4][:16])
+    return strides.packed
 
 
 def _pack_ranges(call: Call, tensors: Tensors) -> bytes:

@@ -84,8 +84,8 @@ def _machine() -> dict[str, str]:
         "installed from": _origin(),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
-        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of "
-        f"{os.cpu_count()} cores",
+        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {_counted(torch.get_num_threads(), 'thread')} of "
+        f"{_counted(os.cpu_count() or 1, 'core')}",
         "native kernel": native.status(),
     }
     for index in range(torch.cuda.device_count()):
@@ -120,6 +120,10 @@ def _rank_words(found: dict[str, Any]) -> str:
         f"no table for level {found['level']}: backends are tried in the order of their default ranks. "
         f"`{found['command']}` measures them in under three minutes and writes {found['file']}"
     )
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _origin() -> str:

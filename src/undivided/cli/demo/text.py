@@ -105,7 +105,8 @@ def _times(screen: Console, report: Report) -> None:
     _title(screen, "How long")
     _print(
         screen,
-        f"Median of {rounds} round{'s' * (rounds > 1)}, in which all ways alternate, on {machine['threads']} threads "
+        f"Median of {rounds} round{'s' * (rounds > 1)}, in which all ways alternate, on {machine['threads']} "
+        f"thread{'s' * (machine['threads'] != 1)} "
         f"({machine['isa']}). SDPA's dense mask is built before the timing.",
     )
     right = ("forward", "backward", "x packed")
