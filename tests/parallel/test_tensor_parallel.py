@@ -349,7 +349,7 @@ def a_rank_that_ends() -> str:
 def test_a_tensor_rank_that_ended_is_named() -> None:
     ((text, ended),) = run_ranks(2, a_rank_that_ends)
     assert ended is None
-    assert re.match(r"rank 0 of 2: the comparison of arguments with rank 1 failed: ", text), text
+    assert re.match(r"rank 0 of 2: the comparison of arguments of TransformerLayer 1 with rank 1 failed: ", text), text
 
 
 @pytest.fixture

@@ -93,10 +93,45 @@ def in_another_layout(s: Sequences) -> list[Tensor]:
 
 
 def in_chunks(s: Sequences) -> list[Tensor]:
+    return in_chunks_of(s, s.chunk)
+
+
+def token_by_token(s: Sequences) -> list[Tensor]:
+    return in_chunks_of(s, 1)
+
+
+def tokens_as_a_batch(s: Sequences) -> list[Tensor]:
+    """Each token decodes as a sequence of its own, whose keys end with it."""
+    outs = []
+    for q, k, v in zip(s.q, s.k, s.v, strict=True):
+        keys, values = (x.expand(len(q), *x.shape) for x in (k, v))
+        lengths = masks.lengths(torch.arange(len(q)) + 1, torch.ones(len(q), dtype=torch.int64))
+        outs.append(s.attention(q[:, None], keys, values, s.mask & lengths)[:, 0])
+    return outs
+
+
+def tokens_as_a_pack(s: Sequences) -> list[Tensor]:
+    """The same in pages, packed: one token per document."""
+    outs = []
+    for q, k, v in zip(s.q, s.k, s.v, strict=True):
+        size, count = 32, -(-len(k) // 32)
+        pools = [torch.full((count, size, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in (k, v)]
+        for pool, x in zip(pools, (k, v), strict=True):
+            pool.flatten(0, 1)[: len(x)] = x
+        pages = torch.arange(count).int().expand(len(q), count).contiguous()
+        ends = [
+            [0, *(torch.ones(len(q)).cumsum(0).int().tolist())],
+            [0, *((torch.arange(len(q)) + 1).cumsum(0).tolist())],
+        ]
+        outs.append(s.attention(q, *pools, s.mask & masks.documents(*ends), "thd", pages=pages))
+    return outs
+
+
+def in_chunks_of(s: Sequences, size: int) -> list[Tensor]:
     outs = []
     for q, k, v in zip(s.q, s.k, s.v, strict=True):
         pieces, end = [], 0
-        for piece in q.split(s.chunk):
+        for piece in q.split(size):
             end += len(piece)
             pieces.append(s.attention(piece[None], k[None, :end], v[None, :end], s.mask)[0])
         outs.append(torch.cat(pieces))
@@ -135,3 +170,10 @@ WAYS: dict[str, Callable[[Sequences], list[Tensor]]] = {
     "in pages of 7": paged(7),
     "in pages of 128": paged(128),
 }
+
+DECODING_WAYS: dict[str, Callable[[Sequences], list[Tensor]]] = {
+    "token by token": token_by_token,
+    "tokens as a batch": tokens_as_a_batch,
+    "tokens as a pack": tokens_as_a_pack,
+}
+"""Ways of many calls or rows, too many for an interpreter."""

@@ -7,7 +7,8 @@ from typing import Any
 import levels
 import pytest
 import torch
-from invariance import MASKS, WAYS, Sequences
+from invariance import DECODING_WAYS, MASKS, Sequences
+from invariance import WAYS as FEW_WAYS
 from native_oracle import needs_library
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from undivided.masks import Mask
 
 pytestmark = needs_library
 
+WAYS = {**FEW_WAYS, **DECODING_WAYS}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [(4, 2, 64, 64), (8, 1, 128, 128), (3, 3, 40, 24), (6, 2, 33, 80)]
+SIZES = [(4, 2, 64, 64), (8, 1, 128, 128), (3, 3, 40, 24), (6, 2, 33, 80), (6, 2, 288, 96)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -56,6 +58,19 @@ def test_the_bits_are_the_same_on_every_level_and_number_of_threads(level: str, 
             s = Sequences(MASKS["window"], dtype, (8, 2, 64, 64))
         with levels.running(level, threads):
             s.check(WAYS[way](s))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": torch.linspace(-1, 1, 8)}], ids=str)
+def test_a_decoded_row_has_the_log_sum_exp_of_its_row_in_a_prefill(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    q, k, v = torch.randn(1, 300, 8, 64).to(dtype), *(torch.randn(1, 300, 2, 64).to(dtype) for _ in range(2))
+    k[0, 7, 1], v[0, 9, 0] = torch.inf, torch.nan
+    options = {"layout": "bshd", "batch_invariant": True, "return_lse": True, "backend": "native", **options}
+    out, lse = undivided.attention(q, k, v, mask=masks.causal(), **options)
+    for i in (9, 30, 127, 128, 299):
+        one, one_lse = undivided.attention(q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1], **options)
+        assert torch.equal(one[0, 0].nan_to_num(7.0), out[0, i].nan_to_num(7.0))
+        assert torch.equal(one_lse[0, :, 0].nan_to_num(7.0), lse[0, :, i].nan_to_num(7.0))
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask | None) -> list[Tensor]:

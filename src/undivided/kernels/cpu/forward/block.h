@@ -104,6 +104,10 @@ class Block {
       place_key_block(0, t, key_block);
       pack(key_block, key_block.stop);
       Prefetch prefetch = prefetch_keys(stop, smaller_of(stop + kBlockKeys, to_), count_ * work_of(kBlockKeys));
+      if (stop == to_ && block_.next_block) {
+        prefetch_next_block<T>(prefetch, a_, *block_.next_block, kBlockKeys);
+        prefetch.pace(count_ * work_of(stop - t));
+      }
       for (int64_t i = 0; i < count_; i++) step(w_.panels[i], w_.sums_of<Mode>(a_, i), key_block, t, stop, prefetch);
     }
     for (int64_t i = 0; i < count_; i++) finish(w_.panels[i], w_.sums_of<Mode>(a_, i));

@@ -71,16 +71,17 @@ class Prefetch {
   int64_t lines_ = 0, lines_per_step_ = 0, rows_per_step_ = 0, at_ = 0;
 };
 
-// The first rows and keys of the next block.
+// The first rows of the next block, and at most so many of its first keys.
 template <class T>
-static void prefetch_next_block(Prefetch& prefetch, const Attention& a, const RowBlock& block) {
+static void prefetch_next_block(Prefetch& prefetch, const Attention& a, const RowBlock& block,
+                                int64_t max_keys = kMaxPrefetchRows) {
   const int64_t head = block.first_head + block.row / a.q_len, at = block.row % a.q_len;
   const int64_t rows = smaller_of(smaller_of(block.rows, kMaxPrefetchRows), a.q_len - at);
   prefetch.add((const T*)a.q + block.batch * a.q_b + head * a.q_h + at * a.q_s, stride_in_bytes<T>(a.q_s), rows,
                a.qk_dim * (int64_t)sizeof(T));
   const int64_t visible = a.ranges ? a.ranges[block.batch * a.ranges_b + at * a.columns] : a.band ? at + a.first : 0;
   const int64_t from = larger_of(larger_of(visible, block.key), 0),
-                to = smaller_of(from + kMaxPrefetchRows, smaller_of(a.kv_len, block.key_stop));
+                to = smaller_of(from + max_keys, smaller_of(a.kv_len, block.key_stop));
   if (a.format) return;
   prefetch.add(key_rows<T>(a, block.batch, block.kv_head), from, to, a.qk_dim);
   prefetch.add(value_rows<T>(a, block.batch, block.kv_head), from, to, a.v_dim);
