@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_native import needs_library
+from native_oracle import needs_library
 
 import undivided
 from undivided import masks
