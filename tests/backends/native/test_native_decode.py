@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +247,26 @@ def test_every_level_of_this_machine(level: str) -> None:
         [sys.executable, "-c", program], env=os.environ | {"UNDIVIDED_ISA": level}, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}, {"window": 8001}], ids=str)
+@pytest.mark.parametrize(("dtype", "group"), [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 2)], ids=str)
+def test_keys_too_many_for_the_caches_are_decoded_right(
+    dtype: torch.dtype, group: int, options: dict[str, Any]
+) -> None:
+    """From 24 MiB on, keys whose heads are side by side are decoded by units of their own."""
+    heads = 4 * group
+    q = torch.randn(2, 1, heads, 64).to(dtype)
+    k, v = (torch.randn(2, 12_501 if dtype == torch.float32 else 25_001, 4, 64).to(dtype) for _ in range(2))
+    mask = masks.lengths([k.shape[1], 9_001])
+    if "window" in options:
+        mask = mask & masks.window(options["window"], 0, "bottom_right")
+    sinks = torch.linspace(-1, 1, heads) if "sinks" in options else None
+
+    def decoded(backend: str, *tensors: Tensor) -> Tensor:
+        rest = {"softcap": options.get("softcap"), "sinks": sinks, "backend": backend}
+        out: Tensor = undivided.attention(*tensors, layout="bshd", mask=mask, **rest)
+        return out.double()
+
+    found, expected = decoded("native", q, k, v), decoded("reference", *(x.double() for x in (q, k, v)))
+    assert float((found - expected).norm()) <= 4 * torch.finfo(dtype).eps * float(expected.norm())

@@ -60,8 +60,8 @@ static __attribute__((noinline)) void score_key_vector(const float* q, const typ
   shared = prefetch;
 }
 
-// sums[row][columns] += the weighted values of a step, for R rows and C vectors of columns from d on. weights: [row][key],
-// or pairs of keys; the first key has index `first` there.
+// sums[row][columns] += the weighted values of a step, for R rows and C vectors of columns from d on. weights:
+// [row][key], or pairs of keys; the first key has index `first` there.
 template <class Mode, int R, int C>
 INLINE void add_step_values(const float* weights, int64_t weight_stride, const typename Mode::T* const* row,
                             int64_t offset, int64_t first, int64_t keys, float* sums, int64_t stride,
@@ -235,9 +235,9 @@ class InvariantUnit {
     memset(block_sums_, 0, (size_t)(heads_ * padded_ * a_.v_dim) * 4);
     for (int64_t i = 0; i < heads_ * padded_; i++) {
       float* s = scores_ + i * kScoreStride;
-      for (int64_t j = first; j < from; j++) s[j] = -kInfinity;
-      for (int64_t j = to; j < last; j++) s[j] = -kInfinity;
       if (!keeps_products(a_)) to_units(s, first, last);
+      for (int64_t j = first; j < from; j++) s[j] = -kInfinity;  // last: a softcap would make it finite
+      for (int64_t j = to; j < last; j++) s[j] = -kInfinity;
       Vec high = splat(-kInfinity);
       for (int64_t j = first; j < last; j += kLanes) high = larger(load(s + j), high);
       const float previous = max_score_[i], highest = reduce_max(high), now = highest > previous ? highest : previous;
