@@ -115,15 +115,13 @@ def tokens_as_a_pack(s: Sequences) -> list[Tensor]:
     outs = []
     for q, k, v in zip(s.q, s.k, s.v, strict=True):
         size, count = 32, -(-len(k) // 32)
-        pools = [torch.full((count, size, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in (k, v)]
-        for pool, x in zip(pools, (k, v), strict=True):
+        k_pool, v_pool = (torch.full((count, size, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in (k, v))
+        for pool, x in ((k_pool, k), (v_pool, v)):
             pool.flatten(0, 1)[: len(x)] = x
         pages = torch.arange(count).int().expand(len(q), count).contiguous()
-        ends = [
-            [0, *(torch.ones(len(q)).cumsum(0).int().tolist())],
-            [0, *((torch.arange(len(q)) + 1).cumsum(0).tolist())],
-        ]
-        outs.append(s.attention(q, *pools, s.mask & masks.documents(*ends), "thd", pages=pages))
+        q_ends, k_ends = list(range(len(q) + 1)), [0, *((torch.arange(len(q)) + 1).cumsum(0).tolist())]
+        documents = masks.documents(q_ends, k_ends)
+        outs.append(s.attention(q, k_pool, v_pool, s.mask & documents, "thd", pages=pages))
     return outs
 
 
