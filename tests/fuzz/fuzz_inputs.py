@@ -13,6 +13,7 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import importlib.util
 import io
 import json
 import os
@@ -28,6 +29,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_spec = importlib.util.find_spec("undivided")
+assert _spec is not None
+assert _spec.origin is not None
+PACKAGE = Path(_spec.origin).parent
 SECONDS = 120
 """That a case may take, where others use the machine too."""
 MEMORY = 3 << 30
@@ -115,11 +120,11 @@ def _differentiate(rng: random.Random, found: Any) -> None:
 def _where(error: BaseException) -> str:
     """The innermost line of ours, and the innermost of all."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if "/undivided/" in f.filename]
+    ours = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)]
     last = frames[-1] if frames else None
     if not ours:
         return f"{Path(last.filename).name}:{last.lineno}" if last else ""
-    return f"undivided/{ours[-1].filename.split('/undivided/')[-1]}:{ours[-1].lineno}"
+    return f"undivided/{Path(ours[-1].filename).relative_to(PACKAGE).as_posix()}:{ours[-1].lineno}"
 
 
 _OUT_OF_MEMORY = (

@@ -28,7 +28,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor(dist.get_rank())
 dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total}", flush=True)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total}\\n", end="", flush=True)  # one write
 dist.destroy_process_group()
 """
 

@@ -16,4 +16,4 @@ __all__ = [
 
 checked_methods("__init__", "forward", "cos_sin")(RotaryPositionEmbedding)
 for _layer in (DotProductAttention, MultiheadAttention, TransformerLayer):
-    checked_methods("__init__", "forward", "set_context_parallel_group", "set_tensor_parallel_group")(_layer)
+    checked_methods("__init__", "set_context_parallel_group", "set_tensor_parallel_group")(_layer)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.collectives import RankError, first_line
 from undivided.context_parallel.exchange.reports import (
     CLOSED_PATIENCE,
@@ -30,6 +31,7 @@ _GLOO = ("/gloo/", "Application timeout caused pair closure")
 """Parts of the texts of gloo's errors, which are plain RuntimeErrors."""
 
 
+@checked_call
 class rank_errors:  # a context manager that reads as a phrase, like contextlib.suppress
     """A context that raises failures of communication as `RankError`, which names the step and the failed ranks.
 

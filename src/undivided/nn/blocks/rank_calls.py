@@ -10,21 +10,34 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from undivided.arguments.signature import checked_call
 from undivided.cache import InferenceParams
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.context_parallel.exchange.handshake import digest
 
-if TYPE_CHECKING:
-    from undivided.nn.blocks.divided import DividedModule
+
+class Layer(Protocol):
+    """What a layer that is divided over tensor ranks has."""
+
+    @property
+    def layer_number(self) -> Any:
+        """The layer's number, for errors."""
+
+    @property
+    def tensor_parallel(self) -> Any:
+        """The checked arguments of tensor parallelism."""
+
+    def _shared_state(self) -> Any: ...
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LayerT = TypeVar("LayerT", bound="DividedModule")
+LayerT = TypeVar("LayerT", bound=Layer)
 
 _SHOWN_VALUES = 16
 """Numbers of a tensor that an error shows."""
@@ -45,7 +58,11 @@ def running_call() -> str:
 
 
 def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Concatenate[LayerT, P], T]:
-    """A layer's forward method that compares its arguments on tensor parallel ranks, and names ranks that fail."""
+    """A layer's forward method that compares its arguments on tensor parallel ranks, and names ranks that fail.
+
+    It is a `checked_call`, too.
+    """
+    forward = checked_call(forward)
     names = tuple(inspect.signature(forward).parameters)[1:]
     defaults = {name: p.default for name, p in inspect.signature(forward).parameters.items() if name in names}
 
