@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before anything imports Triton: its kernels run under its interpreter here, and need no GPU.
@@ -9,8 +10,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
-from undivided import functional, sdpa
+from undivided import functional, sdpa, set_backends
 from undivided.run import autograd
+from undivided.selection import decision, policy
+from undivided.selection import measured as measured_tables
+from undivided.selection.measured import Table
 
 QUICK = {
     "test_backends": r"^(?!.*-(triton|flex)\])",
@@ -64,3 +68,25 @@ def seen_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     otherwise."""
     for module in (functional, autograd, sdpa):
         monkeypatch.setattr(module, "is_observed", lambda *_: False)
+
+
+@pytest.fixture
+def default_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable set, every backend allowed, before and after."""
+    for name in policy._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    set_backends()
+    yield
+    set_backends()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Table], None]:
+    """Make selection use only this table, with empty decision caches."""
+
+    def install(table: Table) -> None:
+        monkeypatch.setattr(measured_tables, "tables", lambda: (table,))
+        monkeypatch.setattr(decision, "_decisions", {})
+        monkeypatch.setattr(decision, "_by_class", {})
+
+    return install

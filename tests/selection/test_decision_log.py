@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,14 +21,7 @@ from undivided.selection import policy
 Q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable set, every backend allowed, before and after."""
-    for name in policy._VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    set_backends()
-    yield
-    set_backends()
+pytestmark = pytest.mark.usefixtures("default_policy")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,20 +12,12 @@ import undivided
 from undivided import InputError, NoBackendError, masks, set_backends, use_backends
 from undivided.backends import reference, torch_flash
 from undivided.masks import Mask
-from undivided.selection import policy
 
 # fp64, which our own kernel refuses: so nothing here depends on whether it was built
 Q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable set, every backend allowed, before and after."""
-    for name in policy._VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    set_backends()
-    yield
-    set_backends()
+pytestmark = pytest.mark.usefixtures("default_policy")
 
 
 def chosen(**arguments: object) -> str:

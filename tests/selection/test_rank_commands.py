@@ -26,20 +26,8 @@ from undivided.cli.commands import bench
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
 from undivided.selection import measured as _measured
-from undivided.selection.measured import Entry, Place, Table
+from undivided.selection.measured import Entry, Place
 from undivided.verification import workers
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """Make selection use only this table, with empty decision caches."""
-
-    def install(table: Table) -> None:
-        monkeypatch.setattr(_measured, "tables", lambda: (table,))
-        monkeypatch.setattr(selection, "_decisions", {})
-        monkeypatch.setattr(selection, "_by_class", {})
-
-    return install
 
 
 def case(

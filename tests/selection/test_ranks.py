@@ -11,23 +11,10 @@ from rank_tables import CAUSAL, H100, PACKAGES, RUN, Measured, explain, order, q
 
 import undivided
 from undivided import Machine, masks
-from undivided.selection import decision as selection
 from undivided.selection import measured as _measured
-from undivided.selection.measured import Entry, Table
+from undivided.selection.measured import Entry
 
 A100 = Machine("cuda", "A100", (8, 0), "9.13.0", PACKAGES)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """Make selection use only this table, with empty decision caches."""
-
-    def install(table: Table) -> None:
-        monkeypatch.setattr(_measured, "tables", lambda: (table,))
-        monkeypatch.setattr(selection, "_decisions", {})
-        monkeypatch.setattr(selection, "_by_class", {})
-
-    return install
 
 
 DEFAULT_ORDER = ["cudnn", "torch_cudnn", "flash_attn", "torch_flash", "torch_efficient", "triton", "reference"]
