@@ -4,8 +4,8 @@
 comparison, a sign, an integer, `&&`, `||`, `min`, `max`, `true`, `false`. CMake builds all levels once, those of AMX
 emulated in C++ if the processor can run that; of a mutant only its file is compiled, and mutants that do not compile
 are drawn again. The tests run at the best level of this machine, and those of all levels also at the emulated one,
-whose paths the others do not have. At most CASES cases of each test function run, chosen by --seed, and none that takes
-longer than SLOW; those that take little time come first. Mutants of the threads also run with the tests of forks.
+whose paths the others do not have. At most CASES cases of each test function run, chosen by --seed (of ALL_CASES
+all), and none that takes longer than SLOW; those that take little time come first. Mutants of the threads also run with the tests of forks.
 
 A mutant is killed if a test fails, if the process dies, does not end, or needs more than three times --seconds of the
 processor. It survives if no test fails, or if its tests take more than --seconds ("no time": undecided).
@@ -40,6 +40,7 @@ MUTATED = ("abi/check.cc", "schedule/*.cc")
 TESTS = ("tests/backends/native/test_native*.py", "tests/backends/native/test_batch_invariant.py")
 NOT_TESTS = "test_native_library.py"  # most of its tests start processes, which load the library of the checkout
 CASES, SLOW = 16, 0.6
+ALL_CASES = "test_native_records"  # quick, and each case is another line of abi/check.cc
 TEAM_TESTS = ("test_thread_team.py", "test_native_library.py")
 TOKENS = re.compile(
     r"//[^\n]*|/\*.*?\*/|^[ \t]*#[^\n]*|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[A-Za-z_][\w:]*|\d[\w.']*"
@@ -150,7 +151,8 @@ def some_cases(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
         if "every_level_" not in item.name:  # starts processes
             cases[item.nodeid.partition("[")[0]].append(item)
     choose = random.Random(seed)
-    return [item for some in cases.values() for item in choose.sample(some, min(CASES, len(some)))]
+    most = {name: len(some) if ALL_CASES in name else min(CASES, len(some)) for name, some in cases.items()}
+    return [item for name, some in cases.items() for item in choose.sample(some, most[name])]
 
 
 def test_times(library: Path, items: list[pytest.Item]) -> str:
