@@ -4,8 +4,9 @@
 comparison, a sign, an integer, `&&`, `||`, `min`, `max`, `true`, `false`. CMake builds all levels once, those of AMX
 emulated in C++ if the processor can run that; of a mutant only its file is compiled, and mutants that do not compile
 are drawn again. The tests run at the best level of this machine, and those of all levels also at the emulated one,
-whose paths the others do not have. At most CASES cases of each test function run, chosen by --seed (of ALL_CASES
-all), and none that takes longer than SLOW; those that take little time come first. Mutants of the threads also run with the tests of forks.
+whose paths the others do not have. At most CASES cases of each test function run, chosen by --seed (of ALL_CASES all),
+and none that takes longer than SLOW; those that take little time come first. Mutants of the threads also run with the
+tests of forks.
 
 A mutant is killed if a test fails, if the process dies, does not end, or needs more than three times --seconds of the
 processor. It survives if no test fails, or if its tests take more than --seconds ("no time": undecided).
@@ -232,13 +233,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", metavar="TEXT", default="", help="mutants whose description contains this text")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="mutants with one of these texts")
     parser.add_argument("--seconds", type=float, default=60, help="of the processor per mutant")
     parser.add_argument("--build", type=Path, default=Path("build/mutation/native"), help="default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = [m for pattern in MUTATED for path in sorted(SOURCES.glob(pattern)) for m in mutants(path)]
-    found = [m for m in found if options.only in str(m)]
+    found = [m for m in found if any(text in str(m) for text in options.only)]
     random.Random(options.seed).shuffle(found)
     print(f"{len(found)} mutants, seed {options.seed}", flush=True)
     builder = Builder(options.build)
