@@ -186,10 +186,13 @@ def failing_process_test(mutant: Mutant, library: Path, folder: Path) -> str:
     tests = [f"tests/backends/native/{name}" for name in TEAM_TESTS]
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     command += ["-k", "unit_runs_once or fork or child"]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(package)}, capture_output=True, text=True, timeout=DEADLOCK
-    )
-    shutil.rmtree(package)
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLOCK)
+    except subprocess.TimeoutExpired:
+        return "a process that does not end"
+    finally:
+        shutil.rmtree(package)
     failed = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     return failed[1] if failed else "a process" if done.returncode else ""
 
