@@ -53,6 +53,8 @@ FIRST = {"batch_invariant": 1, "ranges": "RANGES", "first_key_b": 3}
 ONE_PAGE = {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1}
 INT4 = INT8 | {"format": 4, "qk_dim": 32, "v_dim": 32} | dict.fromkeys(("k_b", "k_h", "k_s", "v_b", "v_h", "v_s"), 0)
 INT4 |= {"q": "ROWS", "out": "ROWS", "q_h": 96, "q_s": 32, "out_h": 96, "out_s": 32}
+BROADCAST = dict.fromkeys((f"{name}_{axis}" for name in "qkv" for axis in "bhs"), 0)
+OUT_OF_8_COLUMNS = {"out_s": 8, "out_h": 8 << 21, "out_b": 8 << 21}
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -117,6 +119,10 @@ BAD: list[dict[str, Any]] = [
     {"dropout": 100},
     DROPOUT | {"dropout_head": -1},
     DROPOUT | {"dropout_head": (1 << 63) - 1},
+    # each beyond one limit only: numbers of queries and outputs, of pairs, and rows of a sequence
+    BROADCAST | OUT_OF_8_COLUMNS | {"batch": 1 << 20, "heads": 1, "q_len": 1 << 19, "qk_dim": 1 << 20},
+    BROADCAST | OUT_OF_8_COLUMNS | {"batch": 1 << 20, "heads": 1, "q_len": 1 << 20, "kv_len": (1 << 31) - 1},
+    BROADCAST | OUT_OF_8_COLUMNS | {"heads": 1 << 21, "q_len": 1 << 21},
     INT8 | {"format": 5},
     INT8 | {"format": -1},
     INT8 | {"format": 0},
