@@ -17,6 +17,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, unknown_arguments
 from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
@@ -216,9 +217,8 @@ def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
                 hint = None
                 if axis == rank - 1 and kept == 2 and size and common[axis] % size == 0:
                     hint = "enable_gqa=True, if these are fewer key and value heads"
-                raise InputError(
-                    name, f"broadcast to {[*common, '...']} before its last {kept} axes", list(tensor.shape), hint=hint
-                )
+                must = f"broadcast to [{', '.join(map(str, common))}, ...] before its last {kept} axes"
+                raise InputError(name, must, list(tensor.shape), hint=hint)
             common[axis] = size if common[axis] == 1 else common[axis]
     return tuple(common)
 
@@ -290,13 +290,13 @@ def _mask_or_bias(
     if not distributed:
         check_tensor("attn_mask", attn_mask)
     if attn_mask.device != query.device:
-        raise InputError("attn_mask", f"be on the device of query ({query.device})", str(attn_mask.device))
+        must = f"be on the device of query ({query.device})"
+        raise InputError("attn_mask", must, str(attn_mask.device), "attn_mask.to(query.device)")
     scores = (*shape[:-1], kv_len)
-    sizes = attn_mask.shape
-    if len(sizes) > len(scores) or any(
-        have not in (1, want) for have, want in zip(reversed(sizes), reversed(scores), strict=False)
-    ):
-        raise InputError("attn_mask", f"broadcast to [..., queries, keys] = {list(scores)}", list(sizes))
+    if not broadcasts(attn_mask.shape, scores):
+        hint = broadcast_hint(attn_mask.shape, scores, "attn_mask{}") if len(scores) == 4 else None
+        must = f"broadcast to [..., queries, keys] = {list(scores)}"
+        raise InputError("attn_mask", must, list(attn_mask.shape), hint)
     if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
         raise InputError(
             "attn_mask",

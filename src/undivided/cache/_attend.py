@@ -191,7 +191,7 @@ def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
         check_tensor("q", q)
     shape = q.shape
     if len(shape) != _layout.rank(layout):
-        raise InputError("q", f"have {_layout.rank(layout)} axes in layout {layout!r}", list(shape))
+        raise InputError("q", f"have {_layout.rank(layout)} axes [{', '.join(layout)}]", list(shape))
     found, q_len, _, dim = _layout.sizes(shape, layout)
     if layout != "thd" and found != batch:
         raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))

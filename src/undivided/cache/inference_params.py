@@ -15,12 +15,13 @@ from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
+from undivided.cache._checks import checked_tokens
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ranks import checked_ranks
 from undivided.cache._sharded_steps import LayerCall, ShardedSteps
-from undivided.cache._storage import Heads, Rows, Storage, checked_tokens
+from undivided.cache._storage import Heads, Rows, Storage
 from undivided.errors import InputError
 from undivided.masks import Mask
 

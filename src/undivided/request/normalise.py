@@ -37,6 +37,7 @@ from undivided.request.checks import (
     checked_scale,
     checked_seed,
 )
+from undivided.request.foreign import tensor_hint
 from undivided.request.problem import Problem
 from undivided.request.quantized import check_quantized, check_scale_tensors
 from undivided.request.request import Request, Tensors
@@ -229,7 +230,7 @@ def _check_tensors(request: Request) -> None:
     optional = (("pages", options.pages), ("k_scale", options.k_scale), ("v_scale", options.v_scale))
     for name, tensor in (*zip(Tensors._fields, request.tensors, strict=True), *optional):
         if tensor is not None or name in ("q", "k", "v"):
-            check_tensor(name, tensor)
+            check_tensor(name, tensor, tensor_hint(name, tensor))
 
 
 def describe(request: Request, facts: Facts) -> Problem:

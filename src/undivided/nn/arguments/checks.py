@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.refused import shorten
 
@@ -18,7 +18,8 @@ def checked_choice(argument: str, value: object, choices: tuple[str, ...]) -> st
     """The value; InputError unless it is one of the choices."""
     if isinstance(value, str) and value in choices:
         return value
-    raise InputError(argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
+    hint = did_you_mean(value, choices) if isinstance(value, str) else None
+    raise InputError(argument, f"be one of {', '.join(map(repr, choices))}", repr(value), hint)
 
 
 def checked_integer(argument: str, value: object, at_least: int) -> int:
