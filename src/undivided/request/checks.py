@@ -22,6 +22,7 @@ from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
 from undivided.quantization import format_of, head_size
 from undivided.request.foreign import mask_hint
+from undivided.request.request import Options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,17 +37,18 @@ def check_layout(layout: object) -> None:
         raise as_type_error(error) if layout is REQUIRED else error
 
 
-def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:
+def check_scalars(options: Options) -> None:
     """InputError unless softcap, dropout_p and return_lse are valid."""
-    if softcap is not None and (not _is_finite(softcap) or softcap <= 0):  # type: ignore[operator]
+    softcap, dropout_p = options.softcap, options.dropout_p
+    if softcap is not None and (not _is_finite(softcap) or softcap <= 0):
         hint = "softcap=None, for no cap" if isinstance(softcap, int | float) and softcap == 0 else None
         raise InputError("softcap", "be a positive number or None", repr(softcap), hint)
-    if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:  # type: ignore[operator]
+    if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:
         is_percentage = isinstance(dropout_p, int | float) and 2 <= dropout_p <= 100
-        hint = f"{dropout_p / 100:g}, if it is a percentage" if is_percentage else None  # type: ignore[operator]
+        hint = f"{dropout_p / 100:g}, if it is a percentage" if is_percentage else None
         raise InputError("dropout_p", "be a number from 0 to 1", repr(dropout_p), hint)
-    if not isinstance(return_lse, bool):
-        raise InputError("return_lse", "be True or False", repr(return_lse))
+    if not isinstance(options.return_lse, bool):
+        raise InputError("return_lse", "be True or False", repr(options.return_lse))
 
 
 def _is_finite(value: object) -> bool:
