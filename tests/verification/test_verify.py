@@ -116,7 +116,9 @@ def test_bad_arguments_raise_as_in_attention() -> None:
         verify([1.0], q, q, layout="bshd")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="backends must contain only"):
         verify(q, q, q, layout="bshd", backends=["fast"])
-    with pytest.raises(InputError, match="verify must get only arguments of attention"):
+    with pytest.raises(
+        InputError, match=r"verify must be given only its own arguments (.|\n)*HINT: mask=masks.causal\(\)"
+    ):
         verify(q, q, q, layout="bshd", is_causal=True)
     empty = torch.empty(2, 5, 2, 8, device="meta")
     with pytest.raises(InputError, match=r"q must hold values.*got a meta tensor\n  HINT: undivided.explain"):

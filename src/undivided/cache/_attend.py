@@ -106,7 +106,7 @@ def attend(call: CachedCall) -> Output:
 def _attend(
     q: Tensor, cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
 ) -> Output:
-    """The same with a validated mask. Some options are replaced here."""
+    """The same, with a mask that `validated_mask` returned. `options` is a dictionary that may be changed."""
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":

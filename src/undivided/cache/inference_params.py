@@ -267,9 +267,9 @@ class InferenceParams(ShardedSteps):
         given = LayerCall(layer_number, q, new_k, new_v, qkv_format, mask, options)
         if self._ranks is None:
             return _attend.attend(self._call(given))
-        return (
-            self._attend_sharded(given) if self._sharded is not None else self._ranks.attend(lambda: self._call(given))
-        )
+        if self._sharded is not None:
+            return self._attend_sharded(given)
+        return self._ranks.attend(lambda: self._call(given))
 
     def _call(self, given: LayerCall) -> CachedCall:
         """The call of `attend` over the cache of a layer, after its new tokens are appended."""

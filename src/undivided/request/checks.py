@@ -129,9 +129,9 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     if k_batch != batch:
         raise InputError("k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint)
     sizes = ("batch size", k_batch, v_batch), ("length", kv_len, v_len), ("number of heads", kv_heads, v_heads)
-    for what, of_k, of_v in sizes:
-        if of_k != of_v:
-            raise InputError("v", f"have the {what} of k ({of_k})", f"{of_v} in {list(v.shape)}", hint=hint)
+    for what, k_size, v_size in sizes:
+        if k_size != v_size:
+            raise InputError("v", f"have the {what} of k ({k_size})", f"{v_size} in {list(v.shape)}", hint=hint)
     _check_heads(heads, kv_heads, k, hint)
 
 
