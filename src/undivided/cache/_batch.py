@@ -224,6 +224,8 @@ def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Ten
 def checked_format(value: object) -> Layout:
     """A layout of TransformerEngine's caches, or InputError."""
     if value not in FORMATS:
-        must, hint = f"be one of {', '.join(map(repr, FORMATS))}", did_you_mean(value, FORMATS)
-        raise InputError("qkv_format", must, repr(value), hint)
+        hint = did_you_mean(value, FORMATS)
+        if value == "bhsd":
+            hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy"
+        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint)
     return value
