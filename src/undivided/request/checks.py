@@ -141,11 +141,12 @@ def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None
             "k",
             f"have a number of heads that divides q's ({heads})",
             f"{kv_heads} in {list(k.shape)}",
-            hint=hint or _heads_hint(heads, kv_heads),
+            hint=hint or heads_hint(heads, kv_heads),
         )
 
 
-def _heads_hint(heads: int, kv_heads: int) -> str:
+def heads_hint(heads: int, kv_heads: int) -> str:
+    """A hint for a number of key heads that does not divide that of the query heads."""
     if kv_heads > heads:
         return "k has more heads than q: were q and k given in the other order?"
     if heads > 1024:  # a list of divisors would be too long

@@ -89,7 +89,7 @@ def normalise(
         _check_optional_memory(request)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
-        checked = _mask_for_problem(known, request)
+        checked = _mask_for_problem(known, checked_mask(mask), q, k, slopes, pages)
         mask, problem = checked.mask, checked.problem
     if bias is not None and bias.dim() < 4:
         tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
@@ -131,17 +131,17 @@ def _check_optional_memory(request: Request) -> None:
         check_scale_tensors(options.k_scale, options.v_scale)
 
 
-def _mask_for_problem(known: Known, request: Request) -> CheckedMask:
+def _mask_for_problem(
+    known: Known, mask: Mask, q: Tensor, k: Tensor, slopes: Tensor | None, pages: Tensor | None
+) -> CheckedMask:
     """The mask after its checks, and the problem with its structure, both cached in the mask."""
-    tensors, options = request.tensors, request.options
-    mask, pages, q = checked_mask(options.mask), options.pages, tensors.q
     # the key is the id of `known`: hashing the signature costs five times as much; the mask keeps `known` alive
-    checked = mask.cached(id(known), _with_mask, known, mask, q.device, tensors.alibi_slopes, pages)
+    checked = mask.cached(id(known), _with_mask, known, mask, q.device, slopes, pages)
     if "dense" in checked.problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
         for tensor in checked.mask.take("dense")[0]:
             check_memory("mask", tensor)
     if pages is not None:
-        _check_pages_once(checked, pages, tensors.k.shape[0])
+        _check_pages_once(checked, pages, k.shape[0])
     return checked
 
 

@@ -12,6 +12,7 @@ from undivided.arguments.checks import as_integer
 from undivided.errors import InputError, did_you_mean
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.refused import shorten
+from undivided.request.checks import heads_hint
 
 
 def checked_choice(argument: str, value: object, choices: tuple[str, ...]) -> str:
@@ -55,7 +56,8 @@ def checked_heads(num_attention_heads: object, num_gqa_groups: object) -> tuple[
         return heads, heads
     groups = checked_integer("num_gqa_groups", num_gqa_groups, 1)
     if heads % groups:
-        raise InputError("num_gqa_groups", f"divide num_attention_heads ({heads})", groups)
+        must = f"divide num_attention_heads ({heads})"
+        raise InputError("num_gqa_groups", must, groups, heads_hint(heads, groups) if groups < heads else None)
     return heads, groups
 
 

@@ -242,4 +242,5 @@ def _check_dtypes_and_devices(inputs: Inputs) -> None:
                 hint=f"{name}.to(query_layer.dtype), or autocast",
             )
         if tensor.device != q.device:
-            raise InputError(name, f"be on query_layer's device ({q.device})", tensor.device)
+            hint = f"{name}.to(query_layer.device)"
+            raise InputError(name, f"be on query_layer's device ({q.device})", tensor.device, hint)
