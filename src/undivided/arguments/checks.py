@@ -40,7 +40,7 @@ _ELSEWHERE = {
 
 
 def check_tensor(name: str, value: object, hint: str | None = None) -> None:
-    """InputError unless it is a strided tensor whose memory holds all its elements. hint: for one that is no tensor."""
+    """InputError unless it is a strided tensor whose memory holds all its elements; `hint` is for other types."""
     if value is REQUIRED:
         raise as_type_error(InputError(name, "be a torch.Tensor", REQUIRED, hint=f"{name} has no default"))
     if not isinstance(value, Tensor):
