@@ -6,6 +6,7 @@ one pass over blocks of rows for dense masks; no S x S tensor is built.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import textwrap
 from os import PathLike
@@ -235,8 +236,15 @@ def check_format(argument: str, path: str | PathLike[str]) -> None:
         raise InputError(argument, f"end in .{', .'.join(formats)}", repr(str(path)), hint="mask.png")
 
 
+def require_matplotlib(argument: str) -> None:
+    """InputError if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(argument, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
+
+
 def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels: int) -> Figure:
     """A figure of the density of allowed pairs, saved if a path is given."""
+    require_matplotlib("Mask.plot")
     from matplotlib.figure import Figure
 
     if path is not None:

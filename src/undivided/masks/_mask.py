@@ -384,7 +384,8 @@ class Mask(MaskFields):
             The figure.
 
         Raises:
-            InputError: the sizes do not fit the mask, or ``path`` does not end in a format that matplotlib writes.
+            InputError: the sizes do not fit the mask, ``path`` does not end in a format that matplotlib writes, or
+                matplotlib is not installed.
         """
         return _drawing.plot(self._checked_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels)
 
