@@ -74,7 +74,7 @@ class TestVariants:
         builder = tool.variants.Builder("generic")
         with pytest.raises(tool.variants.BuildError, match="kNoSuchThreshold"):
             builder.values(["kNoSuchThreshold"])
-        assert builder.values(["kOneHead.max_keys", "kBlockKeys"]).keys() == {"kOneHead.max_keys", "kBlockKeys"}
+        assert builder.values(["kOneHead.max_keys", "block_keys"]).keys() == {"kOneHead.max_keys", "block_keys"}
 
 
 class TestMeasurement:
@@ -93,7 +93,7 @@ class TestMeasurement:
         loaded = cpu.load
         library = cpu.load()
         assert isinstance(library, cpu.Library)
-        problem = next(one for one in tool.thresholds.BY_NAME["kMaxSmallForward32"].problems if "-12-" in one.name)
+        problem = next(one for one in tool.thresholds.BY_NAME["max_small_forward_32"].problems if "-12-" in one.name)
         row = tool.measure.measure(problem, {1: library, 2: levels._library(library.level)}, 1, 0.05)
         assert row.ratios.keys() == {2}
         assert row.wrong == ()
@@ -112,7 +112,7 @@ class TestMeasurement:
             right(cpu.RECORD.pack(*values))
 
         monkeypatch.setattr(broken, "forward", twice_the_scale)
-        problem = tool.thresholds.BY_NAME["kMaxSmallForward32"].problems[0]
+        problem = tool.thresholds.BY_NAME["max_small_forward_32"].problems[0]
         row = tool.measure.measure(problem, {1: library, 2: broken}, 1, 0.05)
         assert (row.ratios, row.wrong) == ({}, (2,))
 
@@ -146,13 +146,13 @@ class TestCommand:
     def test_the_list_has_each_threshold_with_its_value(self) -> None:
         done = self.run("--list")
         assert done.returncode == 0, done.stderr
-        assert "kBlockKeys = 128: keys of a key block; tries 128, 192, 256, 384" in done.stdout
-        assert "kMaxRowMajorKeys" not in done.stdout, "it decides nothing at this level"
+        assert "block_keys = 128: keys of a key block; tries 128, 192, 256, 384" in done.stdout
+        assert "max_row_major_keys" not in done.stdout, "it decides nothing at this level"
 
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (("kNone",), "NAME must be one of kVectorRows, "),
+            (("kNone",), "NAME must be one of rows_32, "),
             (("--values", "1,2"), "--values must be given for one threshold"),
             (("--level", "avx9"), "UNDIVIDED_ISA must be one of "),
         ],

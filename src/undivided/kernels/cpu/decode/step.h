@@ -109,7 +109,7 @@ class StepPrefetch {
     if (left_ < lines_) return step_across();
     for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kLinesAtOnce * 64) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
+      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, (int)kTuning.decode_prefetch);
     }
     left_ -= lines_;
   }
@@ -128,7 +128,7 @@ class StepPrefetch {
         begin();
       }
       const int64_t count = smaller_of(lines_wanted, left_);
-      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, (int)kTuning.decode_prefetch);
       at_ += count * 64, left_ -= count, lines_wanted -= count;
     }
   }
