@@ -19,7 +19,8 @@ struct CpuFeatures {
   static CpuFeatures read() {
     CpuFeatures f;
     uint32_t a, b, c, d;
-    if (__get_cpuid(0, &a, &b, &c, &d)) f.intel = b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e;  // GenuineIntel
+    if (__get_cpuid(0, &a, &b, &c, &d))
+      f.intel = b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e;  // GenuineIntel
     if (__get_cpuid(1, &a, &b, &c, &d)) f.ecx1 = c;
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.ebx7 = b, f.ecx7 = c, f.edx7 = d;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) f.eax7_1 = a;

@@ -242,8 +242,9 @@ const undivided::Kernels* gradients(const Attention&, const Gradients&) {
 
 template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
+  constexpr int64_t packing_rows = kTuning.packing_rows;
   return {
-      name,           prefill<Half>,       short_key_limit,  block_rows,        kTuning.packing_rows,        kPanel,
+      name,           prefill<Half>,       short_key_limit,  block_rows,        packing_rows,        kPanel,
       kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
       merge,          gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
       key_unit<Half>, finish_rows<Half>,   pairwise_scratch, pairwise,          peak<Half>};
