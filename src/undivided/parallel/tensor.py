@@ -8,8 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from undivided.arguments.signature import checked_call
+from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.failures import rank_errors
-from undivided.errors import InputError
+from undivided.errors import InputError, nearest_name
 from undivided.nn import MultiheadAttention, TransformerLayer
 from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import Heads
@@ -56,9 +57,7 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     torch.Size([2, 10, 64])
     >>> dist.destroy_process_group()
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        got = f"{mesh.ndim} axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise InputError("mesh", "be a DeviceMesh with one axis", got, hint='select one axis, such as mesh["tensor"]')
+    _check_mesh(mesh)
     if not isinstance(sequence_parallel, bool):
         raise InputError("sequence_parallel", "be True or False", repr(sequence_parallel))
     checked_flag("check", check)
@@ -67,7 +66,7 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         hint = "pass a MultiheadAttention or TransformerLayer, or a module that contains one"
         raise InputError("module", "contain a layer of undivided", type(module).__name__, hint=hint)
     for layer in layers:
-        _check(layer, mesh.size())
+        _check(layer, mesh)
     with rank_errors("parallelize", mesh):
         for layer in layers:
             if isinstance(layer, TransformerLayer):
@@ -77,6 +76,18 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
                 layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.qkv_format, check)
                 _divide_attention(layer, mesh)
     return module
+
+
+def _check_mesh(mesh: object) -> None:
+    """Raise InputError unless it is a mesh with one axis."""
+    if not isinstance(mesh, DeviceMesh):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))'
+        raise InputError("mesh", "be a DeviceMesh with one axis", type(mesh).__name__, hint=hint)
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        name = nearest_name("tensor", names) or nearest_name("tp", names) or (names[-1] if names else None)
+        hint = "give its axes names by mesh_dim_names" if name is None else f"select one axis, such as mesh[{name!r}]"
+        raise InputError("mesh", "be a DeviceMesh with one axis", f"{mesh.ndim} axes {names}", hint=hint)
 
 
 def _divide_feed_forward(layer: TransformerLayer, mesh: DeviceMesh) -> None:
@@ -136,8 +147,9 @@ def _projections(layer: MultiheadAttention) -> list[Linear]:
     return [layer.layernorm_query if layer.input_layernorm else layer.query_layer, layer.key_value]
 
 
-def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
-    """Raise InputError for a layer that cannot be divided over this number of ranks."""
+def _check(layer: MultiheadAttention | TransformerLayer, mesh: DeviceMesh) -> None:
+    """Raise InputError for a layer that cannot be divided over the ranks of a mesh."""
+    ranks = mesh.size()
     if any(hasattr(parameter, "device_mesh") for parameter in layer.parameters()):
         raise InputError(
             "module", "have plain parameters", "DTensors", hint="call parallelize once, before fully_shard"
@@ -145,6 +157,7 @@ def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
     devices = sorted({str(parameter.device) for parameter in layer.parameters()})
     if len(devices) > 1:
         raise InputError("module", "have the parameters of each layer on one device", ", ".join(devices))
+    check_device_type(mesh, next(layer.parameters()).device.type)
     if layer.tensor_parallel.size > 1:
         hint = "parallelize divides whole layers; a layer with tp_size has its part already"
         raise InputError("tp_size", "be 1 for parallelize", layer.tensor_parallel.size, hint=hint)

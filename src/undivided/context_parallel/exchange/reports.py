@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-_PATIENCE, _CLOSED_PATIENCE = 5.0, 2.0
+PATIENCE, CLOSED_PATIENCE = 5.0, 2.0
 """Seconds that a rank waits for the reports of others, whose timeouts end at about the same time; and if a connection
 was closed, which gloo also does when the other rank has met a timeout and is about to report it."""
 _POLL_SECONDS, _FRESH_SECONDS = 0.05, 60.0
@@ -92,7 +92,7 @@ def _named_by_others(group: Any, ranks: Sequence[int]) -> list[int]:
     """The failed ranks that the reports of these ranks name; they write them when they know them."""
 
     def read(store: Any) -> list[int]:
-        deadline = time.monotonic() + _PATIENCE + _CLOSED_PATIENCE  # they write after at most the first of these
+        deadline = time.monotonic() + PATIENCE + CLOSED_PATIENCE  # they write after at most the first of these
         while True:
             reports = [_read(store, rank, deadline) for rank in ranks]
             failed = {rank for report in reports if report is not None for rank in report.failed}
@@ -115,7 +115,7 @@ def failed_ranks(group: Any, rank: int, world: int, text: str) -> list[int]:
     timed_out = "imed out" in text or "imeout" in text
     candidates = peers if timed_out else [peer for peer in peers if _is_closed(group, peer)]
     _write_report(group, rank, Report([], text))
-    reports = _read_reports(group, candidates or peers, _PATIENCE if timed_out else _CLOSED_PATIENCE)
+    reports = _read_reports(group, candidates or peers, PATIENCE if timed_out else CLOSED_PATIENCE)
     failed = [peer for peer in candidates if peer not in reports]
     if not failed:  # those that it cannot reach have met the failure of another one
         failed = _named_by_others(group, candidates or peers)
@@ -155,13 +155,13 @@ def _with_store(group: Any, function: Callable[[Any], T], default: T) -> T:
     # a thread, because an operation on a store whose process has ended may block
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(2 * _PATIENCE)
+    thread.join(2 * PATIENCE)
     return found[0] if found else default
 
 
 def _follow(store: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
     store.set(_key(rank), json.dumps(Report(list(peers), text)))
-    deadline = time.monotonic() + (_PATIENCE if "imed out" in text else _CLOSED_PATIENCE)
+    deadline = time.monotonic() + (PATIENCE if "imed out" in text else CLOSED_PATIENCE)
     seen, cause, report = {rank}, None, ""
     while len(peers) == 1 and peers[0] not in seen:
         seen.add(peers[0])

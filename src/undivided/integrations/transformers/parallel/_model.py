@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel import ContextParallel
+from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
 from undivided.errors import InputError
@@ -81,6 +82,8 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     whole, context, tensor = _sizes(mesh)
     for axes in whole or [(SingleRank(), SingleRank())]:
         prepare_on_all_ranks(axes, True, lambda: _checked(model, context, tensor))
+    if isinstance(mesh, DeviceMesh):
+        check_device_type(mesh, next(model.parameters()).device.type)
     if tensor > 1:
         assert isinstance(mesh, DeviceMesh)
         divide(model, mesh["tensor"] if mesh.ndim > 1 else mesh)
