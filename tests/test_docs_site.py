@@ -32,6 +32,13 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not [name for page in PAGES[1:] if (name := page.relative_to(DOCS).as_posix()) not in listed]
 
 
+def test_links_out_of_docs_are_to_files() -> None:
+    """The site copies linked files; a link to a folder fails its strict build."""
+    links = [(page, link) for page in PAGES[1:] for link in re.findall(r"\]\((\.\.[^)#\s]+)", page.read_text("utf-8"))]
+    assert len(links) > 100
+    assert not [(page.name, link) for page, link in links if not (page.parent / link).is_file()]
+
+
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
 def test_a_picture_is_readable_in_both_themes(picture: Path) -> None:
     """It is valid XML, every colour is one of the theme, and it loads nothing."""

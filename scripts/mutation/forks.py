@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -14,10 +15,12 @@ from _pytest.runner import runtestprotocol
 NO_TIME = "?"
 DEADLOCK = 3600
 """Seconds after which a mutant counts as undecided, whatever it waits for."""
+STALLED = 300
+"""Seconds without use of the processor after which a process counts as one that never ends."""
 
 
 def in_a_child(work: Callable[[], str], seconds: float) -> str | None:
-    """The text that `work` returns in a forked process; None if the process dies, or needs more of the processor."""
+    """The text that `work` returns in a forked process; None if it dies, or needs too much of the processor or none."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -30,12 +33,29 @@ def in_a_child(work: Callable[[], str], seconds: float) -> str | None:
             text = text[os.write(write, text) :]
         os._exit(0)
     os.close(write)
-    with open(read, "rb") as pipe:
-        content = pipe.read()
+    content = _read(read, child)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
         return NO_TIME
     return content.decode() if status == 0 else None
+
+
+def _read(pipe: int, child: int) -> bytes:
+    """All that the process writes; it is ended if it stands still."""
+    content, used, since = b"", 0, time.monotonic()
+    while True:
+        if select.select([pipe], [], [], 10)[0]:
+            chunk = os.read(pipe, 1 << 16)
+            if not chunk:
+                os.close(pipe)
+                return content
+            content += chunk
+        with open(f"/proc/{child}/stat") as stat:
+            ticks = sum(map(int, stat.read().rpartition(")")[2].split()[11:13]))
+        if ticks > used:
+            used, since = ticks, time.monotonic()
+        elif time.monotonic() > since + STALLED:
+            os.kill(child, signal.SIGKILL)
 
 
 def failing_test(items: list[pytest.Item], seconds: float) -> str:

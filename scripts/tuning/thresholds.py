@@ -6,6 +6,7 @@ beside its purpose.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,18 +15,20 @@ from typing import Any, NamedTuple
 import torch
 
 from undivided import masks
-from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, Benchmark
+from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark
+from undivided.benchmarking.catalogue.cpu import packed_documents
 from undivided.verification.case import Case
 
 KIB = 1 << 10
 _CHUNK_BYTES = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
+_CHUNK_KEYS = (256, 512, 1024, 2048)
 _PARALLEL = (1 << 16, 1 << 17, 1 << 18, 1 << 19)
 
 
 class Threshold(NamedTuple):
-    """A constant of tuning.h.
+    """A value of tuning.h.
 
-    name: as C++ writes it; a field of a struct follows a dot. decides: what, in words. values: to try.
+    name: a field of Tuning, or a constant, whose own field follows a dot. decides: what, in words. values: to try.
     problems: to time. threads: of the calls; 0 is one per core. levels: at which it decides anything; empty is all.
     """
 
@@ -48,20 +51,31 @@ def _squares(
     widths: tuple[int, ...] = (128,),
     heads: int = 4,
     causal: bool = False,
+    window: int = 0,
     **rest: Any,
 ) -> Iterator[Benchmark]:
-    """Sequences with as many keys as queries."""
+    """Sequences with as many keys as queries. window: keys that a row sees, its own included; 0: all."""
     for length, width, dtype in product(lengths, widths, dtypes):
         name = f"{length}-d{width}-h{heads}" + "-causal" * causal + "-backward" * bool(rest.get("backward"))
-        mask = masks.causal if causal else None
-        yield _problem(name, dtype, q_len=length, heads=heads, qk_dim=width, mask=mask, **rest)
+        mask = masks.causal if causal else functools.partial(masks.window, window - 1, 0) if window else None
+        yield _problem(f"{name}-window{window}" if window else name, dtype, q_len=length, heads=heads, qk_dim=width,
+                       mask=mask, **rest)  # fmt: skip
 
 
-def _decoding(batches: tuple[int, ...], keys: int, dtypes: tuple[torch.dtype, ...]) -> Iterator[Benchmark]:
-    """One query per sequence, 32 heads on 8."""
+def _documents(*lengths: tuple[int, int], dtypes: tuple[torch.dtype, ...] = (FLOAT, BFLOAT)) -> Iterator[Benchmark]:
+    """Packs of 8192 tokens: causal documents of random lengths between two."""
+    for (shortest, longest), dtype in product(lengths, dtypes):
+        mask = functools.partial(packed_documents, shortest, longest)
+        yield _problem(f"documents-{shortest}-{longest}", dtype, layout="thd", q_len=8192, heads=8, mask=mask)
+
+
+def _decoding(
+    batches: tuple[int, ...], keys: int, dtypes: tuple[torch.dtype, ...], heads: int = 32, **rest: Any
+) -> Iterator[Benchmark]:
+    """One query per sequence, 32 heads on 8 unless given."""
     for batch, dtype in product(batches, dtypes):
-        name = f"decode-{keys}-b{batch}"
-        yield _problem(name, dtype, reads=True, batch=batch, q_len=1, kv_len=keys, heads=32, kv_heads=8)
+        name = f"decode-{keys}-b{batch}-h{heads}" + "".join(f"-{key}{value}" for key, value in rest.items())
+        yield _problem(name, dtype, reads=True, batch=batch, q_len=1, kv_len=keys, heads=heads, kv_heads=8, **rest)
 
 
 BOTH = (FLOAT, BFLOAT)
@@ -73,38 +87,133 @@ def _token_heads(problem: Benchmark) -> Benchmark:
     return replace(problem, case=replace(problem.case, name=f"{problem.case.name}-bshd", layout="bshd"))
 
 
-THRESHOLDS = (
-    Threshold("kVectorRows", "query rows of a block, fp32", (192, 288, 384, 576), tuple(_squares(
+def _invariant(problem: Benchmark) -> Benchmark:
+    """The same problem with results that do not depend on the batch, heads of a token side by side."""
+    return replace(_token_heads(problem), batch_invariant=True)
+
+
+AMX, DOT, AVX512 = ("amx_bf16", "amx"), ("avx512_bf16",), ("avx512", "avx512_bf16")
+
+PREFILL = (
+    Threshold("rows_32", "query rows of a block, fp32", (192, 288, 384, 576, 1024), tuple(_squares(
         (512, 2048), (FLOAT,), (64, 128)))),
-    Threshold("kRows16", "query rows of a block, 16-bit types", (192, 384, 512, 768), tuple(_squares(
+    Threshold("rows_16", "query rows of a block, 16-bit types", (192, 384, 512, 768, 1024), tuple(_squares(
         (512, 2048), (BFLOAT,), (64, 128)))),
-    Threshold("kBlockKeys", "keys of a key block", (128, 192, 256, 384), _LONG),
+    Threshold("block_bytes", "Q and O of a block, wide heads", (320 * KIB, 640 * KIB, 1100 * KIB), tuple(_squares(
+        (1024,), BOTH, (192, 256)))),
+    Threshold("packing_rows", "cost of packing keys, in rows", (2, 5, 16, 48), tuple(_squares(
+        (256, 512, 1024), BOTH, heads=1)), threads=0),
+    Threshold("block_keys", "keys of a key block", (128, 192, 256, 384), _LONG),
     Threshold("kMaxNarrowBytes", "packed keys and values of a narrow block", (512 * KIB, 1024 * KIB, 2048 * KIB), (
         *_squares((1024, 2048), BOTH), *_squares((2048,), BOTH, causal=True))),
+    Threshold("max_row_bytes", "keys of a narrow block's longest row", (256 * KIB, 512 * KIB, 1024 * KIB), (
+        *_squares((256, 512, 1024), BOTH), *_squares((512, 1024), BOTH, causal=True))),
     Threshold("kMaxInPlaceStride", "stride of the keys from which on they are copied", (1024, 2048, 4096, 8192), tuple(
         map(_token_heads, (*_squares((2048,), BOTH, (64, 128)), *_squares((512,), BOTH, heads=8))))),
-    Threshold("kMaxRowMajorKeys", "keys of rows whose second product works row by row, fp32", (0, 64, 128, 192), tuple(
-        _squares((48, 96, 128, 160, 192), (FLOAT,), (64, 128), heads=32, causal=True)),
-        levels=("avx512", "avx512_bf16")),
-    Threshold("kMaxSmallForward32", "rows and keys of the small forward, fp32", (8, 16, 32, 48), tuple(
+    Threshold("kMinCopyPanels", "panels from which on such keys are copied", (2, 5, 8), tuple(
+        map(_token_heads, _squares((96, 144, 256, 512), BOTH, heads=32)))),
+    Threshold("kMaxPrefetchRows", "rows of the next head that are prefetched", (0, 16, 32, 64), tuple(
+        _squares((16, 64, 128), BOTH, heads=96))),
+    Threshold("max_row_major_keys", "keys of rows that the second product takes row by row", (0, 64, 128, 192), tuple(
+        _squares((48, 96, 128, 160, 192), (FLOAT,), (64, 128), heads=32, causal=True)), levels=AVX512),
+    Threshold("kMaxRowMajorBytes", "values of such a row", (16 * KIB, 32 * KIB, 64 * KIB), tuple(
+        _squares((64, 96, 128), (FLOAT,), (64, 128, 256), heads=32)), levels=AVX512),
+    Threshold("kShareHeadsBelow", "rows below which the heads of a group share a block", (16, 64, 128), tuple(
+        _squares((24, 48, 96), BOTH, heads=32, kv_heads=8, kv_len=1024))),
+    Threshold("kMinPartKeys", "keys of a part, if rows are few", (512, 1024, 2048), tuple(
+        _squares((32, 64), BOTH, heads=1, kv_len=8192)), threads=0),
+    Threshold("kMinDecodeKeys", "keys of an average row of a document that is decoded", (32, 64, 128), tuple(
+        _documents((1, 4), (2, 8)))),
+    Threshold("kMinDocumentBlockRows", "rows of a document with blocks of its own", (32, 64, 128), tuple(
+        _documents((16, 64), (32, 128), (64, 256)))),
+    Threshold("kMinDocumentBlockKeys", "keys of an average row of such a document", (128, 256, 512), tuple(
+        _documents((128, 512), (256, 1024)))),
+)  # fmt: skip
+SMALL = (
+    Threshold("max_small_forward_32", "rows and keys of the small forward, fp32", (8, 16, 32, 48), tuple(
         _squares((4, 12, 16, 24, 32, 48), (FLOAT,), (64,), heads=128))),
-    Threshold("kMaxSmallForward16", "rows and keys of the small forward, AMX and dot products", (8, 16, 24, 32), tuple(
-        _squares((4, 12, 16, 24, 32), (BFLOAT,), (64,), heads=128)), levels=("amx_bf16", "amx", "avx512_bf16")),
-    Threshold("kMaxSmallBackward", "rows and keys of the small backward, fp32", (32, 64, 96, 128), tuple(
+    Threshold("max_small_forward_bf16", "rows and keys of the small forward, bf16", (8, 16, 24, 32), tuple(
+        _squares((4, 12, 16, 24, 32), (BFLOAT,), (64,), heads=128))),
+    Threshold("max_small_forward_fp16", "rows and keys of the small forward, fp16", (8, 16, 24, 32), tuple(
+        _squares((4, 12, 16, 24, 32), (HALF,), (64,), heads=128))),
+    Threshold("kMaxSmallBackward", "rows and keys of the small backward", (32, 64, 96, 128), tuple(
         _squares((24, 48, 64, 96, 128), (FLOAT,), (64,), heads=32, backward=True))),
-    Threshold("kMaxSmallBackwardDot", "rows and keys of the small backward, dot products", (16, 32, 64, 128), tuple(
-        _squares((12, 24, 32, 64, 96), (BFLOAT,), (64,), heads=32, backward=True)), levels=("avx512_bf16",)),
+    Threshold("max_small_backward_bf16", "rows and keys of the small backward, dot products", (16, 32, 64, 128), tuple(
+        _squares((12, 24, 32, 64, 96), (BFLOAT,), (64,), heads=32, backward=True)), levels=(*DOT, *AMX)),
+)  # fmt: skip
+DECODING = (
     Threshold("kDecodeStepKeys", "keys of a step of decoding", (16, 32, 64, 128), tuple(
         _decoding((1, 8), 4096, BOTH))),
+    Threshold("kDecodeStepBytes", "keys and values of all heads of a step", (64 * KIB, 128 * KIB, 256 * KIB), tuple(
+        map(_token_heads, _decoding((1, 8), 4096, BOTH)))),
+    Threshold("decode_prefetch", "the cache that keys are prefetched to, 3 is L1", (2, 3), tuple(
+        map(_token_heads, _decoding((1, 8), 16384, BOTH)))),
+    Threshold("kMinDotRows", "rows from which on bf16 is decoded by dot products", (2, 3, 5, 9), tuple(
+        problem for heads in (16, 32, 64) for problem in _decoding((1,), 16384, (BFLOAT,), heads)),
+        levels=(*DOT, *AMX)),
     Threshold("kOneHead.min_bytes", "keys and values of a chunk of decoding", _CHUNK_BYTES, tuple(
         _decoding((1, 4), 4096, BOTH)), threads=0),
-    Threshold("kOneHead.max_keys", "keys of a chunk of decoding", (256, 512, 1024, 2048), tuple(
+    Threshold("kOneHead.max_keys", "keys of a chunk of decoding", _CHUNK_KEYS, tuple(
         _decoding((1, 4), 16384, BOTH)), threads=0),
-    Threshold("kMinParallelWork", "multiply-adds from which on several threads work", _PARALLEL, tuple(
-        _squares((8, 12, 16, 24, 32), (FLOAT,), (64,), heads=8)), threads=0),
-    Threshold("kBackwardRows", "query rows of a block of gradients", (64, 128, 192, 256), tuple(
+    Threshold("kAllHeads.min_bytes", "keys and values of a chunk of all heads", _CHUNK_BYTES, tuple(
+        map(_token_heads, _decoding((1, 4), 4096, BOTH))), threads=0),
+    Threshold("kAllHeads.max_keys", "keys of a chunk of all heads", _CHUNK_KEYS, tuple(
+        map(_token_heads, _decoding((1, 4), 16384, BOTH))), threads=0),
+    Threshold("kInvariantKeyBytes", "keys of a step, batch invariant", (16 * KIB, 32 * KIB, 64 * KIB), tuple(
+        map(_invariant, _decoding((1, 16), 3072, BOTH)))),
+    Threshold("kInvariantValueBytes", "values of a step, batch invariant", (8 * KIB, 16 * KIB, 32 * KIB), tuple(
+        map(_invariant, _decoding((1, 16), 3072, BOTH)))),
+    Threshold("kMinUnitBytes", "keys that are decoded as with batch invariance", (8 << 20, 24 << 20, 1 << 40), tuple(
+        map(_token_heads, _decoding((1, 8, 32), 2048, BOTH, 8))), levels=AVX512),
+    Threshold("kMaxUnitRows", "rows per key head of such keys, bf16", (0, 1, 2, 4), tuple(
+        _token_heads(problem) for heads in (8, 16, 32) for problem in _decoding((16,), 3072, (BFLOAT,), heads)),
+        levels=DOT),
+)  # fmt: skip
+GRADIENTS = (
+    Threshold("backward_rows", "query rows of a block of gradients", (64, 128, 192, 256), tuple(
         _squares((2048,), BOTH, (64, 128), backward=True))),
+    Threshold("backward_rows_three_parts", "query rows of a block of gradients, three parts", (64, 128, 256), tuple(
+        _squares((2048,), (FLOAT,), (64, 128), backward=True)), levels=("amx_bf16",)),
     Threshold("kMaxUnitKeys", "keys of a unit of gradients", (256, 512, 768, 1024), tuple(
         _squares((2048,), BOTH, (64, 128), backward=True))),
+    Threshold("kKeyUnitBytes", "bytes of such a unit", (256 * KIB, 512 * KIB, 1024 * KIB), tuple(
+        _squares((2048,), BOTH, (128, 256), backward=True))),
+    Threshold("kMinBackwardRows", "query rows of a block of gradients, if heads are few", (32, 64, 128), tuple(
+        _squares((256, 512), BOTH, heads=1, backward=True)), threads=0),
 )  # fmt: skip
+THREADS = (
+    Threshold("kMinParallelWork", "multiply-adds from which on several threads work", _PARALLEL, tuple(
+        _squares((8, 12, 16, 24, 32), (FLOAT,), (64,), heads=8)), threads=0),
+    Threshold("kHeadWork", "multiply-adds that a head counts for beside its own", (1 << 10, 1 << 12, 1 << 14), tuple(
+        _squares((1, 2, 4), (FLOAT,), (64,), heads=64)), threads=0),
+)  # fmt: skip
+ON_TILES = (
+    Threshold("kMaxShortKeys", "keys of rows that take the path of few keys", (512, 768, 1024), tuple(
+        _squares((512, 768, 1024), BOTH, causal=True)), levels=AMX),
+    Threshold("kMaxShortKeysUnmasked", "the same without a mask, 16-bit types", (128, 256, 384), tuple(
+        _squares((192, 256, 320, 384), (BFLOAT,))), levels=AMX),
+    Threshold("kMaxShortKeysUnmasked32", "the same without a mask, fp32", (256, 512, 768), tuple(
+        _squares((384, 512, 640), (FLOAT,))), levels=AMX),
+    Threshold("kShortBlockRows", "rows of a block of that path", (1024, 2048, 8192), (
+        *_documents((16, 128), (64, 512)), *_squares((8192,), BOTH, window=256)), levels=AMX),
+    Threshold("kMinStreamedBytes", "results that are written past the caches", (8 << 20, 16 << 20, 1 << 40), tuple(
+        _documents((16, 128), (64, 512))), levels=AMX),
+    Threshold("kMinRowsTwoFloat16.rows", "rows for which fp32 is split in two", (16, 32, 64), tuple(
+        _squares((16, 32, 48, 64), (FLOAT,), (64, 128), heads=32)), levels=("amx",)),
+    Threshold("kMinRowsThreeBFloat16.rows", "rows for which fp32 is split in three", (64, 112, 128), tuple(
+        _squares((96, 112, 128), (FLOAT,), (64, 128), heads=32)), levels=("amx_bf16",)),
+    Threshold("kMinRowsTwoBFloat16.rows", "rows for which fp16 is split in two", (16, 32, 64), tuple(
+        _squares((16, 32, 64), (HALF,), (64, 128), heads=32)), levels=("amx_bf16",)),
+    Threshold("kMinSplitGradients", "rows and keys for which gradients are split", (48, 64, 96, 128), tuple(
+        _squares((48, 64, 96, 128), (FLOAT,), (64, 128), heads=32, backward=True)), levels=AMX),
+    Threshold("kMaxUnsplitKeys", "keys of fp32 rows that take vectors", (31, 63, 127), tuple(
+        _squares((2048,), (FLOAT,), window=64)), levels=AMX),
+    Threshold("kMaxUnsplitDocumentKeys", "the same in documents", (63, 95, 127), tuple(
+        _documents((32, 64), (64, 128), dtypes=(FLOAT,))), levels=AMX),
+    Threshold("kMaxSmallBackwardAmx16", "tokens of the small backward, 16-bit types", (16, 24, 32), tuple(
+        _squares((12, 16, 24, 32), (BFLOAT,), (64, 128), heads=32, backward=True)), levels=AMX),
+    Threshold("kMinAmxBackward32", "tokens from which on tiles compute gradients of fp32", (64, 96, 112, 128), tuple(
+        _squares((64, 96, 112, 128), (FLOAT,), (64, 128), heads=32, backward=True)), levels=("amx",)),
+)  # fmt: skip
+THRESHOLDS = (*PREFILL, *SMALL, *DECODING, *GRADIENTS, *THREADS, *ON_TILES)
 BY_NAME = {one.name: one for one in THRESHOLDS}

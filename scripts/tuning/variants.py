@@ -1,4 +1,4 @@
-"""Native libraries with other thresholds: the sources of the kernel, and a tuning.h in which one constant is replaced.
+"""Native libraries with other thresholds: the sources of the kernel, and a tuning.h in which one value is replaced.
 
 The compile commands are those of cmake/CMakeLists.txt. Only the level in question is compiled; the others are empty
 tables, which the library never selects. A library that was built before, from the same sources, is not built again.
@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 def replaced(header: str, name: str, value: int) -> str:
-    """The text of tuning.h with another value of one constant, in every branch of the preprocessor.
+    """The text of tuning.h with another value of one constant or field, wherever it is set: of a field, at every level.
 
     Raises:
         BuildError: there is no such constant.
@@ -87,12 +87,13 @@ class Builder:
         """
         names = list(names)
         compiler, *flags = self._compile_of_level().arguments
-        lines = "".join(f'std::printf("%.0f\\n", (double)undivided::tuning::{name});' for name in names)
+        places = (name if name.startswith("k") else f"kTuning.{name}" for name in names)
+        lines = "".join(f'std::printf("%.0f\\n", (double)undivided::tuning::{place});' for place in places)
         BUILDS.mkdir(parents=True, exist_ok=True)
         source, program = BUILDS / f"values-{os.getpid()}.cc", BUILDS / f"values-{os.getpid()}"
         source.write_text(f'#include <cstdio>\n#include "abi/tuning.h"\nint main() {{ {lines} }}\n', "utf-8")
         try:
-            defines = [flag for flag in flags if flag.startswith(("-D", "-I", "-std"))]
+            defines = [flag for flag in flags if flag.startswith(("-D", "-I", "-std", "-m"))]
             _run([compiler, *defines, str(source), "-o", str(program)])
             printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
         finally:

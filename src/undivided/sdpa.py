@@ -17,6 +17,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, unknown_arguments
 from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
@@ -29,7 +30,6 @@ from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import policy
 
-Views = tuple[Tensor, Tensor, Tensor]
 _CAUSAL = masks.causal("top_left")
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -171,23 +171,21 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bo
 def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """The shape of the result; InputError if one of the three tensors is wrong."""
     named = {"query": query, "key": key, "value": value}
+    kept = 3 if enable_gqa else 2  # axes that do not broadcast
     for name, tensor in named.items():
         if not is_dtensor(tensor):
             check_tensor(name, tensor)
-        fewest = 3 if enable_gqa else 2
-        if tensor.dim() < fewest:
+        if tensor.dim() < kept:
             axes = "heads, length, head size" if enable_gqa else "length, head size"
-            hint = f"{name}.unsqueeze(0), if it is one row" if tensor.dim() == 1 and fewest == 2 else None
-            raise InputError(name, f"have at least {fewest} axes [..., {axes}]", list(tensor.shape), hint=hint)
+            hint = f"{name}.unsqueeze(0), if it is one row" if tensor.dim() == 1 and kept == 2 else None
+            raise InputError(name, f"have at least {kept} axes [..., {axes}]", list(tensor.shape), hint=hint)
     _check_kinds(named)
     if key.shape[-1] != query.shape[-1]:
-        wanted = f"have the head size of query ({query.shape[-1]})"
-        raise InputError("key", wanted, f"{key.shape[-1]} in {list(key.shape)}")
+        must = f"have the head size of query ({query.shape[-1]})"
+        raise InputError("key", must, f"{key.shape[-1]} in {list(key.shape)}")
     if value.shape[-2] != key.shape[-2]:
-        raise InputError(
-            "value", f"have the length of key ({key.shape[-2]})", f"{value.shape[-2]} in {list(value.shape)}"
-        )
-    kept = 3 if enable_gqa else 2
+        must = f"have the length of key ({key.shape[-2]})"
+        raise InputError("value", must, f"{value.shape[-2]} in {list(value.shape)}")
     leading = _broadcast(named, kept)
     heads = _grouped_heads(query, key, value) if enable_gqa else ()
     return (*leading, *heads, query.shape[-2], value.shape[-1])
@@ -216,9 +214,8 @@ def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
                 hint = None
                 if axis == rank - 1 and kept == 2 and size and common[axis] % size == 0:
                     hint = "enable_gqa=True, if these are fewer key and value heads"
-                raise InputError(
-                    name, f"broadcast to {[*common, '...']} before its last {kept} axes", list(tensor.shape), hint=hint
-                )
+                must = f"broadcast to [{', '.join(map(str, common))}, ...] before its last {kept} axes"
+                raise InputError(name, must, list(tensor.shape), hint=hint)
             common[axis] = size if common[axis] == 1 else common[axis]
     return tuple(common)
 
@@ -227,8 +224,8 @@ def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
     heads = query.shape[-3]
     for name, tensor in (("key", key), ("value", value)):
         if heads % tensor.shape[-3] if tensor.shape[-3] else heads:
-            wanted = f"have a number of heads that divides query's ({heads})"
-            raise InputError(name, wanted, f"{tensor.shape[-3]} in {list(tensor.shape)}")
+            must = f"have a number of heads that divides query's ({heads})"
+            raise InputError(name, must, f"{tensor.shape[-3]} in {list(tensor.shape)}")
     return (heads,)
 
 
@@ -238,15 +235,14 @@ def _as_four_axes(
     """The tensors as [B, H, S, D]: views, unless the strides of the leading axes cannot be merged."""
     batch = shape[:-3]
     heads = shape[-3] if len(shape) > 2 else 1
-    tensors = [t if t.dim() >= 4 else t[(None,) * (4 - t.dim())] for t in (query, key, value)]
-    kv_heads = tensors[1].shape[-3]
-    if (
-        kv_heads != tensors[2].shape[-3]
-    ):  # key and value have different numbers of heads: the only case that expands them
-        tensors[1:] = [t.repeat_interleave(heads // t.shape[-3], -3) if enable_gqa else t for t in tensors[1:]]
+    tensors = (t if t.dim() >= 4 else t[(None,) * (4 - t.dim())] for t in (query, key, value))
+    q, k, v = tensors
+    kv_heads = k.shape[-3]
+    if kv_heads != v.shape[-3]:  # different numbers of heads: the only case in which key and value are expanded
         kv_heads = heads
-    q, k, v = (_fold(t, batch, n) for t, n in zip(tensors, (heads, kv_heads, kv_heads), strict=True))
-    return q, k, v
+        if enable_gqa:
+            k, v = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
+    return _fold(q, batch, heads), _fold(k, batch, kv_heads), _fold(v, batch, kv_heads)
 
 
 def _fold(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
@@ -290,13 +286,13 @@ def _mask_or_bias(
     if not distributed:
         check_tensor("attn_mask", attn_mask)
     if attn_mask.device != query.device:
-        raise InputError("attn_mask", f"be on the device of query ({query.device})", str(attn_mask.device))
+        must = f"be on the device of query ({query.device})"
+        raise InputError("attn_mask", must, str(attn_mask.device), "attn_mask.to(query.device)")
     scores = (*shape[:-1], kv_len)
-    sizes = attn_mask.shape
-    if len(sizes) > len(scores) or any(
-        have not in (1, want) for have, want in zip(reversed(sizes), reversed(scores), strict=False)
-    ):
-        raise InputError("attn_mask", f"broadcast to [..., queries, keys] = {list(scores)}", list(sizes))
+    if not broadcasts(attn_mask.shape, scores):
+        hint = broadcast_hint(attn_mask.shape, scores, "attn_mask{}") if len(scores) == 4 else None
+        must = f"broadcast to [..., queries, keys] = {list(scores)}"
+        raise InputError("attn_mask", must, list(attn_mask.shape), hint)
     if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
         raise InputError(
             "attn_mask",
@@ -333,9 +329,9 @@ def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
     if torch.is_autocast_enabled(query.device.type) and not query.is_meta and mask.dtype != torch.float64:
         mask = mask.to(query.dtype) if mask.is_floating_point() else mask
     if mask.dtype not in (torch.float32, query.dtype):
-        wanted = dict.fromkeys(("bool", "float32", dtype_name(query.dtype)))
+        dtypes = dict.fromkeys(("bool", "float32", dtype_name(query.dtype)))
         hint = "attn_mask.bool(), if its ones mean attend" if not mask.is_floating_point() else None
-        raise InputError("attn_mask", f"be {' or '.join(wanted)}", str(mask.dtype), hint=hint)
+        raise InputError("attn_mask", f"be {' or '.join(dtypes)}", str(mask.dtype), hint=hint)
     return mask
 
 

@@ -44,12 +44,19 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
         lambda c: c.append(tokens_of(3, 2, heads=4), V),
         r"k must have shape \[3, new, 2, 8\] in 'bshd'",
     ),
+    "k-heads-first": (
+        lambda c: c.append(tokens_of(3, 5).transpose(1, 2), V),
+        "k must have shape(.|\n)*this shape would fit layout='bhsd'",
+    ),
     "k-of-another-batch": (lambda c: c.append(tokens_of(2, 2), V), "k must have shape"),
     "k-flat": (lambda c: c.append(K.flatten(2), V), "k must have shape"),
     "v-of-k's-size": (lambda c: c.append(K, K), r"v must have shape \[3, new, 2, 5\]"),
     "v-longer": (lambda c: c.append(K, tokens_of(3, 3, dim=VALUE_DIM)), r"v must have the length of k \(2\), got 3"),
     "another-dtype": (lambda c: c.append(K.double(), V.double()), r"k must have the dtype of the cache"),
-    "another-device": (lambda c: c.append(K.to("meta"), V), "k must be on the device of the cache"),
+    "another-device": (
+        lambda c: c.append(K.to("meta"), V),
+        r"k must be on the device of the cache(.|\n)*k.to\('cpu'\)",
+    ),
     "gradients": (lambda c: c.append(K.clone().requires_grad_(), V), "k must not require a gradient"),
     "lengths-too-few": (lambda c: c.append(K, V, lengths=[1, 2]), "lengths must have an entry for each of the 3"),
     "lengths-too-long": (

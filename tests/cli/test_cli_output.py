@@ -287,3 +287,16 @@ def test_the_backends_package_is_a_function_too() -> None:
     described = {row.name: row for row in undivided.backends(machine=a100)}
     assert described["flash_attn"].available
     assert described["flash_attn"].version == "flash_attn 2.8.4"
+
+
+@pytest.mark.parametrize(("command", "extras"), [("doctor", "cli"), ("report", "cli,report")])
+def test_without_typer_a_command_names_the_extras_that_it_needs(command: str, extras: str) -> None:
+    code = f"import sys; sys.modules['typer'] = None; sys.argv[1:] = [{command!r}]\n"
+    code += "from undivided.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"undivided: the command line needs typer: pip install 'undivided[{extras}]'\n"
+
+
+def test_a_misspelt_suite_has_a_hint() -> None:
+    assert "did you mean 'forward'?" in refused("bench", "--suite", "forwrd")

@@ -34,6 +34,8 @@ from undivided.cli._mask_words import parse
 from undivided.verification.report import Row
 
 EDGES = tuple(sorted({1, 2, 3, 5, 7, 9, *(n + d for n in (16, 32, 48, 64, 128, 192, 256, 320) for d in (-1, 0, 1))}))
+LONG_EDGES = tuple(n + d for n in (512, 1024, 2048, 4096) for d in (-1, 0, 1))
+"""Key lengths of few rows: beyond these, the keys of a sequence are divided into chunks or parts."""
 HEAD_SIZES = (1, 8, 16, 17, 31, 32, 40, 63, 64, 65, 80, 96, 127, 128, 129, 192, 256)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PAGE_SIZES = (1, 16, 17, 64, 128)
@@ -83,12 +85,14 @@ def draw(number: int) -> Spec:
 def _draw(rng: random.Random, number: int) -> Spec:
     layout = rng.choice(("bshd", "sbhd", "bhsd", "thd", "thd"))
     count = rng.choice((1, 2, 3, 5)) if layout == "thd" else rng.choice((1, 1, 2, 3))
-    kv_lens = [rng.choice((0, *EDGES) if count > 1 else EDGES) for _ in range(count)]
-    kind = rng.choice(("same", "any", "decode"))
+    kind = rng.choice(("same", "any", "decode", "long-decode"))
+    edges = (*EDGES[-9:], *LONG_EDGES, *LONG_EDGES) if kind == "long-decode" else EDGES
+    kv_lens = [rng.choice((0, *edges) if count > 1 else edges) for _ in range(count)]
     q_lens = {
         "same": list(kv_lens),
         "any": [rng.choice(EDGES) for _ in range(count)],
         "decode": [rng.choice((1, 1, 2, 4, 8)) for _ in range(count)],
+        "long-decode": [rng.choice((1, 1, 2, 4, 8, 17)) for _ in range(count)],
     }[kind]
     if layout != "thd":
         q_lens, kv_lens = [max(n, 1) for n in q_lens], [max(n, 1) for n in kv_lens]

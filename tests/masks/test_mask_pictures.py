@@ -200,6 +200,13 @@ def test_a_long_title_stays_above_the_plot(tmp_path: Path) -> None:
     assert all(axes.get_window_extent().y1 < place.y0 for axes in figure.axes)
 
 
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"Mask\.plot must have matplotlib installed") as error:
+        window(2, 0).plot(8, 8)
+    assert error.value.hint == "pip install 'undivided[plot]'"
+
+
 def test_plot_counts_pairs_under_each_pixel(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "mask.png"

@@ -29,6 +29,7 @@ TEXTS: dict[str, Callable[[], Mask]] = {
     "window(None, None, align='top_left')": lambda: masks.window(None, None, "top_left"),
     "causal(align='top_left')": lambda: masks.causal("top_left"),
     "window(3, 1) & prefix(5)": lambda: masks.window(3, 1) & masks.prefix(5),
+    "window(3, 1, align='top_left') | prefix(2)": lambda: masks.window(3, 1, "top_left") | masks.prefix(2),
     "window(3, 1) | prefix([1, 2])": lambda: masks.window(3, 1) | masks.prefix([1, 2]),
     "(window(3, 0) | sinks(2)) & lengths(kv=[4, 5])": lambda: (
         (masks.window(3, 0) | masks.sinks(2)) & masks.lengths([4, 5])
@@ -81,11 +82,13 @@ def test_the_structure_of_a_mask_reads_without_values(mask: Mask, text: str) -> 
         (masks.lengths([2, 5], [3, 1], q_start=[4, 0]), (2, 1, 7, 5)),
         (masks.documents([0, 2, 5], [0, 3, 9]), (1, 1, 5, 9)),
         (masks.document_ids(torch.zeros(1, 4).int(), torch.zeros(3, 5).int()), (3, 1, 4, 5)),
+        (masks.document_ids(torch.zeros(3, 4).int(), torch.zeros(1, 5).int()), (3, 1, 4, 5)),
         (masks.tree(torch.tensor([[-1, 0], [-1, -1]])), (2, 1, 2, 2)),
         (masks.blocks(3, 4, torch.zeros(2, 3, 2, 1).int()), (2, 3, 6, 4)),
         (masks.pages([0, 2], 4), (1, 1, 1, 12)),
         (masks.blocks(3, 4, torch.zeros(1, 2, 0).int()), (1, 1, 6, 4)),
         (masks.dense(torch.ones(2, 3, 4, 5, dtype=torch.bool)), (2, 3, 4, 5)),
+        (masks.dense(torch.ones(1, 2, 4, 5).bool()) & masks.blocks(2, 5, torch.zeros(1, 3, 2, 1).int()), (1, 6, 4, 5)),
         (masks.prefix([1, 2, 3]), (3, 1, 8, 8)),
         (masks.chunks(2, "top_left", [0, 1]), (2, 1, 8, 8)),
         (masks.prefix([1, 2]) & masks.documents([0, 2, 4]), (1, 1, 4, 4)),
@@ -104,6 +107,24 @@ def test_a_drawing_shows_its_head_and_batch_element() -> None:
     with pytest.raises(InputError) as caught:
         draw(masks.causal().normal_form(1, 1, 2, 2, "meta"))
     assert str(caught.value) == "mask must hold readable values to be drawn, got fake, traced or wrapped tensors"
+
+
+def test_the_ruler_of_a_drawing_has_the_last_digit_of_each_key() -> None:
+    assert masks.window(None, None).draw(1, 12) == "  0 1 2 3 4 5 6 7 8 9 0 1\n0 " + " ".join("■" * 12)
+    with pytest.raises(InputError) as caught:
+        masks.causal().draw(100_000, 100_000)
+    assert caught.value.hint == "mask.plot(q_len, kv_len, path) draws any size"
+
+
+def test_a_tensor_whose_memory_was_freed_is_shown_by_its_shape() -> None:
+    lengths = torch.tensor([2, 3])
+    mask = masks.lengths(lengths)
+    lengths.untyped_storage().resize_(0)
+    assert repr(mask) == "lengths(kv=<int64 [2]>)"
+
+
+def test_the_structure_says_which_values_are_tensors() -> None:
+    assert masks.lengths([2], q=[1]).structure.detail == (("lengths", "tensor", "tensor", None, None),)
 
 
 def test_the_density_of_a_pixel_is_its_share_of_allowed_pairs() -> None:

@@ -321,7 +321,9 @@ def test_a_mask_that_does_not_fit_the_call_is_refused(name: str) -> None:
 
 def test_tensors_on_the_wrong_device_are_refused() -> None:
     mask = lengths(SAME.to("meta"))
-    with pytest.raises(InputError, match="mask must be on cpu"):
+    with pytest.raises(
+        InputError, match=r"mask must be on the CPU, as q is on cpu, got meta\n  HINT: mask.to\(q.device\)"
+    ):
         mask.check(2, 1, 4, 4, packed=False, device=CPU)
 
 

@@ -81,10 +81,16 @@ PACKED: dict[str, tuple[Mask | None, Rule, dict[str, list[int]]]] = {
     ),
     "BlockDiagonalGappyKeysMask": (None, everything, GAPPY),
     "BlockDiagonalCausalWithOffsetGappyKeysMask": (masks.causal(align="bottom_right"), from_the_last, GAPPY),
+    "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": (
+        masks.window(LEFT, RIGHT, align="bottom_right"),
+        local(LEFT, RIGHT),
+        GAPPY,
+    ),
 }
 PAGED = {
     "PagedBlockDiagonalPaddedKeysMask": everything,
     "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": from_the_last,
+    "PagedBlockDiagonalCausalLocalPaddedKeysMask": within(W, from_the_last),
     "PagedBlockDiagonalGappyKeysMask": everything,
     "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": from_the_last,
 }
@@ -119,7 +125,8 @@ def test_paged(name: str) -> None:
     """Each sequence starts at its own first page; sequences with gaps start some keys later."""
     page_size, table = 4, torch.tensor([[5, 0], [1, 3], [2, 4]], dtype=torch.int32)
     skipped = (1, 3, 0) if "Gappy" in name else (0, 0, 0)
-    band = masks.causal(align="bottom_right") if "Causal" in name else masks.window(None, None)
+    left, right = W - 1 if "Local" in name else None, 0 if "Causal" in name else None
+    band = masks.window(left, right, align="bottom_right")
     queries = [torch.randn(1, n, 2, 8) for n in Q]
     k, v = (torch.randn(6, page_size, 2, 8) for _ in range(2))
     if "Gappy" in name:

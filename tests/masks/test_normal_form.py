@@ -50,6 +50,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "predicate": lambda: masks.predicate(odd_sums),
     "predicate-over-padding": lambda: masks.lengths(torch.tensor([9, 4, 2])) & masks.predicate(odd_sums),
     "tree": lambda: masks.tree(tree_parents()),
+    "tree-before-unused-keys": lambda: masks.tree(tree_parents()) & masks.lengths([9, 8, 7], [7, 7, 7]),
     "blocks": lambda: masks.blocks(2, 3, blocks_table()),
     "blocks-for-all": lambda: masks.blocks(2, 3, blocks_table()[1:2]),
     "pages": lambda: masks.pages(torch.tensor([[0, 2], [1, -1], [-1, -1]]), 4),
@@ -109,7 +110,15 @@ def test_every_tensor_of_a_form_is_on_the_device_of_the_call(name: str) -> None:
     assert form.shift.device.type == form.q_sequence.device.type == form.rows_allowed.device.type == "meta"
     assert form.keys_allowed.device.type == form.tiles(2, 2).device.type == "meta"
     assert form.counts([0, Q_LEN], [0, KV_LEN]).device.type == "meta"
-    assert MASKS["causal"]().normal_form(BATCH, HEADS, 0, KV_LEN, "meta").tiles(2, 2).device.type == "meta"
+    without_rows = MASKS["causal"]().normal_form(BATCH, HEADS, 0, KV_LEN, "meta")
+    assert without_rows.tiles(2, 2).device.type == without_rows.counts([0, 0], [0, KV_LEN]).device.type == "meta"
+
+
+def test_every_tensor_of_a_form_of_documents_is_on_the_device_of_the_call() -> None:
+    mask = masks.documents([0, 3, 7], [0, 4, 9]) & masks.causal("bottom_right")
+    form = mask.normal_form(1, HEADS, Q_LEN, KV_LEN, "meta")
+    assert form.kv_position.device.type == form.q_position.device.type == form.shift.device.type == "meta"
+    assert form.table.device.type == form.q_sequence.device.type == "meta"
 
 
 def test_two_ranges_in_order_become_disjoint_used_ranges_with_empty_ones_last() -> None:
@@ -278,7 +287,14 @@ def test_tiles_are_the_same_in_blocks_of_rows_of_any_size(name: str, monkeypatch
 def test_the_mask_of_a_slice_of_a_call_has_the_pairs_of_that_slice(name: str) -> None:
     mask = MASKS[name]()
     whole = mask.normal_form(*SIZES, "cpu").allowed(*([slice(None)] * 4)).expand(SIZES)
-    for sequences, heads in (((0, 3), (0, 2)), ((0, 3), (2, 4)), ((1, 3), (0, 4)), ((2, 3), (1, 2)), ((0, 1), (3, 4))):
+    for sequences, heads in (
+        ((0, 3), (0, 2)),
+        ((0, 3), (0, 3)),
+        ((0, 3), (2, 4)),
+        ((1, 3), (0, 4)),
+        ((2, 3), (1, 2)),
+        ((0, 1), (3, 4)),
+    ):
         part = slice_mask(mask, CallSlice(BATCH, sequences, HEADS, heads), with_origin=False)
         right = whole[slice(*sequences), slice(*heads)]
         form = part.normal_form(right.shape[0], right.shape[1], Q_LEN, KV_LEN, "cpu")
@@ -294,6 +310,20 @@ def test_a_slice_of_a_slice_keeps_the_numbers_by_which_dropout_draws() -> None:
     assert not any(isinstance(p, Origin) for p in slice_mask(half, CallSlice(2, (1, 2), 4, (1, 3)), False).parts)
 
 
+def test_a_shard_of_a_slice_keeps_the_numbers_by_which_dropout_draws() -> None:
+    half = slice_mask(masks.causal(), CallSlice(4, (2, 4), 8, (0, 8)), with_origin=True)
+    shard = half.normal_form(2, 8, 3, 3, "cpu").shard(torch.tensor([1]), torch.tensor([0, 1]))
+    assert shard.sequence_number.tolist() == [[2], [3]]
+
+
+def test_a_joined_mask_has_one_first_head() -> None:
+    first, second = (masks.causal().with_first_head(n) for n in (1, 2))
+    with pytest.raises(InputError) as caught:
+        first & second
+    assert str(caught.value).startswith("mask must have one first head, got ")
+    assert caught.value.hint == "call with_first_head on the joined mask"
+
+
 def test_the_first_head_of_a_mask_is_at_least_0() -> None:
     mask = masks.causal()
     assert mask.with_first_head(0) is mask
@@ -307,6 +337,7 @@ def test_the_first_head_of_a_mask_is_at_least_0() -> None:
 def test_a_length_beyond_32_bits_is_refused_by_its_side(side: str, sizes: tuple[int, int, int, int]) -> None:
     with pytest.raises(InputError, match=f"be for a {side} length of at most 2147483647"):
         masks.causal("top_left").check(*sizes, packed=False, device=torch.device("cpu"))
+    masks.causal("top_left").check(*(min(n, 2**31 - 1) for n in sizes), packed=False, device=torch.device("cpu"))
 
 
 def test_a_mask_by_lengths_of_a_pack_is_an_error_that_names_documents() -> None:

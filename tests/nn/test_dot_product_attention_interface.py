@@ -112,7 +112,7 @@ def bad(arguments: dict[str, Any], said: str) -> Any:
         bad({"bottom_right_diagonal": 1}, "bottom_right_diagonal must be True or False, got 1"),
         bad({"attention_type": "both"}, "attention_type must be one of 'self', 'cross', got 'both'"),
         bad({"softmax_scale": float("nan")}, "softmax_scale must be a finite number"),
-        bad({"softmax_type": "off_by_one"}, "softmax_type must be one of 'vanilla', 'off-by-one', 'learnable', got 'off_by_one'"),
+        bad({"softmax_type": "off_by_one"}, "softmax_type must be one of 'vanilla', 'off-by-one', 'learnable', got 'off_by_one'\n  HINT: did you mean"),
         bad({"return_max_logit": None}, "return_max_logit must be True or False, got None"),
         bad({"layer_number": "first"}, "layer_number must be an int, got 'first'"),
         bad({"softcap": -1.0}, "softcap must be a positive number or None, got -1.0"),

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from undivided import MultiheadAttention, RotaryPositionEmbedding, TransformerLayer, apply_rotary_pos_emb
+from undivided import (
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
+)
 from undivided.nn.arguments import refused as tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from-transformer-engine.md"
@@ -61,6 +68,10 @@ interleaved=False
 APPLY_ROPE = """
 t freqs tensor_format='sbhd' start_positions=None interleaved=False fused=False cu_seqlens=None cp_size=1 cp_rank=0
 """.split()
+CACHES = """
+max_batch_size max_sequence_length num_heads_kv=None head_dim_k=None dtype=None head_dim_v=None is_paged=False
+total_num_pages=None page_size=None max_ctx_len=None qkv_format='bshd' custom_cache_manager=None
+""".split()
 WITHOUT_DEFAULT = ("='sbhd'", "='cuda'")  # shapes do not reveal a wrong format; a GPU may be absent
 
 
@@ -82,6 +93,7 @@ def positional(function: Callable[..., Any]) -> list[str]:
         (TransformerLayer.forward, LAYER_CALL),
         (RotaryPositionEmbedding.__init__, ROPE),
         (apply_rotary_pos_emb, APPLY_ROPE),
+        (InferenceParams.__init__, CACHES),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
@@ -114,8 +126,37 @@ def test_the_page_describes_every_argument() -> None:
         ("The layers: constructors", LAYER, ATTENTION, beyond, tables.TRANSFORMER_LAYER_AT_CONSTRUCTION),
         ("The layers: calls", LAYER_CALL, ATTENTION_CALL, [], tables.LAYERS_AT_CALL),
         ("Rotary embeddings", [*ROPE, "scaling", "device"], [w for w in APPLY_ROPE if "interleaved" not in w], [], {}),
+        ("InferenceParams", CACHES, [], ["device", "quantize", "mesh", "context_parallel"], {"custom_cache_manager"}),
     ):
         found = rows(heading)
         wanted = names(first) + [name for name in names(second) if name not in names(first)] + extra
         assert list(found) == wanted, heading
         assert {name for name, here in found.items() if here == "refused"} == set(refused), heading
+
+
+def test_the_page_describes_the_caches_as_they_are() -> None:
+    """Every method and attribute that the page calls the same, or gives instead, exists."""
+    table = PAGE.read_text(encoding="utf-8").split("| method or attribute | here |\n")[1].split("\n## ")[0]
+    same, instead = [], []
+    for row in re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", table, re.MULTILINE):
+        found = re.findall(r"`(\w+)[^`]*`", row[0])
+        if found[-1] not in ("cache_manager", "layer_number", "cache_qkv_format"):
+            same += found
+        elif row[1].startswith("`"):
+            instead += re.findall(r"`(\w+)", row[1])
+    ours = re.findall(r"`(\w+)`", table.split("\n\n")[1])
+    assert instead == ["page_table", "has_memory"]
+    assert (len(same), len(ours)) == (11, 8)
+    params = InferenceParams(2, 20, 2, 8, torch.float32)
+    assert [name for name in same + instead + ours if not hasattr(params, name)] == []
+    assert not hasattr(params, "cache_manager")
+
+
+def test_the_caches_accept_what_transformer_engine_refuses() -> None:
+    """Fewer pages than every sequence at full length, a length between two pages, packed tokens without max_ctx_len."""
+    params = InferenceParams(
+        4, 60, 2, 8, torch.float32, is_paged=True, page_size=16, total_num_pages=5, qkv_format="thd"
+    )
+    params.pre_step({"a": 3})
+    params.pre_step({"b": 2, "a": 4})  # several tokens of a known sequence, behind a new one
+    assert list(params.sequences.items()) == [("b", 2), ("a", 7)]

@@ -38,6 +38,7 @@ class Results(Dataset[torch.Tensor]):
         return result(n).sum(1)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker:UserWarning")  # on one core
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 def test_the_workers_of_a_data_loader_compute_the_same_bits(start: str) -> None:
     if start not in multiprocessing.get_all_start_methods():

@@ -109,6 +109,25 @@ def test_a_group_of_one_case_has_a_ratio_without_a_range(measured: dict[str, Any
     assert "ratios" in [chart.name for chart in plots.charts(report)]
 
 
+def test_a_case_has_the_colour_of_the_peak_of_its_dtype_in_the_roofline(measured: dict[str, Any]) -> None:
+    """Otherwise nobody sees which of the lines limits a case."""
+    from matplotlib.colors import to_hex
+
+    report = copy.deepcopy(measured)
+    for case in report["cases"]:
+        case["rate"]["what"] = "float32 multiply-adds"
+    halves = copy.deepcopy(report["cases"][0])
+    halves["problem"] = halves["problem"].replace("float32", "bfloat16")
+    halves["rate"]["what"] = "bfloat16 matrix product"
+    report["cases"].append(halves)
+    axes = next(chart for chart in plots.charts(report) if chart.name == "roofline").figure.axes[0]
+    peaks = {str(line.get_label()).split()[0]: to_hex(line.get_color()) for line in axes.lines}
+    colours = [to_hex(colour) for group in axes.collections for colour in group.get_edgecolors()]
+    assert len(set(peaks.values())) == 2
+    assert colours.count(peaks["bfloat16"]) == 1
+    assert colours.count(peaks["float32"]) == len(report["cases"]) - 1
+
+
 class TestCompare:
     def scaled(self, report: dict[str, Any], ours: float, others: float = 1.0, contended: bool = False) -> Any:
         """The report with all times of ours, and of the others, multiplied by a factor, on a steady machine."""
@@ -190,6 +209,7 @@ class TestRefusals:
             ("jinja2", "report", ("report", "--no-bench")),
             ("matplotlib", "plot", ("report",)),
             ("matplotlib", "plot", ("bench", "--plot", "charts")),
+            ("matplotlib", "plot", ("demo", "--out", "charts")),
         ],
     )
     def test_a_missing_package_is_one_line_with_its_extra(
@@ -208,7 +228,7 @@ class TestRefusals:
 
 
 def test_no_bench_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("undivided.report.plots.require_matplotlib", lambda argument: pytest.fail("required"))
+    monkeypatch.setattr("undivided.masks._drawing.require_matplotlib", lambda argument: pytest.fail("required"))
     out = tmp_path / "report.html"
     done = run("report", "--no-bench", "--out", str(out), "--json")
     answer = json.loads(done.stdout)

@@ -15,12 +15,12 @@ CONSTRUCTIONS: WrongCalls = {
     "causal-align": (
         lambda: masks.causal("topleft"),
         'align must be "top_left", "bottom_right" or None, got \'topleft\'',
-        None,
+        "did you mean 'top_left'?",
     ),
     "window-align": (
         lambda: masks.window(1, 0, "left"),
         'align must be "top_left", "bottom_right" or None, got \'left\'',
-        None,
+        "did you mean 'top_left'?",
     ),
     "window-negative": (
         lambda: masks.window(-2, 0),
@@ -37,7 +37,7 @@ CONSTRUCTIONS: WrongCalls = {
     "lengths-2d": (
         lambda: masks.lengths(torch.zeros(1, 2, dtype=torch.int32)),
         "kv must have one dimension, got shape [1, 2]",
-        None,
+        "kv.squeeze(0)",
     ),
     "lengths-int": (lambda: masks.lengths(5), "kv must be an int tensor or a list of ints, got int", None),
     "lengths-negative": (lambda: masks.lengths([3, -1]), "kv must be at least 0, got -1", None),
@@ -66,6 +66,26 @@ CONSTRUCTIONS: WrongCalls = {
         lambda: masks.documents(torch.tensor([0.0, 3.0])),
         "cu_seqlens_q must have an integer dtype, got torch.float32",
         "cu_seqlens_q.to(torch.int32)",
+    ),
+    "lengths-of-a-bool-mask": (
+        lambda: masks.lengths(torch.ones(2, 7, dtype=torch.bool)),
+        "kv must have an integer dtype, got torch.bool",
+        "kv.sum(-1), if it is True for each real token",
+    ),
+    "lengths-of-an-int-mask": (
+        lambda: masks.lengths(torch.ones(2, 7, dtype=torch.int32)),
+        "kv must have one dimension, got shape [2, 7]",
+        "kv.sum(-1), if it has a 1 for each real token",
+    ),
+    "causal-align-of-pytorch": (
+        lambda: masks.causal("lower_right"),
+        'align must be "top_left", "bottom_right" or None, got \'lower_right\'',
+        "did you mean 'bottom_right'?",
+    ),
+    "predicate-of-a-tensor": (
+        lambda: masks.predicate(torch.ones(2, 2, dtype=torch.bool)),
+        "fn must be a function fn(b, h, q_idx, kv_idx), got Tensor",
+        "masks.dense(tensor), for a boolean tensor",
     ),
     "cu-bool": (
         lambda: masks.documents(torch.tensor([False, True])),
@@ -102,7 +122,7 @@ CONSTRUCTIONS: WrongCalls = {
         "max_q must be at least the longest document (3), got 2",
         None,
     ),
-    "max-q-float": (lambda: masks.documents([0, 3, 5], max_q=3.0), "max_q must be an int, got 3.0", None),
+    "max-q-float": (lambda: masks.documents([0, 3, 5], max_q=3.0), "max_q must be an int, got 3.0", "write 3"),
     "ids-float": (
         lambda: masks.document_ids(torch.zeros(2, 3)),
         "ids_q must have an integer dtype, got torch.float32",
@@ -119,10 +139,10 @@ CONSTRUCTIONS: WrongCalls = {
         None,
     ),
     "prefix-negative": (lambda: masks.prefix(-1), "n must be at least 0, got -1", None),
-    "prefix-float": (lambda: masks.prefix(1.0), "n must be an int, got 1.0", None),
+    "prefix-float": (lambda: masks.prefix(1.0), "n must be an int, got 1.0", "write 1"),
     "prefix-string": (lambda: masks.prefix("4"), "n must be an int, got '4'", None),
     "chunks-zero": (lambda: masks.chunks(0), "size must be at least 1, got 0", None),
-    "chunks-float": (lambda: masks.chunks(2.0), "size must be an int, got 2.0", None),
+    "chunks-float": (lambda: masks.chunks(2.0), "size must be an int, got 2.0", "write 2"),
     "chunks-offset-float": (lambda: masks.chunks(2, offset=1.5), "offset must be an int, got 1.5", None),
     "dense-float": (
         lambda: masks.dense(t(3, 3)),
@@ -147,12 +167,12 @@ CONSTRUCTIONS: WrongCalls = {
     "predicate-of-two": (
         lambda: masks.predicate(lambda q, k: q >= k),
         "fn must take (b, h, q_idx, kv_idx), got (q, k)",
-        None,
+        "lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, for example; b and h may be unused",
     ),
     "predicate-keyword-only": (
         lambda: masks.predicate(lambda b, h, q, k, *, limit: k < limit),
         "fn must take (b, h, q_idx, kv_idx), got (b, h, q, k, *, limit)",
-        None,
+        "lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, for example; b and h may be unused",
     ),
     "mask-batch-negative": (lambda: masks.causal().intervals(3, 3, batch=-1), "batch must be at least 0, got -1", None),
     "mask-heads-negative": (lambda: masks.causal().to_dense(1, -2, 3, 3), "heads must be at least 0, got -2", None),

@@ -126,7 +126,11 @@ MASKS: WrongCalls = {
         "mask must have cu_seqlens_q[-1] of at most 9, the q tokens, got 10",
         None,
     ),
-    "documents-total-a-float": (lambda: masks.documents([0, 4], total_q=9.0), "total_q must be an int, got 9.0", None),
+    "documents-total-a-float": (
+        lambda: masks.documents([0, 4], total_q=9.0),
+        "total_q must be an int, got 9.0",
+        "write 9",
+    ),
     "lengths-too-long": (
         lambda: att(mask=masks.lengths([7, 8])),
         "mask must have lengths(kv) of at most 7, the kv length of the call, got 8",
@@ -145,7 +149,7 @@ MASKS: WrongCalls = {
     "lengths-batch": (
         lambda: att(mask=masks.lengths([7, 7, 7])),
         "mask must have one entry of lengths for each of the 2 batch elements, got 3 entries",
-        None,
+        "cu_seqlens.diff(), if these are cumulative lengths",
     ),
     "ids-shape": (
         lambda: square(mask=masks.document_ids(torch.zeros(2, 4, dtype=torch.int32))),
@@ -159,13 +163,43 @@ MASKS: WrongCalls = {
     ),
     "dense-shape": (
         lambda: att(mask=masks.dense(torch.ones(5, 5, dtype=torch.bool))),
-        "mask must have dense(tensor) broadcastable to [batch, heads, q, kv] = [2, 4, 5, 7], got [1, 1, 5, 5]",
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [5, 5]",
+        "it is for 5 keys, and the call has 7",
+    ),
+    "dense-transposed": (
+        lambda: att(mask=masks.dense(torch.ones(7, 5, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [7, 5]",
+        "did you mean masks.dense(tensor.transpose(-1, -2))?",
+    ),
+    "dense-of-keys": (
+        lambda: att(mask=masks.dense(torch.ones(2, 7, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [2, 7]",
+        "did you mean masks.dense(tensor[:, None, None])?",
+    ),
+    "dense-heads-first": (
+        lambda: att(mask=masks.dense(torch.ones(4, 2, 5, 7, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [4, 2, 5, 7]",
+        "did you mean masks.dense(tensor.transpose(0, 1))?",
+    ),
+    "dense-heads-last": (
+        lambda: att(mask=masks.dense(torch.ones(2, 5, 7, 4, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [2, 5, 7, 4]",
+        "did you mean masks.dense(tensor.permute(0, 3, 1, 2))?",
+    ),
+    "dense-of-key-heads": (
+        lambda: att(mask=masks.dense(torch.ones(2, 2, 5, 7, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [2, 2, 5, 7]",
+        "did you mean masks.dense(tensor.repeat_interleave(2, -3))?",
+    ),
+    "dense-two-sizes": (
+        lambda: att(mask=masks.dense(torch.ones(6, 8, dtype=torch.bool))),
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [6, 8]",
         None,
     ),
     "dense-batch": (
         lambda: att(mask=masks.dense(torch.ones(3, 1, 5, 7, dtype=torch.bool))),
-        "mask must have dense(tensor) broadcastable to [batch, heads, q, kv] = [2, 4, 5, 7], got [3, 1, 5, 7]",
-        None,
+        "mask must have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [3, 1, 5, 7]",
+        "it is for 3 batch elements, and the call has 2",
     ),
     "prefix-entries": (
         lambda: square(mask=masks.causal() | masks.prefix([1, 2, 3])),
@@ -228,11 +262,11 @@ MASKS: WrongCalls = {
     "predicate-shape": (
         lambda: square(mask=masks.predicate(lambda b, h, i, j: torch.ones(3, dtype=torch.bool))),
         "fn must return a tensor broadcastable to [2, 4, 1, 1], got [3]",
-        None,
+        "compute with the indices alone, and look up tensors by them: table[b, q_idx] == table[b, kv_idx]",
     ),
     "mask-device": (
         lambda: square(mask=masks.lengths(torch.zeros(2, dtype=torch.int32, device="meta"))),
-        "mask must be on cpu, as the query, or on the CPU, got meta",
-        None,
+        "mask must be on the CPU, as q is on cpu, got meta",
+        "mask.to(q.device)",
     ),
 }

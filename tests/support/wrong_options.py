@@ -23,17 +23,62 @@ OPTIONS: WrongCalls = {
     "bias-int": (
         lambda: att(bias=torch.ones(5, 7, dtype=torch.int64)),
         "bias must be a floating-point tensor, got torch.int64",
-        None,
+        "bias.to(q.dtype)",
     ),
     "bias-shape": (
         lambda: att(bias=t(5, 5)),
         "bias must be broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [5, 5]",
-        None,
+        "it is for 5 keys, and the call has 7",
+    ),
+    "bias-per-batch": (
+        lambda: att(bias=t(2, 5, 7)),
+        "bias must be broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [2, 5, 7]",
+        "did you mean bias[:, None]?",
+    ),
+    "bias-transposed": (
+        lambda: att(bias=t(4, 7, 5)),
+        "bias must be broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [4, 7, 5]",
+        "did you mean bias.transpose(-1, -2)?",
+    ),
+    "sinks-a-number": (
+        lambda: att(sinks=4),
+        "sinks must be a torch.Tensor, got int",
+        "mask=masks.window(left, 0) | masks.sinks(4) keeps the first 4 keys in a window; sinks= is one logit per head",
+    ),
+    "sinks-4d": (
+        lambda: att(sinks=t(1, 4, 1, 1)),
+        "sinks must have shape [heads] = [4], got [1, 4, 1, 1]",
+        "sinks.flatten()",
+    ),
+    "slopes-true": (
+        lambda: att(alibi_slopes=True),
+        "alibi_slopes must be a torch.Tensor, got bool",
+        "undivided.alibi_slopes(heads) are the usual slopes",
+    ),
+    "slopes-false": (
+        lambda: att(alibi_slopes=False),
+        "alibi_slopes must be a torch.Tensor, got bool",
+        "None, for no slopes",
+    ),
+    "slopes-3d": (
+        lambda: square(alibi_slopes=t(4, 1, 1)),
+        "alibi_slopes must have shape [heads] = [4] or [sequences, heads] = [2, 4], got [4, 1, 1]",
+        "alibi_slopes.flatten()",
+    ),
+    "dropout-percentage": (
+        lambda: att(dropout_p=10),
+        "dropout_p must be a number from 0 to 1, got 10",
+        "0.1, if it is a percentage",
+    ),
+    "pages-heads-before-page-size": (
+        lambda: paged(k=t(6, 2, 7, 8), v=t(6, 2, 7, 8)),
+        "k must have a number of heads that divides q's (4), got 7 in [6, 2, 7, 8]",
+        "did you mean k.transpose(1, 2)? Pools are [pages, page size, kv heads, head size]",
     ),
     "bias-heads": (
         lambda: att(bias=t(2, 2, 5, 7)),
         "bias must be broadcastable to [batch, heads, Sq, Sk] = [2, 4, 5, 7], got [2, 2, 5, 7]",
-        None,
+        "did you mean bias.repeat_interleave(2, -3)?",
     ),
     "bias-5d": (
         lambda: att(bias=t(1, 1, 1, 5, 7)),
@@ -43,10 +88,14 @@ OPTIONS: WrongCalls = {
     "bias-thd": (
         lambda: thd(bias=t(4, 9, 8), mask=masks.documents([0, 9])),
         "bias must be broadcastable to [heads, Tq, Tk] = [4, 9, 9], got [4, 9, 8]",
-        None,
+        "it is for 8 keys, and the call has 9",
     ),
     "bias-number": (lambda: att(bias=1.0), "bias must be a torch.Tensor, got float", None),
-    "bias-device": (lambda: att(bias=t(5, 7, device="meta")), "bias must be on the device of q (cpu), got meta", None),
+    "bias-device": (
+        lambda: att(bias=t(5, 7, device="meta")),
+        "bias must be on the device of q (cpu), got meta",
+        "bias.to(q.device)",
+    ),
     "slopes-shape": (
         lambda: square(alibi_slopes=t(2)),
         "alibi_slopes must have shape [heads] = [4] or [sequences, heads] = [2, 4], got [2]",
@@ -60,7 +109,7 @@ OPTIONS: WrongCalls = {
     "slopes-int": (
         lambda: square(alibi_slopes=torch.ones(4, dtype=torch.int32)),
         "alibi_slopes must be a floating-point tensor, got torch.int32",
-        None,
+        "alibi_slopes.to(q.dtype)",
     ),
     "slopes-list": (
         lambda: square(alibi_slopes=[1, 2, 3, 4]),
@@ -73,7 +122,7 @@ OPTIONS: WrongCalls = {
     "sinks-device": (
         lambda: square(sinks=t(4, device="meta")),
         "sinks must be on the device of q (cpu), got meta",
-        None,
+        "sinks.to(q.device)",
     ),
     # numbers
     "scale-nan": (
@@ -94,7 +143,7 @@ OPTIONS: WrongCalls = {
     "scale-tensor": (
         lambda: square(scale=t()),
         "scale must be a finite number or None (1/sqrt(head size)), got tensor(0.)",
-        None,
+        "float(scale); if it is learned, scale=1.0 and q * scale",
     ),
     "scale-bool": (
         lambda: square(scale=True),
@@ -106,7 +155,11 @@ OPTIONS: WrongCalls = {
         "scale must be a finite number or None (1/sqrt(head size)), got 1j",
         None,
     ),
-    "softcap-zero": (lambda: square(softcap=0.0), "softcap must be a positive number or None, got 0.0", None),
+    "softcap-zero": (
+        lambda: square(softcap=0.0),
+        "softcap must be a positive number or None, got 0.0",
+        "softcap=None, for no cap",
+    ),
     "softcap-negative": (lambda: square(softcap=-1), "softcap must be a positive number or None, got -1", None),
     "softcap-inf": (lambda: square(softcap=math.inf), "softcap must be a positive number or None, got inf", None),
     "softcap-nan": (lambda: square(softcap=math.nan), "softcap must be a positive number or None, got nan", None),
@@ -155,12 +208,12 @@ OPTIONS: WrongCalls = {
     "seed-int32": (
         lambda: square(dropout_p=0.1, dropout_seed=torch.tensor(1, dtype=torch.int32)),
         "dropout_seed must be an int or a 0-d int64 tensor, got torch.int32 []",
-        None,
+        "dropout_seed.long().squeeze()",
     ),
     "seed-1d": (
         lambda: square(dropout_p=0.1, dropout_seed=torch.tensor([1])),
         "dropout_seed must be an int or a 0-d int64 tensor, got torch.int64 [1]",
-        None,
+        "dropout_seed.long().squeeze()",
     ),
     "return-lse-int": (lambda: square(return_lse=1), "return_lse must be True or False, got 1", None),
     "return-lse-none": (lambda: square(return_lse=None), "return_lse must be True or False, got None", None),
@@ -264,7 +317,11 @@ OPTIONS: WrongCalls = {
         ),
         "call under torch.no_grad(), or pass k and v unpaged",
     ),
-    "pages-device": (lambda: paged(pages=TABLE.to("meta")), "pages must be on the device of q (cpu), got meta", None),
+    "pages-device": (
+        lambda: paged(pages=TABLE.to("meta")),
+        "pages must be on the device of q (cpu), got meta",
+        "pages.to(q.device)",
+    ),
     "pages-out-of-range": (
         lambda: paged(pages=TABLE + 100),
         "pages must number pages of the pool, 0 to 5, wherever a sequence has keys, got 100",

@@ -48,7 +48,7 @@ TENSORS: WrongCalls = {
     "q-none": (lambda: att(q=None), "q must be a torch.Tensor, got NoneType", None),
     "k-list": (lambda: att(k=[1.0]), "k must be a torch.Tensor, got list", "torch.tensor(k)"),
     "v-none": (lambda: att(v=None), "v must be a torch.Tensor, got NoneType", None),
-    "q-int": (lambda: att(q=Q.int()), "q must be float16, bfloat16, float32 or float64, got torch.int32", None),
+    "q-int": (lambda: att(q=Q.int()), "q must be float16, bfloat16, float32 or float64, got torch.int32", "q.float()"),
     "q-complex": (
         lambda: att(q=Q.to(torch.complex64), k=K.to(torch.complex64), v=V.to(torch.complex64)),
         "q must be float16, bfloat16, float32 or float64, got torch.complex64",
@@ -57,12 +57,12 @@ TENSORS: WrongCalls = {
     "q-bool": (
         lambda: att(q=Q.bool(), k=K.bool(), v=V.bool()),
         "q must be float16, bfloat16, float32 or float64, got torch.bool",
-        None,
+        "q.float()",
     ),
     "q-float8": (
         lambda: att(q=Q.to(torch.float8_e4m3fn), k=K.to(torch.float8_e4m3fn), v=V.to(torch.float8_e4m3fn)),
         "q must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn",
-        None,
+        "keys and values can be quantised, queries cannot",
     ),
     "k-other-dtype": (
         lambda: att(k=K.double()),
@@ -123,7 +123,7 @@ TENSORS: WrongCalls = {
     ),
     "v-batch": (lambda: att(v=t(3, 7, 2, 8)), "v must have the batch size of k (2), got 3 in [3, 7, 2, 8]", None),
     "v-length": (lambda: att(v=t(2, 6, 2, 8)), "v must have the length of k (7), got 6 in [2, 6, 2, 8]", None),
-    "v-heads": (lambda: att(v=t(2, 7, 4, 8)), "v must have the heads of k (2), got 4 in [2, 7, 4, 8]", None),
+    "v-heads": (lambda: att(v=t(2, 7, 4, 8)), "v must have the number of heads of k (2), got 4 in [2, 7, 4, 8]", None),
     "heads-not-divisible": (
         lambda: att(k=t(2, 7, 3, 8), v=t(2, 7, 3, 8)),
         "k must have a number of heads that divides q's (4), got 3 in [2, 7, 3, 8]",

@@ -39,13 +39,14 @@ _ELSEWHERE = {
 """Classes whose values no kernel reads, and what to pass instead."""
 
 
-def check_tensor(name: str, value: object) -> None:
-    """InputError unless it is a strided tensor whose memory holds all its elements."""
+def check_tensor(name: str, value: object, hint: str | None = None) -> None:
+    """InputError unless it is a strided tensor whose memory holds all its elements; `hint` is for other types."""
     if value is REQUIRED:
         raise as_type_error(InputError(name, "be a torch.Tensor", REQUIRED, hint=f"{name} has no default"))
     if not isinstance(value, Tensor):
         convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor"}.get(type(value).__name__)
-        raise InputError(name, "be a torch.Tensor", type(value).__name__, convert and f"{convert}({name})")
+        hint = hint or (convert and f"{convert}({name})")
+        raise InputError(name, "be a torch.Tensor", type(value).__name__, hint)
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
         hint = "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
@@ -95,7 +96,10 @@ def check_memory(name: str, tensor: Tensor) -> None:
 def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
     """``value`` as an int of at least ``at_least``, or InputError."""
     if isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__"):
-        raise InputError(argument, "be an int", repr(value))
+        hint = "x.item() converts a tensor to an int" if isinstance(value, Tensor) else None
+        if isinstance(value, float) and value.is_integer():
+            hint = f"write {int(value)}"
+        raise InputError(argument, "be an int", repr(value), hint)
     number = value if isinstance(value, int) else operator.index(value)
     if at_least is not None and number < at_least:
         raise InputError(argument, f"be at least {at_least}", _in_digits(number))
@@ -120,6 +124,9 @@ def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
     check_tensor(argument, value)
     check_int_dtype(argument, value)
     if value.dim() != 1:
+        if hint is None and value.dim() == 2:
+            one_row = value.shape[0] == 1
+            hint = f"{argument}.squeeze(0)" if one_row else f"{argument}.sum(-1), if it has a 1 for each real token"
         raise InputError(argument, "have one dimension", f"shape {list(value.shape)}", hint)
     return value
 
@@ -127,7 +134,10 @@ def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
 def check_int_dtype(argument: str, tensor: Tensor) -> None:
     """InputError unless its dtype is an integer dtype."""
     if tensor.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
-        raise InputError(argument, "have an integer dtype", tensor.dtype, f"{argument}.to(torch.int32)")
+        hint = f"{argument}.to(torch.int32)"
+        if tensor.dtype == torch.bool and tensor.dim() > 1:
+            hint = f"{argument}.sum(-1), if it is True for each real token"
+        raise InputError(argument, "have an integer dtype", tensor.dtype, hint)
 
 
 def check_at_least(argument: str, value: int | Tensor | None, least: int) -> None:

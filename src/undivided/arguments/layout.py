@@ -40,8 +40,8 @@ class Strides:
     __slots__ = ("k", "packed", "q", "v")
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> None:
-        of_q, of_keys = STRIDES[layout], STRIDES["bshd" if paged else layout]  # pages are [.., page_size, N, D]
-        self.q, self.k, self.v = of_q(q.stride()), of_keys(k.stride()), of_keys(v.stride())
+        select, select_kv = STRIDES[layout], STRIDES["bshd" if paged else layout]  # pages are [.., page_size, N, D]
+        self.q, self.k, self.v = select(q.stride()), select_kv(k.stride()), select_kv(v.stride())
         self.packed: tuple[bytes, ...] | None = None
 
 

@@ -82,34 +82,11 @@ def measure(
     [['native', 'torch_flash']]
     """
     start = time.monotonic()
-    clock = _Clock(start + seconds)
-    backends = _competitors.selectable_backends("cpu")
-    cases: list[Mapping[str, Any]] = list(earlier)
-    known = {case["name"] for case in cases}
-    left_out: dict[str, list[str]] = defaultdict(list)
     before = peak.arithmetic(torch.float32).measure()
-    for group in coverage() if groups is None else groups:
-        selected = [one for one in group if filter in one.name]
-        if not selected or known.issuperset(one.name for one in group):
-            continue
-        if not clock.has_time_for(group):
-            left_out["time limit"] += [one.name for one in selected]
-            continue
-        for benchmark in group:  # the backward counts with its forward
-            step(benchmark.name)
-            began = time.monotonic()
-            try:
-                cases.append(_case(benchmark, backends, clock))
-            except Absent as why:
-                left_out[str(why)].append(benchmark.name)
-            clock.learn(benchmark, time.monotonic() - began)
-    after = peak.arithmetic(torch.float32).measure()
-    wrong = tuple(
-        f"{entry['label']} is wrong at {case['name']}: {entry.get('note') or entry['errors']}"
-        for case in cases
-        for entry in case["entries"]
-        if not entry["ok"]
+    cases, left_out = _timed_cases(
+        coverage() if groups is None else groups, filter, earlier, _Clock(start + seconds), step
     )
+    after = peak.arithmetic(torch.float32).measure()
     report = _report(cases)
     found = ranks(report, source)
     for reason, names in found.left_out.items():
@@ -119,9 +96,48 @@ def measure(
         report,
         sum(map(len, found.table.values())),
         {why: tuple(names) for why, names in left_out.items()},
-        wrong,
+        _wrong_results(cases),
         time.monotonic() - start,
         min(before.share, after.share) < timing.SHARE,
+    )
+
+
+def _timed_cases(
+    groups: Iterable[Sequence[Benchmark]],
+    filter: str,
+    earlier: Sequence[Mapping[str, Any]],
+    clock: _Clock,
+    step: Callable[[str], None],
+) -> tuple[list[Mapping[str, Any]], dict[str, list[str]]]:
+    """The earlier cases and those for which there is time, and the names of the other problems by the reason."""
+    backends = _competitors.selectable_backends("cpu")
+    cases = list(earlier)
+    known = {case["name"] for case in cases}
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for group in groups:
+        selected = [one.name for one in group if filter in one.name]
+        if not selected or known.issuperset(one.name for one in group):
+            continue
+        if not clock.has_time_for(group):
+            left_out["time limit"] += selected
+            continue
+        for benchmark in group:  # the backward counts with its forward
+            step(benchmark.name)
+            began = time.monotonic()
+            try:
+                cases.append(_case(benchmark, backends, clock))
+            except Absent as why:
+                left_out[str(why)].append(benchmark.name)
+            clock.learn(benchmark, time.monotonic() - began)
+    return cases, left_out
+
+
+def _wrong_results(cases: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(
+        f"{entry['label']} is wrong at {case['name']}: {entry.get('note') or entry['errors']}"
+        for case in cases
+        for entry in case["entries"]
+        if not entry["ok"]
     )
 
 

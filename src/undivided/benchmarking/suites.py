@@ -22,7 +22,7 @@ from undivided.benchmarking import memory as _memory
 from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, SUITES, Benchmark, benchmarks
 from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
 from undivided.benchmarking.runs import Settings, run, run_small
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.kernels import cpu
 from undivided.machine import Machine, processor_name
 
@@ -87,7 +87,7 @@ def plan(
     for flag, names, known in (("suite", suites, (*SUITES, *GPU_SUITES)), ("dtype", dtypes, tuple(DTYPES))):
         for name in names:
             if name not in known:
-                raise InputError(flag, f"be one of {', '.join(known)}", repr(name))
+                raise InputError(flag, f"be one of {', '.join(known)}", repr(name), did_you_mean(name, known))
     selected_dtypes = {DTYPES[name] for name in dtypes}
     selected = [
         benchmark

@@ -106,7 +106,7 @@ def attend(call: CachedCall) -> Output:
 def _attend(
     q: Tensor, cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
 ) -> Output:
-    """The same with a validated mask. Some options are replaced here."""
+    """The same, with a mask that `validated_mask` returned. `options` is a dictionary that may be changed."""
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":
@@ -191,7 +191,7 @@ def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
         check_tensor("q", q)
     shape = q.shape
     if len(shape) != _layout.rank(layout):
-        raise InputError("q", f"have {_layout.rank(layout)} axes in layout {layout!r}", list(shape))
+        raise InputError("q", f"have {_layout.rank(layout)} axes [{', '.join(layout)}]", list(shape))
     found, q_len, _, dim = _layout.sizes(shape, layout)
     if layout != "thd" and found != batch:
         raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))

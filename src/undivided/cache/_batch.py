@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer
+from undivided.arguments.checks import as_integer, listed
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._storage import Counts, Storage
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 
 FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 
@@ -193,7 +193,8 @@ class Batch:
 
     def _slot(self, argument: str, name: Hashable) -> int:
         if name not in self.slots:
-            raise InputError(argument, "be the id of a sequence in the batch", repr(name))
+            hint = f"the batch has {listed([repr(known) for known in self.slots]) or 'no sequence'}"
+            raise InputError(argument, "be the id of a sequence in the batch", repr(name), hint)
         return self.slots[name]
 
 
@@ -223,5 +224,8 @@ def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Ten
 def checked_format(value: object) -> Layout:
     """A layout of TransformerEngine's caches, or InputError."""
     if value not in FORMATS:
-        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value))
+        hint = did_you_mean(value, FORMATS)
+        if value == "bhsd":
+            hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy"
+        raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint)
     return value

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from undivided.cache._checks import checked_token_ids
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.compaction import Compaction
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ranks import PageRanks, on_all_ranks
-from undivided.cache._storage import Heads, Memory, Storage, checked_token_ids
+from undivided.cache._storage import Heads, Memory, Storage
 from undivided.masks import Mask
 
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
+from undivided.cache._checks import checked_counts, checked_tokens, packed_counts
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
 from undivided.cache._ledger.plan import Ledger, SequenceLedger, Slots
 from undivided.cache._ranks import PageRanks, on_all_ranks
-from undivided.cache._storage import Counts, Memory, Storage, checked_counts, checked_tokens, packed_counts
+from undivided.cache._storage import Counts, Memory, Storage
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.request.checks import check_layout

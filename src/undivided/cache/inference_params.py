@@ -15,12 +15,13 @@ from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
+from undivided.cache._checks import checked_tokens
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ranks import checked_ranks
 from undivided.cache._sharded_steps import LayerCall, ShardedSteps
-from undivided.cache._storage import Heads, Rows, Storage, checked_tokens
+from undivided.cache._storage import Heads, Rows, Storage
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -266,9 +267,9 @@ class InferenceParams(ShardedSteps):
         given = LayerCall(layer_number, q, new_k, new_v, qkv_format, mask, options)
         if self._ranks is None:
             return _attend.attend(self._call(given))
-        return (
-            self._attend_sharded(given) if self._sharded is not None else self._ranks.attend(lambda: self._call(given))
-        )
+        if self._sharded is not None:
+            return self._attend_sharded(given)
+        return self._ranks.attend(lambda: self._call(given))
 
     def _call(self, given: LayerCall) -> CachedCall:
         """The call of `attend` over the cache of a layer, after its new tokens are appended."""

@@ -14,10 +14,11 @@ from undivided.arguments.signature import checked_call
 from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
+from undivided.cache._checks import checked_token_ids
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.pages import Pages
-from undivided.cache._storage import Heads, Storage, checked_token_ids
+from undivided.cache._storage import Heads, Storage
 from undivided.errors import InputError
 from undivided.masks import Mask
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undivided.cli.demo.batch import Batch
-from undivided.errors import InputError
-from undivided.masks._drawing import check_format
+from undivided.masks._drawing import check_format, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +24,7 @@ def require(flag: str, path: Path | None = None) -> None:
     Raises:
         InputError: matplotlib is not installed, or cannot write this format.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(flag, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
+    require_matplotlib(flag)
     if path is not None:
         check_format(flag, path)
 

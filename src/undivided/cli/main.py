@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+EXTRAS = {"report": "cli,report"}
+"""The extras of a command that needs more than the command line itself."""
+
 
 def main() -> None:
     """Run the command line."""
@@ -11,7 +14,8 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as missing:
-        print(f"undivided: the command line needs {missing.name}: pip install 'undivided[cli]'", file=sys.stderr)
+        extras = EXTRAS.get(sys.argv[1] if len(sys.argv) > 1 else "", "cli")
+        print(f"undivided: the command line needs {missing.name}: pip install 'undivided[{extras}]'", file=sys.stderr)
         raise SystemExit(2) from None
     from undivided.cli._app import app
     from undivided.cli._terminal import print_whatever_the_encoding

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
 from undivided.arguments.signature import checked_call
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.masks._alignment import Align
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
@@ -329,7 +329,8 @@ def predicate(fn: PredicateFunction) -> Mask:
     [[[0, 3], [1, 4]]]
     """
     if not callable(fn):
-        raise InputError("fn", "be a function fn(b, h, q_idx, kv_idx)", type(fn).__name__)
+        hint = "masks.dense(tensor), for a boolean tensor" if isinstance(fn, Tensor) else None
+        raise InputError("fn", "be a function fn(b, h, q_idx, kv_idx)", type(fn).__name__, hint)
     if torch.compiler.is_compiling():
         raise InputError(
             "mask",
@@ -350,7 +351,8 @@ def from_part(part: Part, align: Align | None = None) -> Mask:
 def _checked_align(align: object) -> Align | None:
     if align is None or align == "top_left" or align == "bottom_right":
         return align
-    raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align))
+    hint = did_you_mean(align, ("top_left", "bottom_right"))
+    raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align), hint)
 
 
 def _optional_count(argument: str, value: int | None) -> int | None:

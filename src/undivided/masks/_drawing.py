@@ -6,6 +6,7 @@ one pass over blocks of rows for dense masks; no S x S tensor is built.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import textwrap
 from os import PathLike
@@ -116,11 +117,8 @@ def _call(name: str, *arguments: str) -> str:
 def _describe_part(part: Part, align: str) -> str:
     match part:
         case Lengths():
-            names = ("kv", "q", "kv_start", "q_start")
-            fields = [
-                f"{name}={_value(value)}" for name, value in zip(names, part.fields(), strict=True) if value is not None
-            ]
-            return _call("lengths", *fields)
+            named = zip(("kv", "q", "kv_start", "q_start"), part.fields(), strict=True)
+            return _call("lengths", *(f"{name}={_value(value)}" for name, value in named if value is not None))
         case Documents():
             keys = "" if part.cu_seqlens_kv is part.cu_seqlens_q else _value(part.cu_seqlens_kv)
             padded = "" if part.padded_q is None else f"padded_q={_value(part.padded_q)}"
@@ -133,24 +131,19 @@ def _describe_part(part: Part, align: str) -> str:
         case GlobalBand():
             return f"{_band(part.left, part.right, align)} | prefix({_value(part.prefix)})"
         case Chunk():
-            return _call(
-                "chunks", str(part.size), align, "" if part.offset is None else f"offset={_value(part.offset)}"
-            )
+            offset = "" if part.offset is None else f"offset={_value(part.offset)}"
+            return _call("chunks", str(part.size), align, offset)
         case Dense():
             return _call("dense", _value(part.tensor))
         case Origin():
-            return " & ".join(
-                f"{name} from {n}" for name, n in (("sequences", part.sequence), ("heads", part.head)) if n
-            )
+            firsts = (("sequences", part.sequence), ("heads", part.head))
+            return " & ".join(f"{name} from {n}" for name, n in firsts if n)
         case Tree():
             return _call("tree", _value(part.parents[0] if len(part.parents) == 1 else part.parents))
         case Blocks():
-            table = _value(part.table)
-            return (
-                _call("pages", table, str(part.kv_block))
-                if part.q_block is None
-                else _call("blocks", str(part.q_block), str(part.kv_block), table)
-            )
+            if part.q_block is None:
+                return _call("pages", _value(part.table), str(part.kv_block))
+            return _call("blocks", str(part.q_block), str(part.kv_block), _value(part.table))
         case Predicate():
             return _call("predicate", getattr(part.fn, "__name__", type(part.fn).__name__))
     return part.name
@@ -181,11 +174,8 @@ def natural_sizes(mask: MaskFields) -> tuple[int, int, int, int]:
             case Documents():
                 q_len, kv_len = (part.tokens(side) for side in ("q", "kv"))
             case DocumentIds():
-                batch, q_len, kv_len = (
-                    max(batch, len(part.ids_q), len(part.ids_kv)),
-                    part.ids_q.shape[1],
-                    part.ids_kv.shape[1],
-                )
+                batch = max(batch, len(part.ids_q), len(part.ids_kv))
+                q_len, kv_len = part.ids_q.shape[1], part.ids_kv.shape[1]
             case Tree():
                 batch, q_len = max(batch, len(part.parents)), part.parents.shape[1]
                 kv_len = max(kv_len, q_len)
@@ -243,11 +233,18 @@ def check_format(argument: str, path: str | PathLike[str]) -> None:
 
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.lower().removeprefix(".") not in formats:
-        raise InputError(argument, f"end in .{', .'.join(formats)}", repr(str(path)), hint=".png")
+        raise InputError(argument, f"end in .{', .'.join(formats)}", repr(str(path)), hint="mask.png")
+
+
+def require_matplotlib(argument: str) -> None:
+    """InputError if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(argument, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
 
 
 def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels: int) -> Figure:
     """A figure of the density of allowed pairs, saved if a path is given."""
+    require_matplotlib("Mask.plot")
     from matplotlib.figure import Figure
 
     if path is not None:

@@ -159,7 +159,8 @@ class Mask(MaskFields):
             part.check_call(call)
         for tensor in self.tensors:
             if tensor.device != device and tensor.device.type != "cpu" and device.type != "meta":
-                raise InputError(call.argument, f"be on {device}, as the query, or on the CPU", tensor.device)
+                where = "be on the CPU" if device.type == "cpu" else f"be on {device}, or on the CPU"
+                raise InputError(call.argument, f"{where}, as q is on {device}", tensor.device, "mask.to(q.device)")
         return True
 
     def resolved_align(self, batch: int, q_len: int, kv_len: int, *, needed: bool = False) -> str | None:
@@ -383,7 +384,8 @@ class Mask(MaskFields):
             The figure.
 
         Raises:
-            InputError: the sizes do not fit the mask, or ``path`` does not end in a format that matplotlib writes.
+            InputError: the sizes do not fit the mask, ``path`` does not end in a format that matplotlib writes, or
+                matplotlib is not installed.
         """
         return _drawing.plot(self._checked_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels)
 

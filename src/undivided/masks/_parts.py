@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_at_least, check_memory, check_offsets
+from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks._memory import DerivedValues
@@ -289,11 +290,13 @@ class Dense(Part):
 
     def check_call(self, call: CallSizes) -> None:
         sizes = (call.batch, call.heads, call.q_len, call.kv_len)
-        if any(have not in (1, size) for have, size in zip(self.tensor.shape, sizes, strict=True)):
+        if not broadcasts(self.tensor.shape, sizes):
+            shape = self.tensor.shape[2:] if self.tensor.shape[:2] == (1, 1) else self.tensor.shape
             raise InputError(
                 call.argument,
-                f"have dense(tensor) broadcastable to [batch, heads, q, kv] = {list(sizes)}",
-                list(self.tensor.shape),
+                f"have dense(tensor) broadcastable to [batch, heads, Sq, Sk] = {list(sizes)}",
+                list(shape),
+                broadcast_hint(shape, sizes, "masks.dense(tensor{})"),
             )
 
 
@@ -377,6 +380,7 @@ class Origin(Part):
 def check_entries(call: CallSizes, what: str, value: Field, count: int, unit: str) -> None:
     """Raise InputError unless a tensor has one entry per batch element or sequence."""
     if isinstance(value, Tensor) and value.shape[0] != count:
-        raise InputError(
-            call.argument, f"have one entry of {what} for each of the {count} {unit}", f"{value.shape[0]} entries"
-        )
+        must, entries = f"have one entry of {what} for each of the {count} {unit}", value.shape[0]
+        is_cumulative = what == "lengths" and entries == count + 1
+        hint = "cu_seqlens.diff(), if these are cumulative lengths" if is_cumulative else None
+        raise InputError(call.argument, must, f"{entries} entries", hint)

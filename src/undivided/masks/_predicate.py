@@ -63,7 +63,8 @@ def check_signature(fn: PredicateFunction) -> None:
     try:
         signature.bind(*"bhqk")
     except TypeError as error:
-        raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature) from error
+        hint = "lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, for example; b and h may be unused"
+        raise InputError("fn", "take (b, h, q_idx, kv_idx)", signature, hint) from error
 
 
 def find_predicate(handle: int) -> Predicate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undivided.benchmarking.report import Report, headline, tables
-from undivided.errors import InputError
 from undivided.report.figures import OURS, Point, geometric_mean, points, ratios, roofs
 
 if TYPE_CHECKING:
@@ -45,12 +43,6 @@ class Chart:
         with matplotlib.rc_context({"svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
         return buffer.getvalue()
-
-
-def require_matplotlib(argument: str) -> None:
-    """InputError if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(argument, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
 
 
 def charts(report: Report, theme: str = "light") -> list[Chart]:
@@ -199,6 +191,11 @@ def _scale_ratios(axes: Axes, values: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
 
 
+def _colour_of_peak(colours: dict[str, str], dtype: str, ink: str) -> str:
+    """The colour of the peak that was measured for a dtype; ink if none was."""
+    return next((colour for what, colour in colours.items() if what.startswith(dtype)), ink)
+
+
 def _roofline(report: Report, found: list[Point], theme: str) -> Chart | None:
     import numpy
 
@@ -210,9 +207,11 @@ def _roofline(report: Report, found: list[Point], theme: str) -> Chart | None:
     axes = figure.subplots()
     low, high = min(p.intensity for p in ours) / 2, max(p.intensity for p in ours) * 2
     x = numpy.geomspace(low, high, 200)
-    for (what, rate), colour in zip(flops.items(), COLOURS[theme], strict=False):
+    colours = dict(zip(flops, COLOURS[theme], strict=False))
+    for what, rate in flops.items():
         roof = numpy.minimum(rate, reads * x) if reads else numpy.full_like(x, rate)
-        axes.plot(x, roof / 1e9, color=colour, linewidth=1.2, label=what)
+        axes.plot(x, roof / 1e9, color=colours.get(what), linewidth=1.2, label=what)
+    ink = THEMES[theme]["ink"]
     suites = list(dict.fromkeys(point.suite for point in ours))
     for suite, marker in zip(suites, "osD^vPX*", strict=False):
         chosen = [point for point in ours if point.suite == suite]
@@ -222,14 +221,14 @@ def _roofline(report: Report, found: list[Point], theme: str) -> Chart | None:
             s=16,
             marker=marker,
             facecolors="none",
-            edgecolors=THEMES[theme]["ink"],
-            label=suite,
+            edgecolors=[_colour_of_peak(colours, p.dtype, ink) for p in chosen],
         )
+        axes.scatter([], [], s=16, marker=marker, facecolors="none", edgecolors=ink, label=suite)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte of q, k, v and output")
     axes.set_ylabel("GFLOP/s")
-    _plain(axes, theme, "undivided and the measured peaks")
+    _plain(axes, theme, "undivided and the measured peaks, a colour per dtype")
     _legend(axes, theme)
     slope = "The slope is the measured read rate." if reads else "The report has no read rate, so there is no slope."
     peaks = ", ".join(f"{what} {rate / 1e9:.0f} GFLOP/s" for what, rate in flops.items())

@@ -16,11 +16,13 @@ from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import REQUIRED, as_type_error, check_tensor
 from undivided.arguments.layout import LAYOUTS, Layout
+from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
 from undivided.quantization import format_of, head_size
 from undivided.request.foreign import mask_hint
+from undivided.request.request import Options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -35,14 +37,18 @@ def check_layout(layout: object) -> None:
         raise as_type_error(error) if layout is REQUIRED else error
 
 
-def check_scalars(softcap: object, dropout_p: object, return_lse: object) -> None:
+def check_scalars(options: Options) -> None:
     """InputError unless softcap, dropout_p and return_lse are valid."""
-    if softcap is not None and (not _is_finite(softcap) or softcap <= 0):  # type: ignore[operator]
-        raise InputError("softcap", "be a positive number or None", repr(softcap))
-    if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:  # type: ignore[operator]
-        raise InputError("dropout_p", "be a number from 0 to 1", repr(dropout_p))
-    if not isinstance(return_lse, bool):
-        raise InputError("return_lse", "be True or False", repr(return_lse))
+    softcap, dropout_p = options.softcap, options.dropout_p
+    if softcap is not None and (not _is_finite(softcap) or softcap <= 0):
+        hint = "softcap=None, for no cap" if isinstance(softcap, int | float) and softcap == 0 else None
+        raise InputError("softcap", "be a positive number or None", repr(softcap), hint)
+    if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:
+        is_percentage = isinstance(dropout_p, int | float) and 2 <= dropout_p <= 100
+        hint = f"{dropout_p / 100:g}, if it is a percentage" if is_percentage else None
+        raise InputError("dropout_p", "be a number from 0 to 1", repr(dropout_p), hint)
+    if not isinstance(options.return_lse, bool):
+        raise InputError("return_lse", "be True or False", repr(options.return_lse))
 
 
 def _is_finite(value: object) -> bool:
@@ -58,7 +64,8 @@ def _is_finite(value: object) -> bool:
 def checked_scale(scale: float) -> float:
     """The scale as a float, or InputError."""
     if not _is_finite(scale):
-        raise InputError("scale", "be a finite number or None (1/sqrt(head size))", repr(scale))
+        hint = "float(scale); if it is learned, scale=1.0 and q * scale" if isinstance(scale, Tensor) else None
+        raise InputError("scale", "be a finite number or None (1/sqrt(head size))", repr(scale), hint)
     return float(scale)
 
 
@@ -86,7 +93,10 @@ def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor |
 def check_float(name: str, tensor: Tensor) -> None:
     """InputError unless it has one of `DTYPES`."""
     if tensor.dtype not in DTYPES:
-        raise InputError(name, "be float16, bfloat16, float32 or float64", str(tensor.dtype))
+        hint = f"{name}.float()" if tensor.dtype in (torch.bool, torch.int32, torch.int64) else None
+        if format_of(tensor.dtype) is not None:
+            hint = "keys and values can be quantised, queries cannot"
+        raise InputError(name, "be float16, bfloat16, float32 or float64", str(tensor.dtype), hint)
 
 
 def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -118,9 +128,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{k_dim} in {list(k.shape)}", hint=hint)
     if k_batch != batch:
         raise InputError("k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint)
-    for what, of_k, of_v in (("batch size", k_batch, v_batch), ("length", kv_len, v_len), ("heads", kv_heads, v_heads)):
-        if of_k != of_v:
-            raise InputError("v", f"have the {what} of k ({of_k})", f"{of_v} in {list(v.shape)}", hint=hint)
+    sizes = ("batch size", k_batch, v_batch), ("length", kv_len, v_len), ("number of heads", kv_heads, v_heads)
+    for what, k_size, v_size in sizes:
+        if k_size != v_size:
+            raise InputError("v", f"have the {what} of k ({k_size})", f"{v_size} in {list(v.shape)}", hint=hint)
     _check_heads(heads, kv_heads, k, hint)
 
 
@@ -130,11 +141,12 @@ def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None
             "k",
             f"have a number of heads that divides q's ({heads})",
             f"{kv_heads} in {list(k.shape)}",
-            hint=hint or _heads_hint(heads, kv_heads),
+            hint=hint or heads_hint(heads, kv_heads),
         )
 
 
-def _heads_hint(heads: int, kv_heads: int) -> str:
+def heads_hint(heads: int, kv_heads: int) -> str:
+    """A hint for a number of key heads that does not divide that of the query heads."""
     if kv_heads > heads:
         return "k has more heads than q: were q and k given in the other order?"
     if heads > 1024:  # a list of divisors would be too long
@@ -187,11 +199,13 @@ def check_pages(
     if head_size(k) != qk_dim:
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{head_size(k)} in {list(k.shape)}")
     if pages.device != q.device:
-        raise InputError("pages", f"be on the device of q ({q.device})", str(pages.device))
+        raise InputError("pages", f"be on the device of q ({q.device})", str(pages.device), "pages.to(q.device)")
     page_size, kv_heads = k.shape[1], k.shape[2]
     if k.shape[0] == 0 or page_size == 0:
         raise InputError("k", "have at least one page of at least one key when pages is given", list(k.shape))
-    _check_heads(heads, kv_heads, k, None)
+    swapped = kv_heads > page_size and heads % kv_heads and heads % page_size == 0
+    hint = "did you mean k.transpose(1, 2)? Pools are [pages, page size, kv heads, head size]" if swapped else None
+    _check_heads(heads, kv_heads, k, hint)
     rows = pages.shape[0] if layout == "thd" else 1
     return rows * pages.shape[1] * page_size, kv_heads, page_size
 
@@ -247,23 +261,26 @@ def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slo
         if tensor is None:
             continue
         if not tensor.is_floating_point():
-            hint = (
-                "a boolean mask goes to mask=masks.dense(tensor), True = attend" if tensor.dtype == torch.bool else None
-            )
+            hint = f"{name}.to(q.dtype)"
+            if tensor.dtype == torch.bool:
+                hint = "a boolean mask goes to mask=masks.dense(tensor), True = attend"
             raise InputError(name, "be a floating-point tensor", str(tensor.dtype), hint=hint)
         if tensor.device != q.device:
-            raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device))
+            hint = f"{name}.to(q.device)"
+            raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device), hint=hint)
     if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape))
+        flat = "sinks.flatten()" if sinks.numel() == heads else None
+        raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape), hint=flat)
 
 
 def check_bias(bias: Tensor, layout: Layout, batch: int, heads: int, q_len: int, kv_len: int) -> str:
     """Which axes of the bias are broadcast, as in `Problem.bias`, or InputError."""
     full = (batch, heads, q_len, kv_len)
     words = f"[heads, Tq, Tk] = {list(full[1:])}" if layout == "thd" else f"[batch, heads, Sq, Sk] = {list(full)}"
+    if not broadcasts(bias.shape, full):
+        hint = broadcast_hint(bias.shape, full, "bias{}")
+        raise InputError("bias", f"be broadcastable to {words}", list(bias.shape), hint)
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    if bias.dim() > 4 or any(size not in (1, limit) for size, limit in zip(shape, full, strict=True)):
-        raise InputError("bias", f"be broadcastable to {words}", list(bias.shape))
     return "".join("1" if size == 1 != limit else axis for axis, size, limit in zip("bhqk", shape, full, strict=True))
 
 
@@ -274,6 +291,7 @@ def check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
             "alibi_slopes",
             f"have shape [heads] = [{heads}] or [sequences, heads] = [{sequences}, {heads}]",
             list(slopes.shape),
+            "alibi_slopes.flatten()" if slopes.numel() == heads else None,
         )
 
 
@@ -300,9 +318,11 @@ def check_seed(seed: object, device: torch.device) -> None:
         check_tensor("dropout_seed", seed)
         if seed.dim() != 0 or seed.dtype != torch.int64:
             got = f"{seed.dtype} {list(seed.shape)}"
-            raise InputError("dropout_seed", "be an int or a 0-d int64 tensor", got)
+            hint = "dropout_seed.long().squeeze()" if seed.numel() == 1 else None
+            raise InputError("dropout_seed", "be an int or a 0-d int64 tensor", got, hint)
         if seed.device.type not in (device.type, "cpu"):
-            raise InputError("dropout_seed", f"be on the device of q ({device}) or the CPU", str(seed.device))
+            hint = "dropout_seed.to(q.device)"
+            raise InputError("dropout_seed", f"be on the device of q ({device}) or the CPU", str(seed.device), hint)
     elif not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
         raise InputError("dropout_seed", "be an int from 0 to 2**63 - 1 or a 0-d int64 tensor", repr(seed))
 

@@ -1,4 +1,4 @@
-"""Hints for keywords of other libraries, misspelt keywords, and wrong masks."""
+"""Hints for keywords of other libraries, misspelt keywords, and values of a wrong kind."""
 
 from __future__ import annotations
 
@@ -68,6 +68,16 @@ def keyword_hint(unknown: Iterable[str], known: Iterable[str]) -> str | None:
     """
     near = nearest_name(min(unknown, default=""), [*known, *_WRITTEN])
     return None if near is None else _WRITTEN.get(near, f"{near}=")
+
+
+def tensor_hint(argument: str, value: object) -> str | None:
+    """A hint for a number or flag in place of a tensor; None if there is none."""
+    if argument == "sinks" and isinstance(value, int) and not isinstance(value, bool):
+        keys = f"mask=masks.window(left, 0) | masks.sinks({value})"
+        return f"{keys} keeps the first {value} keys in a window; sinks= is one logit per head"
+    if argument == "alibi_slopes" and isinstance(value, bool):
+        return "undivided.alibi_slopes(heads) are the usual slopes" if value else "None, for no slopes"
+    return None
 
 
 def mask_hint(mask: object) -> str | None:

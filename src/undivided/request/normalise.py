@@ -37,6 +37,7 @@ from undivided.request.checks import (
     checked_scale,
     checked_seed,
 )
+from undivided.request.foreign import tensor_hint
 from undivided.request.problem import Problem
 from undivided.request.quantized import check_quantized, check_scale_tensors
 from undivided.request.request import Request, Tensors
@@ -79,38 +80,17 @@ def normalise(
         needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
     if scale is not None:
         scale = checked_scale(scale)
-    facts = device, needs, scale is not None and scale <= 0
-    key = _signature(request, facts)
-    try:
-        known = _known.get(key)
-    except TypeError:  # a symbolic size has no hash
-        known = Known(_with_concrete_sizes(describe(request, facts)), None, None)
-    if known is None:
-        problem = describe(request, facts)
-        known = Known(problem, _spans(q, k, v), Strides(q, k, v, layout, pages is not None))
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[key] = known
+    known = _known_problem(request, (device, needs, scale is not None and scale <= 0))
     problem, spans, strides = known
     if spans is not None and not _are_in_memory(q, k, v, spans):
         for name, given in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, given)
-    if not (bias is sinks is slopes is pages is None):
-        for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes), ("pages", pages)):
-            if tensor is not None:
-                check_memory(name, tensor)
-    if k_scale is not None and v_scale is not None:
-        check_scale_tensors(k_scale, v_scale)
+    if not (bias is sinks is slopes is pages is k_scale is v_scale is None):
+        _check_optional_memory(request)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
-        # the key is the id of `known`: hashing the signature costs five times as much; the mask keeps `known` alive
-        checked = checked_mask(mask).cached(id(known), _with_mask, known, mask, q.device, slopes, pages)
+        checked = _mask_for_problem(known, checked_mask(mask), q, k, slopes, pages)
         mask, problem = checked.mask, checked.problem
-        if "dense" in problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
-            for tensor in mask.take("dense")[0]:
-                check_memory("mask", tensor)
-        if pages is not None:
-            _check_pages_once(checked, pages, k.shape[0])
     if bias is not None and bias.dim() < 4:
         tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
     if dropout_p or seed is not None:
@@ -123,6 +103,46 @@ def normalise(
     # by position: keywords cost twice as much
     call = Call(problem, mask, scale, softcap, dropout_p, seed, pages, needs, checked, strides, k_scale, v_scale)
     return call, tensors
+
+
+def _known_problem(request: Request, facts: Facts) -> Known:
+    """The problem of the request without its mask, found by its signature or described."""
+    key = _signature(request, facts)
+    try:
+        known = _known.get(key)
+    except TypeError:  # a symbolic size has no hash
+        return Known(_with_concrete_sizes(describe(request, facts)), None, None)
+    if known is None:
+        problem, (q, k, v, *_), options = describe(request, facts), request.tensors, request.options
+        known = Known(problem, _spans(q, k, v), Strides(q, k, v, options.layout, options.pages is not None))
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[key] = known
+    return known
+
+
+def _check_optional_memory(request: Request) -> None:
+    """InputError if the memory of an optional tensor is gone, or a scale requires a gradient."""
+    (*_, bias, sinks, slopes), options = request.tensors, request.options
+    for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes), ("pages", options.pages)):
+        if tensor is not None:
+            check_memory(name, tensor)
+    if options.k_scale is not None and options.v_scale is not None:
+        check_scale_tensors(options.k_scale, options.v_scale)
+
+
+def _mask_for_problem(
+    known: Known, mask: Mask, q: Tensor, k: Tensor, slopes: Tensor | None, pages: Tensor | None
+) -> CheckedMask:
+    """The mask after its checks, and the problem with its structure, both cached in the mask."""
+    # the key is the id of `known`: hashing the signature costs five times as much; the mask keeps `known` alive
+    checked = mask.cached(id(known), _with_mask, known, mask, q.device, slopes, pages)
+    if "dense" in checked.problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
+        for tensor in checked.mask.take("dense")[0]:
+            check_memory("mask", tensor)
+    if pages is not None:
+        _check_pages_once(checked, pages, k.shape[0])
+    return checked
 
 
 def _needs(tensors: Tensors) -> tuple[bool, ...]:
@@ -213,14 +233,14 @@ def _signature(request: Request, facts: Facts) -> object:
         if softcap is None and dropout_p == 0 and bias is sinks is slopes is k_scale is v_scale is None:
             return key if pages is None else (*key, pages.shape, pages.dtype, pages.device, pages.layout)
         if softcap is not None or dropout_p != 0:  # checked here, because the key has only whether they are given
-            check_scalars(softcap, dropout_p, return_lse)
+            check_scalars(request.options)
         kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
         usual = slopes is not None and are_usual(slopes)
         scales = [None if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in (k_scale, v_scale)]
         return (*key, *kinds, usual, softcap is None, bool(dropout_p), *scales)
     except (AttributeError, TypeError, RuntimeError):
         _check_tensors(request)
-        check_scalars(softcap, dropout_p, return_lse)
+        check_scalars(request.options)
         raise
 
 
@@ -229,22 +249,21 @@ def _check_tensors(request: Request) -> None:
     optional = (("pages", options.pages), ("k_scale", options.k_scale), ("v_scale", options.v_scale))
     for name, tensor in (*zip(Tensors._fields, request.tensors, strict=True), *optional):
         if tensor is not None or name in ("q", "k", "v"):
-            check_tensor(name, tensor)
+            check_tensor(name, tensor, tensor_hint(name, tensor))
 
 
 def describe(request: Request, facts: Facts) -> Problem:
     """The problem of a request. Checks everything except the mask (checked later) and scale and seed (values)."""
-    q, k, v, bias, sinks, slopes = request.tensors
-    layout, _, _, softcap, dropout_p, _, return_lse, pages, k_scale, v_scale = request.options
-    device, needs, _ = facts
+    (q, k, v, bias, sinks, slopes), options, (device, needs, _) = request.tensors, request.options, facts
+    layout, pages = options.layout, options.pages
     _check_tensors(request)
-    check_scalars(softcap, dropout_p, return_lse)
+    check_scalars(options)
     check_ranks(q, k, v, layout, pages)
     quantized = None
-    if k_scale is v_scale is None:
+    if options.k_scale is options.v_scale is None:
         check_kinds(q, k, v)
     else:
-        quantized = check_quantized(q, k, v, k_scale, v_scale, needs)
+        quantized = check_quantized(q, k, v, options.k_scale, options.v_scale, needs)
     batch, q_len, heads, qk_dim = _layout.sizes(q.shape, layout)
     page_size = None
     if pages is None:
@@ -300,11 +319,10 @@ def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
 
 
 def _with_mask(
-    known: Known, mask: Mask | None, device: torch.device, slopes: Tensor | None, pages: Tensor | None
+    known: Known, mask: Mask, device: torch.device, slopes: Tensor | None, pages: Tensor | None
 ) -> CheckedMask:
     """The mask after its checks, and the problem with the mask's structure."""
     problem = known.problem
-    mask = mask or masks.FULL
     if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
         raise InputError(
             "mask",

@@ -93,14 +93,16 @@ class LocalPart(NamedTuple):
 
 
 class Division(NamedTuple):
-    """What this rank does. parts: by the name of the tensor. own: its sequences and heads. placements, of_lse:
-    how out, which is placed as q, and lse are placed."""
+    """What this rank does.
+
+    parts: of the tensors, by name. own: its sequences and heads. placements: those of q, and of out.
+    """
 
     mesh: DeviceMesh
     parts: Mapping[str, LocalPart]
     own: CallSlice
     placements: tuple[Placement, ...]
-    of_lse: tuple[Placement, ...]
+    lse_placements: tuple[Placement, ...]
 
     def result(self, result: Output) -> Output:
         """A rank's out, or (out, lse), as DTensors of the whole."""
@@ -109,7 +111,7 @@ class Division(NamedTuple):
         if isinstance(result, Tensor):
             return DTensor.from_local(result, self.mesh, self.placements)
         out, lse = result
-        whole: Any = DTensor.from_local(lse, self.mesh, self.of_lse)
+        whole: Any = DTensor.from_local(lse, self.mesh, self.lse_placements)
         return DTensor.from_local(out, self.mesh, self.placements), whole
 
 
@@ -224,10 +226,8 @@ def _divide(
     batch, _, heads, _ = _layout.sizes(q.shape, layout)
     kv_heads = _layout.sizes(k.shape, layout)[2]
     axes = _AXES[layout]
-    own_batch, own_heads = (
-        _span(mesh, coordinate, q, axes["batch"], batch),
-        _span(mesh, coordinate, q, axes["heads"], heads),
-    )
+    own_batch = _span(mesh, coordinate, q, axes["batch"], batch)
+    own_heads = _span(mesh, coordinate, q, axes["heads"], heads)
     for tensor in (k, v):
         _span(mesh, coordinate, tensor, axes["heads"], kv_heads)
     group = max(heads // max(kv_heads, 1), 1)
@@ -238,8 +238,8 @@ def _divide(
         own = {"batch": own_batch, "heads": own_kv if tensor in (k, v) else own_heads}
         parts[tensor.name] = _part(mesh, coordinate, tensor, _axes(tensor, layout), own, roles)
     lse_axes = {"heads": 0, "sequence": 1} if layout == "thd" else {"batch": 0, "heads": 1, "sequence": 2}
-    of_lse = tuple([Replicate() if role is None else Shard(lse_axes[role]) for role in roles])
-    return Division(mesh, parts, CallSlice(batch, own_batch, heads, own_heads), q.placements, of_lse)
+    lse_placements = tuple([Replicate() if role is None else Shard(lse_axes[role]) for role in roles])
+    return Division(mesh, parts, CallSlice(batch, own_batch, heads, own_heads), q.placements, lse_placements)
 
 
 _cached_division = functools.lru_cache(256)(_divide)

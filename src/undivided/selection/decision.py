@@ -281,12 +281,12 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
         return order
     measured = [b for b in order if b.name in entry.rates and not _objections(b, problem, machine, policy)]
     tie = _measured.tie(entry, problem.device, machine)
-    faster: list[str] = []
-    for _, equals in itertools.groupby(measured, key=turn):
-        faster += _measured.fastest_first([backend.name for backend in equals], entry.rates, tie)
+    by_speed: list[str] = []
+    for _, same_turn in itertools.groupby(measured, key=turn):
+        by_speed += _measured.fastest_first([backend.name for backend in same_turn], entry.rates, tie)
     by_name = {backend.name: backend for backend in measured}
-    traded = iter(faster)
-    return [by_name[next(traded)] if backend in measured else backend for backend in order]
+    names = iter(by_speed)
+    return [by_name[next(names)] if backend in measured else backend for backend in order]
 
 
 def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:

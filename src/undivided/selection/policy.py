@@ -39,7 +39,7 @@ class Policy(NamedTuple):
     log: str = ""
 
 
-class _Switch(NamedTuple):
+class _Setting(NamedTuple):
     """What `set_backends` and the enclosing `use_backends` blocks allow together."""
 
     allowed: tuple[str, ...] | None = None
@@ -51,17 +51,17 @@ class _Switch(NamedTuple):
 class _Block(NamedTuple):
     """The setting of the innermost ``with`` block of this context, and the enclosing block."""
 
-    switch: _Switch
+    setting: _Setting
     outer: _Block | None
 
 
-_process = _Switch()
+_process = _Setting()
 _block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("undivided_backends", default=None)
 
 
-def _current_switch() -> _Switch:
+def _current_setting() -> _Setting:
     block = _block.get()
-    return _process if block is None else block.switch
+    return _process if block is None else block.setting
 
 
 @checked_call
@@ -93,7 +93,7 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
         raise InputError("disable", "be a list of names", repr(disable), hint=f"disable=[{disable!r}]")
     disabled = tuple((name, "set_backends(disable=...)") for name in _check_names(disable, "disable"))
     _check_flag("batch_invariant", batch_invariant)
-    _process = _Switch(_check_names(names) or None, "set_backends", disabled, batch_invariant)
+    _process = _Setting(_check_names(names) or None, "set_backends", disabled, batch_invariant)
 
 
 @checked_call
@@ -148,12 +148,12 @@ class use_backends:
         return block
 
     def __enter__(self) -> use_backends:
-        around = _current_switch()
-        switch = _Switch(self._names or None, "use_backends", (), around.batch_invariant)
+        around = _current_setting()
+        setting = _Setting(self._names or None, "use_backends", (), around.batch_invariant)
         if self._disabled is not None:
             disabled = tuple((name, "use_backends.disable") for name in self._disabled)
-            switch = around._replace(disabled=around.disabled + disabled)
-        _block.set(_Block(switch, _block.get()))
+            setting = around._replace(disabled=around.disabled + disabled)
+        _block.set(_Block(setting, _block.get()))
         return self
 
     def __exit__(
@@ -211,13 +211,13 @@ def policy(
     if deterministic is None and torch._C._get_deterministic_algorithms():
         deterministic = True
     block = _block.get()
-    switch, values = _process if block is None else block.switch, environment()
+    setting, values = _process if block is None else block.setting, environment()
     if backend is None and deterministic is batch_invariant is None and not values and not switches:  # as in most calls
-        return _plain_policy(switch)
+        return _plain_policy(setting)
     _check_flag("deterministic", deterministic)
     _check_flag("batch_invariant", batch_invariant)
-    settings = backend, deterministic, batch_invariant
-    key = (*settings, switch, values, switches)
+    arguments = backend, deterministic, batch_invariant
+    key = (*arguments, setting, values, switches)
     try:
         found = _policies.get(key)
     except TypeError:  # such as a list; the check below names the argument
@@ -225,11 +225,11 @@ def policy(
     if found is None:
         if len(_policies) >= _MAX_POLICIES:
             _policies.clear()
-        found = _policies[key] = _read_policy(*settings, switch, switches)
+        found = _policies[key] = _read_policy(*arguments, setting, switches)
     return found
 
 
-_NO_SETTINGS = (None, None, None)
+_NO_ARGUMENTS = (None, None, None)
 
 
 def _check_flag(argument: str, value: object) -> None:
@@ -237,31 +237,31 @@ def _check_flag(argument: str, value: object) -> None:
         raise InputError(argument, "be True, False or None", repr(value))
 
 
-def _plain_policy(switch: _Switch) -> Policy:
+def _plain_policy(setting: _Setting) -> Policy:
     """The policy of a call that requests nothing, in an environment without variables of ours."""
     global _last_plain
     last = _last_plain
-    if last is None or last[0] is not switch:
-        last = _last_plain = switch, _read_policy(*_NO_SETTINGS, switch)
+    if last is None or last[0] is not setting:
+        last = _last_plain = setting, _read_policy(*_NO_ARGUMENTS, setting)
     return last[1]
 
 
 _policies: dict[object, Policy] = {}
-_last_plain: tuple[_Switch, Policy] | None = None
+_last_plain: tuple[_Setting, Policy] | None = None
 _MAX_POLICIES = 256
 
 
 def _read_policy(
-    backend: str | None, deterministic: bool | None, batch_invariant: bool | None, switch: _Switch, switches: str = ""
+    backend: str | None, deterministic: bool | None, batch_invariant: bool | None, setting: _Setting, switches: str = ""
 ) -> Policy:
     if backend is not None:
         _check_names((backend,))
-    disabled = list(switch.disabled)
+    disabled = list(setting.disabled)
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
         if not _flag(f"NVTE_{variable}_ATTN", True):
             disabled.append((family, f"NVTE_{variable}_ATTN=0"))
     disabled += _sdp_switches.disabled(switches)
-    allowed, allowed_by = switch.allowed, switch.allowed_by
+    allowed, allowed_by = setting.allowed, setting.allowed_by
     if allowed is None and (text := os.environ.get("UNDIVIDED_BACKENDS", "")).strip():
         allowed, allowed_by = _split_names(text), "UNDIVIDED_BACKENDS"
     if allowed is None and (order := _sdp_switches.order(switches)):
@@ -270,7 +270,7 @@ def _read_policy(
         allows_other = _flag("NVTE_ALLOW_NONDETERMINISTIC_ALGO", True)
         deterministic = _flag("UNDIVIDED_DETERMINISTIC", False) or not allows_other
     if batch_invariant is None:
-        batch_invariant = switch.batch_invariant
+        batch_invariant = setting.batch_invariant
     if batch_invariant is None:
         batch_invariant = _flag("UNDIVIDED_BATCH_INVARIANT", False)
     return Policy(backend, allowed, allowed_by, tuple(disabled), deterministic, batch_invariant, _log_level())

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
-from undivided.arguments.signature import checked_call
+from undivided.arguments.signature import checked_call, unknown_arguments
 from undivided.backends import all_backends, has_name, names_and_families
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.foreign import keyword_hint
 from undivided.request.request import Options, Tensors
 from undivided.run import autograd
 from undivided.verification.report import Report, Row
@@ -121,12 +122,11 @@ def _check_arguments(q: object, unknown: Mapping[str, object]) -> None:
         hint = "undivided.explain takes meta tensors, and runs nothing"
         raise InputError("q", "hold values, because verify computes with them", "a meta tensor", hint)
     if unknown:
-        known = ", ".join(
-            sorted({*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "batch_invariant"})
-        )
-        raise InputError(
-            "verify", f"get only arguments of attention ({known}), backends= or gradients=", sorted(unknown)
-        )
+        known = sorted({*Tensors._fields[3:], *Options._fields, *_OWN_ARGUMENTS})
+        raise unknown_arguments("verify", unknown, known, keyword_hint(unknown, known)).as_also(TypeError)
+
+
+_OWN_ARGUMENTS = ("backend", "deterministic", "batch_invariant", "backends", "gradients")
 
 
 def _select(names: Sequence[str] | None) -> list[Backend]:

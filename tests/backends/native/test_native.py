@@ -62,8 +62,8 @@ def test_every_level_of_this_machine(level: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-# Batch, heads, key/value heads, query and key length: more units than threads, fewer, and one head that is cut for
-# them.
+# Batch, heads, key/value heads, query and key length: more units than threads, fewer, one head that is cut for them,
+# and so many partial results that the threads share their merging.
 SHARED: dict[str, tuple[int, int, int, int, int]] = {
     "prefill": (2, 4, 2, 700, 3000),
     "window": (2, 4, 2, 700, 3000),
@@ -71,6 +71,8 @@ SHARED: dict[str, tuple[int, int, int, int, int]] = {
     "short-heads": (5, 18, 9, 12, 20),
     "decode": (2, 4, 2, 1, 3000),
     "decode-bshd": (2, 4, 2, 1, 3000),
+    "merge": (8, 32, 8, 1, 3000),
+    "merge-bshd": (8, 32, 8, 1, 3000),
 }
 
 
@@ -82,7 +84,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(case: str, dtype: t
     mask = masks.window(100, 7, "bottom_right") if case == "window" else masks.causal("bottom_right")
     q = torch.randn(batch, heads, q_len, 64).to(dtype)
     k, v = (torch.randn(batch, kv_heads, kv_len, 64).to(dtype) for _ in range(2))
-    layout = "bshd" if case == "decode-bshd" else "bhsd"
+    layout = "bshd" if case.endswith("bshd") else "bhsd"
     if layout == "bshd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     before, results = torch.get_num_threads(), []

@@ -16,9 +16,13 @@ pytestmark = pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native 
 BAD_RECORD = 1
 
 
+FIRST_KEYS = ([0, 1, 5], [1, 1, 5], [0, 2, 5], [0, -1, 5], [0, 1, 6])
+"""Of each row; only the first ones are none that a row sees an earlier key than."""
+
+
 def fields(**changed: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """The fields of a problem with 1 sequence, 2 heads on 1, 3 rows, 5 keys, and the tensors that they point to."""
-    q, out = torch.randn(1, 2, 3, 8), torch.empty(1, 2, 3, 8)
+    q, out = torch.randn(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)  # the backward reads out
     k, v = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
     ranges = torch.tensor([[0, 5], [1, 4], [5, 5]], dtype=torch.int32)
     bad_ranges = torch.tensor([[0, 5], [-1, 4], [0, 6]], dtype=torch.int32)
@@ -30,14 +34,11 @@ def fields(**changed: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
         record[name] = tensor.data_ptr()
         record |= {f"{name}_{axis}": tensor.stride(n) for n, axis in enumerate("bhs")}
     scales = torch.ones(1, 1, 5)
-    addresses = {
-        "SCALES": scales.data_ptr(),
-        "RANGES": ranges.data_ptr(),
-        "BAD_RANGES": bad_ranges.data_ptr(),
-        "TABLE": table.data_ptr(),
-    }
-    record |= {name: addresses.get(value, value) for name, value in changed.items()}
-    return record, [q, k, v, out, ranges, bad_ranges, table, scales]
+    named = {"SCALES": scales, "RANGES": ranges, "BAD_RANGES": bad_ranges, "TABLE": table}
+    named["ROWS"] = torch.zeros(1, 2, 3, 32)
+    named |= {f"FIRST_{keys}": torch.tensor(keys, dtype=torch.int32) for keys in FIRST_KEYS}
+    record |= {name: named[value].data_ptr() if value in named else value for name, value in changed.items()}
+    return record, [q, k, v, out, *named.values()]
 
 
 def status(record: dict[str, Any]) -> int:
@@ -48,12 +49,20 @@ def status(record: dict[str, Any]) -> int:
 
 INT8 = {"format": 1, "k_scale": "SCALES", "v_scale": "SCALES", "k_scale_s": 1, "v_scale_s": 1}
 DROPOUT = {"dropout": 100} | dict.fromkeys(("dropout_row", "dropout_sequence", "key_position"), "TABLE")
+FIRST = {"batch_invariant": 1, "ranges": "RANGES", "first_key_b": 3}
+ONE_PAGE = {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1}
+INT4 = INT8 | {"format": 4, "qk_dim": 32, "v_dim": 32} | dict.fromkeys(("k_b", "k_h", "k_s", "v_b", "v_h", "v_s"), 0)
+INT4 |= {"q": "ROWS", "out": "ROWS", "q_h": 96, "q_s": 32, "out_h": 96, "out_s": 32}
+BROADCAST = dict.fromkeys((f"{name}_{axis}" for name in "qkv" for axis in "bhs"), 0)
+OUT_OF_8_COLUMNS = {"out_s": 8, "out_h": 8 << 21, "out_b": 8 << 21}
 
 GOOD: list[dict[str, Any]] = [
     {},
     {"ranges": "RANGES"},
     {"band": 1, "first": -3, "last": 1},
-    {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1},
+    ONE_PAGE,
+    FIRST | {"first_key": "FIRST_[0, 1, 5]"},
+    INT4,
     {"batch": 0, "q": 0},
     {"kv_len": 0, "k": 0, "v": 0, "slopes": "TABLE", "row_position": "TABLE"},
     {"band": 1, "first": 1 << 31, "last": 1 << 31},  # no row sees a key
@@ -61,7 +70,7 @@ GOOD: list[dict[str, Any]] = [
     dict.fromkeys(("q_b", "k_b", "k_h", "v_b", "v_h", "out_b"), (1 << 63) - 1),  # nor those of one sequence or head
     DROPOUT | {"dropout_head": (1 << 32) - 3},
     INT8,
-    INT8 | {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1},
+    INT8 | ONE_PAGE,
     INT8 | {"kv_len": 0, "k": 0, "v": 0, "k_scale": 0, "v_scale": 0},
 ]
 
@@ -110,6 +119,10 @@ BAD: list[dict[str, Any]] = [
     {"dropout": 100},
     DROPOUT | {"dropout_head": -1},
     DROPOUT | {"dropout_head": (1 << 63) - 1},
+    # each beyond one limit only: numbers of queries and outputs, of pairs, and rows of a sequence
+    BROADCAST | OUT_OF_8_COLUMNS | {"batch": 1 << 20, "heads": 1, "q_len": 1 << 19, "qk_dim": 1 << 20},
+    BROADCAST | OUT_OF_8_COLUMNS | {"batch": 1 << 20, "heads": 1, "q_len": 1 << 20, "kv_len": (1 << 31) - 1},
+    BROADCAST | OUT_OF_8_COLUMNS | {"heads": 1 << 21, "q_len": 1 << 21},
     INT8 | {"format": 5},
     INT8 | {"format": -1},
     INT8 | {"format": 0},
@@ -119,6 +132,13 @@ BAD: list[dict[str, Any]] = [
     INT8 | {"v_scale_h": -1},
     INT8 | {"k_scale_b": 1 << 62, "batch": 2},
     INT8 | {"format": 4},  # head sizes that are not whole groups
+    INT4 | {"v_dim": 24},
+    INT4 | {"qk_dim": 24},
+    *(FIRST | {"first_key": f"FIRST_{keys}"} for keys in FIRST_KEYS[1:]),
+    FIRST | {"first_key": "FIRST_[0, 1, 5]"} | ONE_PAGE,  # the second begins within a page
+    FIRST | {"first_key": "FIRST_[0, 1, 5]", "batch_invariant": 0},
+    FIRST | {"first_key": "FIRST_[0, 1, 5]", "ranges": 0},
+    FIRST | {"first_key": "FIRST_[0, 1, 5]", "first_key_b": -1, "batch": 2},
 ]
 
 

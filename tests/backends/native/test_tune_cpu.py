@@ -1,10 +1,15 @@
-"""`scripts/tune-cpu`: its thresholds exist, a variant differs in one of them alone, and it changes no file."""
+"""`scripts/tune-cpu`: its thresholds exist, a variant differs in one of them alone, and it changes no file.
+
+Each value of abi/tuning.h has a source, and the vendor is that of this processor.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +23,11 @@ from undivided.kernels import cpu
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "scripts/tuning"
+SOURCES = ROOT / "src/undivided/kernels/cpu"
+HEADER = SOURCES / "abi/tuning.h"
+DECLARATION = re.compile(r"^ *(?:constexpr )?\w+ ([a-zA-Z]\w* = [^;]*);", re.MULTILINE)
+INSTANCES = re.compile(r"^constexpr Tuning (?:\w+\([^)]*\) \{.*?^\}|k\w+ = [^;]*;)$", re.MULTILINE | re.DOTALL)
+"""Instances of the struct, whose fields have sources."""
 
 pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="needs a checkout")
 needs_library = pytest.mark.skipif(isinstance(cpu.load(), str), reason="needs the native library")
@@ -44,6 +54,83 @@ def sources() -> str:
         if path.is_file() and "__pycache__" not in path.parts:
             found.update(path.read_bytes())
     return found.hexdigest()
+
+
+class Value:
+    """A value of the header: its name, the names of its block's "tune-cpu:" lines, and its "set by:" lines."""
+
+    def __init__(self, name: str, comment: str) -> None:
+        self.name = name
+        self.measured = [one for line in re.findall(r"tune-cpu: (.*)", comment) for one in line.split(", ")]
+        self.reasons = re.findall(r"set by: (.+)", comment)
+
+    @property
+    def own(self) -> list[str]:
+        """What `scripts/tune-cpu` measures of it."""
+        return [one for one in self.measured if one.partition(".")[0] == self.name]
+
+
+def values(header: str) -> list[Value]:
+    """The values that a header declares, each with the comment before it."""
+    header = header[header.index("namespace undivided::tuning") :]
+    header = INSTANCES.sub("", header)
+    found, comment, fresh = [], "", True
+    for line in header.splitlines():
+        text = line.strip()
+        if text.startswith("//"):
+            comment, fresh = (comment if not fresh else "") + text[2:] + "\n", False
+        elif declared := DECLARATION.match(line):
+            names = re.findall(r"(?:^|[,}] ?)(\w+) = ", re.sub(r"\{[^}]*\}", "{}", declared[1]))
+            found += [Value(name, comment) for name in names]
+            fresh = True
+    return found
+
+
+class TestSources:
+    def test_the_header_is_read_as_the_compiler_reads_it(self) -> None:
+        found = {one.name: one for one in values(HEADER.read_text("utf-8"))}
+        assert {"rows_32", "rows_16", "decode_prefetch", "kMinSplitFill", "kAllHeads", "kEvenKeys"} <= set(found)
+        assert len(found) > 60
+        assert found["block_bytes"].own == ["block_bytes"]
+        assert found["kOneHead"].own == ["kOneHead.min_bytes", "kOneHead.max_keys"]
+
+    def test_every_value_is_measured_by_the_tool_or_has_a_reason(self) -> None:
+        without = [one.name for one in values(HEADER.read_text("utf-8")) if not one.own and not one.reasons]
+        assert without == []
+
+    def test_a_value_without_a_source_is_found(self) -> None:
+        header = "namespace undivided::tuning {\n// tune-cpu: kA\nconstexpr int64_t kA = 1, kB = 2;\nint64_t c = 3;\n"
+        assert [(one.name, one.own, one.reasons) for one in values(header)] == [
+            ("kA", ["kA"], []),
+            ("kB", [], []),
+            ("c", [], []),
+        ]
+
+    def test_the_tool_measures_what_the_header_says(self, tool: Any) -> None:
+        measured = [own for one in values(HEADER.read_text("utf-8")) for own in one.own]
+        assert sorted(measured) == sorted(tool.thresholds.BY_NAME)
+
+    def test_a_source_stands_at_its_value(self) -> None:
+        found = values(HEADER.read_text("utf-8"))
+        declared = {one.name for one in found}
+        for one in found:
+            for name in one.measured:
+                assert name.partition(".")[0] in declared, name
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86")
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_the_vendor_is_that_of_the_processor(tmp_path: Path) -> None:
+    system = Path("/proc/cpuinfo")
+    if not system.exists():
+        pytest.skip("needs Linux")
+    program = tmp_path / "vendor"
+    main = 'int main() { printf("%d", undivided::CpuFeatures::read().intel); }'
+    program.with_suffix(".cc").write_text(f'#include <cstdio>\n#include "abi/cpu_features.h"\n{main}\n', "utf-8")
+    flags = ["-std=c++17", "-DUNDIVIDED_X86", f"-I{SOURCES}"]
+    subprocess.run(["c++", *flags, str(program.with_suffix(".cc")), "-o", str(program)], check=True)
+    printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    assert printed == str(int("GenuineIntel" in system.read_text("utf-8")))
 
 
 class TestVariants:
@@ -74,7 +161,7 @@ class TestVariants:
         builder = tool.variants.Builder("generic")
         with pytest.raises(tool.variants.BuildError, match="kNoSuchThreshold"):
             builder.values(["kNoSuchThreshold"])
-        assert builder.values(["kOneHead.max_keys", "kBlockKeys"]).keys() == {"kOneHead.max_keys", "kBlockKeys"}
+        assert builder.values(["kOneHead.max_keys", "block_keys"]).keys() == {"kOneHead.max_keys", "block_keys"}
 
 
 class TestMeasurement:
@@ -93,7 +180,7 @@ class TestMeasurement:
         loaded = cpu.load
         library = cpu.load()
         assert isinstance(library, cpu.Library)
-        problem = next(one for one in tool.thresholds.BY_NAME["kMaxSmallForward32"].problems if "-12-" in one.name)
+        problem = next(one for one in tool.thresholds.BY_NAME["max_small_forward_32"].problems if "-12-" in one.name)
         row = tool.measure.measure(problem, {1: library, 2: levels._library(library.level)}, 1, 0.05)
         assert row.ratios.keys() == {2}
         assert row.wrong == ()
@@ -112,7 +199,7 @@ class TestMeasurement:
             right(cpu.RECORD.pack(*values))
 
         monkeypatch.setattr(broken, "forward", twice_the_scale)
-        problem = tool.thresholds.BY_NAME["kMaxSmallForward32"].problems[0]
+        problem = tool.thresholds.BY_NAME["max_small_forward_32"].problems[0]
         row = tool.measure.measure(problem, {1: library, 2: broken}, 1, 0.05)
         assert (row.ratios, row.wrong) == ({}, (2,))
 
@@ -146,13 +233,13 @@ class TestCommand:
     def test_the_list_has_each_threshold_with_its_value(self) -> None:
         done = self.run("--list")
         assert done.returncode == 0, done.stderr
-        assert "kBlockKeys = 128: keys of a key block; tries 128, 192, 256, 384" in done.stdout
-        assert "kMaxRowMajorKeys" not in done.stdout, "it decides nothing at this level"
+        assert "block_keys = 128: keys of a key block; tries 128, 192, 256, 384" in done.stdout
+        assert "max_row_major_keys" not in done.stdout, "it decides nothing at this level"
 
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (("kNone",), "NAME must be one of kVectorRows, "),
+            (("kNone",), "NAME must be one of rows_32, "),
             (("--values", "1,2"), "--values must be given for one threshold"),
             (("--level", "avx9"), "UNDIVIDED_ISA must be one of "),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from undivided.cache._ledger.plan import Plan
 from undivided.cache._ledger.prefixes import PrefixIndex
@@ -11,6 +12,18 @@ from undivided.errors import InputError
 
 EVICTED = -1
 """The entry of an evicted page in the list of a sequence's pages."""
+
+
+class PageNeed(NamedTuple):
+    """The places in the list of a sequence's pages, from first to stop, that need a page.
+
+    copies_first: the page at the first place is a copy of the page there, which another sequence shares.
+    """
+
+    sequence: int
+    first: int
+    stop: int
+    copies_first: bool
 
 
 class Pages:
@@ -45,9 +58,9 @@ class Pages:
         self._reclaim(needs)
         following = [reversed(pages) for pages in self.unused]
         copies, tables, fresh = [], {}, []
-        for n, first, stop, copy in needs:
+        for n, first, stop, copies_first in needs:
             pages = [next(following[place % self.ranks]) for place in range(first, stop)]
-            if copy:
+            if copies_first:
                 copies.append((self.tables[n][first], pages[0]))
             tables[n] = self.tables[n][:first] + pages
             fresh += pages
@@ -62,11 +75,11 @@ class Pages:
             counts[page % self.ranks] += 1
         return tuple(counts)
 
-    def _reclaim(self, needs: Sequence[tuple[int, int, int, bool]]) -> None:
+    def _reclaim(self, needs: Sequence[PageNeed]) -> None:
         """Free pages of the index until these needs are met; InputError if that is impossible, and nothing changes."""
         needed = [0] * self.ranks
-        for _, first, stop, _ in needs:
-            for place in range(first, stop):
+        for need in needs:
+            for place in range(need.first, need.stop):
                 needed[place % self.ranks] += 1
         missing = [count - len(pages) for count, pages in zip(needed, self.unused, strict=True)]
         if max(missing) <= 0:
@@ -99,24 +112,23 @@ class Pages:
         self.changes += 1
         return count
 
-    def _needs(self, lengths: Counts, counts: Counts) -> list[tuple[int, int, int, bool]]:
-        """(sequence, first and stop of the places in its list that need a page, whether the first is a copy) for each
-        sequence that needs pages."""
-        needs: list[tuple[int, int, int, bool]] = []
+    def _needs(self, lengths: Counts, counts: Counts) -> list[PageNeed]:
+        """The needs of the sequences that get so many new tokens, and have these lengths then."""
+        needs: list[PageNeed] = []
         leaving: dict[int, int] = {}  # number of sequences that copy a shared page; the last one may keep it
         for n, count in enumerate(counts):
             if not count:
                 continue
             pages = self.tables[n]
-            copy = False
+            copies_first = False
             if self.lengths[n] % self.page_size:  # the last page is written to
                 last = pages[-1]
-                copy = self.references[last] - leaving.get(last, 0) > 1
-                if copy:
+                copies_first = self.references[last] - leaving.get(last, 0) > 1
+                if copies_first:
                     leaving[last] = leaving.get(last, 0) + 1
-            first, stop = len(pages) - copy, -(-lengths[n] // self.page_size)
+            first, stop = len(pages) - copies_first, -(-lengths[n] // self.page_size)
             if first < stop:
-                needs.append((n, first, stop, copy))
+                needs.append(PageNeed(n, first, stop, copies_first))
         return needs
 
     def commit(self, plan: Plan) -> None:
@@ -147,14 +159,14 @@ class Pages:
         rows: list[int] = []
         size, end = self.page_size, plan.lengths[sequence]
         pages = plan.tables.get(sequence) or self.tables[sequence]
-        at = end - count
+        token = end - count
         if count == 1:  # decoding
-            return [pages[at // size] * size + at % size]
-        while at < end:  # one page per pass
-            stop = min(end, (at // size + 1) * size)
-            first = pages[at // size] * size + at % size
-            rows.extend(range(first, first + stop - at))
-            at = stop
+            return [pages[token // size] * size + token % size]
+        while token < end:  # one page per pass
+            stop = min(end, (token // size + 1) * size)
+            first = pages[token // size] * size + token % size
+            rows.extend(range(first, first + stop - token))
+            token = stop
         return rows
 
     def evict(self, sequence: int, places: Sequence[int]) -> int:

@@ -52,12 +52,12 @@ class PrefixIndex:
         """
         added: list[int] = []
         parent: Node | None = None
-        for of_page, page in zip(self._page_tokens(tokens), pages, strict=False):
+        for page_tokens, page in zip(self._page_tokens(tokens), pages, strict=False):
             if page < 0:
                 break
-            node = self._nodes.get((parent, of_page))
+            node = self._nodes.get((parent, page_tokens))
             if node is None:
-                node = self._nodes[parent, of_page] = Node(parent, of_page, page)
+                node = self._nodes[parent, page_tokens] = Node(parent, page_tokens, page)
                 if parent is not None:
                     parent.children += 1
                 added.append(page)
@@ -69,8 +69,8 @@ class PrefixIndex:
         """The pages of the longest indexed prefix."""
         pages: list[int] = []
         parent: Node | None = None
-        for of_page in self._page_tokens(tokens):
-            node = self._nodes.get((parent, of_page))
+        for page_tokens in self._page_tokens(tokens):
+            node = self._nodes.get((parent, page_tokens))
             if node is None:
                 break
             pages.append(node.page)

@@ -25,6 +25,7 @@ from undivided.cli._paths import file_to_write, folder_to_write, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
 from undivided.cli.commands.report import read_report
 from undivided.errors import InputError
+from undivided.masks._drawing import require_matplotlib
 from undivided.report import compare as comparison
 from undivided.report import plots
 from undivided.selection.measured import read
@@ -119,7 +120,7 @@ def bench(
         typer.echo(_as_markdown(as_markdown), nl=False)
         return
     if plot is not None:
-        plots.require_matplotlib("--plot")
+        require_matplotlib("--plot")
         folder_to_write("--plot", plot)
     old = None if compare is None else read_report("--compare", compare)
     if source is not None:

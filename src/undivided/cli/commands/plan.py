@@ -87,10 +87,7 @@ def plan(
                 as_json,
             )
         )
-    unused = {f"--{name}": value for name, value in vars(cluster).items()} | model.given()
-    for flag, value in unused.items():
-        if value is not None:
-            raise InputError(flag, "be given together with --nodes or --gpus", repr(value))
+    _refuse_cluster_options(cluster, model)
     if seq_len is None:
         raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint="undivided plan --nodes 2 --gpus 8")
     result = make_plan(
@@ -111,7 +108,19 @@ def plan(
     )
     if as_json:
         print_json(_facts(result, by_rank))
-        return
+    else:
+        _show(result, f"{tflops:g} TFLOP/s and {gigabytes:g} GB/s per rank (--tflops, --gigabytes)", by_rank)
+
+
+def _refuse_cluster_options(cluster: ClusterFlags, model: ModelFlags) -> None:
+    """InputError if an option is given that only a plan for a cluster uses."""
+    for flag, value in ({f"--{name}": value for name, value in vars(cluster).items()} | model.given()).items():
+        if value is not None:
+            raise InputError(flag, "be given together with --nodes or --gpus", repr(value))
+
+
+def _show(result: Plan, speeds: str, by_rank: bool) -> None:
+    """Print the table of options and the recommendation. speeds: of the estimated times, for the legend."""
     screen = console()
     screen.print(Text(result.title, "bold"))
     made = table(*COLUMNS)
@@ -120,7 +129,7 @@ def plan(
     print_table(screen, made, indent=0)  # its columns fill 80 characters
     note = (
         f"{LEGEND} memory: peak of one layer's attention, both passes, without scratch memory of kernels. time: an "
-        f"estimate for both passes, at {tflops:g} TFLOP/s and {gigabytes:g} GB/s per rank (--tflops, --gigabytes)."
+        f"estimate for both passes, at {speeds}."
     )
     screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
     screen.print(Padding(Text(f"Recommended: {result.reason}"), (0, 2), expand=False))

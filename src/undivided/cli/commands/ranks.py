@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,6 +70,7 @@ def ranks(
     the package.
     """
     path = into or _measured.users_path()
+    path_name = "--into" if into else "UNDIVIDED_RANKS"
     if not measure:
         for flag, value in (("--seconds", seconds), ("--level", level), ("--report", report)):
             if value is not None:
@@ -78,39 +79,39 @@ def ranks(
         raise InputError("--resume", "be given together with --report", "no report")
     if measure:
         refuse_together("--measure", {"REPORT": reports})
-        new = measure_levels(
-            path, "--into" if into else "UNDIVIDED_RANKS", seconds, level or [], filter, report, resume
-        )
-        if as_json:
-            print_json([row for kind in sorted(new.table) for row in _rows(kind, new.table[kind])])
-        else:
-            _show(dict(sorted(new.table.items())))
+        new = measure_levels(path, path_name, seconds, level or [], filter, report, resume)
+        _print(dict(sorted(new.table.items())), as_json)
         raise typer.Exit(new.exit_code)
     if reports:
         refuse_together("REPORT", {"--filter": filter, "--json": as_json})
-        file_to_write("--into", path)
-    for one in reports or ():
-        try:
-            read = read_json(one)
-        except (OSError, ValueError) as error:
-            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{one} ({error})") from None
-        complain(f"{path}: {add(read, one.name, path)}")
-    if reports:
+        _add(reports, path)
         return
     if into is not None or "UNDIVIDED_RANKS" in os.environ:
-        _existing("UNDIVIDED_RANKS" if into is None else "--into", path)
-    found = _measured.in_force() if into is None else _measured.read(into)
-    shown = {kind: places for kind, places in sorted(found.items()) if filter in kind}
-    if found and not shown:
-        heads = sorted({kind.split("/")[0] for kind in found})
-        raise InputError("--filter", f"be contained in a kind; kinds start with {', '.join(heads)}", repr(filter))
-    if as_json:
-        print_json([row for kind in shown for row in _rows(kind, shown[kind])])
-    else:
-        _show(shown)
+        _check_exists(path_name, path)
+    _print(_filtered(_measured.in_force() if into is None else _measured.read(into), filter), as_json)
 
 
-def _existing(name: str, path: Path) -> None:
+def _add(reports: Sequence[Path], path: Path) -> None:
+    """Add the rates of reports to a table."""
+    file_to_write("--into", path)
+    for report in reports:
+        try:
+            content = read_json(report)
+        except (OSError, ValueError) as error:
+            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{report} ({error})") from None
+        complain(f"{path}: {add(content, report.name, path)}")
+
+
+def _filtered(table: Table, text: str) -> Table:
+    """The kinds that contain a text, in order; InputError if there is none."""
+    shown = {kind: places for kind, places in sorted(table.items()) if text in kind}
+    if table and not shown:
+        heads = sorted({kind.split("/")[0] for kind in table})
+        raise InputError("--filter", f"be contained in a kind; kinds start with {', '.join(heads)}", repr(text))
+    return shown
+
+
+def _check_exists(name: str, path: Path) -> None:
     if not path.exists():
         raise InputError(
             name,
@@ -118,6 +119,13 @@ def _existing(name: str, path: Path) -> None:
             str(path),
             hint=f"undivided bench --json REPORT, then undivided ranks REPORT --into {path}",
         )
+
+
+def _print(shown: Table, as_json: bool) -> None:
+    if as_json:
+        print_json([row for kind, places in shown.items() for row in _rows(kind, places)])
+    else:
+        _show(shown)
 
 
 def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, Any]]:

@@ -31,8 +31,8 @@ def report(
 
     The file refers to nothing outside of it. A quick benchmark takes about a minute. Exit code 1 if a backend is wrong.
     """
+    from undivided.masks._drawing import require_matplotlib
     from undivided.report.page import render, require_jinja2
-    from undivided.report.plots import require_matplotlib
     from undivided.report.values import PROBLEMS, quick_benchmark, quick_plan, verifications
 
     require_jinja2("report")

@@ -88,10 +88,7 @@ def attention(
     """
     cache = others.get("cache")
     if has_latents(module):
-        if query.shape[2] and pays_off(module, query.shape[2]) and not is_paged_cache(cache):
-            query = absorb_queries(module, query)
-        else:
-            key, value = expand(module, cast(Tensor, key))
+        query, key, value = _latent_states(module, query, key, value, is_paged_cache(cache))
     if is_paged_cache(cache):
         arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
@@ -99,10 +96,7 @@ def attention(
         states = cast(Tensor, key), cast(Tensor, value)
         out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
         return out, None
-    for name in REFUSED:
-        if others.get(name) is not None:
-            hint = "attn_implementation='eager' computes this layer"
-            raise InputError(name, "be None", type(others[name]).__name__, hint=hint)
+    _check_refused(others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:
@@ -131,16 +125,37 @@ def attention(
         if needs_weights and "dropout_seed" not in options:  # output and weights must drop the same entries
             options["dropout_seed"] = draw_seed(query.device)
     q = query.transpose(1, 2)
-    if isinstance(key, CachedStates) and isinstance(value, CachedStates):
-        k, v = key.quantized, value.quantized
-        options |= {"k_scale": key.scale, "v_scale": value.scale}
-    else:
-        k, v = key.transpose(1, 2), value.transpose(1, 2)
-    out, share = _with_token_sinks(q, k, v, sinks, options)
+    k, v, scales = _keys_and_values(key, value)
+    out, share = _with_token_sinks(q, k, v, sinks, options | scales)
     weights = _weights(q, key, options) if needs_weights else None
     if has_latents(module) and key.shape[1] == 1 < query.shape[1]:
         out = expand_output(module, out)
     return out, weights if weights is None or share is None else weights * share
+
+
+def _check_refused(others: dict[str, Any]) -> None:
+    for name in REFUSED:
+        if others.get(name) is not None:
+            hint = "attn_implementation='eager' computes this layer"
+            raise InputError(name, "be None", type(others[name]).__name__, hint=hint)
+
+
+def _latent_states(
+    module: nn.Module, query: Tensor, key: Tensor | CachedStates, value: Tensor | CachedStates, is_paged: bool
+) -> tuple[Tensor, Tensor | CachedStates, Tensor | CachedStates]:
+    """(query, key, value) of a layer that caches latents: queries in the space of the latents, or expanded keys."""
+    if query.shape[2] and pays_off(module, query.shape[2]) and not is_paged:
+        return absorb_queries(module, query), key, value
+    return query, *expand(module, cast(Tensor, key))
+
+
+def _keys_and_values(
+    key: Tensor | CachedStates, value: Tensor | CachedStates
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(k, v) as [B, Sk, N, D], and the scales of quantised ones as options of `undivided.attention`."""
+    if isinstance(key, CachedStates) and isinstance(value, CachedStates):
+        return key.quantized, value.quantized, {"k_scale": key.scale, "v_scale": value.scale}
+    return key.transpose(1, 2), value.transpose(1, 2), {}
 
 
 def _mask_and_bias(
@@ -244,7 +259,6 @@ def _collects_weights() -> bool:
 def _weights(q: Tensor, key: Tensor | CachedStates, options: dict[str, Any]) -> Tensor:
     """The attention weights ``[B, H, Sq, Sk]``: the attention over an identity matrix as values."""
     k: Tensor = key.transpose(1, 2)
-    options = {name: value for name, value in options.items() if name not in ("k_scale", "v_scale")}
     batch, kv_len, kv_heads, _ = k.shape
     q, k, _ = autocast(q, k, k)
     identity = torch.eye(kv_len, dtype=q.dtype, device=q.device)[None, :, None, :]

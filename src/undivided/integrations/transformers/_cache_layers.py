@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from undivided.cache._storage import Heads, Storage, checked_tokens
+from undivided.cache._checks import checked_tokens
+from undivided.cache._storage import Heads, Storage
 from undivided.errors import InputError
 from undivided.integrations.transformers._cached_states import CachedStates
 

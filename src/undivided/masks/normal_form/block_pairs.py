@@ -57,21 +57,20 @@ class BlockPairs:
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
         """Allowed pairs, bool ``[b|1, h, r, k]``."""
-        position = narrow(self.geometry.q_position, 0, batch)[:, rows]
+        position = narrow(self.geometry.q_position, 0, batch)[:, rows]  # [b, r]
         block = (position // (self.q_block or max(self.geometry.q_len, 1))).clamp(0, self.table.shape[2] - 1)
         sequence = narrow(self.geometry.q_sequence, 0, batch)[:, rows]
         if len(self.table) == 1 and self.geometry.q_slot_ends is None:
             sequence = sequence[:1]
         sequence = sequence.clamp(0, len(self.table) - 1)
-        chosen = self.table[sequence, :, block]  # [b, r, T, n]
-        group = self.heads // self.table.shape[1]
+        group = self.heads // self.table.shape[1]  # heads per row of the table
         first, last = heads.start // group, (max(heads.stop, 1) - 1) // group
-        chosen = chosen[:, :, first : last + 1].transpose(1, 2)
-        allowed = torch.zeros(*chosen.shape[:3], self.limit + 1, dtype=torch.bool, device=chosen.device)
-        allowed.scatter_(3, chosen, True)[..., self.limit] = False
-        key = narrow(self.geometry.kv_position, 0, batch)[:, keys] // self.kv_block
-        key = key.clamp(0, self.limit)[:, None, None].expand(-1, *allowed.shape[1:3], -1)
-        size = max(len(key), len(allowed))
-        found = allowed.expand(size, -1, -1, -1).gather(3, key.expand(size, -1, -1, -1))
-        head = torch.arange(heads.start, heads.stop, device=found.device) // group - first
-        return found[:, head]
+        blocks = self.table[sequence, :, block][:, :, first : last + 1].transpose(1, 2)  # [b, t, r, n]
+        is_chosen = torch.zeros(*blocks.shape[:3], self.limit + 1, dtype=torch.bool, device=blocks.device)
+        is_chosen.scatter_(3, blocks, True)[..., self.limit] = False  # [b, t, r, key blocks + 1]
+        key_block = narrow(self.geometry.kv_position, 0, batch)[:, keys] // self.kv_block  # [b, k]
+        key_block = key_block.clamp(0, self.limit)[:, None, None].expand(-1, *is_chosen.shape[1:3], -1)
+        size = max(len(key_block), len(is_chosen))
+        allowed = is_chosen.expand(size, -1, -1, -1).gather(3, key_block.expand(size, -1, -1, -1))  # [b, t, r, k]
+        head = torch.arange(heads.start, heads.stop, device=allowed.device) // group - first
+        return allowed[:, head]

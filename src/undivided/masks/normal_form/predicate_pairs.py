@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from undivided.arguments.shapes import broadcasts
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._predicate import PredicateFunction
@@ -75,10 +76,10 @@ class PredicatePairs:
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
             raise InputError("fn", "return a bool tensor", got, "predicates are fn(b, h, q_idx, kv_idx) -> bool")
-        shape = (1,) * (4 - allowed.dim()) + tuple(allowed.shape)
-        if len(shape) != 4 or any(have not in (1, size) for have, size in zip(shape, sizes, strict=True)):
-            raise InputError("fn", f"return a tensor broadcastable to {list(sizes)}", list(allowed.shape))
-        return allowed.reshape(shape)
+        if not broadcasts(allowed.shape, sizes):
+            hint = "compute with the indices alone, and look up tensors by them: table[b, q_idx] == table[b, kv_idx]"
+            raise InputError("fn", f"return a tensor broadcastable to {list(sizes)}", list(allowed.shape), hint)
+        return allowed[(None,) * (4 - allowed.dim())]
 
 
 def _evaluated_indices(real: Tensor | None) -> Tensor | None:

@@ -48,14 +48,15 @@ class TreePairs:
         nodes = max(int(position.max()) + 1 if readable(position) and rows else rows, 1)
         shape = (max(len(parents), len(position)), rows)
         parents, position = parents.expand(shape), position.expand(shape)
-        first_row = torch.arange(rows, device=geometry.device) - position  # of the row's sequence
-        at = torch.where(position >= 0, position, nodes)  # each row's ancestor; `nodes`, one past them, after the root
+        first_row = torch.arange(rows, device=geometry.device) - position  # of each row's sequence
+        root = nodes  # one past the nodes: the parent of every root
+        node = torch.where(position >= 0, position, root)  # of each row: itself, then its parent, and so on
         ancestors = torch.zeros((*shape, nodes + 1), dtype=torch.bool, device=geometry.device)
         for _ in range(nodes):
-            ancestors.scatter_(2, at[..., None], True)
-            parent = parents.gather(1, (first_row + at).clamp(0, rows - 1)) if rows else at
-            at = torch.where((at == nodes) | (parent < 0), nodes, parent)
-            if readable(at) and bool((at == nodes).all()):
+            ancestors.scatter_(2, node[..., None], True)
+            parent = parents.gather(1, (first_row + node).clamp(0, rows - 1)) if rows else node
+            node = torch.where((node == root) | (parent < 0), root, parent)
+            if readable(node) and bool((node == root).all()):
                 break
         first = geometry.anchor - geometry.q_position + geometry.per_row(geometry.kv_start)
         return TreePairs(ancestors[..., :nodes], first)

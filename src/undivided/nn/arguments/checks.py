@@ -9,16 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.refused import shorten
+from undivided.request.checks import heads_hint
 
 
 def checked_choice(argument: str, value: object, choices: tuple[str, ...]) -> str:
     """The value; InputError unless it is one of the choices."""
     if isinstance(value, str) and value in choices:
         return value
-    raise InputError(argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
+    hint = did_you_mean(value, choices) if isinstance(value, str) else None
+    raise InputError(argument, f"be one of {', '.join(map(repr, choices))}", repr(value), hint)
 
 
 def checked_integer(argument: str, value: object, at_least: int) -> int:
@@ -54,7 +56,8 @@ def checked_heads(num_attention_heads: object, num_gqa_groups: object) -> tuple[
         return heads, heads
     groups = checked_integer("num_gqa_groups", num_gqa_groups, 1)
     if heads % groups:
-        raise InputError("num_gqa_groups", f"divide num_attention_heads ({heads})", groups)
+        must = f"divide num_attention_heads ({heads})"
+        raise InputError("num_gqa_groups", must, groups, heads_hint(heads, groups) if groups < heads else None)
     return heads, groups
 
 

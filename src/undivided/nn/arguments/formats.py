@@ -63,11 +63,11 @@ class Inputs(NamedTuple):
         """Number of keys, cached ones included."""
         return layout.sizes(self.k.shape, self.format)[1] if self.cached is None else self.cached
 
-    def fits_other_format(self, batch: int) -> str:
-        """A hint if the other dense format would give `batch` sequences; otherwise ""."""
+    def other_format_hint(self, batch: int) -> str | None:
+        """A hint if the other dense format would give `batch` sequences; otherwise None."""
         other = _OTHER.get(self.format)
         if other is None or batch == self.batch or layout.sizes(self.q.shape, other)[0] != batch:
-            return ""
+            return None
         return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
 
 
@@ -242,4 +242,5 @@ def _check_dtypes_and_devices(inputs: Inputs) -> None:
                 hint=f"{name}.to(query_layer.dtype), or autocast",
             )
         if tensor.device != q.device:
-            raise InputError(name, f"be on query_layer's device ({q.device})", tensor.device)
+            hint = f"{name}.to(query_layer.device)"
+            raise InputError(name, f"be on query_layer's device ({q.device})", tensor.device, hint)

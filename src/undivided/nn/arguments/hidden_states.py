@@ -82,7 +82,7 @@ def check(name: str, x: object, hidden_size: int, format: Layout, argument: str,
     if x.shape[-1] != hidden_size:
         raise InputError(name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}")
     if not x.is_floating_point():
-        raise InputError(name, "be a floating-point tensor", x.dtype)
+        raise InputError(name, "be a floating-point tensor", x.dtype, f"{name}.to({like.dtype})")
     mesh = getattr(like, "device_mesh", None)  # FSDP keeps shards elsewhere while they are not used
     if x.device != like.device and (mesh is None or x.device.type != mesh.device_type):
         hint = f"{name}.to({str(like.device)!r}), or the layer.to({str(x.device)!r})"

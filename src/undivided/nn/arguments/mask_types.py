@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from undivided import masks
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
 from undivided.nn.arguments.checks import checked_integer
 
@@ -54,7 +54,8 @@ def checked_mask_type(value: object) -> MaskType:
     """The mask type with this name."""
     kind = MASK_TYPES.get(_ALIASES.get(value, value)) if isinstance(value, str) else None
     if kind is None:
-        raise InputError("attn_mask_type", f"be one of {', '.join(map(repr, MASK_TYPES))}", repr(value))
+        hint = did_you_mean(value, MASK_TYPES) if isinstance(value, str) else None
+        raise InputError("attn_mask_type", f"be one of {', '.join(map(repr, MASK_TYPES))}", repr(value), hint)
     return kind
 
 

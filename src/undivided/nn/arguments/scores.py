@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_choice
 from undivided.nn.arguments.formats import Inputs
@@ -63,16 +64,11 @@ def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
     if not bias.is_floating_point():
         hint = "pass a boolean mask as attention_mask (True = masked out)" if bias.dtype == torch.bool else None
         raise InputError("core_attention_bias", "be a floating-point tensor", bias.dtype, hint=hint)
-    if bias.dim() != 4 or any(have not in (1, size) for have, size in zip(bias.shape, sizes, strict=True)):
-        hint = (
-            inputs.fits_other_format(bias.shape[0]) if bias.dim() == 4 else "bias[None] has four axes if bias has three"
-        )
-        raise InputError(
-            "core_attention_bias",
-            f"be broadcastable to [b, h, sq, skv] = {list(sizes)}",
-            list(bias.shape),
-            hint=hint or None,
-        )
+    if bias.dim() != 4 or not broadcasts(bias.shape, sizes):
+        hint = inputs.other_format_hint(bias.shape[0]) if bias.dim() == 4 else "bias[None], if bias is [h, sq, skv]"
+        hint = hint or broadcast_hint(bias.shape, sizes, "core_attention_bias{}")
+        must = f"be broadcastable to [b, h, sq, skv] = {list(sizes)}"
+        raise InputError("core_attention_bias", must, list(bias.shape), hint)
     return bias
 
 
@@ -81,5 +77,6 @@ def _slopes(slopes: object, inputs: Inputs) -> Tensor:
         return usual_slopes(inputs.q.shape[-2], inputs.q.device)
     if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
         got = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
-        raise InputError("alibi_slopes", "be a float32 tensor [h] or [b, h]", got)
+        hint = "alibi_slopes.float()" if isinstance(slopes, Tensor) else None
+        raise InputError("alibi_slopes", "be a float32 tensor [h] or [b, h]", got, hint)
     return slopes

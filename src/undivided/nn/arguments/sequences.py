@@ -13,6 +13,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -232,7 +233,7 @@ def _lengths_mask(arguments: SequenceArguments, inputs: Inputs, attention_type: 
     for name, offsets in arguments.offsets.items():
         if offsets.shape[0] != inputs.batch + 1:
             count = offsets.shape[0] - 1
-            hint = inputs.fits_other_format(count) or (
+            hint = inputs.other_format_hint(count) or (
                 "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
                 if inputs.batch == 1
                 else None
@@ -285,7 +286,7 @@ def _real_tokens(name: str, mask: object, inputs: Inputs, length: int) -> Tensor
     """Real tokens from a padding mask [b, 1, 1, length], bool [b, length]."""
     mask = _boolean(name, mask)
     if tuple(mask.shape) != (inputs.batch, 1, 1, length):
-        hint = inputs.fits_other_format(mask.shape[0]) or None
+        hint = inputs.other_format_hint(mask.shape[0])
         if mask.dim() == 2 and tuple(mask.shape) == (inputs.batch, length):
             hint = f"{name}[:, None, None, :]"
         elif mask.dim() == 4 and mask.shape[2] == inputs.q_len > 1:
@@ -332,20 +333,19 @@ def _has_holes(real: Tensor, length: Tensor) -> bool:
 def arbitrary_mask(attention_mask: object, inputs: Inputs) -> Mask:
     """The mask of an attention_mask that holds pairs."""
     if attention_mask is None:
-        hint = "bool, True = masked out, broadcastable to [b, h, sq, skv]"
-        raise InputError("attention_mask", "be given with attn_mask_type='arbitrary'", None, hint=hint)
+        must = "be given with attn_mask_type='arbitrary'"
+        raise InputError("attention_mask", must, None, "bool, True = masked out, broadcastable to [b, h, sq, skv]")
     if isinstance(attention_mask, tuple | list):
-        hint = "for a pair of padding masks, attn_mask_type='padding'"
-        raise InputError("attention_mask", "be one tensor with attn_mask_type='arbitrary'", "a pair", hint=hint)
+        must = "be one tensor with attn_mask_type='arbitrary'"
+        raise InputError("attention_mask", must, "a pair", "for a pair of padding masks, attn_mask_type='padding'")
     tensor = _boolean("attention_mask", attention_mask)
     sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
-    if tensor.dim() not in (2, 4) or any(
-        have not in (1, size) for have, size in zip(tensor.shape[::-1], sizes[::-1], strict=False)
-    ):
-        hint = "attention_mask[:, None] for [b, sq, skv]" if tensor.dim() == 3 else ""
+    if tensor.dim() not in (2, 4) or not broadcasts(tensor.shape, sizes):
+        hint = "attention_mask[:, None] for [b, sq, skv]" if tensor.dim() == 3 else None
+        hint = hint or inputs.other_format_hint(tensor.shape[0])
+        hint = hint or broadcast_hint(tensor.shape, sizes, "attention_mask{}")
         must = f"be broadcastable to [b, h, sq, skv] = {list(sizes)}"
-        hint = hint or inputs.fits_other_format(tensor.shape[0])
-        raise InputError("attention_mask", must, list(tensor.shape), hint=hint or None)
+        raise InputError("attention_mask", must, list(tensor.shape), hint=hint)
     return masks.dense(~tensor)
 
 

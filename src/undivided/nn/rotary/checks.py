@@ -96,11 +96,12 @@ def _check_start(start: Tensor | None, freqs: Tensor, sequences: int) -> None:
         return
     if not isinstance(start, Tensor) or start.dtype not in (torch.int32, torch.int64):
         got = start.dtype if isinstance(start, Tensor) else type(start).__name__
-        raise InputError("start_positions", "be an int32 or int64 tensor", got)
+        hint = "start_positions.int()" if isinstance(start, Tensor) else "torch.tensor(start_positions)"
+        raise InputError("start_positions", "be an int32 or int64 tensor", got, hint)
     check_tensor("start_positions", start)
     if start.device.type not in (freqs.device.type, "cpu"):
         must = f"be on the device of freqs ({freqs.device}) or the CPU"
-        raise InputError("start_positions", must, start.device)
+        raise InputError("start_positions", must, start.device, "start_positions.to(freqs.device)")
     if tuple(start.shape) != (sequences,):
         raise InputError("start_positions", f"have one position for each of {sequences} sequences", list(start.shape))
     if freqs.shape[1] != 1:

@@ -14,10 +14,13 @@ struct CpuFeatures {
   uint32_t eax7_1 = 0;                              // leaf 7, subleaf 1
   uint32_t ecx_extended = 0;                        // leaf 0x80000001
   uint32_t xcr0 = 0;                                // the registers that the operating system saves
+  bool intel = false;                               // the vendor
 
   static CpuFeatures read() {
     CpuFeatures f;
     uint32_t a, b, c, d;
+    if (__get_cpuid(0, &a, &b, &c, &d))
+      f.intel = b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e;  // GenuineIntel
     if (__get_cpuid(1, &a, &b, &c, &d)) f.ecx1 = c;
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.ebx7 = b, f.ecx7 = c, f.edx7 = d;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) f.eax7_1 = a;

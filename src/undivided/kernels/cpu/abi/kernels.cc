@@ -202,8 +202,8 @@ void pairwise(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) 
 
 int64_t block_rows(const Attention& a, int64_t short_keys) {
   if (short_keys > 0 && !short_on_vectors(a)) return kShortBlockRows;
-  const int64_t rows = a.dtype != kFloat32 ? kRows16 : short_keys > 0 ? kVectorRows : kRows32;
-  return smaller_of(rows, kBlockBytes / (4 * (a.qk_dim + a.v_dim + 1)));
+  const int64_t rows = a.dtype != kFloat32 ? kTuning.rows_16 : short_keys > 0 ? kAvx512Dot.rows_32 : kTuning.rows_32;
+  return smaller_of(rows, kTuning.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
 }
 
 // Which table runs prefill and gradients; see Kernels.
@@ -242,8 +242,9 @@ const undivided::Kernels* gradients(const Attention&, const Gradients&) {
 
 template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
+  constexpr int64_t packing_rows = kTuning.packing_rows;
   return {
-      name,           prefill<Half>,       short_key_limit,  block_rows,        kPackingRows,        kPanel,
+      name,           prefill<Half>,       short_key_limit,  block_rows,        packing_rows,        kPanel,
       kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
       merge,          gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
       key_unit<Half>, finish_rows<Half>,   pairwise_scratch, pairwise,          peak<Half>};

@@ -74,6 +74,15 @@ int highest_level() {
 
 }  // namespace
 
+bool is_intel() {
+#ifdef UNDIVIDED_X86
+  static const bool intel = CpuFeatures::read().intel;
+  return intel;
+#else
+  return false;
+#endif
+}
+
 const char* lost_level() { return highest_level(), lost; }
 
 const char* level_name(int level) { return level < 0 || level > highest_level() ? nullptr : kLevels[level]->name; }

@@ -8,6 +8,9 @@ namespace undivided {
 // The table of the highest level that the processor, the compiler and UNDIVIDED_ISA allow; selected at the first call.
 const Kernels& kernels();
 
+// Whether the processor is Intel's: some thresholds differ between vendors at one level (see Tuning).
+bool is_intel();
+
 // The name of a level that the processor and the compiler allow, 0 being the lowest; null after the highest.
 const char* level_name(int level);
 

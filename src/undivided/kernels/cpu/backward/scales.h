@@ -11,8 +11,9 @@ namespace {
 
 // Panels of a row block.
 template <class Mode>
-constexpr int kRowPanels = ((kHasAmx && kParts<Mode> < 3 ? kBackwardRowsAmx : kBackwardRows) + kPanel - 1) / kPanel;
-static_assert(((kHasAmx ? kBackwardRowsAmx : kBackwardRows) + kPanel - 1) / kPanel <= kMaxSlots);
+constexpr int kRowPanels =
+    ((kParts<Mode> < 3 ? kTuning.backward_rows : kTuning.backward_rows_three_parts) + kPanel - 1) / kPanel;
+static_assert((kTuning.backward_rows + kPanel - 1) / kPanel <= kMaxSlots);
 
 // Columns in panels of at most kVectors vectors, as even as possible: D = 64 with 16 lanes is 2 + 2, not 3 + 1.
 struct ColumnPanels {

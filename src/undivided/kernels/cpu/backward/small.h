@@ -8,6 +8,7 @@
 //     dV[key][d]   = P[row][key] (broadcast) * dO[row][d]    dK[key][d] = dS[row][key] (broadcast) * Q[row][d]
 #pragma once
 
+#include "abi/level.h"
 #include "backward/rows.h"
 #include "gemm/small.h"
 
@@ -16,7 +17,8 @@ namespace {
 static_assert(kMaxSmallBackward <= kBlockKeys);
 constexpr int64_t kSmallWidth = (kMaxSmallBackward + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t limit = kMaxSmallBackward) {
-  if (kHasDot && a.dtype == kBFloat16) limit = smaller_of(limit, kMaxSmallBackwardDot);
+  constexpr int64_t others = kTuning.max_small_backward_bf16, intel = kTuning.max_small_backward_bf16_intel;
+  if (a.dtype == kBFloat16) limit = smaller_of(limit, intel != others && undivided::is_intel() ? intel : others);
   return is_small(a, limit) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
 }
 

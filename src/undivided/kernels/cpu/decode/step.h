@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int64_t kMaxDecodeRows = 8;
+constexpr int kPrefetchedTo = (int)kTuning.decode_prefetch;  // a constant even without optimization
 // numbers per row, rounded up to whole vectors
 constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;
 // steps start at multiples of it, except at the start of a segment; one tile of keys
@@ -109,7 +110,7 @@ class StepPrefetch {
     if (left_ < lines_) return step_across();
     for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kLinesAtOnce * 64) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
+      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, kPrefetchedTo);
     }
     left_ -= lines_;
   }
@@ -128,7 +129,7 @@ class StepPrefetch {
         begin();
       }
       const int64_t count = smaller_of(lines_wanted, left_);
-      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, kDecodePrefetch);
+      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, kPrefetchedTo);
       at_ += count * 64, left_ -= count, lines_wanted -= count;
     }
   }

@@ -41,7 +41,7 @@ class Block {
     narrow_ =  // a panel of few rows keeps no packed keys for others
         (Mode::kAmx || block.rows > kMaxFewRows) && to_ - first_block_key_ <= max_narrow_keys<Mode>(a) &&
         longest_row_keys(a, block) * (a.qk_dim + a.v_dim) * (Mode::kAmx ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <=
-            kMaxRowBytes;
+            kTuning.max_row_bytes;
     row_major_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block);
     w_ = layout_block<Mode>(a, block.rows, narrow_ ? larger_of(0, to_ - first_block_key_) : kAllKeys, scratch);
     count_ = 0;

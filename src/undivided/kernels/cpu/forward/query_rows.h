@@ -110,7 +110,7 @@ INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
   // one vector in addition to groups of four costs little, two or three do not
   const int64_t rest = a.v_dim % (4 * kLanes);
   return kLanes == 16 && !block.partials && a.v_dim >= 4 * kLanes && (rest == 0 || rest == kLanes) &&
-         longest_row_keys(a, block) <= kMaxRowMajorKeys &&
+         longest_row_keys(a, block) <= kTuning.max_row_major_keys &&
          count_visible_keys(a, block) * a.v_dim * 4 <= block.rows * kMaxRowMajorBytes;
 }
 

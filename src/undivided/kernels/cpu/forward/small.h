@@ -12,8 +12,10 @@ namespace {
 
 // Rows and keys, at most.
 INLINE int64_t max_small_forward(const Attention& a) {
-  if (a.dtype == kBFloat16 ? kHasDot : kHasAmx && a.dtype == kFloat16) return kMaxSmallForward16;
-  return kPanel < kMaxSmallForward32 ? kPanel : kMaxSmallForward32;
+  const int64_t limit = a.dtype == kBFloat16  ? kTuning.max_small_forward_bf16
+                        : a.dtype == kFloat16 ? kTuning.max_small_forward_fp16
+                                              : kTuning.max_small_forward_32;
+  return smaller_of(limit, kPanel);
 }
 // Whether the heads have so few rows and keys that neither AMX nor decoding pays off. A few rows with enough keys to need
 // a transposition are left to decoding, which reads K row by row.

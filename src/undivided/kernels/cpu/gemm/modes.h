@@ -12,6 +12,8 @@ namespace {
 using namespace undivided::tuning;
 using undivided::RowBlock;
 
+constexpr int64_t kBlockKeys = kTuning.block_keys;
+
 struct Direct {  // fp32, in place
   typedef float T;
   typedef Fma Arith;

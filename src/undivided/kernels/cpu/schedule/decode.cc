@@ -106,8 +106,9 @@ bool Decoding::is_out_of_range() const {
                      [](const SharedProblem& shared) { return shared.blocks().is_out_of_range(); });
 }
 
-void Decoding::merge() {
-  if (is_whole()) return;
+// Each head of a sequence by itself, so that threads share them.
+int Decoding::merge(int64_t threads) {
+  if (is_empty() || is_whole()) return kOk;
   // the shared keys of each sequence, and its first row there
   std::vector<std::vector<std::pair<const BlockProblem*, int64_t>>> shared_of(shared_.empty() ? 0 : sequences_.size());
   for (const SharedProblem& shared : shared_) {
@@ -117,23 +118,24 @@ void Decoding::merge() {
       row += sequences_[(size_t)n].rows();
     }
   }
-  std::vector<float*> partials;
-  const KeyChunk* chunk = chunks_.data();
-  for (size_t i = 0; i < sequences_.size(); i++) {
-    const Sequence& s = sequences_[i];
+  const int64_t kv_heads = sequences_[0].problem->kv_heads;
+  std::vector<int64_t> first_chunks;
+  int64_t count = 0;
+  for (const Sequence& s : sequences_) first_chunks.push_back(count), count += s.chunks * (kv_heads / heads_);
+  return merge_units((int64_t)sequences_.size() * kv_heads, floats(), threads, [&](int64_t unit) {
+    const int64_t i = unit / kv_heads, n = unit % kv_heads;
+    const Sequence& s = sequences_[(size_t)i];
     const Attention& a = *s.problem;
     const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
-    for (int64_t n = 0; n < a.kv_heads; n++) {
-      partials.clear();
-      if (!shared_.empty())
-        for (const auto& [blocks, row] : shared_of[i]) blocks->append_partials(0, n, row, partials);
-      for (int64_t c = 0; c < s.chunks; c++) partials.push_back(chunk[c].partials + n % heads_ * s.rows() * size);
-      for (int64_t r = 0; r < s.rows(); r++)
-        kernels().merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials.data(), (int64_t)partials.size(),
-                        r * size);
-      if (n % heads_ == heads_ - 1) chunk += s.chunks;
-    }
-  }
+    const KeyChunk* chunks = chunks_.data() + first_chunks[(size_t)i] + n / heads_ * s.chunks;
+    std::vector<float*> partials;
+    if (!shared_.empty())
+      for (const auto& [blocks, row] : shared_of[(size_t)i]) blocks->append_partials(0, n, row, partials);
+    for (int64_t c = 0; c < s.chunks; c++) partials.push_back(chunks[c].partials + n % heads_ * s.rows() * size);
+    for (int64_t r = 0; r < s.rows(); r++)
+      kernels().merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials.data(), (int64_t)partials.size(),
+                      r * size);
+  });
 }
 
 }  // namespace undivided

@@ -23,7 +23,7 @@ class Decoding {
   void set_memory(float* memory);
   int64_t scratch_bytes() const;
   bool is_out_of_range() const;
-  void merge();
+  int merge(int64_t threads);  // returns a Status
 
   std::vector<SharedKeys> shared_keys() const { return find_shared_keys(sequences_); }
   bool is_empty() const { return sequences_.empty(); }

@@ -106,11 +106,11 @@ int run(Work& work, int64_t threads) {
   });
   if (status != kOk) return status;
   bool out_of_range = work.decoding.is_out_of_range();
-  if (!out_of_range) work.decoding.merge();
+  int merged = out_of_range ? kOk : work.decoding.merge(threads);
   for (BlockProblem& p : work.prefill)
     if (p.is_out_of_range()) out_of_range = true;
-    else p.merge();
-  return out_of_range ? kOutOfRange : kOk;
+    else if (merged == kOk) merged = p.merge(threads);
+  return merged != kOk ? merged : out_of_range ? kOutOfRange : kOk;
 }
 
 // Runs the problems again until all numbers fit. Each attempt repeats a whole problem, so that a row's result does not

@@ -171,18 +171,18 @@ void BlockProblem::append_partials(int64_t batch, int64_t head, int64_t row, std
   for (int64_t part = 0; part < count; part++) to.push_back(partials + part * d_.rows * partial_size(a_));
 }
 
-void BlockProblem::merge() {
-  if (!d_.has_partials) return;
-  const int64_t group = a_.heads / a_.kv_heads;
-  std::vector<float*> partials;
-  for (int64_t b = 0; b < a_.batch; b++)
-    for (int64_t h = 0; h < d_.heads; h++) {
-      partials.clear();
-      append_partials(b, h, 0, partials);
-      for (int64_t r = 0; r < d_.rows; r++)
-        kernels().merge(a_, b, (d_.share ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
-                        (int64_t)partials.size(), r * partial_size(a_));
-    }
+// Rows of a head by themselves, so that threads share them.
+int BlockProblem::merge(int64_t threads) {
+  if (!d_.has_partials) return kOk;
+  const int64_t group = a_.heads / a_.kv_heads, pieces = (d_.rows + kMergedRows - 1) / kMergedRows;
+  return merge_units(a_.batch * d_.heads * pieces, partial_floats(), threads, [&](int64_t unit) {
+    const int64_t b = unit / pieces / d_.heads, h = unit / pieces % d_.heads, first = unit % pieces * kMergedRows;
+    std::vector<float*> partials;
+    append_partials(b, h, 0, partials);
+    for (int64_t r = first; r < std::min(first + kMergedRows, d_.rows); r++)
+      kernels().merge(a_, b, (d_.share ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
+                      (int64_t)partials.size(), r * partial_size(a_));
+  });
 }
 
 void advise_huge_pages(const Attention& a) {

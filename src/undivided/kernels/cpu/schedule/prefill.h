@@ -28,7 +28,7 @@ class BlockProblem {
   void cut(float* partials);      // makes the blocks
   int64_t scratch_bytes() const;  // of the largest block
   void run(int64_t block, char* scratch);
-  void merge();  // the partial results, if there are any
+  int merge(int64_t threads);  // the partial results, if there are any; returns a Status
   // Appends the places of a row's partial results; those of the head's next row follow at distance partial_size.
   void append_partials(int64_t batch, int64_t head, int64_t row, std::vector<float*>& to) const;
   bool is_out_of_range() const { return is_out_of_range_; }

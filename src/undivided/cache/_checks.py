@@ -1,0 +1,135 @@
+"""Checks of what a caller passes to a cache: new keys and values, numbers of tokens, and token ids.
+
+Legend: B sequences, T new tokens of all sequences, N key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout as _layout
+from undivided.arguments.checks import INT64_MAX, as_integer, check_tensor
+from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import has_dispatch
+from undivided.cache._storage import Counts, Heads, NewTokens
+from undivided.errors import InputError
+
+
+def checked_tokens(
+    k: Tensor,
+    v: Tensor,
+    lengths: object,
+    *,
+    layout: Layout,
+    batch: int,
+    heads: Heads,
+    device: torch.device,
+    names: tuple[str, str, str] = ("k", "v", "lengths"),
+) -> NewTokens:
+    """New keys and values in canonical order with their counts; InputError if they do not fit."""
+    k_name, v_name, lengths_name = names
+    expected = _expected_shape(layout, batch, heads.kv_heads)
+    for name, tensor, dim in ((k_name, k, heads.head_dim), (v_name, v, heads.value_dim)):
+        check_tensor(name, tensor)
+        if tensor.dim() == _layout.rank(layout):
+            found = _layout.sizes(tensor.shape, layout)
+            if found[0] == (1 if layout == "thd" else batch) and found[2:] == (heads.kv_heads, dim):
+                _check_dtype_and_device(name, tensor, heads.dtype, device)
+                continue
+        must = f"have shape {expected.format(dim=dim)} in {layout!r}"
+        raise InputError(name, must, list(tensor.shape), _shape_hint(tensor, layout, batch, heads.kv_heads, dim))
+    k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
+    if k.shape[1] != v.shape[1]:
+        raise InputError(v_name, f"have the length of {k_name} ({k.shape[1]})", v.shape[1])
+    if layout == "thd":
+        return NewTokens(k, v, packed_counts(lengths_name, lengths, batch, k.shape[1]), True)
+    if lengths is None:
+        return NewTokens(k, v, (k.shape[1],) * batch, False)
+    return NewTokens(k, v, checked_counts(lengths_name, lengths, batch, k.shape[1], f"new tokens in {k_name}"), False)
+
+
+def _shape_hint(tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: int) -> str | None:
+    """A hint for new tokens of a wrong shape: another layout that they fit, or heads that are divided over ranks."""
+    for other in _layout.LAYOUTS:
+        if other != layout and tensor.dim() == _layout.rank(other):
+            found, _, heads, size = _layout.sizes(tensor.shape, other)
+            if (found, heads, size) == (batch, kv_heads, dim):
+                return f"this shape would fit layout={other!r}, an argument of the cache"
+    if tensor.dim() != _layout.rank(layout):
+        return None
+    heads = _layout.sizes(tensor.shape, layout)[2]
+    if heads and heads < kv_heads and kv_heads % heads == 0:
+        return f"if the heads are divided over ranks: mesh=mesh['tensor'] for the cache, or {heads} key heads"
+    return None
+
+
+def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:
+    axes = {"b": f"{batch}", "s": "new", "h": f"{kv_heads}", "d": "{dim}", "t": "tokens"}
+    return f"[{', '.join(axes[letter] for letter in layout)}]"
+
+
+def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            name,
+            "not require a gradient (a cache has no backward)",
+            f"{name} with requires_grad=True",
+            hint="call under torch.no_grad() or torch.inference_mode()",
+        )
+    if tensor.device != device:
+        raise InputError(
+            name, f"be on the device of the cache ({device})", str(tensor.device), f"{name}.to({str(device)!r})"
+        )
+    if tensor.dtype != dtype and not (tensor.is_floating_point() and torch.is_autocast_enabled(device.type)):
+        raise InputError(name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})")
+
+
+def checked_counts(name: str, value: object, batch: int, limit: int | None = None, unit: str = "") -> Counts:
+    """One count per sequence, from a list, a tuple or an int tensor [batch]."""
+    value = _as_list(name, value, f"be a list of {batch} ints or an int tensor [{batch}]")
+    if len(value) != batch:
+        raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries")
+    counts = cast(Counts, tuple(value))
+    if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) > INT64_MAX:
+        counts = tuple([as_integer(f"{name}[{n}]", item, 0) for n, item in enumerate(value)])
+    if limit is not None and max(counts) > limit:
+        raise InputError(name, f"be at most the {unit} ({limit})", max(counts))
+    return counts
+
+
+def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
+    """The packed tokens of each sequence; InputError unless they sum to `tokens`."""
+    if value is None and batch == 1:
+        return (tokens,)
+    if value is None:
+        raise InputError(
+            name, "be given in layout 'thd'", None, hint=f"the number of tokens of each of the {batch} sequences, or 0"
+        )
+    counts = checked_counts(name, value, batch)
+    if sum(counts) != tokens:
+        raise InputError(name, f"sum to the {tokens} packed tokens", f"{list(counts)}, which is {sum(counts)}")
+    return counts
+
+
+def checked_token_ids(name: str, value: object) -> list[int]:
+    """Token ids from a list, a tuple or an int tensor [n]."""
+    ids = _as_list(name, value, "be a list of ints or an int tensor [n]")
+    return [as_integer(f"{name}[{n}]", item) for n, item in enumerate(ids)]
+
+
+def _as_list(name: str, value: object, must: str) -> Sequence[object]:
+    """The entries of a list, a tuple or an int tensor of one axis; InputError with this rule otherwise."""
+    if isinstance(value, Tensor):
+        if value.dim() != 1 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise InputError(name, must, f"{value.dtype} {list(value.shape)}")
+        check_tensor(name, value)
+        if value.is_meta or has_dispatch(value):
+            raise InputError(name, "hold values", f"a {type(value).__name__} on {value.device}")
+        return value.tolist()
+    if not isinstance(value, list | tuple):
+        raise InputError(name, must, type(value).__name__)
+    return value

@@ -1,0 +1,116 @@
+"""The error budget: its formula, results that are infinitely wrong, and gradients of few numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from verification_problems import DTYPES, request_of
+
+import undivided
+from undivided import masks
+from undivided.backends import reference
+from undivided.verification import oracle, verify
+from undivided.verification.budget import FACTOR, Budget, budget_for, distance
+from undivided.verification.cases import CASES, Case
+from undivided.verification.plain_attention import plain as plain_attention
+
+
+def test_the_budget_is_twice_the_plain_error_and_one_rounding() -> None:
+    call, given, upstream = request_of(CASES["plain-bshd"], torch.bfloat16)
+    budget: Budget = budget_for(call, given, upstream)
+    plain = plain_attention(call, given, upstream, torch.bfloat16)
+    once = distance(plain["out"], budget.right["out"]) / float(budget.right["out"].norm())
+    eps = torch.finfo(torch.bfloat16).eps
+    assert FACTOR == 2
+    assert 2 * once + eps <= budget.allowed["out"] < 3 * once + eps
+    assert undivided.verify is verify
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", list(CASES.values()), ids=str)
+def test_zeros_are_never_within_a_budget(case: Case, dtype: torch.dtype) -> None:
+    """Unless zero is right: then the budget is only the rounding."""
+    budget = budget_for(*request_of(case, dtype))
+    for name, right in budget.right.items():
+        size = float(right[right.isfinite()].norm())
+        if size > 0 and budget.scale[name] == size:
+            assert budget.allowed[name] < 0.5, name
+        else:
+            assert size < budget.allowed[name] * budget.scale[name] < 1, name
+
+
+def _of_one_number(seed: int, dtype: torch.dtype, argument: str) -> dict[str, Any]:
+    """A problem of one head, in which the gradient of its slope or its sink is a single number."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, length, 1, 32, generator=generator).to(dtype) for length in (61, 97, 97))
+    number = torch.rand(1, generator=generator)
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "layout": "bshd",
+        "mask": masks.window(None, None, "bottom_right"),
+        argument: number,
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "argument", "seed"),
+    [
+        (torch.bfloat16, "alibi_slopes", 26),
+        (torch.bfloat16, "sinks", 57),
+        (torch.float16, "alibi_slopes", 26),
+        (torch.float32, "alibi_slopes", 32),
+        (torch.float32, "alibi_slopes", 68),
+        (torch.float32, "sinks", 32),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_single_number_is_not_wrong_by_chance(dtype: torch.dtype, argument: str, seed: int) -> None:
+    """Plain arithmetic has hardly any error in these, in all orders of summation; 1 of 100 draws was called wrong."""
+    report = verify(**_of_one_number(seed, dtype, argument), backends=["native", "reference"])
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float32, 1.001), (torch.float16, 1.2), (torch.bfloat16, 2.0)], ids=str
+)
+@pytest.mark.parametrize("argument", ["sinks", "alibi_slopes"])
+def test_a_wrong_gradient_of_a_single_number_is_red(
+    argument: str, dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = reference.BACKEND.backward
+    monkeypatch.setattr(
+        reference.BACKEND, "backward", lambda *a: [*right(*a)[:4], *(_times(x, factor) for x in right(*a)[4:])]
+    )
+    for seed in range(4):
+        report = verify(**_of_one_number(seed, dtype, argument), backends=["reference"])
+        assert {row.quantity for row in report.failures} == {f"d{argument}"}
+
+
+def _times(x: Tensor | None, factor: float) -> Tensor | None:
+    return None if x is None else x * factor
+
+
+def test_the_rows_shares_sum_up_to_the_gradient() -> None:
+    call, given, upstream = request_of(CASES["everything-together"], torch.float64)
+    right = oracle.oracle(call, given, upstream)
+    shares = {name: x for name, x in right.items() if name.endswith("per row")}
+    assert len(shares) >= 2
+    for name, rows in shares.items():
+        total = right[name.removesuffix(" per row")]
+        summed = rows.sum((0, 2)) if total.dim() == 1 else rows.sum(2)
+        assert distance(summed, total) < 1e-12 * float(total.norm())
+
+
+def test_a_nan_a_missing_value_and_another_shape_are_infinitely_wrong() -> None:
+    right = torch.ones(2, 3)
+    assert distance(right, right) == 0
+    assert distance(right.masked_fill(right > 0, math.nan), right) == math.inf
+    assert distance(right[:1], right) == math.inf
+    assert distance(right, right, zero=torch.tensor([[True, False, False]] * 2)) == math.inf
+    assert distance(torch.tensor([-math.inf]), torch.tensor([math.inf])) == math.inf
