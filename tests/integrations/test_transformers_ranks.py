@@ -286,6 +286,21 @@ def test_a_model_without_values_or_on_two_devices_is_refused() -> None:
     assert "values on one device, got meta\n  HINT: load or initialise the parameters" in found
 
 
+def test_a_misspelt_axis_is_an_error_with_the_axes_and_the_name_that_was_meant() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "contxt"))
+        for call in (lambda: parallelize(build("llama", "undivided"), mesh), lambda: shard_batch({}, mesh)):
+            with pytest.raises(undivided.InputError) as error:
+                call()
+            names = (
+                "mesh must have axes with names out of 'data', 'context', 'tensor', got the names ('data', 'contxt')"
+            )
+            assert str(error.value) == f"{names}\n  HINT: did you mean 'context'?"
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("with_offsets", [False, True])
 def test_each_text_of_the_flattening_collator_is_alone_on_several_ranks(with_offsets: bool) -> None:
     """Logits of packed texts are those of each text in a batch of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,34 @@ def test_a_layer_on_two_devices_is_not_parallelized(mesh: DeviceMesh) -> None:
     with pytest.raises(InputError, match="module must have the parameters of each layer on one device, got cpu, meta"):
         parallelize(layer, mesh)
     assert all(type(parameter) is torch.nn.Parameter for parameter in layer.parameters())
+
+
+def test_a_mesh_of_another_type_of_device_is_refused(mesh: DeviceMesh) -> None:
+    """A user who makes the mesh for GPUs and leaves the model on the CPU."""
+    layer = make_layer()
+    with (
+        unittest.mock.patch.object(mesh, "_device_type", "cuda"),
+        pytest.raises(
+            InputError, match=r"mesh must be of the device type of the parameters \('cpu'\), got 'cuda'\n  HINT"
+        ),
+    ):
+        parallelize(layer, mesh)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in layer.parameters())
+
+
+def test_a_mesh_of_several_axes_is_refused_with_one_that_it_has(mesh: DeviceMesh) -> None:
+    for names, hint in (
+        (("dp", "tp"), "mesh['tp']"),
+        (("a", "b"), "mesh['b']"),
+        (("tensors", "data"), "mesh['tensors']"),
+    ):
+        square = init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+        with pytest.raises(InputError, match="mesh must be a DeviceMesh with one axis, got 2 axes") as error:
+            parallelize(make_layer(), square)
+        assert repr(names) in str(error.value)
+        assert error.value.hint == f"select one axis, such as {hint}"
+    with pytest.raises(InputError, match="give its axes names"):
+        parallelize(make_layer(), init_device_mesh("cpu", (1, 1)))
 
 
 def test_hidden_states_on_another_device_than_dtensor_parameters_are_refused(mesh: DeviceMesh) -> None:

@@ -142,7 +142,8 @@ def test_tensor_ranks_send_what_is_planned() -> None:
                 (option,) = plan_training(
                     model, Cluster(1, 2), LENGTH, BATCH, None, torch.float32, tensor=2, data=1, recompute=recompute
                 ).options
-                assert option.axes[2].sent == model.layers * sent.both
+                one = tensor_bytes(model, LENGTH, 2, 4, sequence_parallel=True, recompute=recompute)
+                assert option.axes[2].sent == model.layers * BATCH * one.both, "one sequence is one batch"
 
 
 def test_ranks_that_share_parameters_send_what_is_planned() -> None:

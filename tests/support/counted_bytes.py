@@ -27,13 +27,17 @@ class CountedBytes(TorchDispatchMode):
             return NotImplemented  # its collectives come as calls with plain tensors
         name = func.name().split("::")[-1]
         if "c10d" in func.namespace and "wait" not in name and not name.startswith("_wrap"):
-            self._count(name, [x for x in args if isinstance(x, torch.Tensor)])
+            given = [x for argument in args for x in (argument if isinstance(argument, list) else [argument])]
+            self._count(name, [x for x in given if isinstance(x, torch.Tensor)])
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, tensors: list[torch.Tensor]) -> None:
         ranks = distributed.get_world_size()
         sizes = [x.numel() * x.element_size() for x in tensors]
-        if name in ("send", "recv_"):  # of nn.blocks.rank_calls
+        if name in ("recv_", "alltoall_base_"):  # the latter of nn.blocks.rank_calls
+            return
+        if name == "send":
+            self.sent += sizes[0]
             return
         if name == "all_reduce":
             whole, passes = sizes[0], 2

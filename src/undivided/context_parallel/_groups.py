@@ -34,6 +34,18 @@ def group_axes(group: Any, strategy: Strategy) -> tuple[Communicator, Communicat
     return (SingleRank(), axes[0]) if strategy == "all_to_all" else (axes[0], SingleRank())
 
 
+def check_device_type(mesh: Any, kind: str) -> None:
+    """Raise InputError if parameters of a type of device are to be divided over a mesh of another type."""
+    if kind not in (mesh.device_type, "meta"):
+        shape, names = tuple(mesh.shape), mesh.mesh_dim_names
+        hint = (
+            f"move the module to {mesh.device_type!r}, or init_device_mesh({kind!r}, {shape}, mesh_dim_names={names})"
+        )
+        raise InputError(
+            "mesh", f"be of the device type of the parameters ({kind!r})", repr(mesh.device_type), hint=hint
+        )
+
+
 def _communicators(group: Any) -> Iterator[Communicator]:
     """One communicator for each axis of the group."""
     if isinstance(group, SimulatedGroup):

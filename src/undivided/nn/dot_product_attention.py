@@ -34,6 +34,7 @@ from undivided.nn.arguments.scores import ScoreTerms, score_terms
 from undivided.nn.arguments.sequences import SequenceArguments
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
+from undivided.nn.blocks.module import own_part
 from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.blocks.tensor_ranks import dropout_seed
 
@@ -372,9 +373,8 @@ class DotProductAttention(DividedModule):
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.heads.q, dtype=torch.float32, device=q.device)
-        offset: Any = self.softmax_offset
-        own: Tensor | None = offset.to_local() if hasattr(offset, "to_local") else offset
-        return own  # of a DTensor: the heads of this rank
+        own: Tensor | None = own_part(self.softmax_offset)
+        return own
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults, for `repr`."""

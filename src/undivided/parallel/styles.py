@@ -1,7 +1,8 @@
-"""The parallel styles of the layers' blocks, for `parallelize_module`.
+"""Where `parallelize` places the parameters of the layers' blocks, as styles for PyTorch's `parallelize_module`.
 
-PyTorch's ColwiseParallel and RowwiseParallel accept torch.nn.Linear only. These distribute the parameters of blocks
-with several weights in the same way; DTensor's operators do the arithmetic and the communication.
+PyTorch's ColwiseParallel and RowwiseParallel accept torch.nn.Linear only, and communicate by DTensor's operators. The
+blocks hold several weights with TransformerEngine's names. These styles distribute them as DTensors in the same way;
+the blocks compute with a rank's parts, and communicate by `TensorRanks`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from undivided.nn.arguments.formats import Heads
 
 
-class _Style(ParallelStyle):
-    """A style that places parameters by name, the input, and the output."""
-
-    input: Placement = Replicate()
+class Replicated(ParallelStyle):
+    """Every rank has the whole parameters."""
 
     def _apply(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        return distribute_module(module, mesh, self._partition, self._enter, self._leave)
+        return distribute_module(module, mesh, self._partition)
 
     def _partition(self, name: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -34,29 +33,12 @@ class _Style(ParallelStyle):
         """The placement of a parameter."""
         return Replicate()
 
-    def _enter(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [self.input], run_check=False), *inputs[1:]
 
-    def _leave(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return self._local(outputs, self.input)
-
-    def _local(self, tensor: DTensor, placement: Placement) -> Tensor:
-        return tensor.redistribute(placements=[placement]).to_local()
-
-
-class _SequenceStyle(_Style):
-    """A style whose input is a part of the sequence, or the whole sequence if the axis is None."""
-
-    def __init__(self, sequence: int | None) -> None:
-        super().__init__()
-        self.input = Replicate() if sequence is None else Shard(sequence)
-
-
-class DividedHeads(_SequenceStyle):
+class DividedHeads(Replicated):
     """Query, key and value projections: output features over ranks; too few key heads are replicated."""
 
-    def __init__(self, heads: Heads, sequence: int | None) -> None:
-        super().__init__(sequence)
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
         self.heads = heads
 
     def placement(self, name: str, mesh: DeviceMesh) -> Placement:
@@ -66,68 +48,25 @@ class DividedHeads(_SequenceStyle):
         replicated = name.startswith(("key_", "value_")) and self.heads.kv % mesh.size()
         return Replicate() if replicated else Shard(0)
 
-    def _leave(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        parts, x = outputs
-        return tuple(self._own_heads(part, mesh) for part in parts), self._local(x, self.input)
 
-    def _own_heads(self, part: DTensor, mesh: DeviceMesh) -> Tensor:
-        """This rank's features of a part."""
-        if not part.placements[0].is_replicate():
-            return self._local(part, Shard(part.ndim - 1))
-        # every rank uses one head of the replicated ones, so the gradient is the sum over ranks
-        whole = part.to_local(grad_placements=[Partial()])
-        head = mesh.get_local_rank() * self.heads.kv // mesh.size()
-        size = whole.shape[-1] // self.heads.kv
-        return whole.narrow(-1, head * size, size)
-
-
-class DividedOutput(_SequenceStyle):
+class DividedOutput(Replicated):
     """The output projection: input features over ranks, the output summed."""
 
     def placement(self, name: str, mesh: DeviceMesh) -> Placement:
         """The placement of a parameter."""
         return Shard(1) if name == "weight" else Replicate()
 
-    def _enter(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        x = inputs[0]
-        return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False), *inputs[1:]
 
-    def _leave(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        (out,), x = outputs
-        return (self._local(out, self.input),), x
-
-
-class DividedMLP(_SequenceStyle):
+class DividedMLP(Replicated):
     """The feed-forward block: the features between its maps over ranks, the output summed."""
 
     def placement(self, name: str, mesh: DeviceMesh) -> Placement:
         """The placement of a parameter."""
         return {"fc1_weight": Shard(0), "fc1_bias": Shard(0), "fc2_weight": Shard(1)}.get(name, Replicate())
 
-    def _leave(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return tuple(self._local(tensor, self.input) for tensor in outputs)
 
-
-class SequenceNorm(_SequenceStyle):
-    """A normalisation of a part of the sequence, whose parameters are replicated."""
-
-
-class HeadNorm(_Style):
-    """A normalisation of each head, whose parameters are replicated: ranks have different heads."""
-
-    def _enter(self, module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        x = inputs[0]
-        return (DTensor.from_local(x, mesh, [Shard(x.ndim - 2)], run_check=False),)
-
-    def _leave(self, module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return self._local(outputs, Shard(outputs.ndim - 2))
-
-
-class DividedSinks(_Style):
-    """Learnable sinks of the attention, which takes and returns plain tensors: heads over ranks."""
-
-    def _apply(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        return distribute_module(module, mesh, self._partition)
+class DividedSinks(Replicated):
+    """Learnable sinks of the attention: heads over ranks."""
 
     def placement(self, name: str, mesh: DeviceMesh) -> Placement:
         """The placement of a parameter."""

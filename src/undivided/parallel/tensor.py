@@ -8,11 +8,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from undivided.arguments.signature import checked_call
-from undivided.errors import InputError
+from undivided.context_parallel._groups import check_device_type
+from undivided.context_parallel.exchange.failures import rank_errors
+from undivided.errors import InputError, nearest_name
 from undivided.nn import MultiheadAttention, TransformerLayer
 from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.tensor_parallel import TensorArguments, checked_tensor_arguments
+from undivided.nn.blocks.linear import Linear
 from undivided.nn.blocks.normalization import Normalization
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -24,7 +27,7 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
 
     Parameters become DTensors under their old names. Each rank computes its own attention heads and feed-forward
     features; the output projections sum over ranks. All ranks call it with the same parameters: rank 0's are sent.
-    A gated activation such as swiglu gathers the features of all ranks before it multiplies them. Score biases, slopes
+    A gated activation such as swiglu exchanges features between ranks after its first map. Score biases, slopes
     and masks of a call describe all heads; each rank takes its own, and gradients of a bias are summed over ranks.
     Attention dropout and hidden dropout are those of one process whose generator has the state of rank 0's; the ranks
     agree on seeds and states in every training call, which costs one broadcast per attention and one per layer.
@@ -54,21 +57,7 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     torch.Size([2, 10, 64])
     >>> dist.destroy_process_group()
     """
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from undivided.parallel.styles import (
-        DividedHeads,
-        DividedMLP,
-        DividedOutput,
-        DividedSinks,
-        HeadNorm,
-        OwnScores,
-        SequenceNorm,
-    )
-
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        got = f"{mesh.ndim} axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise InputError("mesh", "be a DeviceMesh with one axis", got, hint='select one axis, such as mesh["tensor"]')
+    _check_mesh(mesh)
     if not isinstance(sequence_parallel, bool):
         raise InputError("sequence_parallel", "be True or False", repr(sequence_parallel))
     checked_flag("check", check)
@@ -77,29 +66,72 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         hint = "pass a MultiheadAttention or TransformerLayer, or a module that contains one"
         raise InputError("module", "contain a layer of undivided", type(module).__name__, hint=hint)
     for layer in layers:
-        _check(layer, mesh.size())
-    for layer in layers:
-        if isinstance(layer, TransformerLayer):
-            layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.attn_input_format, check)
-            sequence = layer.tensor_parallel.sequence
-            parallelize_module(layer.layernorm_mlp, mesh, DividedMLP(sequence))
-            if layer.output_layernorm:
-                parallelize_module(layer.layernorm, mesh, SequenceNorm(sequence))
-            continue
-        layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.qkv_format, check)
-        layer.core_attention.tensor_parallel = layer.tensor_parallel
-        sequence, heads = layer.tensor_parallel.sequence, layer.heads
-        for projection in _projections(layer):
-            parallelize_module(projection, mesh, DividedHeads(heads, sequence))
-        parallelize_module(layer.proj, mesh, DividedOutput(sequence))
-        for norm in (layer.q_norm, layer.k_norm):
-            if isinstance(norm, Normalization):
-                parallelize_module(norm, mesh, HeadNorm())
-        parallelize_module(layer.core_attention, mesh, DividedSinks())
-        local = heads._replace(q=heads.q // mesh.size(), kv=max(1, heads.kv // mesh.size()))
-        layer.heads = layer.core_attention.heads = local
-        layer.core_attention.register_forward_pre_hook(OwnScores(mesh, heads.q), with_kwargs=True)
+        _check(layer, mesh)
+    with rank_errors("parallelize", mesh):
+        for layer in layers:
+            if isinstance(layer, TransformerLayer):
+                layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.attn_input_format, check)
+                _divide_feed_forward(layer, mesh)
+            else:
+                layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.qkv_format, check)
+                _divide_attention(layer, mesh)
     return module
+
+
+def _check_mesh(mesh: object) -> None:
+    """Raise InputError unless it is a mesh with one axis."""
+    if not isinstance(mesh, DeviceMesh):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))'
+        raise InputError("mesh", "be a DeviceMesh with one axis", type(mesh).__name__, hint=hint)
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        name = nearest_name("tensor", names) or nearest_name("tp", names) or (names[-1] if names else None)
+        hint = "give its axes names by mesh_dim_names" if name is None else f"select one axis, such as mesh[{name!r}]"
+        raise InputError("mesh", "be a DeviceMesh with one axis", f"{mesh.ndim} axes {names}", hint=hint)
+
+
+def _divide_feed_forward(layer: TransformerLayer, mesh: DeviceMesh) -> None:
+    """Divide what a layer has besides its attentions."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from undivided.parallel.styles import DividedMLP, Replicated
+
+    ranks = layer.tensor_parallel.ranks
+    parallelize_module(layer.layernorm_mlp, mesh, DividedMLP())
+    layer.layernorm_mlp.ranks, layer.layernorm_mlp.has_consecutive_rows = ranks, True
+    if layer.output_layernorm:
+        parallelize_module(layer.layernorm, mesh, Replicated())
+        layer.layernorm.ranks = None if layer.tensor_parallel.sequence is None else ranks
+
+
+def _divide_attention(layer: MultiheadAttention, mesh: DeviceMesh) -> None:
+    """Divide the projections, the norms of heads and the sinks of an attention."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from undivided.parallel.styles import DividedHeads, DividedOutput, DividedSinks, OwnScores, Replicated
+
+    heads, core = layer.heads, layer.core_attention
+    core.tensor_parallel = layer.tensor_parallel
+    for projection in _projections(layer):
+        parallelize_module(projection, mesh, DividedHeads(heads))
+        projection.used_rows = _used_rows(heads, mesh)
+    parallelize_module(layer.proj, mesh, DividedOutput())
+    norms = [norm for norm in (layer.q_norm, layer.k_norm) if isinstance(norm, Normalization)]
+    for norm in norms:
+        parallelize_module(norm, mesh, Replicated())
+    for block in (*_projections(layer), layer.proj, *norms):
+        block.ranks = layer.tensor_parallel.ranks
+    parallelize_module(core, mesh, DividedSinks())
+    layer.heads = core.heads = heads._replace(q=heads.q // mesh.size(), kv=max(1, heads.kv // mesh.size()))
+    core.register_forward_pre_hook(OwnScores(mesh, heads.q), with_kwargs=True)
+
+
+def _used_rows(heads: Heads, mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
+    """The rows of the projections of keys and values that a rank uses, if there are fewer key heads than ranks."""
+    if heads.kv % mesh.size() == 0:
+        return {}
+    head = mesh.get_local_rank() * heads.kv // mesh.size()
+    return {"key_": (head * heads.qk_dim, heads.qk_dim), "value_": (head * heads.v_dim, heads.v_dim)}
 
 
 def _arguments(mesh: DeviceMesh, sequence_parallel: bool, format: str, check: bool) -> TensorArguments:
@@ -108,15 +140,16 @@ def _arguments(mesh: DeviceMesh, sequence_parallel: bool, format: str, check: bo
     return arguments.with_group(mesh.get_group(), check)._replace(is_parallelized=True)
 
 
-def _projections(layer: MultiheadAttention) -> list[torch.nn.Module]:
+def _projections(layer: MultiheadAttention) -> list[Linear]:
     """The maps to queries, keys and values."""
     if layer.attention_type == "self":
         return [layer.layernorm_qkv if layer.input_layernorm else layer.qkv]
     return [layer.layernorm_query if layer.input_layernorm else layer.query_layer, layer.key_value]
 
 
-def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
-    """Raise InputError for a layer that cannot be divided over this number of ranks."""
+def _check(layer: MultiheadAttention | TransformerLayer, mesh: DeviceMesh) -> None:
+    """Raise InputError for a layer that cannot be divided over the ranks of a mesh."""
+    ranks = mesh.size()
     if any(hasattr(parameter, "device_mesh") for parameter in layer.parameters()):
         raise InputError(
             "module", "have plain parameters", "DTensors", hint="call parallelize once, before fully_shard"
@@ -124,6 +157,7 @@ def _check(layer: MultiheadAttention | TransformerLayer, ranks: int) -> None:
     devices = sorted({str(parameter.device) for parameter in layer.parameters()})
     if len(devices) > 1:
         raise InputError("module", "have the parameters of each layer on one device", ", ".join(devices))
+    check_device_type(mesh, next(layer.parameters()).device.type)
     if layer.tensor_parallel.size > 1:
         hint = "parallelize divides whole layers; a layer with tp_size has its part already"
         raise InputError("tp_size", "be 1 for parallelize", layer.tensor_parallel.size, hint=hint)

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from undivided.context_parallel.exchange.reports import find_cause, find_process
+from undivided.context_parallel.exchange.reports import failed_ranks, find_cause, find_process, rank_names
+from undivided.context_parallel.exchange.timeouts import adopt_timeout
 
 Wait = Callable[[], None]
 Messages = Mapping[int, Sequence[Tensor]]
@@ -158,6 +159,9 @@ class ProcessGroup:
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.ranks: list[int] = dist.get_process_group_ranks(self._group)
         self._on_cpu = "gloo" in str(dist.get_backend(self._group))
+        timeout = adopt_timeout(self._group)
+        # gloo's receives need it: they wait for the first timeout of the group. NCCL's would stop the host
+        self._wait_arguments = (timeout,) if self._on_cpu and timeout is not None else ()
 
     def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
         """Non-blocking sends and receives, posted as one batch."""
@@ -176,7 +180,7 @@ class ProcessGroup:
         def wait() -> None:
             for number, work in enumerate(works):
                 with self._rank_errors(step, peers if shared else peers[number : number + 1]):
-                    work.wait()
+                    work.wait(*self._wait_arguments)
             ops.clear()  # not earlier: gloo does not keep tensors alive while it sends them
             works.clear()
 
@@ -185,45 +189,56 @@ class ProcessGroup:
     def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """All-gather; through the GPU if the group has no CPU backend.
 
-        On gloo every rank sends to every other, so that an error names the rank that ended or did not answer.
+        On gloo an all-to-all, in which every rank sends to every other. It takes a fraction of the time of `exchange`
+        if ranks share a core. An all-gather is as fast, but a rank that is in another all-gather of more bytes, such as
+        one of FSDP2, would end the process.
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
-        if self._on_cpu:
-            parts = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.world)]
-            own = tensor.contiguous()
-            self.exchange({rank: [own] for rank in others}, {rank: [parts[rank]] for rank in others}, step)()
-            return parts
-        local = tensor.cuda()
-        gathered = [torch.empty_like(local) for _ in range(self.world)]
-        with self._rank_errors(step, others):
-            self._dist.all_gather(gathered, local, group=self._group)
-        return [t.cpu() for t in gathered]
+        if not others or not tensor.numel():
+            return [tensor for _ in range(self.world)]
+        own = (tensor if self._on_cpu else tensor.cuda()).contiguous()
+        parts = own.new_empty((self.world, *own.shape))
+        with self._rank_errors(step, others, collective=True):
+            if self._on_cpu:
+                sent = own.reshape(-1).view(torch.uint8).repeat(self.world)
+                self._dist.all_to_all_single(parts.view(-1).view(torch.uint8), sent, group=self._group)
+            else:
+                self._dist.all_gather(list(parts), own, group=self._group)
+        return list(parts if self._on_cpu else parts.cpu())
 
-    def _rank_errors(self, step: str, peers: Sequence[int]) -> _RankErrors:
-        return _RankErrors(self, self._group, self.ranks, step, sorted(set(peers)))
+    def _rank_errors(self, step: str, peers: Sequence[int], collective: bool = False) -> _RankErrors:
+        return _RankErrors(self, self._group, self.ranks, step, sorted(set(peers)), collective)
 
 
 @dataclass(frozen=True)
 class _RankErrors:
-    """A context that raises failures of torch.distributed as RankError."""
+    """A context that raises failures of torch.distributed as RankError.
+
+    is_collective: all ranks take part, and the error of torch.distributed does not say which one failed.
+    """
 
     comm: Communicator
     group: Any
     processes: Sequence[int]
     step: str
     peers: Sequence[int]
+    is_collective: bool
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, RankError):
             return
-        names = f"rank{'s' if len(self.peers) > 1 else ''} {', '.join(map(str, self.peers))}"
-        text = f"rank {self.comm.rank} of {self.comm.world}: {self.step} with {names} failed: {first_line(error)}"
-        found = find_cause(self.group, self.comm.rank, self.peers, text)
+        rank, world = self.comm.rank, self.comm.world
+        peers, why, found = self.peers, first_line(error), None
+        if self.is_collective:
+            peers = failed_ranks(self.group, rank, world, f"rank {rank} of {world}: {self.step} failed: {why}") or peers
+        text = f"rank {rank} of {world}: {self.step} with {rank_names(peers, rank)} failed: {why}"
+        if not self.is_collective:
+            found = find_cause(self.group, rank, peers, text)
         cause = "" if found is None else f"\n  CAUSE: rank {found[0]}, by the report of another rank: {found[1]}"
-        waited_for = self.peers if found is None else [found[0]]
-        process, *others = (self.processes[rank] for rank in (self.comm.rank, *waited_for))
+        waited_for = peers if found is None else [found[0]]
+        process, *others = (self.processes[peer] for peer in (rank, *waited_for))
         if (further := find_process(process, others, text)) is not None:
             cause = f"\n  CAUSE: process {further[0]}, by the report of another process: {further[1]}"
         raise RankError(

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import distributed
 
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.collectives import RankError, first_line
-from undivided.context_parallel.exchange.reports import (
-    CLOSED_PATIENCE,
-    PATIENCE,
-    Report,
-    named_by_others,
-    read_reports,
-    write_report,
-)
+from undivided.context_parallel.exchange.reports import failed_ranks, rank_names
 from undivided.errors import InputError
 
-_PROBE_TAG = 0x7FFF0001
-"""Of messages that nobody receives."""
 _ERRORS: Any = getattr(distributed, "DistError", ())  # PyTorch may be built without it
 _GLOO = ("/gloo/", "Application timeout caused pair closure")
 """Parts of the texts of gloo's errors, which are plain RuntimeErrors."""
@@ -83,34 +73,10 @@ def _described(step: str, group: Any, error: RuntimeError) -> RankError:
     """The error of this rank, with the failed ranks as far as they can be found."""
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     start, why = f"rank {rank} of {world}: {step} failed", first_line(error)
-    failed = _failed_ranks(group, rank, world, f"{start}: {why}")
-    names = ", ".join(f"{peer} (this one)" if peer == rank else str(peer) for peer in failed)
-    ended = f": rank{'s' if len(failed) > 1 else ''} {names} ended or did not take part in time" if failed else ""
+    failed = failed_ranks(group, rank, world, f"{start}: {why}")
+    ended = f": {rank_names(failed, rank)} ended or did not take part in time" if failed else ""
     return RankError(
         f"{start}{ended}\n  CAUSE: {why}\n"
         "  HINT: look at the output of the failed rank; the ranks of the group are the processes "
         f"{distributed.get_process_group_ranks(group)}"
     )
-
-
-def _failed_ranks(group: Any, rank: int, world: int, text: str) -> list[int]:
-    """The ranks that have failed, which may be this one; empty if they cannot be found."""
-    peers = [peer for peer in range(world) if peer != rank]
-    timed_out = "imed out" in text or "imeout" in text
-    candidates = peers if timed_out else [peer for peer in peers if _is_closed(group, peer)]
-    write_report(group, rank, Report([], text))
-    reports = read_reports(group, candidates or peers, PATIENCE if timed_out else CLOSED_PATIENCE)
-    failed = [peer for peer in candidates if peer not in reports]
-    if not failed:  # those that it cannot reach have met the failure of another one
-        failed = named_by_others(group, candidates or peers)
-    write_report(group, rank, Report(failed, text))
-    return failed
-
-
-def _is_closed(group: Any, peer: int) -> bool:
-    """Whether the connection of gloo to a rank is closed."""
-    try:
-        distributed.isend(torch.zeros(1), group=group, group_dst=peer, tag=_PROBE_TAG)
-    except RuntimeError:
-        return True
-    return False

@@ -12,12 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import distributed
 
 PATIENCE, CLOSED_PATIENCE = 5.0, 2.0
 """Seconds that a rank waits for the reports of others, whose timeouts end at about the same time; and if a connection
 was closed, which gloo also does when the other rank has met a timeout and is about to report it."""
 _POLL_SECONDS, _FRESH_SECONDS = 0.05, 60.0
+
+_PROBE_TAG = 0x7FFF0001
+"""Of messages that nobody receives."""
 
 T = TypeVar("T")
 
@@ -68,12 +72,12 @@ def find_process(process: int, peers: Sequence[int], text: str) -> tuple[int, st
     return _with_store(distributed.group.WORLD, follow, None)
 
 
-def write_report(group: Any, rank: int, report: Report) -> None:
+def _write_report(group: Any, rank: int, report: Report) -> None:
     """Write the report of a rank for the others."""
     _with_store(group, lambda store: store.set(_key(rank), json.dumps(report)), None)
 
 
-def read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int, Report]:
+def _read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int, Report]:
     """The reports that these ranks have written, after waiting for all of them at most so many seconds."""
 
     def read(store: Any) -> dict[int, Report]:
@@ -84,7 +88,7 @@ def read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int,
     return _with_store(group, read, {})
 
 
-def named_by_others(group: Any, ranks: Sequence[int]) -> list[int]:
+def _named_by_others(group: Any, ranks: Sequence[int]) -> list[int]:
     """The failed ranks that the reports of these ranks name; they write them when they know them."""
 
     def read(store: Any) -> list[int]:
@@ -97,6 +101,45 @@ def named_by_others(group: Any, ranks: Sequence[int]) -> list[int]:
             time.sleep(_POLL_SECONDS)
 
     return _with_store(group, read, [])
+
+
+def failed_ranks(group: Any, rank: int, world: int, text: str) -> list[int]:
+    """The ranks that have failed in a collective, which may be this one; empty if they cannot be found.
+
+    Args:
+        group: of torch.distributed.
+        rank, world: this rank of the group, and their number.
+        text: the error of this rank, which is written for the others.
+    """
+    peers = [peer for peer in range(world) if peer != rank]
+    timed_out = "imed out" in text or "imeout" in text
+    candidates = peers if timed_out else [peer for peer in peers if _is_closed(group, peer)]
+    _write_report(group, rank, Report([], text))
+    reports = _read_reports(group, candidates or peers, PATIENCE if timed_out else CLOSED_PATIENCE)
+    failed = [peer for peer in candidates if peer not in reports]
+    if not failed:  # those that it cannot reach have met the failure of another one
+        failed = _named_by_others(group, candidates or peers)
+    _write_report(group, rank, Report(failed, text))
+    return failed
+
+
+def rank_names(ranks: Sequence[int], rank: int) -> str:
+    """Ranks as an error names them, and which of them is this one.
+
+    >>> rank_names([1, 2], 2)
+    'ranks 1, 2 (this one)'
+    """
+    names = ", ".join(f"{peer} (this one)" if peer == rank else str(peer) for peer in ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def _is_closed(group: Any, peer: int) -> bool:
+    """Whether the connection of gloo to a rank is closed."""
+    try:
+        distributed.isend(torch.zeros(1), group=group, group_dst=peer, tag=_PROBE_TAG)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _with_store(group: Any, function: Callable[[Any], T], default: T) -> T:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn.blocks.module import Init, Module, gather_sequence, initialise
+from undivided.nn.blocks.module import Init, Module, initialise, own_part
 from undivided.nn.blocks.normalization import Norm
 
 
@@ -25,10 +25,14 @@ class Linear(Module):
         init: initialises every weight; biases are initialised with 0.
         bias: whether the parts have biases.
         device, dtype: device and dtype of the parameters.
+
+    Attributes:
+        used_rows: by name of a part that every rank has whole, the rows (first, number) that this rank uses of it.
     """
 
     weight: Parameter  # if there is one weight
     bias: Parameter | None
+    used_rows: Mapping[str, tuple[int, int]]
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         self.in_features, self.init_method = in_features, init
-        self.names = tuple(f"{name}_" if name else "" for name in parts)
+        self.names, self.used_rows = tuple(f"{name}_" if name else "" for name in parts), {}
         for name, features in zip(self.names, parts.values(), strict=True):
             weight = Parameter(torch.empty(features, in_features, device=device, dtype=dtype))
             self.register_parameter(f"{name}weight", weight)
@@ -66,8 +70,18 @@ class Linear(Module):
         Each part is a separate matrix product, because joining the weights would copy them.
         """
         x = self.normalise(x)
-        whole = gather_sequence(x) if self.ranks is None else self.ranks.enter(x)
-        return tuple(functional.linear(whole, weight, b if add_bias else None) for weight, b in self.parts()), x
+        whole = x if self.ranks is None else self.ranks.enter(x)
+        return tuple(functional.linear(whole, w, b if add_bias else None) for w, b in map(self._used, self.names)), x
+
+    def _used(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a part, as plain tensors: the rows that this rank uses."""
+        weight, bias = (own_part(getattr(self, f"{name}{kind}")) for kind in ("weight", "bias"))
+        if self.ranks is None or name not in self.used_rows:
+            return weight, bias
+        rows = self.used_rows[name]  # ranks use different rows, so the gradient is the sum over ranks
+        return self.ranks.shared(weight).narrow(0, *rows), bias if bias is None else self.ranks.shared(bias).narrow(
+            0, *rows
+        )
 
     def normalise(self, x: Tensor) -> Tensor:
         """The input of the maps: x itself."""
@@ -89,7 +103,7 @@ class OutputLinear(Linear):
         """The output, and the input of the map."""
         if self.ranks is None:
             return super().forward(x, add_bias)
-        out = self.ranks.leave(functional.linear(x, self.weight))
+        out = self.ranks.leave(functional.linear(x, own_part(self.weight)))
         bias = self.whole_bias() if add_bias else None
         return (out if bias is None else out + bias,), x
 

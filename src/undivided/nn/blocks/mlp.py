@@ -20,7 +20,8 @@ from torch.nn import Parameter, functional
 
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_choice, checked_number
-from undivided.nn.blocks.module import Init, Module, gather_sequence, initialise
+from undivided.nn.blocks.halves import both_halves
+from undivided.nn.blocks.module import Init, Module, initialise, own_part
 from undivided.nn.blocks.normalization import Norm
 
 _QUICK = 1.702
@@ -125,8 +126,13 @@ class LayerNormMLP(Module):
         init, output_init: initialise the weights of fc1 and fc2.
         bias: whether the maps have biases.
         device, dtype: device and dtype of the parameters.
+
+    Attributes:
+        has_consecutive_rows: a rank's rows of fc1 are consecutive in the whole weight. Of a gated activation they are
+            then not the rank's part of both halves, so features are exchanged after fc1.
     """
 
+    has_consecutive_rows = False
     layer_norm_bias: Parameter | None
     fc1_weight: Parameter
     fc1_bias: Parameter | None
@@ -170,12 +176,14 @@ class LayerNormMLP(Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block, and x normalised."""
         normed = self.norm(x, *self.whole_on_ranks(self.layer_norm_weight, self.layer_norm_bias))
-        whole = gather_sequence(normed) if self.ranks is None else self.ranks.enter(normed)
-        inner = self.activation(functional.linear(whole, self.fc1_weight, self.fc1_bias))
-        if self.ranks is None:
-            return functional.linear(inner, self.fc2_weight, self.fc2_bias), normed
-        out = self.ranks.leave(functional.linear(inner, self.fc2_weight))
+        fc1, fc1_bias, fc2 = (own_part(p) for p in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
         (bias,) = self.whole_on_ranks(self.fc2_bias)
+        if self.ranks is None:
+            return functional.linear(self.activation(functional.linear(normed, fc1, fc1_bias)), fc2, bias), normed
+        inner = functional.linear(self.ranks.enter(normed), fc1, fc1_bias)
+        if self.has_consecutive_rows and self.activation.gated:
+            inner = both_halves(inner, self.ranks)
+        out = self.ranks.leave(functional.linear(self.activation(inner), fc2))
         return out if bias is None else out + bias, normed
 
     def extra_repr(self) -> str:

@@ -19,8 +19,8 @@ class Module(torch.nn.Module):
     """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales.
 
     Attributes:
-        ranks: the ranks of which each holds a part of the parameters, as plain tensors; None: the parameters are whole,
-            or DTensors.
+        ranks: the ranks of which each holds a part of the parameters, as plain tensors or as DTensors; None: this rank
+            holds the whole parameters.
     """
 
     ranks: TensorRanks | None = None
@@ -32,12 +32,12 @@ class Module(torch.nn.Module):
             parameters: parameters of the module, of any shape; None stays None.
 
         Returns:
-            The parameters, or views whose gradient is summed over ranks.
+            The parameters as plain tensors, or views whose gradient is summed over ranks.
         """
-        ranks = self.ranks
+        own, ranks = [own_part(parameter) for parameter in parameters], self.ranks
         if ranks is None or ranks.sequence is None:
-            return list(parameters)
-        return [None if parameter is None else ranks.shared(parameter) for parameter in parameters]
+            return own
+        return [None if parameter is None else ranks.shared(parameter) for parameter in own]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
@@ -103,14 +103,10 @@ def initialise(parameter: Tensor | None, init: Init | float) -> None:
             parameter.fill_(init)
 
 
-def gather_sequence(x: Tensor) -> Tensor:
-    """x; a DTensor that is sharded on the sequence is gathered."""
-    placements = getattr(x, "placements", None)
-    if placements is None or not any(
-        placement.is_shard(axis) for placement in placements for axis in range(x.ndim - 1)
-    ):
-        return x
-    from torch.distributed.tensor import Replicate
+def own_part(parameter: Any) -> Any:
+    """What this rank holds of a parameter: of a DTensor its local part, of a plain one all; None stays None.
 
-    gathered: Tensor = x.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
-    return gathered
+    Blocks compute with plain tensors and send by `TensorRanks`, whose errors name the step and the failed rank. DTensor
+    would communicate on its own in the backward pass, where nothing of ours could add the names.
+    """
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter, functional
 
 from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_number
-from undivided.nn.blocks.module import Module, initialise
+from undivided.nn.blocks.module import Module, initialise, own_part
 
 KINDS = ("LayerNorm", "RMSNorm")
 _QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
@@ -76,10 +76,10 @@ class Normalization(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised."""
-        if self.ranks is None:
-            return self.norm(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.ranks.shared(self.bias)
-        return self.norm(x, self.ranks.shared(self.weight), bias)
+        weight, bias = own_part(self.weight), own_part(self.bias)
+        if self.ranks is not None:
+            weight, bias = self.ranks.shared(weight), None if bias is None else self.ranks.shared(bias)
+        return self.norm(x, weight, bias)
 
     def extra_repr(self) -> str:
         """The constants, for `repr`."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.context_parallel.exchange.handshake import SharedArguments, compare_ranks
+from undivided.context_parallel.exchange.timeouts import adopt_timeout
 from undivided.errors import InputError
 from undivided.nn.blocks.rank_calls import running_call
 from undivided.request.checks import draw_seed
@@ -42,6 +43,7 @@ class TensorRanks:
 
     def __init__(self, group: distributed.ProcessGroup, sequence: int | None, check: bool = True) -> None:
         self.group, self.sequence, self.check = group, sequence, check
+        adopt_timeout(group)
         self.rank, self.size = group.rank(), group.size()
         self._meshes: dict[str, DeviceMesh] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -123,6 +125,13 @@ class TensorRanks:
         from torch.distributed.tensor import Partial, Replicate
 
         return self._moved(parameter, "a shared parameter", (Replicate(), Replicate()), (Partial(), Replicate()))
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        """The features of all ranks, [.., ranks * features]; the gradient is this rank's part of the sum over ranks."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        own = Shard(x.ndim - 1)
+        return self._moved(x, "the gather of features", (own, Replicate()), (Partial(), own))
 
     def _moved(self, x: Tensor, what: str, forward: Move, backward: Move) -> Tensor:
         """x after a move, its gradient after another one; DTensor does the communication."""

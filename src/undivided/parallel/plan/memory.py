@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from undivided.parallel.plan.model import Model
-from undivided.parallel.plan.traffic import GATES_ARE_GATHERED
 
 __all__ = ["STATE_BYTES", "Bytes", "layer_activations", "logit_bytes", "state_bytes", "working_parameters"]
 
@@ -88,8 +87,6 @@ def layer_activations(model: Model, tensor: int, itemsize: int, *, sequence_para
     keys = 2 * model.kv_heads / (1 if model.kv_heads % tensor else tensor) * model.head_dim
     attention = 2 * model.heads * model.head_dim / tensor + keys
     inner = (4 if model.gated else 2) * model.ffn / tensor
-    if model.gated and GATES_ARE_GATHERED:
-        inner = model.ffn * (3 + 1 / tensor)  # the two halves and the activated one are gathered
     return inputs + (attention + inner) * itemsize + 4 * model.heads / tensor
 
 

@@ -15,9 +15,6 @@ from undivided.parallel.plan.model import Model
 
 __all__ = ["Passes", "gather_bytes", "parameter_bytes", "tensor_bytes"]
 
-GATES_ARE_GATHERED = True
-"""`parallelize` gathers the features of a gated activation before it multiplies them: see `tensor_bytes`."""
-
 
 class Passes(NamedTuple):
     """Bytes that a rank sends in a forward and in a backward pass."""
@@ -52,27 +49,37 @@ def tensor_bytes(
     backward pass, so it is not gathered a third time. Recomputed activations repeat the forward pass without its last
     collective, on whose result no gradient depends (`torch.utils.checkpoint` stops there).
 
-    A gated activation sends more (`GATES_ARE_GATHERED`): its input [tokens, 2 ffn] is gathered in the forward pass, and
-    two tensors [tokens, ffn] in the backward pass.
+    A gated activation sends more with `parallelize`, in each pass: a rank's rows of the first map are consecutive, so a
+    rank exchanges up to two tensors [tokens, ffn / t] with ranks that multiply them (`undivided.nn.blocks.halves`).
 
-    Not counted: the sums of the gradients of norms and output biases over tensor ranks, some `hidden` numbers per
-    layer, summed when the optimizer reads them; on the CPU the comparison of arguments, 16 bytes per layer and rank.
+    The backward pass also adds up the gradients of parameters that all ranks have and use for different tokens (norms
+    and output biases under sequence parallelism) or for different heads (fewer key heads than ranks).
+
+    Not counted: on the CPU the comparison of arguments, 16 bytes per layer and rank.
 
     Args:
         tokens: tokens of the batch that this tensor group has: sequences times their length on one context rank.
         itemsize: bytes of a number of the hidden states.
 
     >>> model = Model(1, 1024, 16, 16, 64, 4096, 1000, gated=False)
-    >>> tensor_bytes(model, 2048, 2, 2)  # 4 collectives of 2048 x 1024 x 2 bytes, of which half is sent
-    Passes(forward=8388608.0, backward=8388608.0)
+    >>> tensor_bytes(model, 2048, 2, 2)  # 4 collectives of 2048 x 1024 x 2 bytes, of which half is sent; and two norms
+    Passes(forward=8388608.0, backward=8392704.0)
     """
     one = gather_bytes(tokens * model.hidden * itemsize, tensor)
     forward = backward = 4 * one
-    if model.gated and GATES_ARE_GATHERED:
-        gates = gather_bytes(tokens * 2 * model.ffn * itemsize, tensor)
+    if model.gated:
+        gates = min(2, tensor - 1) * tokens * model.ffn / tensor * itemsize
         forward, backward = forward + gates, backward + gates
+    backward += 2 * gather_bytes(_shared_parameters(model, tensor, sequence_parallel) * itemsize, tensor)
     again = forward - one * (1 if sequence_parallel else 2) if recompute else 0
     return Passes(forward, backward + again)
+
+
+def _shared_parameters(model: Model, tensor: int, sequence_parallel: bool) -> int:
+    """The parameters of a layer whose gradients are summed over the tensor ranks."""
+    tokens = model.hidden * 2 * (1 + model.norm_bias + model.bias) if sequence_parallel else 0
+    heads = 2 * model.kv_heads * model.head_dim * (model.hidden + model.bias) if model.kv_heads % tensor else 0
+    return tokens + heads
 
 
 def parameter_bytes(model: Model, tensor: int, ranks: int, itemsize: int, gradient_itemsize: int) -> Passes:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 
 AXES = ("data", "context", "tensor")
 """What the axes of a mesh may be: batches, tokens of each sequence, heads and features of each layer."""
@@ -27,10 +27,12 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise InputError("mesh", "be a DeviceMesh", type(mesh).__name__, hint=_hint((4,), ("context",)))
     names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= set(AXES):
+    unknown = [name for name in names if name not in AXES]
+    if unknown or not names:
         must = f"have axes with names out of {', '.join(map(repr, AXES))}"
         got = f"the names {names}" if names else "no names"
-        raise InputError("mesh", must, got, hint=_hint(tuple(mesh.shape), AXES[-mesh.ndim :]))
+        hint = did_you_mean(unknown[0], AXES) if unknown else None
+        raise InputError("mesh", must, got, hint=hint or _hint(tuple(mesh.shape), AXES[-mesh.ndim :]))
     return mesh
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.dropout import _DropoutNd
 
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel import ContextParallel
+from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import ACTIVE, TENSOR_RANKS
 from undivided.integrations.transformers.parallel._axes import AXES, checked_mesh, size
+from undivided.integrations.transformers.parallel._balance import COEFFICIENT, spread_balancing_loss
 from undivided.integrations.transformers.parallel._shard import SequenceShard
 from undivided.integrations.transformers.parallel._tensor import check_plan, divide
 from undivided.nn.blocks.tensor_ranks import TensorRanks
@@ -30,7 +32,6 @@ WHOLE = {
     "use_cache": "a cache would have to hold the keys of all ranks",
     "past_key_values": "a cache would have to hold the keys of all ranks",
     "output_attentions": "the weights would have to cover the keys of all ranks",
-    "output_router_logits": "the balancing loss is not a sum over tokens",
     "logits_to_keep": "the last tokens of a rank are not the last tokens of the sequence",
 }
 """Arguments of a model that need the tokens of all ranks, and why."""
@@ -81,17 +82,26 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     whole, context, tensor = _sizes(mesh)
     for axes in whole or [(SingleRank(), SingleRank())]:
         prepare_on_all_ranks(axes, True, lambda: _checked(model, context, tensor))
+    if isinstance(mesh, DeviceMesh):
+        check_device_type(mesh, next(model.parameters()).device.type)
     if tensor > 1:
         assert isinstance(mesh, DeviceMesh)
         divide(model, mesh["tensor"] if mesh.ndim > 1 else mesh)
         ranks = TensorRanks(mesh.get_group("tensor"), None)
         for layer in model.modules():
             setattr(layer, TENSOR_RANKS, ranks)
-    hooks = _Hooks(context)
+    hooks = _Hooks(context, _token_ranks(mesh))
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave, always_call=True)
     model._undivided_hooks = hooks  # type: ignore[assignment]
     return model
+
+
+def _token_ranks(mesh: DeviceMesh | ContextParallel) -> list[Communicator]:
+    """The groups over which the tokens of a step are divided."""
+    if isinstance(mesh, ContextParallel):
+        return list(mesh._group_axes())
+    return [ProcessGroup(mesh.get_group(axis)) for axis in ("context", "data") if size(mesh, axis) > 1]
 
 
 def _sizes(mesh: DeviceMesh | ContextParallel) -> tuple[list[Sequence[Communicator]], int, int]:
@@ -126,8 +136,6 @@ def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArgumen
             repr(config.model_type),
             hint="use a mesh without the axis 'context'",
         )
-    if context * tensor > 1 and getattr(config, "output_router_logits", False):
-        raise InputError("output_router_logits", "be False on several ranks", True, hint=WHOLE["output_router_logits"])
     if tensor > 1:
         check_plan(model, tensor)
     if context * tensor > 1:
@@ -155,13 +163,16 @@ def _check_noise(model: nn.Module, config: Any) -> None:
 class _Hooks:
     """Hooks before and after the forward pass; between them, masks and attention know the shard."""
 
-    def __init__(self, context: int) -> None:
-        self.context = context
+    def __init__(self, context: int, token_ranks: Sequence[Communicator]) -> None:
+        self.context, self.token_ranks = context, token_ranks
+        self.coefficient: float | None = None
+        self.real: Tensor | None = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Check the arguments, and take the shard out of them."""
         shard = options.pop("shard", None)
         if self.context == 1:
+            self._take_balancing_loss(module, options, options.get("attention_mask"))
             return args, options
         if not isinstance(shard, SequenceShard):
             hint = "model(**shard_batch(batch, mesh)); generate with a model that is not parallelized"
@@ -175,9 +186,32 @@ class _Hooks:
         if options.get("labels") is not None and options.get("shift_labels") is None:
             must = "be shifted before they are divided"
             raise InputError("labels", must, "labels without shift_labels", hint="pass labels to shard_batch")
+        real = None if shard.padding is None else shard.context.shard(shard.padding, dim=1)
+        self._take_balancing_loss(module, options, real)
         ACTIVE.set(shard)
         return args, options
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forget the shard."""
+        """Forget the shard, and add the balancing loss of experts over the tokens of all ranks."""
         ACTIVE.set(None)
+        if self.coefficient is None:
+            return
+        coefficient, self.coefficient = self.coefficient, None
+        setattr(module, COEFFICIENT, coefficient)
+        if output is not None:  # None: the forward pass has raised
+            spread_balancing_loss(output, coefficient, module, self.real, self.token_ranks)
+
+    def _take_balancing_loss(self, module: nn.Module, options: dict[str, Any], real: Tensor | None) -> None:
+        """Let the model add 0 times the balancing loss of its own tokens, if it computes one and others have tokens."""
+        if not self.token_ranks or not hasattr(module, COEFFICIENT):
+            return
+        config: Any = module.config
+        wanted = options.get("output_router_logits")
+        if not (config.output_router_logits if wanted is None else wanted):
+            return
+        as_output = options.get("return_dict")
+        if not (getattr(config, "return_dict", True) if as_output is None else as_output):
+            hint = "the balancing loss over the tokens of all ranks is added to the output by its name"
+            raise InputError("return_dict", "be True with output_router_logits on several ranks", False, hint=hint)
+        self.coefficient, self.real = float(getattr(module, COEFFICIENT)), real
+        setattr(module, COEFFICIENT, 0.0)
