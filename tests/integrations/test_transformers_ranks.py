@@ -287,6 +287,7 @@ def test_a_model_without_values_or_on_two_devices_is_refused() -> None:
 
 
 def test_a_misspelt_axis_is_an_error_with_the_axes_and_the_name_that_was_meant() -> None:
+    register()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "contxt"))
