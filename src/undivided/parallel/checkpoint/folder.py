@@ -84,8 +84,11 @@ def on_first_rank(action: Callable[[], Value]) -> Value:
 
 
 def settle() -> None:
-    """Wait for all ranks. A thread of gloo keeps the tensors of the operation before this one for a moment, and aborts
-    the process if Python ends in it (torch 2.13); a barrier has no tensors of Python."""
+    """Wait for all ranks, so that a program that ends next is aborted less often.
+
+    A thread of gloo keeps the tensors of an operation for a moment, and aborts the process if Python ends in it (torch
+    2.13). A barrier has no tensors of Python. `destroy_process_group` at the program's end waits for that thread.
+    """
     if distributed.is_available() and distributed.is_initialized():
         distributed.barrier()
 
