@@ -145,7 +145,7 @@ def test_a_plot_has_square_pixels_for_as_many_keys_as_queries(tmp_path: Path) ->
     with pytest.raises(InputError) as caught:
         masks.causal().plot(4, 4, tmp_path / "mask.txt")
     assert caught.value.argument == "path"
-    assert caught.value.hint == ".png"
+    assert caught.value.hint == "mask.png"
     assert str(caught.value).startswith("path must end in .")
     assert ", .pdf, .pgf, .png, " in str(caught.value)
     assert repr(str(tmp_path / "mask.txt")) in str(caught.value)

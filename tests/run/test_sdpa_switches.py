@@ -192,9 +192,9 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "fewer-heads": (
         (Q, K[:, :2], K[:, :2]),
         {},
-        r"key must broadcast to \[2, 4, '...'\].*\n.*\n  HINT: enable_gqa=True",
+        r"key must broadcast to \[2, 4, \.\.\.\].*\n.*\n  HINT: enable_gqa=True",
     ),
-    "batches": ((Q, K[:1].expand(3, 4, 5, 8), K), {}, r"key must broadcast to \[2, 4, '...'\]"),
+    "batches": ((Q, K[:1].expand(3, 4, 5, 8), K), {}, r"key must broadcast to \[2, 4, \.\.\.\]"),
     "heads-do-not-divide": (
         (Q, K[:, :3], K[:, :3]),
         {"enable_gqa": True},
