@@ -13,9 +13,12 @@ from verification_problems import DTYPES, request_of
 import undivided
 from undivided import masks
 from undivided.backends import reference
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
 from undivided.verification import oracle, verify
 from undivided.verification.budget import FACTOR, Budget, budget_for, distance
 from undivided.verification.cases import CASES, Case
+from undivided.verification.pieces import Upstream
 from undivided.verification.plain_attention import plain as plain_attention
 
 
@@ -105,6 +108,20 @@ def test_the_rows_shares_sum_up_to_the_gradient() -> None:
         total = right[name.removesuffix(" per row")]
         summed = rows.sum((0, 2)) if total.dim() == 1 else rows.sum(2)
         assert distance(summed, total) < 1e-12 * float(total.norm())
+
+
+def test_the_lse_of_one_key_may_be_off_by_one_rounding_of_its_sum() -> None:
+    """Such a log-sum-exp is a score, here of .01 to .04; its sum is 1, which plain arithmetic has without an error."""
+    q, k = torch.tensor([0.1, 0.2, 0.3, 0.4]).view(1, 1, 4, 1), torch.full((1, 1, 1, 1), 0.1)
+    case = {"layout": "bshd", "mask": None}
+    call, tensors = normalise(Request.from_keywords(q, k, k.clone(), **case))
+    budget, eps = budget_for(call, tensors, Upstream(torch.ones_like(q))), torch.finfo(torch.float32).eps
+    right = budget.right["lse"]
+    assert float(right.abs().min()) > 0.009
+    assert float(right.abs().max()) < 0.05
+    assert budget.met("lse", right + eps / 2)
+    assert not budget.met("lse", right + 3 * eps)
+    assert not budget.met("lse", torch.zeros_like(right))
 
 
 def test_a_nan_a_missing_value_and_another_shape_are_infinitely_wrong() -> None:

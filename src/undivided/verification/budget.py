@@ -12,6 +12,9 @@ Exact values are required where no allowed pair exists: output rows and gradient
 absolute tolerance: a result of zeros has error 1. If plain arithmetic cannot distinguish the right answer from 0 (the
 gradient of q with a single key is 0), a relative error is undefined, and the absolute norms are compared.
 
+A log-sum-exp is a logarithm: one rounding of its sum is an absolute error of eps, however small it is. Its budget has
+that in addition. (Plain arithmetic has no such error in a row of one key, whose sum is 1.)
+
 The reasons are in docs/decisions/2026-11-20-error-budget.md and 2026-11-24-gradients-of-single-numbers.md.
 """
 
@@ -162,6 +165,9 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         norms = {name: float(x[x.isfinite()].norm()) for name, x in right.items()}
     scale = {name: norm if norm > errors[name] else 1.0 for name, norm in norms.items()}
     allowed = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
+    if "lse" in allowed:
+        entries = math.sqrt(int(right["lse"].isfinite().sum()))
+        allowed["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
     return Budget(problem, right, scale, allowed, zero)
 
 
