@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.backends.triton import tables
+from undivided.masks import Mask
+from undivided.masks.normal_form import NormalForm
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
 
 THREADS, CALLS = 8, 12
 
@@ -74,6 +80,84 @@ def test_threads_compute_the_bits_of_one(work: Callable[[int], list[Tensor]]) ->
 
     with ThreadPoolExecutor(THREADS) as pool:
         assert all(pool.map(run, range(THREADS)))
+
+
+def documents() -> Mask:
+    return masks.documents(torch.tensor([0, 7, 40, 90]), torch.tensor([0, 50, 120, 300])) & masks.causal("bottom_right")
+
+
+SHARED: dict[str, tuple[Callable[[], Mask], str, dict[str, Any]]] = {
+    "lengths": (lambda: masks.lengths([100, 200, 150]), "bshd", {}),
+    "sinks": (lambda: masks.lengths([100, 200, 150]), "bshd", {"sinks": torch.zeros(4)}),
+    "slopes": (
+        lambda: masks.lengths([100, 200, 150]) & masks.causal("bottom_right"),
+        "bshd",
+        {"alibi_slopes": torch.rand(4)},
+    ),
+    "dropout": (lambda: masks.lengths([100, 200, 150]), "bshd", {"dropout_p": 0.2, "dropout_seed": 3}),
+    "invariant": (documents, "thd", {"batch_invariant": True}),
+    "documents": (documents, "thd", {}),
+    "dense": (lambda: masks.dense(torch.ones(30, 300, dtype=torch.bool).tril()), "bshd", {}),
+    "predicate": (lambda: masks.predicate(lambda b, h, q, k: (q + k) % 3 > 0), "bshd", {}),
+    "blocks": (lambda: masks.blocks(30, 50, torch.tensor([[0, 2, 5]])), "bshd", {}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_threads_may_share_a_mask_that_none_has_used(name: str) -> None:
+    """All of them compute what the kernel reads of the mask, and one of these results stays."""
+    new_mask, layout, options = SHARED[name]
+    shapes = ((90, 4, 32), (300, 2, 32)) if layout == "thd" else ((3, 30, 4, 32), (3, 300, 2, 32))
+    make = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(shape, generator=make, requires_grad=True) for shape in shapes)
+
+    def results(mask: Mask) -> list[Tensor]:
+        out = undivided.attention(q, k, k, layout=layout, mask=mask, **options)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k))]
+
+    expected = results(new_mask())
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(40):
+            mask, start = new_mask(), threading.Barrier(THREADS)
+
+            def run(_: int, mask: Mask = mask, start: threading.Barrier = start) -> bool:
+                start.wait()
+                return all(torch.equal(a, b) for _ in range(2) for a, b in zip(results(mask), expected, strict=True))
+
+            assert all(pool.map(run, range(THREADS)))
+
+
+def test_the_first_normal_form_of_a_mask_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 6, 2, 8)
+    call, _ = normalise(Request.from_keywords(q, q, q, layout="bshd", mask=masks.lengths([4])))
+    build, of_others = Mask.normal_form, []
+
+    def interrupted(mask: Mask, *arguments: Any) -> NormalForm:
+        """Another thread builds and keeps the form in the meantime."""
+        monkeypatch.setattr(Mask, "normal_form", build)
+        of_others.append(call.normal_form(q))
+        return dataclasses.replace(build(mask, *arguments))
+
+    monkeypatch.setattr(Mask, "normal_form", interrupted)
+    assert call.normal_form(q) is of_others[0]
+    assert call.normal_form(q) is of_others[0]
+
+
+def test_the_first_table_of_a_normal_form_stays() -> None:
+    together = threading.Barrier(2)
+
+    class Ranges(Tensor):
+        """Whose clamp returns when two threads have called it."""
+
+        def clamp(self, *_: Any) -> Tensor:
+            together.wait(60)
+            return torch.zeros(1, 3, 2, dtype=torch.int32)
+
+    form = NormalForm(torch.zeros(1, 3, 2, dtype=torch.int32).as_subclass(Ranges), 5)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: form.table, range(2))
+    assert first is second is form.table
+    assert form.table_place[0] == form.table.data_ptr()
 
 
 def test_the_number_of_threads_may_change_between_and_during_calls() -> None:

@@ -17,19 +17,27 @@ from undivided.request.request import Tensors, gather_pages
 
 
 class CheckedMask:
-    """A mask that was checked for a problem, and its normal form; cached until a tensor of the mask changes."""
+    """A mask that was checked for a problem, and its normal form; cached until a tensor of the mask changes.
 
-    __slots__ = ("form", "key", "mask", "packed", "pages", "problem")
+    Threads that share a mask share it.
+    """
+
+    form: NormalForm | None = None
+    """Set once, by `keep`."""
 
     def __init__(self, mask: Mask, problem: Problem, key: object = None) -> None:
         self.mask, self.problem = mask, problem
-        self.form: NormalForm | None = None
         self.packed: bytes | None = None
         """What the native kernel makes of the form."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None
         """The block table that was checked last, its in-place version, and the number of pages of the pool."""
+
+    def keep(self, form: NormalForm) -> NormalForm:
+        """The form that was kept first: another thread may have built one too, and records hold addresses of it."""
+        kept: NormalForm = self.__dict__.setdefault("form", form)
+        return kept
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +72,7 @@ class Call:
             checked = self.checked_mask = CheckedMask(self.mask, problem)
         if checked.form is None:
             sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
-            checked.form = self.mask.normal_form(*sizes, like.device)
+            return checked.keep(self.mask.normal_form(*sizes, like.device))
         return checked.form
 
     def dense_tensors(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,22 @@ from undivided.masks.normal_form.bounds import count_in_cells, overlap, tidy
 from undivided.masks.normal_form.pairs import Extra, RangePairs, SelectedPairs, all_pairs, narrow, row_blocks, select
 from undivided.masks.normal_form.positions import Geometry
 
+T = TypeVar("T")
+
 ALL = slice(None)
+
+
+class _first_value(cached_property[T]):
+    """A cached property whose first value stays, because a kernel reads it at its address.
+
+    If two threads compute the value at once, `cached_property` of Python 3.12 and later keeps the second one.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        first: T = instance.__dict__.setdefault(self.attrname, self.func(instance))
+        return first
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +76,7 @@ class NormalForm:
         """Whether the ranges alone describe the mask."""
         return not self.extras
 
-    @cached_property
+    @_first_value
     def table(self) -> Tensor:
         """The ranges for a kernel, int32 ``[B|1, Sq, 2|4]``: a contiguous copy, within the keys."""
         return self.ranges.clamp(0, self.kv_len).contiguous()
@@ -71,7 +87,7 @@ class NormalForm:
         table = self.table
         return table.data_ptr(), table.stride(0) if table.shape[0] > 1 else 0, table.shape[2]
 
-    @cached_property
+    @_first_value
     def first_key(self) -> Tensor | None:
         """Raw index of the first key of each row's sequence, contiguous int32 ``[B|1, Sq]``; None if all are 0."""
         geometry = self.geometry

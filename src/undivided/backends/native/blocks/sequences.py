@@ -179,5 +179,5 @@ class VirtualSequences:
             page_size=page,
         )
         checked = CheckedMask(mask, problem)
-        checked.form = form
+        checked.keep(form)
         return self.call.with_problem(problem, mask=mask, checked_mask=checked, **changes)
