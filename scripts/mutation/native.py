@@ -15,6 +15,7 @@ processor. It survives if no test fails, or if its tests take more than --second
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -213,7 +214,7 @@ class Sample:
                 continue
             ran += 1
             seconds = self.options.seconds
-            found = in_a_child(lambda: failing_test_with(library, items, seconds), 3 * seconds)  # noqa: B023
+            found = in_a_child(functools.partial(failing_test_with, library, items, seconds), 3 * seconds)
             if found == "" and mutant.path.stem == "thread_team":
                 found = failing_process_test(mutant, library, self.builder.folder)
             killed += found not in ("", NO_TIME)

@@ -78,10 +78,9 @@ class Linear(Module):
         weight, bias = (own_part(getattr(self, f"{name}{kind}")) for kind in ("weight", "bias"))
         if self.ranks is None or name not in self.used_rows:
             return weight, bias
-        rows = self.used_rows[name]  # ranks use different rows, so the gradient is the sum over ranks
-        return self.ranks.shared(weight).narrow(0, *rows), bias if bias is None else self.ranks.shared(bias).narrow(
-            0, *rows
-        )
+        first, count = self.used_rows[name]  # ranks use different rows, so the gradient is the sum over ranks
+        weight = self.ranks.shared(weight).narrow(0, first, count)
+        return weight, None if bias is None else self.ranks.shared(bias).narrow(0, first, count)
 
     def normalise(self, x: Tensor) -> Tensor:
         """The input of the maps: x itself."""
