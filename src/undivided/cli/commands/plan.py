@@ -89,7 +89,8 @@ def plan(
         )
     _refuse_cluster_options(cluster, model)
     if seq_len is None:
-        raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint="undivided plan --nodes 2 --gpus 8")
+        hint = "undivided plan 1048576 --world 8, or undivided plan --nodes 2 --gpus 8"
+        raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint)
     result = make_plan(
         seq_len,
         HEADS if heads is None else heads,
