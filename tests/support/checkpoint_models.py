@@ -53,7 +53,7 @@ class Model(nn.Module):
         return logits
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: Any) -> torch.optim.Optimizer:
     """With moments that decide the next steps, and two groups."""
     others = [p for name, p in model.named_parameters() if not name.startswith("head")]
     return torch.optim.AdamW([{"params": others}, {"params": model.head.parameters(), "lr": 3e-3}], lr=1e-2)

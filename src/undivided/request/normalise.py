@@ -83,8 +83,8 @@ def normalise(
     known = _known_problem(request, (device, needs, scale is not None and scale <= 0))
     problem, spans, strides = known
     if spans is not None and not _are_in_memory(q, k, v, spans):
-        for name, given in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, given)
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, tensor)
     if not (bias is sinks is slopes is pages is k_scale is v_scale is None):
         _check_optional_memory(request)
     checked = None
