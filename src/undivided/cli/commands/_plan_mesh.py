@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from undivided.cli._terminal import console, human, print_json, print_table, table
+from undivided._units import human
+from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.parallel.plan import (
