@@ -312,3 +312,9 @@ def test_the_hint_of_a_wrong_mask_call_is_the_last_line() -> None:
 
 def test_a_misspelt_suite_has_a_hint() -> None:
     assert "did you mean 'forward'?" in refused("bench", "--suite", "forwrd")
+
+
+@pytest.mark.parametrize("arguments", [("ranks",), ("bench", "--markdown"), ("report", "--bench")])
+def test_an_absent_report_is_named_without_the_number_of_the_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    absent = tmp_path / "report.json"
+    assert refused(*arguments, str(absent)).rstrip().endswith("report.json (No such file or directory)")

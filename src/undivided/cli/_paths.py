@@ -1,4 +1,4 @@
-"""Checks of paths that commands write to, before the work starts."""
+"""Checks of paths that commands write to, before the work starts, and why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def file_to_write(flag: str, path: Path) -> Path:
     if path.exists() and not os.access(path, os.W_OK):
         raise InputError(flag, "be a file that can be written", str(path))
     return path
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read or used: the system's words, without the number and the path, or the error's own.
+
+    >>> reason_of(FileNotFoundError(2, "No such file or directory", "report.json"))
+    'No such file or directory'
+    """
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def refuse_together(flag: str, others: dict[str, object]) -> None:

@@ -20,7 +20,7 @@ from undivided.benchmarking import suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.measurement import SECONDS, SOURCE, Measurement, measure, replaced
-from undivided.cli._paths import file_to_write
+from undivided.cli._paths import file_to_write, reason_of
 from undivided.cli._terminal import complain, progress
 from undivided.cli.main import INTERRUPTED
 from undivided.errors import InputError
@@ -140,7 +140,7 @@ def _cases_to_continue(report: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError("--report", "be a report that --measure wrote", f"{report} ({error})") from None
+        raise InputError("--report", "be a report that --measure wrote", f"{report} ({reason_of(error)})") from None
     ours = suites.machine()
     for name in SAME:
         if theirs[name] != ours[name]:

@@ -21,7 +21,7 @@ from undivided.benchmarking.competitors import OTHERS, selectable_backends
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
-from undivided.cli._paths import file_to_write, folder_to_write, refuse_together
+from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
 from undivided.cli.commands.report import read_report
 from undivided.cli.main import INTERRUPTED
@@ -233,7 +233,7 @@ def _as_markdown(path: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError("--markdown", "be a report that --json wrote", f"{path} ({error})") from None
+        raise InputError("--markdown", "be a report that --json wrote", f"{path} ({reason_of(error)})") from None
 
 
 def _show(report: dict[str, Any]) -> None:

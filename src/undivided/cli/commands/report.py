@@ -9,7 +9,7 @@ import typer
 
 from undivided._files import read_json
 from undivided.cli._mask_words import parse
-from undivided.cli._paths import file_to_write, refuse_together
+from undivided.cli._paths import file_to_write, reason_of, refuse_together
 from undivided.cli._terminal import complain, console, print_json, progress
 from undivided.cli.commands.doctor import findings
 from undivided.cli.main import INTERRUPTED
@@ -76,6 +76,6 @@ def read_report(flag: str, path: Path) -> dict[str, Any]:
         found: dict[str, Any] = read_json(path)
         markdown(found)  # reads every field
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InputError(flag, "be a report that `undivided bench --json` wrote", f"{path} ({reason})") from None
+        got = f"{path} ({reason_of(error)})"
+        raise InputError(flag, "be a report that `undivided bench --json` wrote", got) from None
     return found
