@@ -51,7 +51,8 @@ class Block {
 
   // False if some numbers do not fit this mode's parts (see gemm/split.h); the results are invalid then.
   bool run() {
-    if (checks_finite_) memset(w_.non_finite, 0, (size_t)block_.rows);
+    if (checks_finite_ && block_.rows > 0)  // rows > 1 then, which gcc 14 does not see: it warns of a negative size
+      memset(w_.non_finite, 0, (size_t)block_.rows);
     if (narrow_) run_panels();
     else run_key_blocks();
     if (kParts<Mode> > 1 && range_check_.out_of_range()) return false;
