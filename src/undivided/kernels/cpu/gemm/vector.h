@@ -91,6 +91,15 @@ INLINE void with_run(const Run& run, F f) {
   else run.first == 0 ? call(I0(), I1()) : run.first == 1 ? call(I1(), I1()) : call(I2(), I1());
 }
 
+// Zeros one by one: `= {}` makes GCC clear memory, too, and keep account of what is in registers.
+template <int N, int V>
+INLINE void clear(Vec (&acc)[N][V]) {
+#pragma GCC unroll 24
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) acc[i][v] = Vec{};
+}
+
 template <class Scalar, class T>
 INLINE Scalar fetch(const T* p) {
   Scalar x;
@@ -143,7 +152,8 @@ template <class Arith, int N, int V, class T>
 INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st) {
   constexpr int64_t step = sizeof(typename Arith::Scalar) / sizeof(T), chain = kMaxChain / (Arith::kPairs ? 2 : 1);
   for (int64_t from = 0; from == 0 || from < count; from += chain) {
-    Vec acc[N][V] = {};
+    Vec acc[N][V];
+    clear(acc);
     accumulate<Arith>(acc, k + from * step, stride, step, qt + from * kPanel,
                       count - from < chain ? count - from : chain);
 #pragma GCC unroll 8
@@ -193,7 +203,8 @@ template <class Arith, int N, int V, class T>
 INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, const Runs& runs, const Vec* decay,
                           float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
-  Vec acc[N][V] = {};
+  Vec acc[N][V];
+  clear(acc);
   for (int r = 0; r < runs.count; r++) {
     const Run& run = runs.run[r];
     with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
@@ -249,7 +260,8 @@ template <class Arith, int N, int V, class T>
 INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, const int* which,
                      int count, float* out) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
-  Vec acc[N][V] = {};
+  Vec acc[N][V];
+  clear(acc);
   for (int n = 0; n < count; n++) {
     const int slot = which[n];
     accumulate<Arith>(acc, a + slot * a_slot, kPanel, step, b + slots.panel[slot] * b_panel,
