@@ -24,8 +24,8 @@ namespace {
   }
 }
 
-// Masks scores outside of their rows' ranges, of the vectors and keys of each run. The other scores keep their bits, also
-// if all are in range, so that a row's result does not depend on which rows share its panel.
+// Masks scores outside of their rows' ranges, for the vectors and keys of each run. The other scores keep their bits,
+// also if all are in range, so that a row's result does not depend on which rows share its panel.
 [[maybe_unused]] static void apply_ranges(const Panel& p, int64_t start, const Runs& runs, float* st) {
   for (int v = 0; v < p.vectors(); v++) {
     IVec bound[4];
@@ -67,10 +67,10 @@ INLINE void raise_max(const float* st, int64_t keys, Vec* high) {
   for (int v = 0; v < V; v++) high[v] = larger(other[v], high[v]);
 }
 
-// Turns scores of V vectors and `keys` keys into weights in place (pairs of bf16 for Dot), 0 if dropped; the sums
-// include dropped weights. st, keep, base and sum start at the first of the vectors. Pairs of keys lie at st + pair.
+// Turns scores of V vectors and some keys into weights (pairs of bf16 for Dot), 0 if dropped; sums include dropped
+// weights. All pointers are those of the first of the vectors and keys; `weights` may overwrite scores already read.
 template <class Arith, bool kDrops, int V>
-INLINE void exponentiate(const float* st, float* pair, int64_t keys, float factor, const LaneMask* keep,
+INLINE void exponentiate(const float* st, float* weights, int64_t keys, float factor, const LaneMask* keep,
                          const Vec* base_of, Vec* sum_of) {
   Vec base[V], sum[V];
   for (int v = 0; v < V; v++) base[v] = base_of[v], sum[v] = sum_of[v];
@@ -84,7 +84,7 @@ INLINE void exponentiate(const float* st, float* pair, int64_t keys, float facto
         sum[v] += even + odd;
         if (kDrops)
           even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
-        store(pair + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
+        store(weights + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
       }
   } else {
     for (int64_t j = 0; j < keys; j++)
@@ -93,7 +93,7 @@ INLINE void exponentiate(const float* st, float* pair, int64_t keys, float facto
         const int64_t at = j * kPanel + v * kLanes;
         Vec p = exp2_or_zero((load(st + at) - base[v]) * factor);
         sum[v] += p;
-        store(pair + at, kDrops ? zero_unless(keep[j * kVectors + v], p) : p);
+        store(weights + at, kDrops ? zero_unless(keep[j * kVectors + v], p) : p);
       }
   }
   for (int v = 0; v < V; v++) sum_of[v] = sum[v];

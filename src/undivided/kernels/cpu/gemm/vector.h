@@ -91,7 +91,7 @@ INLINE void with_run(const Run& run, F f) {
   else run.first == 0 ? call(I0(), I1()) : run.first == 1 ? call(I1(), I1()) : call(I2(), I1());
 }
 
-// Zeros one by one: `= {}` makes GCC clear memory, too, and keep account of what is in registers.
+// Sets sums to 0 one by one: with `= {}` GCC clears memory too, and keeps flags of which sums are in registers.
 template <int N, int V>
 INLINE void clear(Vec (&acc)[N][V]) {
 #pragma GCC unroll 24
