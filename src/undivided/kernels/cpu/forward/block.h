@@ -35,14 +35,14 @@ class Block {
   Block(const Attention& a, const RowBlock& block, char* scratch)
       : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), checks_finite_(block.rows > 1 && (a.ranges || a.dense)) {
-    const Segment extent = key_extent(a, block);
-    from_ = larger_of(extent.start, block.key), to_ = smaller_of(extent.stop, block.key_stop);
+    const RowKeys keys = keys_of(a, block);
+    from_ = larger_of(keys.extent.start, block.key), to_ = smaller_of(keys.extent.stop, block.key_stop);
     first_block_key_ = from_ / kBlockKeys * kBlockKeys;
     narrow_ =  // a panel of few rows keeps no packed keys for others
         (Mode::kAmx || block.rows > kMaxFewRows) && to_ - first_block_key_ <= max_narrow_keys<Mode>(a) &&
-        longest_row_keys(a, block) * (a.qk_dim + a.v_dim) * (Mode::kAmx ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <=
+        keys.longest * (a.qk_dim + a.v_dim) * (Mode::kAmx ? 2 * kParts<Mode> : (int64_t)sizeof(T)) <=
             kTuning.max_row_bytes;
-    row_major_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block);
+    row_major_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block, keys);
     w_ = layout_block<Mode>(a, block.rows, narrow_ ? larger_of(0, to_ - first_block_key_) : kAllKeys, scratch);
     count_ = 0;
     for (int64_t first = 0; first < block.rows; first += w_.panels[count_++].rows)

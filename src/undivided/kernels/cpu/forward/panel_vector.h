@@ -33,20 +33,25 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   if constexpr (kMaxFewRows > 0)
     if (few_rows)
       multiply_scores_of_few<Arith>(p.rows, sums.qt, k, key_block.k_stride, q_depth<Mode>(a), keys, st, &prefetch);
-  for (int i = 0; !few_rows && i < runs.count; i++) {  // keys that a run leaves out are masked below
+  for (int i = 0; !few_rows && i < runs.count; i++) {
     const Run& run = runs.run[i];
     multiply_scores<Arith>(sums.qt + run.first * kLanes, k + run.start * key_block.k_stride, key_block.k_stride,
                            q_depth<Mode>(a), run.stop - run.start, st + run.start * kPanel + run.first * kLanes,
                            run.vectors, &prefetch);
   }
   if (has_score_bias || !keeps_products(a)) apply_score_bias(a, has_score_bias ? w.score_bias : nullptr, keys, st);
-  if (!has_score_bias && !p.covers(start, stop)) apply_ranges(p, start, keys, st);
+  // the vectors and keys that have weights; in pairs, a group of columns spans twice as many keys
+  constexpr int64_t each = Arith::kPairs ? 2 : 1;
+  Runs weight_runs = p.row_major ? Runs(keys, p.vectors())
+                     : each == 1 ? runs
+                                 : runs_of(p, start - front, stop + back, each * kBroadcasts);
+  if (!has_score_bias && !p.covers(start, stop)) apply_ranges(p, start - front, weight_runs, w.scores);
   for (int i = 0; i < front * kPanel; i++) w.scores[i] = -kInfinity;
   for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
   Vec decay[kVectors];
   if (a.dropout) draw_keep_masks(a, block.batch, *sums.dropout_rows, start, stop, w.keep + front * kVectors);
-  softmax_panel<Arith>(w.scores, front + keys + back, score_unit<Mode>(a).log2, a.dropout ? w.keep : nullptr,
-                       sums.max_score, sums.total, p.vectors(), decay);
+  softmax_panel<Arith>(w.scores, weight_runs, score_unit<Mode>(a).log2, a.dropout ? w.keep : nullptr, sums.max_score,
+                       sums.total, decay);
 
   const typename Mode::PackedV* v;
   int64_t v_stride = key_block.v_stride, v_group = key_block.v_group;
@@ -74,7 +79,6 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
       p.has_sums = true;
       return;
     }
-  constexpr int64_t each = Arith::kPairs ? 2 : 1;
   if constexpr (kMaxFewRows > 0)
     if (few_rows && v_group == 0) {
       multiply_values_of_few<Arith>(p.rows, w.scores, v, v_stride, (front + keys + back) / each, a.v_dim,
@@ -82,8 +86,6 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
       p.has_sums = true;
       return;
     }
-  // in pairs, a group of columns spans twice as many keys
-  Runs weight_runs = each == 1 ? runs : runs_of(p, start - front, stop + back, each * kBroadcasts);
   for (int i = 0; each == 2 && i < weight_runs.count; i++) weight_runs.run[i].start /= 2, weight_runs.run[i].stop /= 2;
   multiply_values<Arith>(w.scores, v, v_stride, weight_runs, a.v_dim, p.has_sums ? decay : nullptr, sums.ot, v_group,
                          &prefetch);

@@ -106,12 +106,11 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
 }
 
 // Whether the second product works row by row (gemm/row_product.h).
-INLINE bool sums_in_rows(const Attention& a, const RowBlock& block) {
+INLINE bool sums_in_rows(const Attention& a, const RowBlock& block, const RowKeys& keys) {
   // one vector in addition to groups of four costs little, two or three do not
   const int64_t rest = a.v_dim % (4 * kLanes);
   return kLanes == 16 && !block.partials && a.v_dim >= 4 * kLanes && (rest == 0 || rest == kLanes) &&
-         longest_row_keys(a, block) <= kTuning.max_row_major_keys &&
-         count_visible_keys(a, block) * a.v_dim * 4 <= block.rows * kMaxRowMajorBytes;
+         keys.longest <= kTuning.max_row_major_keys && keys.pairs * a.v_dim * 4 <= block.rows * kMaxRowMajorBytes;
 }
 
 // Writes row-major sums of a panel as results.

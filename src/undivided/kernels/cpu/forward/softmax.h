@@ -24,47 +24,58 @@ namespace {
   }
 }
 
-// Masks scores outside of their rows' ranges. The other scores keep their bits, also if all are in range, so that a
-// row's result does not depend on which rows share its panel.
-[[maybe_unused]] static void apply_ranges(const Panel& p, int64_t start, int64_t keys, float* st) {
+// Masks scores outside of their rows' ranges, for the vectors and keys of each run. The other scores keep their bits,
+// also if all are in range, so that a row's result does not depend on which rows share its panel.
+[[maybe_unused]] static void apply_ranges(const Panel& p, int64_t start, const Runs& runs, float* st) {
   for (int v = 0; v < p.vectors(); v++) {
     IVec bound[4];
     for (int i = 0; i < 4; i++)
       bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop[i / 2] : p.start[i / 2]) + v * kLanes);
-    for (int64_t j = 0; j < keys; j++) {
-      IVec key = isplat((int32_t)(start + j));
-      IVec allowed = is_within(key, bound[0], bound[1], bound[2], bound[3]);
-      float* s = st + j * kPanel + v * kLanes;
-      store(s, allowed ? load(s) : splat(-kInfinity));
+    auto mask = [&](int64_t from, int64_t to) {
+      for (int64_t j = from; j < to; j++) {
+        IVec key = isplat((int32_t)(start + j));
+        IVec allowed = is_within(key, bound[0], bound[1], bound[2], bound[3]);
+        float* s = st + j * kPanel + v * kLanes;
+        store(s, allowed ? load(s) : splat(-kInfinity));
+      }
+    };
+    for (int i = 0; i < runs.count; i++) {
+      const Run& run = runs.run[i];
+      if (v < run.first || v >= run.first + run.vectors) continue;
+      // keys that all rows see through their first ranges are left out
+      const int64_t from = larger_of(run.start, smaller_of(run.stop, p.every[0][v].start - start)),
+                    to = larger_of(from, smaller_of(run.stop, p.every[0][v].stop - start));
+      mask(run.start, from), mask(to, run.stop);
     }
   }
 }
 
-// Turns scores into weights in place (pairs of bf16 for Dot), 0 if dropped; the totals include dropped weights. decay
-// is the factor of the earlier sums. factor converts scores to units of log 2.
-template <class Arith, bool kDrops, int V>
-static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, float factor, const LaneMask* keep,
-                                                      float* max_score, float* total, Vec* decay) {
-  Vec high[2][V], sum[V] = {};
-  for (int v = 0; v < V; v++) high[0][v] = high[1][v] = splat(-kInfinity);
+// The largest scores of a run's vectors so far.
+template <int V>
+INLINE void raise_max(const float* st, int64_t keys, Vec* high) {
+  Vec other[V];
+  for (int v = 0; v < V; v++) other[v] = high[v];
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) high[i][v] = larger(load(st + (j + i) * kPanel + v * kLanes), high[i][v]);
+    for (int v = 0; v < V; v++) {
+      high[v] = larger(load(st + j * kPanel + v * kLanes), high[v]);
+      other[v] = larger(load(st + (j + 1) * kPanel + v * kLanes), other[v]);
+    }
   for (; j < keys; j++)
-    for (int v = 0; v < V; v++) high[0][v] = larger(load(st + j * kPanel + v * kLanes), high[0][v]);
-  Vec base[V];
-  for (int v = 0; v < V; v++) {
-    Vec previous = load(max_score + v * kLanes), now = larger(larger(high[0][v], high[1][v]), previous);
-    base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
-    // the polynomial's 2^0 is not exactly 1
-    decay[v] = previous == base[v] ? splat(1) : exp2_or_zero((previous - base[v]) * factor);
-    store(max_score + v * kLanes, now);
-  }
+    for (int v = 0; v < V; v++) high[v] = larger(load(st + j * kPanel + v * kLanes), high[v]);
+  for (int v = 0; v < V; v++) high[v] = larger(other[v], high[v]);
+}
+
+// Turns scores of V vectors and some keys into weights (pairs of bf16 for Dot), 0 if dropped; sums include dropped
+// weights. All pointers are those of the first of the vectors and keys; `weights` may overwrite scores already read.
+template <class Arith, bool kDrops, int V>
+INLINE void exponentiate(const float* st, float* weights, int64_t keys, float factor, const LaneMask* keep,
+                         const Vec* base_of, Vec* sum_of) {
+  Vec base[V], sum[V];
+  for (int v = 0; v < V; v++) base[v] = base_of[v], sum[v] = sum_of[v];
   if constexpr (Arith::kPairs) {
-    for (j = 0; j < keys; j += 2)
+    for (int64_t j = 0; j < keys; j += 2)
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         const float* s = st + j * kPanel + v * kLanes;
@@ -73,26 +84,59 @@ static __attribute__((noinline)) void softmax_vectors(float* st, int64_t keys, f
         sum[v] += even + odd;
         if (kDrops)
           even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
-        store(st + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
+        store(weights + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
       }
   } else {
-    for (j = 0; j < keys; j++)
+    for (int64_t j = 0; j < keys; j++)
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        float* s = st + j * kPanel + v * kLanes;
-        Vec p = exp2_or_zero((load(s) - base[v]) * factor);
+        const int64_t at = j * kPanel + v * kLanes;
+        Vec p = exp2_or_zero((load(st + at) - base[v]) * factor);
         sum[v] += p;
-        store(s, kDrops ? zero_unless(keep[j * kVectors + v], p) : p);
+        store(weights + at, kDrops ? zero_unless(keep[j * kVectors + v], p) : p);
       }
+  }
+  for (int v = 0; v < V; v++) sum_of[v] = sum[v];
+}
+
+// The softmax of the scores of a panel's runs; the other scores are neither read nor written, their weights count as 0.
+// decay is the factor of the earlier sums. factor converts scores to units of log 2.
+template <class Arith, bool kDrops, int V>
+static __attribute__((noinline)) void softmax_vectors(float* st, const Runs& runs, float factor, const LaneMask* keep,
+                                                      float* max_score, float* total, Vec* decay) {
+  Vec high[V], base[V], sum[V];
+  for (int v = 0; v < V; v++) high[v] = splat(-kInfinity), sum[v] = Vec{};
+  for (int i = 0; i < runs.count; i++) {
+    const Run& run = runs.run[i];
+    with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
+      raise_max<some.value>(st + run.start * kPanel + first.value * kLanes, run.stop - run.start, high + first.value);
+    });
+  }
+  for (int v = 0; v < V; v++) {
+    Vec previous = load(max_score + v * kLanes), now = larger(high[v], previous);
+    base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
+    // the polynomial's 2^0 is not exactly 1
+    decay[v] = previous == base[v] ? splat(1) : exp2_or_zero((previous - base[v]) * factor);
+    store(max_score + v * kLanes, now);
+  }
+  for (int i = 0; i < runs.count; i++) {
+    const Run& run = runs.run[i];
+    with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
+      const float* s = st + run.start * kPanel + first.value * kLanes;
+      float* to = st + run.start / (Arith::kPairs ? 2 : 1) * kPanel + first.value * kLanes;
+      exponentiate<Arith, kDrops, some.value>(s, to, run.stop - run.start, factor,
+                                              kDrops ? keep + run.start * kVectors + first.value : nullptr,
+                                              base + first.value, sum + first.value);
+    });
   }
   for (int v = 0; v < V; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
 }
 template <class Arith>
-static void softmax_panel(float* st, int64_t keys, float factor, const LaneMask* keep, float* max_score, float* total,
-                          int vectors, Vec* decay) {
-  with_vectors(vectors, [&](auto v) {
+static void softmax_panel(float* st, const Runs& runs, float factor, const LaneMask* keep, float* max_score,
+                          float* total, Vec* decay) {
+  with_vectors(runs.vectors, [&](auto v) {
     auto chosen = keep ? softmax_vectors<Arith, true, v.value> : softmax_vectors<Arith, false, v.value>;
-    chosen(st, keys, factor, keep, max_score, total, decay);
+    chosen(st, runs, factor, keep, max_score, total, decay);
   });
 }
 

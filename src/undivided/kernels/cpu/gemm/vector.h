@@ -91,6 +91,15 @@ INLINE void with_run(const Run& run, F f) {
   else run.first == 0 ? call(I0(), I1()) : run.first == 1 ? call(I1(), I1()) : call(I2(), I1());
 }
 
+// Sets sums to 0 one by one: with `= {}` GCC clears memory too, and keeps flags of which sums are in registers.
+template <int N, int V>
+INLINE void clear(Vec (&acc)[N][V]) {
+#pragma GCC unroll 24
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) acc[i][v] = Vec{};
+}
+
 template <class Scalar, class T>
 INLINE Scalar fetch(const T* p) {
   Scalar x;
@@ -143,7 +152,8 @@ template <class Arith, int N, int V, class T>
 INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st) {
   constexpr int64_t step = sizeof(typename Arith::Scalar) / sizeof(T), chain = kMaxChain / (Arith::kPairs ? 2 : 1);
   for (int64_t from = 0; from == 0 || from < count; from += chain) {
-    Vec acc[N][V] = {};
+    Vec acc[N][V];
+    clear(acc);
     accumulate<Arith>(acc, k + from * step, stride, step, qt + from * kPanel,
                       count - from < chain ? count - from : chain);
 #pragma GCC unroll 8
@@ -189,12 +199,15 @@ static void multiply_scores(const float* qt, const T* k, int64_t stride, int64_t
 
 // ot[i][rows] = ot[i][rows] * decay[rows] + the sum over a key block, for i < N columns of V. The block is summed from
 // zero: in one chain over all keys the error would grow with their number. Without decay, ot starts here.
-template <class Arith, int N, int V, class T>
+template <class Arith, bool kWhole, int N, int V, class T>
 INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, const Runs& runs, const Vec* decay,
                           float* ot) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
-  Vec acc[N][V] = {};
-  for (int r = 0; r < runs.count; r++) {
+  Vec acc[N][V];
+  clear(acc);
+  if constexpr (kWhole)
+    accumulate_some<Arith, 0, V>(acc, v_rows, step, stride, pt, runs.run[0].stop);
+  for (int r = 0; !kWhole && r < runs.count; r++) {
     const Run& run = runs.run[r];
     with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
       accumulate_some<Arith, first.value, some.value>(acc, v_rows + run.start * stride, step, stride,
@@ -210,7 +223,8 @@ INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, cons
     }
 }
 
-template <class Arith, int V, class T, class Prefetcher>
+// kWhole: there is one run, of all vectors.
+template <class Arith, int V, bool kWhole = false, class T, class Prefetcher>
 static __attribute__((noinline)) void value_vectors(const float* pt, const T* v, int64_t stride, const Runs& runs,
                                                     int64_t columns, const Vec* decay, float* ot, int64_t group,
                                                     Prefetcher* prefetch) {
@@ -219,20 +233,22 @@ static __attribute__((noinline)) void value_vectors(const float* pt, const T* v,
   int64_t d = 0;
   for (; d + kBroadcasts <= columns; d += kBroadcasts, v += group) {
     if (prefetch) prefetch->step();
-    value_columns<Arith, kBroadcasts, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+    value_columns<Arith, kWhole, kBroadcasts, V>(pt, v, stride, runs, decay, ot + d * kPanel);
   }
   if (kBroadcasts > 4 && d + 4 <= columns) {
-    value_columns<Arith, 4, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+    value_columns<Arith, kWhole, 4, V>(pt, v, stride, runs, decay, ot + d * kPanel);
     d += 4, v += 4 * step;
   }
-  for (; d < columns; d++, v += step) value_columns<Arith, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+  for (; d < columns; d++, v += step) value_columns<Arith, kWhole, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel);
 }
 // V is stored row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
 static void multiply_values(const float* pt, const T* v, int64_t stride, const Runs& runs, int64_t columns,
                             const Vec* decay, float* ot, int64_t group = 0, Prefetcher* prefetch = nullptr) {
   with_vectors(runs.vectors, [&](auto n) {
-    value_vectors<Arith, n.value>(pt, v, stride, runs, columns, decay, ot, group, prefetch);
+    const bool whole = runs.count == 1 && runs.run[0].vectors == n.value;
+    (whole ? value_vectors<Arith, n.value, true, T, Prefetcher> : value_vectors<Arith, n.value, false, T, Prefetcher>)(
+        pt, v, stride, runs, columns, decay, ot, group, prefetch);
   });
 }
 
@@ -249,7 +265,8 @@ template <class Arith, int N, int V, class T>
 INLINE void add_keys(const T* a, int64_t a_slot, const float* b, int64_t b_panel, const Slots& slots, const int* which,
                      int count, float* out) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
-  Vec acc[N][V] = {};
+  Vec acc[N][V];
+  clear(acc);
   for (int n = 0; n < count; n++) {
     const int slot = which[n];
     accumulate<Arith>(acc, a + slot * a_slot, kPanel, step, b + slots.panel[slot] * b_panel,

@@ -19,6 +19,8 @@ struct Panel {
   bool has_sums;               // whether its sums have been written
   bool row_major;              // whether its sums are stored row by row; see gemm/row_product.h
   int64_t common[2][2];        // keys that every row sees through its first range, and through its second
+  // the same for each vector of rows; and from the first to the last key that some row of it sees
+  Segment every[2][kVectors], some[2][kVectors];
   int segments, next_segment;  // next_segment: the first one that later key blocks may touch
   Segment segment[kMaxSegments];
 
@@ -46,6 +48,11 @@ static void find_segments(Panel& p) {
     for (int r = 0; r < p.rows; r++) {
       Segment s = {p.start[side][r], p.stop[side][r]};
       if (s.stop <= s.start) continue;
+      Segment* last_segment = p.segments > 0 ? &p.segment[p.segments - 1] : nullptr;
+      if (last_segment && last_segment->start <= s.start && s.start <= last_segment->stop) {  // most rows
+        last_segment->stop = larger_of(last_segment->stop, s.stop);
+        continue;
+      }
       // rows are nearly sorted, so the search starts at the end; segments that touch are joined
       int first = p.segments;
       while (first > 0 && p.segment[first - 1].stop >= s.start) first--;
@@ -68,30 +75,43 @@ INLINE const int32_t* ranges_at(const Attention& a, const RowBlock& block, int64
   return a.ranges + block.batch * a.ranges_b + (block.row + row) % a.q_len * a.columns;
 }
 
+// The keys that each vector of rows sees, and those that the whole panel sees.
+static void find_common_keys(Panel& p) {
+  for (int side = 0; side < 2; side++) {
+    int64_t common_start = 0, common_stop = INT32_MAX;
+    for (int v = 0; v < kVectors; v++) {
+      int32_t first = INT32_MAX, last = 0, start = 0, stop = INT32_MAX;
+      for (int r = v * kLanes; r < (v + 1) * kLanes; r++) {
+        const int32_t from = p.start[side][r], to = p.stop[side][r];
+        first = from < to && from < first ? from : first, last = from < to && to > last ? to : last;
+        start = from > start ? from : start, stop = to < stop ? to : stop;
+      }
+      p.some[side][v] = {first, last}, p.every[side][v] = {start, stop};
+      common_start = larger_of(common_start, start), common_stop = smaller_of(common_stop, stop);
+    }
+    p.common[side][0] = common_start, p.common[side][1] = common_stop;
+  }
+}
+
 static void read_ranges(const Attention& a, const RowBlock& block, int64_t first, Panel& p, int64_t rows = kPanel) {
   p.first = first, p.rows = smaller_of(block.rows - first, rows);
+  int64_t row = (block.row + first) % a.q_len;
   for (int r = 0; r < kPanel; r++) {
-    // lanes beyond the last row repeat it; their results are never stored
-    int64_t row = (block.row + first + smaller_of(r, p.rows - 1)) % a.q_len;
     p.start[0][r] = p.start[1][r] = p.stop[1][r] = 0;
     p.stop[0][r] = (int32_t)a.kv_len;
     if (a.band) {
       p.start[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.first));
       p.stop[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.last));
     }
-    if (!a.ranges) continue;
-    const int32_t* range = ranges_at(a, block, first + smaller_of(r, p.rows - 1));
-    p.start[0][r] = range[0], p.stop[0][r] = range[1];
-    if (a.columns == 4) p.start[1][r] = range[2], p.stop[1][r] = range[3];
-  }
-  for (int side = 0; side < 2; side++) {
-    int64_t start = 0, stop = a.kv_len;
-    for (int r = 0; r < kPanel; r++) {
-      start = larger_of(start, p.start[side][r]);
-      stop = smaller_of(stop, p.stop[side][r]);
+    if (a.ranges) {
+      const int32_t* range = a.ranges + block.batch * a.ranges_b + row * a.columns;
+      p.start[0][r] = range[0], p.stop[0][r] = range[1];
+      if (a.columns == 4) p.start[1][r] = range[2], p.stop[1][r] = range[3];
     }
-    p.common[side][0] = start, p.common[side][1] = stop;
+    // lanes beyond the last row repeat it; their results are never stored
+    if (r + 1 < p.rows && ++row == a.q_len) row = 0;
   }
+  find_common_keys(p);
   if (a.ranges || a.band) {
     find_segments(p);
   } else {
@@ -130,52 +150,31 @@ static int64_t rows_of_panel(const Attention& a, const RowBlock& block, int64_t 
   return limit;
 }
 
-// From the first to the last key that some row of a block sees.
-static Segment key_extent(const Attention& a, const RowBlock& block) {
-  if (!a.ranges && !a.band) return {0, a.kv_len};
-  Segment extent = {a.kv_len, 0};
-  auto include = [&](int64_t start, int64_t stop) {
-    if (start < stop) extent = {smaller_of(extent.start, start), larger_of(extent.stop, stop)};
-  };
-  if (a.ranges)
-    for (int64_t r = 0; r < block.rows; r++) {
-      const int32_t* range = ranges_at(a, block, r);
-      for (int64_t i = 0; i < a.columns; i += 2) include(range[i], range[i + 1]);
-    }
-  else
-    for (int64_t r = 0; r < block.rows; r++) {
-      const int64_t row = (block.row + r) % a.q_len;
-      include(larger_of(0, row + a.first), smaller_of(a.kv_len, row + a.last));
-    }
-  return extent;
-}
-
-// The largest distance between the first and the last key that a row of a block sees.
-static int64_t longest_row_keys(const Attention& a, const RowBlock& block) {
-  if (a.band) return smaller_of(a.last - a.first, a.kv_len);
-  if (!a.ranges) return a.kv_len;
-  int64_t longest = 0;
+// The keys that the rows of a block see. extent: from the first to the last one. longest: the largest distance between
+// the first and the last key of a row. pairs: the number of (row, key) pairs.
+struct RowKeys {
+  Segment extent;
+  int64_t longest, pairs;
+};
+static RowKeys keys_of(const Attention& a, const RowBlock& block) {
+  if (!a.ranges && !a.band) return {{0, a.kv_len}, a.kv_len, block.rows * a.kv_len};
+  RowKeys keys = {{a.kv_len, 0}, 0, 0};
+  const int32_t* ranges = a.ranges + block.batch * a.ranges_b;
+  int64_t row = block.row % a.q_len;
   for (int64_t r = 0; r < block.rows; r++) {
-    const int32_t* range = ranges_at(a, block, r);
-    int64_t start = a.kv_len, stop = 0;
-    for (int64_t i = 0; i < a.columns; i += 2)
-      if (range[i] < range[i + 1]) start = smaller_of(start, range[i]), stop = larger_of(stop, range[i + 1]);
-    longest = larger_of(longest, stop - start);
+    Segment seen = {a.kv_len, 0};  // by this row
+    auto include = [&](int64_t start, int64_t stop) {
+      if (start >= stop) return;
+      seen = {smaller_of(seen.start, start), larger_of(seen.stop, stop)}, keys.pairs += stop - start;
+    };
+    if (a.band) include(larger_of(0, row + a.first), smaller_of(a.kv_len, row + a.last));
+    for (int64_t i = 0; !a.band && i < a.columns; i += 2)
+      include(ranges[row * a.columns + i], ranges[row * a.columns + i + 1]);
+    keys.extent = {smaller_of(keys.extent.start, seen.start), larger_of(keys.extent.stop, seen.stop)};
+    keys.longest = larger_of(keys.longest, seen.stop - seen.start);
+    if (++row == a.q_len) row = 0;
   }
-  return longest;
-}
-
-// The number of (row, key) pairs of a block.
-static int64_t count_visible_keys(const Attention& a, const RowBlock& block) {
-  if (!a.ranges && !a.band) return block.rows * a.kv_len;
-  int64_t visible = 0;
-  for (int64_t r = 0; r < block.rows; r++) {
-    const int64_t row = (block.row + r) % a.q_len;
-    if (a.band) visible += larger_of(0, smaller_of(a.kv_len, row + a.last) - larger_of(0, row + a.first));
-    const int32_t* range = a.band ? nullptr : ranges_at(a, block, r);
-    for (int64_t i = 0; range && i < a.columns; i += 2) visible += larger_of(0, range[i + 1] - range[i]);
-  }
-  return visible;
+  return keys;
 }
 
 // The keys [from, to) of a panel in groups of `group`, and the vectors that have a row which sees some of them.
@@ -185,12 +184,10 @@ static int64_t count_visible_keys(const Attention& a, const RowBlock& block) {
   int64_t start[kVectors], stop[kVectors];
   for (int v = 0; v < p.vectors(); v++) {
     start[v] = to, stop[v] = from;
-    for (int side = 0; side < 2; side++)
-      for (int r = v * kLanes; r < (v + 1) * kLanes; r++) {
-        const int64_t first = larger_of(p.start[side][r], from), last = smaller_of(p.stop[side][r], to);
-        start[v] = first < last ? smaller_of(start[v], first) : start[v];
-        stop[v] = first < last ? larger_of(stop[v], last) : stop[v];
-      }
+    for (int side = 0; side < 2; side++) {
+      const int64_t first = larger_of(p.some[side][v].start, from), last = smaller_of(p.some[side][v].stop, to);
+      if (first < last) start[v] = smaller_of(start[v], first), stop[v] = larger_of(stop[v], last);
+    }
   }
   Runs runs;
   runs.vectors = p.vectors();
