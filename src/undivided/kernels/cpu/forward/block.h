@@ -133,6 +133,7 @@ class Block {
   }
 
   void find_non_finite(const Panel& p, const PanelSums& sums) {
+    if (p.row_major && !has_non_finite_sums(sums.ot, p.rows * a_.v_dim, 0)) return;
     for (int64_t r = 0; p.row_major && r < p.rows; r++)
       mark(p.first + r, has_non_finite_sums(sums.ot + r * a_.v_dim, a_.v_dim, sums.total[r]));
     for (int64_t r = 0; !p.row_major && r < p.rows; r += kLanes) {

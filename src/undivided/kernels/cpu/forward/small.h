@@ -146,10 +146,12 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
     float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
     some[i] = softmax_row(a, panel, (int)from[i], head, visible.start, keys, w.weights + i * kPanel, lse);
   }
-  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out);
+  Vec zero_or_nan = {};
+  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out, alike ? nullptr : &zero_or_nan);
+  const bool all_finite = !any(zero_or_nan != zero_or_nan);
   for (int64_t i = 0; i < rows; i++)
     if (!some[i]) clear(out[i]);  // 0 * NaN is NaN
-    else if (!alike)
+    else if (!all_finite)
       add_own_values(a, panel, (int)from[i], visible.start, v, own[i], w.weights + i * kPanel, out[i]);
   return true;
 }
