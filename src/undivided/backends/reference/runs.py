@@ -70,7 +70,9 @@ def _allowed(call: Call, tensors: Tensors, b: int) -> Iterator[tuple[int, Tensor
         rows = slice(start, min(start + size + 1, problem.q_len))
         pairs = torch.ones(1, 1, rows.stop - start, problem.kv_len, dtype=torch.bool)
         if not call.mask.is_full:
-            pairs = call.normal_form(tensors.q).allowed(batch, rows, everything, everything).expand(1, -1, *pairs.shape[2:])
+            pairs = (
+                call.normal_form(tensors.q).allowed(batch, rows, everything, everything).expand(1, -1, *pairs.shape[2:])
+            )
         if bias is not None:
             part = bias.detach()[batch if bias.shape[0] > 1 else everything]
             pairs = pairs & (part[:, :, rows if part.shape[2] > 1 else everything] != -torch.inf)

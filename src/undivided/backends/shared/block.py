@@ -13,6 +13,7 @@ from torch import Tensor
 from undivided.arguments.tensors import is_traced, readable
 from undivided.masks.normal_form import NormalForm
 
+
 @dataclass(frozen=True)
 class Block:
     """Rows of queries and a slice of keys, for some batch elements and heads."""
