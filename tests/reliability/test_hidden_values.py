@@ -251,7 +251,7 @@ def running(run: str) -> Iterator[str]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", MASKS)
 def test_a_row_takes_only_what_it_sees(kind: str, size: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A NaN of a hidden key reached the rows that shared a tile with those that see it: a weight of 0 times NaN is NaN."""
+    """A NaN of a hidden key reached the rows that shared a tile with those that see it: 0 times NaN is NaN."""
     if kind == "tree" and SIZES[size][3] > SIZES[size][4]:
         pytest.skip("the nodes of a tree are among the keys")
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 12)  # several blocks
@@ -312,5 +312,6 @@ def test_a_row_takes_only_what_it_sees_of_a_cache(cache: str, mask: str, run: st
         out = out.transpose(1, 2) if cache == "pages" else out
         allowed = options["mask"].to_dense(2, heads, rows, keys)
         want, want_lse = row_by_row.attend(q.double(), *(x.double() for x in given), allowed, row_by_row.Options())
-        compare(f"out, {rows} rows, {value}, {dtype}", out, want, True, CLOSE[dtype])
+        # an infinite scale may give NaN instead of an infinity
+        compare(f"out, {rows} rows, {value}, {dtype}", out, want, cache not in FORMATS, CLOSE[dtype])
         compare(f"lse, {rows} rows, {value}, {dtype}", lse, want_lse, True, CLOSE[dtype])

@@ -1,4 +1,4 @@
-"""Attention by definition, one row at a time: each row takes the keys that its mask allows before anything is multiplied.
+"""Attention by definition, one row at a time: each row takes the keys that it sees before anything is multiplied.
 
 What a row does not see cannot reach it, in the output and in the gradients, whatever it is. In fp64.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Options:
-    """scale; softcap; bias [B|1, H|1, Sq|1, Sk|1]; slopes [H] and distance [B|1, 1, Sq, Sk]; sinks [H]; factor [B, H, Sq,
-    Sk]: of each weight under dropout, 0 if dropped."""
+    """scale; softcap; bias [B|1, H|1, Sq|1, Sk|1]; slopes [H] and distance [B|1, 1, Sq, Sk]; sinks [H]; factor [B, H,
+    Sq, Sk]: of each weight under dropout, 0 if dropped."""
 
     scale: float | None = None
     softcap: float | None = None

@@ -32,8 +32,8 @@ class Runs:
 def find_runs(
     call: Call, tensors: Tensors, row_tensors: Sequence[Tensor], key_tensors: Sequence[Tensor]
 ) -> Runs | None:
-    """None if blocks need not be cut. row_tensors [B, H, Sq, D] and key_tensors [B, N, Sk, D] are multiplied besides q, k
-    and v.
+    """None if blocks need not be cut. row_tensors [B, H, Sq, D] and key_tensors [B, N, Sk, D] are multiplied besides q,
+    k and v.
 
     Only on the CPU: elsewhere reading values would wait for the device, and under tracing there are none.
     """
