@@ -49,6 +49,6 @@ def refuse_together(flag: str, others: dict[str, object]) -> None:
     Raises:
         InputError: one of the others was given.
     """
-    given = [name for name, value in others.items() if value not in (None, False, "", [], ())]
-    if given:
-        raise InputError(flag, f"be given without {', '.join(others)}", ", ".join(given))
+    present = [name for name, value in others.items() if value not in (None, False, "", [], ())]
+    if present:
+        raise InputError(flag, f"be given without {', '.join(others)}", ", ".join(present))

@@ -11,9 +11,10 @@ import typer
 from rich.text import Text
 
 from undivided._files import read_json
+from undivided._units import human
 from undivided.benchmarking.ranks import add
 from undivided.cli._paths import file_to_write, refuse_together
-from undivided.cli._terminal import complain, console, human, print_json, print_table
+from undivided.cli._terminal import complain, console, print_json, print_table
 from undivided.cli._terminal import table as columns
 from undivided.cli.commands._measure_ranks import measure_levels
 from undivided.errors import InputError
