@@ -298,20 +298,22 @@ def test_a_row_takes_only_what_it_sees_of_a_cache(cache: str, mask: str, run: st
                 (x.values, x.scale) for x in (quantize(x.nan_to_num(0, 0, 0), cache) for x in (k, v))
             )
             options["v_scale"][0, :, length - 2 :] = value
-            given = tuple(dequantize(x, options[f"{n}_scale"], torch.float64) for n, x in (("k", k), ("v", v)))
-        arguments = q, k, v
+            given = dequantize(k, options["k_scale"], torch.float64), dequantize(v, options["v_scale"], torch.float64)
+        arguments = [q, k, v]
         options["layout"] = "bhsd"
         if cache == "batch_invariant":
             options["batch_invariant"] = True
         if cache == "pages":
             pools = [x.transpose(1, 2).reshape(-1, 16, kv_heads, x.shape[-1]).contiguous() for x in (k, v)]
             options |= {"layout": "bshd", "pages": torch.arange(2 * keys // 16, dtype=torch.int32).view(2, -1)}
-            arguments = q.transpose(1, 2), *pools
+            arguments = [q.transpose(1, 2), *pools]
         with levels.running(run, threads=1):
             out, lse = undivided.attention(*arguments, backend="native", return_lse=True, **options)
         out = out.transpose(1, 2) if cache == "pages" else out
         allowed = options["mask"].to_dense(2, heads, rows, keys)
-        want, want_lse = row_by_row.attend(q.double(), *(x.double() for x in given), allowed, row_by_row.Options())
+        want, want_lse = row_by_row.attend(
+            q.double(), given[0].double(), given[1].double(), allowed, row_by_row.Options()
+        )
         # an infinite scale may give NaN instead of an infinity
         compare(f"out, {rows} rows, {value}, {dtype}", out, want, cache not in FORMATS, CLOSE[dtype])
         compare(f"lse, {rows} rows, {value}, {dtype}", lse, want_lse, True, CLOSE[dtype])
