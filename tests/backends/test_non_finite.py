@@ -18,7 +18,6 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.backends.shared.block import document_ends
 from undivided.masks import Mask
 
 RUNS = ["reference", *levels.here()]
@@ -312,11 +311,3 @@ def test_second_derivatives_do_not_mix_documents() -> None:
     second = torch.autograd.grad(sum(g[ids != 1].square().sum() for g in first), leaves)
     for t in (*first, *second):
         assert t[ids != 1].isfinite().all()
-
-
-def test_rows_of_documents_end_where_neighbours_share_no_key() -> None:
-    form = masks.documents([0, 2, 3, 7], padded_q=[0, 4, 5, 9]).normal_form(1, 1, 9, 9, "cpu")
-    assert document_ends(form, slice(0, 1)) == [2, 4, 5, 9]
-    assert document_ends(masks.window(2, 0).normal_form(1, 1, 9, 9, "cpu"), slice(0, 1)) == [9]
-    turns = masks.document_ids(torch.tensor([[0, 1, 0, 1]])).normal_form(1, 1, 4, 4, "cpu")
-    assert document_ends(turns, slice(0, 1)) == [1, 2, 3, 4]

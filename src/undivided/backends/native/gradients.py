@@ -6,8 +6,8 @@ order: the order of `torch.sum` depends on the number of threads, that of `cumsu
 
 The kernel may return a further attempt to make. On AMX, gradients of fp16 scores are rounded to fp16, scaled by a power
 of two for each head; if one overflows (rows of V with unusually large norms), everything is computed again with fp32
-intermediates. If gradients of packed documents are not finite, everything is computed again pair by pair, so that NaN
-stays in its document.
+intermediates. Heads whose gradients are NaN, which their allowed pairs do not explain, are computed again pair by pair:
+by the kernel itself, or, if several calls or heads add to one buffer, all of them in an attempt of its own.
 """
 
 from __future__ import annotations

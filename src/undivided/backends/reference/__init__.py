@@ -20,7 +20,8 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import readable
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
 from undivided.backends.reference.block_gradients import Accumulators, leaf_gradients, make_leaves
-from undivided.backends.shared.block import Block, distance, document_ends, hide, needs_blocks_per_document, row_slopes
+from undivided.backends.reference.runs import find_runs
+from undivided.backends.shared.block import Block, distance, hide, row_slopes
 from undivided.kernels import philox
 from undivided.machine import Machine
 from undivided.masks.normal_form import NormalForm
@@ -84,11 +85,11 @@ def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | 
     """
     score, v, some_row, allowed = scores(block, call, tensors, parts)
     lse, weights = _softmax(score)
-    if allowed is not None:  # a NaN in a row's total must not reach the gradients of keys that the row does not see
-        weights = weights.masked_fill(~allowed, 0.0)
     sinks = parts[4]
     if sinks is not None:
         weights = weights * sink_factor(lse, sinks).unsqueeze(-1)
+    if allowed is not None:  # a NaN in a row's total must not reach the keys that the row does not see
+        weights = weights.masked_fill(~allowed, 0.0)
     if call.dropout_p > 0:
         kept = _kept(block, call, tensors)
         weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(call.dropout_p)
@@ -167,19 +168,21 @@ def _blocks(
     problem = call.problem
     normal = None if call.mask.is_full else call.normal_form(tensors.q)
     batches = problem.batch
-    per_document = normal is not None and needs_blocks_per_document(call, tensors, normal, row_tensors, key_tensors)
-    if per_document or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
+    runs = find_runs(call, tensors, row_tensors, key_tensors)
+    if runs is not None or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
         batches = 1
     for b in range(0, problem.batch, max(batches, 1)):
         batch = slice(b, b + batches)
-        # heads are split only if the rows of scores, which are as long as the block's keys, are too long
         group = problem.heads // problem.kv_heads
         heads = _heads_per_block(problem, normal, batch)
-        for n in range(0, problem.kv_heads, heads):
-            kv_heads = slice(n, min(n + heads, problem.kv_heads))
-            most = SCORES_PER_BLOCK // ((kv_heads.stop - n) * group * batches)
-            for rows, keys in _row_blocks(problem, normal, batch, most, per_document):
-                yield Block(batch, slice(n * group, kv_heads.stop * group), kv_heads, rows, keys)
+        ends = [problem.q_len] if runs is None else runs.ends[b]
+        step = 1 if runs is not None and runs.by_head else heads * group
+        for h in range(0, problem.heads, step):
+            q_heads = slice(h, min(h + step, problem.heads))
+            kv_heads = slice(h // group, (q_heads.stop - 1) // group + 1)
+            most = SCORES_PER_BLOCK // ((q_heads.stop - h) * batches)
+            for rows, keys in _row_blocks(problem, normal, batch, most, ends):
+                yield Block(batch, q_heads, kv_heads, rows, keys)
 
 
 def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:
@@ -193,11 +196,9 @@ def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) 
 
 
 def _row_blocks(
-    problem: Problem, normal: NormalForm | None, batch: slice, most: int, per_document: bool
+    problem: Problem, normal: NormalForm | None, batch: slice, most: int, ends: list[int]
 ) -> Iterator[tuple[slice, slice]]:
-    """(rows, keys) with at most about `most` pairs each, but at least MIN_ROWS rows; a block per document if
-    `per_document`."""
-    ends = document_ends(normal, batch) if normal is not None and per_document else [problem.q_len]
+    """(rows, keys) with at most about `most` pairs each, but at least MIN_ROWS rows unless one of `ends` is there."""
     start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MAX_ROWS)
     while start < problem.q_len:
         end = ends[bisect.bisect_right(ends, start)]
@@ -316,7 +317,10 @@ class Reference(Backend):
         sums = Accumulators(call, tensors)
         grad_out_BHSD = layout.heads_first(grad_out, problem.layout)
         out_BHSD = layout.heads_first(result.out, problem.layout)
-        for block in _blocks(call, tensors, [grad_out_BHSD]):
+        row_tensors = [grad_out_BHSD]
+        if "partial" in problem.features:
+            row_tensors += [out_BHSD, result.lse.unsqueeze(-1)]
+        for block in _blocks(call, tensors, row_tensors):
             with torch.enable_grad():
                 leaves = make_leaves(_slices(block, call, tensors), call.needs)
                 out, lse = attend(block, call, tensors, leaves)

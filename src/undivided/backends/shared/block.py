@@ -5,19 +5,13 @@ Shared by the backends that work block by block. Legend: B batch, H query heads,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import is_traced, readable
-from undivided.masks.normal_form import IdPairs, NormalForm, SelectedPairs
-from undivided.request.call import Call
-from undivided.request.request import Tensors
-
-DOCUMENTS = frozenset({"documents", "document_ids", "ranges"})
-"""Kinds of mask under which rows of one sequence belong to documents."""
+from undivided.masks.normal_form import NormalForm
 
 
 @dataclass(frozen=True)
@@ -65,45 +59,6 @@ def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tenso
     assert normal is not None
     sequence = block.slice_rows(normal.q_sequence).clamp(0, slopes.shape[0] - 1).long()
     return slopes[sequence, block.heads].transpose(1, 2).unsqueeze(-1)
-
-
-def needs_blocks_per_document(
-    call: Call, tensors: Tensors, normal: NormalForm, row_tensors: Sequence[Tensor], key_tensors: Sequence[Tensor]
-) -> bool:
-    """Whether no block may mix documents: values that they use are not finite, and 0 * NaN is NaN.
-
-    Only on the CPU: elsewhere reading values would wait for the device, and under tracing there are none.
-    """
-    problem = call.problem
-    if not problem.mask.kinds & DOCUMENTS or is_traced():
-        return False
-    q, k, v = tensors.heads_first(call.problem.layout)
-    if not readable(q, k, v, *row_tensors, *key_tensors):
-        return False
-    if all(bool(torch.isfinite(t).all()) for t in (q, k, v, *row_tensors, *key_tensors)):
-        return False
-    rows = normal.rows_allowed.flatten(0, -2).any(0)
-    used = [t[:, :, rows] for t in (q, *row_tensors)] + [t[:, :, normal.keys_allowed] for t in (k, v, *key_tensors)]
-    return not all(bool(torch.isfinite(t).all()) for t in used)
-
-
-def document_ends(normal: NormalForm, batch: slice) -> list[int]:
-    """The end of each document's rows: between neighbours that share no key; after every row if ids decide. For CPU
-    tensors.
-
-    >>> form = NormalForm(torch.tensor([[[0, 2], [0, 2], [2, 3]]], dtype=torch.int32), kv_len=3)
-    >>> document_ends(form, slice(0, 1))
-    [2, 3]
-    """
-    wholes = (extra.whole if isinstance(extra, SelectedPairs) else extra for extra in normal.extras)
-    if any(isinstance(whole, IdPairs) for whole in wholes):
-        return list(range(1, normal.q_len + 1))
-    ranges = normal.ranges[batch if normal.ranges.shape[0] > 1 else slice(None)]
-    start, stop = ranges[..., 0], ranges[..., 1::2].amax(-1)
-    some = stop > start
-    shared = torch.minimum(stop[:, 1:], stop[:, :-1]) > torch.maximum(start[:, 1:], start[:, :-1])
-    ends = ~shared & (some[:, 1:] | some[:, :-1])  # rows without keys may stay together
-    return [*(ends.any(0).nonzero().flatten() + 1).tolist(), normal.q_len]
 
 
 def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

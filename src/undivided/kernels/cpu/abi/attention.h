@@ -105,8 +105,9 @@ enum { kGroupSize = 32 };
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 // kOutOfRange (returned by the backward only): some numbers do not fit the number types of this attempt. The results,
 // buffers of sums included, are invalid, and the caller runs the problem again with the next attempt. kNonFinite
-// (backward only): some gradients are not finite, and rows of several documents shared a block. The caller runs the
-// problem again with the attempt kPairwise, which computes each row with its own keys only.
+// (backward only): some gradients are NaN, perhaps because of pairs that the mask hides, and several heads or calls add to
+// one buffer. The caller runs the problem again with the attempt kPairwise, which computes each row with its own keys
+// only.
 enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kOutOfRange = 3, kNonFinite = 4 };
 enum { kPairwise = 3 };
 }

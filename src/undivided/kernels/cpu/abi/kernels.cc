@@ -3,6 +3,7 @@
 // type that the tiles of a table hold.
 #include "abi/peak.h"
 #include "backward/driver.h"
+#include "backward/own_nan.h"
 #include "backward/pairs.h"
 #include "decode/invariant.h"
 
@@ -195,6 +196,14 @@ void finish_rows(const Backward& p, int64_t head, int64_t row_block) {
                         [&](auto mode) { finish_row_block<decltype(mode)>(p, head_of(p, head), row_block); });
 }
 
+int64_t own_nan_scratch(const Attention& a) { return OwnNanSpace(a, nullptr).bytes; }
+bool explains_nan(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) {
+  return with_mode(p.a.dtype, [&](auto mode) {
+    typedef typename decltype(mode)::T T;
+    return p.g.type == kFloat32 ? OwnNan<T, float>(p, batch, kv_head, scratch).explains_all()
+                                : OwnNan<T, T>(p, batch, kv_head, scratch).explains_all();
+  });
+}
 int64_t pairwise_scratch(const Attention& a) { return PairwiseSpace(a, nullptr).bytes; }
 void pairwise(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) {
   with_mode(p.a.dtype, [&](auto mode) { PairwiseHead<typename decltype(mode)::T>(p, batch, kv_head, scratch).run(); });
@@ -247,7 +256,8 @@ constexpr undivided::Kernels kernels_named(const char* name) {
       name,           prefill<Half>,       short_key_limit,  block_rows,        packing_rows,        kPanel,
       kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
       merge,          gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
-      key_unit<Half>, finish_rows<Half>,   pairwise_scratch, pairwise,          peak<Half>};
+      key_unit<Half>, finish_rows<Half>,   own_nan_scratch,  explains_nan,      pairwise_scratch,    pairwise,
+      peak<Half>};
 }
 
 }  // namespace

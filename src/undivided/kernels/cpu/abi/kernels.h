@@ -109,6 +109,9 @@ struct Kernels {
   void (*begin_rows)(const Backward&, int64_t head, int64_t row_block);  // head: index in [B, N]
   void (*key_unit)(const Backward&, const KeyUnit&, char* scratch);
   void (*finish_rows)(const Backward&, int64_t head, int64_t row_block);
+  // whether the pairs that the mask allows explain every NaN of a head's dq, dk and dv (see backward/own_nan.h)
+  int64_t (*own_nan_scratch)(const Attention&);
+  bool (*explains_nan)(const Backward&, int64_t batch, int64_t kv_head, char* scratch);
   int64_t (*pairwise_scratch)(const Attention&);
   // all gradients of a head, one (row, key) pair at a time
   void (*pairwise)(const Backward&, int64_t batch, int64_t kv_head, char* scratch);

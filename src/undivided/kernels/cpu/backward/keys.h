@@ -111,13 +111,18 @@ static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t r
 }
 #endif
 
-// Sets infinities and NaN to 0. A row meets a key that it does not see with a weight of 0, and 0 * NaN is NaN; a row
-// that sees such a key already has it in its score.
+// Sets infinities and NaN to 0: a row meets a key that it does not see with a weight of 0, and 0 * NaN is NaN. Returns
+// whether there were any: a row that sees such a key has it in its score, unless its weight is 0 (see own_nan.h).
 INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 INLINE bool is_finite(Float16 x) { return (x.bits & 0x7c00) != 0x7c00; }
 template <class Half>
-static void zero_what_is_not_finite(Half* x, int64_t count) {
-  for (int64_t i = 0; i < count; i++) x[i].bits = is_finite(x[i]) ? x[i].bits : 0;
+static bool zero_what_is_not_finite(Half* x, int64_t count) {
+  uint16_t some = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const bool finite = is_finite(x[i]);
+    some |= (uint16_t)!finite, x[i].bits = finite ? x[i].bits : 0;
+  }
+  return some != 0;
 }
 #endif
 
@@ -195,7 +200,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
     for (int64_t j = 0; j < count; j += kBlockKeys)
       transpose_v(k + j * a.k_s, a.k_s, smaller_of(kBlockKeys, count - j), a.qk_dim, every, p.unit_keys / kTileDepth,
                   w.k_pairs + j / kTileDepth * kTileBytes);
-    zero_what_is_not_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p));
+    if (zero_what_is_not_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p))) mark_non_finite(p);
     return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
   } else
 #endif
@@ -211,7 +216,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
       if (a.qk_dim % 2) rows.k = even_copy(k, a.k_s, count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
       if (a.v_dim % 2) rows.v = even_copy(v, a.v_s, count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;
       interleave(k, a.k_s, 0, count, a.qk_dim, nullptr, (uint32_t*)w.k_pairs);
-      zero_what_is_not_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim);
+      if (zero_what_is_not_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim)) mark_non_finite(p);
     }
 #endif
     return rows;

@@ -89,9 +89,10 @@ INLINE Head head_of(const Backward& p, int64_t index) { return {index / p.a.kv_h
 
 // The problem has to be repeated, see kOutOfRange.
 INLINE void report_out_of_range(const Backward& p) { __atomic_store_n(p.out_of_range, 1, __ATOMIC_RELAXED); }
-// Some gradients are not finite, see kNonFinite.
+// Some gradients or keys are not finite, see kNonFinite.
+INLINE void mark_non_finite(const Backward& p) { __atomic_store_n(p.non_finite, 1, __ATOMIC_RELAXED); }
 INLINE void mark_non_finite(const Backward& p, Vec zero_or_nan) {
-  if (any(zero_or_nan != zero_or_nan)) __atomic_store_n(p.non_finite, 1, __ATOMIC_RELAXED);
+  if (any(zero_or_nan != zero_or_nan)) mark_non_finite(p);
 }
 INLINE bool is_out_of_range(const Backward& p) { return __atomic_load_n(p.out_of_range, __ATOMIC_RELAXED) != 0; }
 

@@ -170,17 +170,6 @@ static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t firs
   }
 }
 
-template <class T>
-static void find_non_finite(const Backward& p, const SmallHead<T>& h) {
-  Vec zero_or_nan = {};
-  auto check = [&](const T* row, int64_t dim) {
-    for (int64_t d = 0; row && d < dim; d += kLanes) zero_or_nan += load_as_float(row + d) * 0;
-  };
-  for (int64_t n = 0; n < h.rows; n++) check(h.dq[n], p.a.qk_dim);
-  for (int64_t j = 0; j < h.keys; j++) check(h.dk[j], p.a.qk_dim), check(h.dv[j], p.a.v_dim);
-  mark_non_finite(p, zero_or_nan);
-}
-
 // False if the keys have a gap, since keys in it may hold anything; nothing is written then.
 template <class T>
 static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
@@ -203,10 +192,11 @@ static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
     dsoftmax_rows(p, h, first, rows, w);
     for (int64_t j = first; j < first + keys; j++) h.by[j] = rows;
   }
-  if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.visible, a.qk_dim, h.rows, h.dq);
-  if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.by, a.qk_dim, h.keys, h.dk);
-  if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.by, a.v_dim, h.keys, h.dv);
-  if (a.ranges) find_non_finite(p, h);
+  Vec zero_or_nan = {}, *const found = a.ranges || a.band ? &zero_or_nan : nullptr;
+  if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.visible, a.qk_dim, h.rows, h.dq, found);
+  if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.by, a.qk_dim, h.keys, h.dk, found);
+  if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.by, a.v_dim, h.keys, h.dv, found);
+  mark_non_finite(p, zero_or_nan);
   return true;
 }
 

@@ -176,6 +176,19 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
     for (int64_t r = 0; r < rows; r++) finish(state_of(n), n, r, space.row);
 }
 
+// Whether the own values of row r of the n-th head of a chunk explain every NaN in its sums (see forward/own_values.h).
+static inline bool is_explained(const KeyChunk& chunk, int64_t n, int64_t r, const float* sums, char* room) {
+  const Attention& a = *chunk.problem;
+  const int64_t kv_head = chunk.kv_head + n, head = kv_head * (a.heads / a.kv_heads) + r / a.q_len;
+  bool explained = false;
+  with_number(a, [&](auto type) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    explained = explains_nan<T>(a, chunk.batch, kv_head, head, r % a.q_len, chunk.key, chunk.key + chunk.keys, sums,
+                                (float*)room);
+  });
+  return explained;
+}
+
 template <class Engine>
 static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* scratch) {
   const Attention& a = *chunk.problem;
@@ -184,7 +197,7 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
   const int64_t rows = a.heads / a.kv_heads * a.q_len, size = partial_size(a);
   const float natural = score_unit<Direct>(a).natural;
-  const bool checks_finite = !independent_columns || (a.ranges && a.q_len > 1);
+  const bool checks_finite = !independent_columns || ((a.ranges || a.band) && a.q_len > 1);
   bool non_finite = false;
   sum_chunk<Engine>(chunk, next_chunk, 0, rows, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
     float* to = chunk.partials + (n * rows + r) * size;
@@ -195,7 +208,8 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   });
   for (int64_t i = 0; non_finite && i < chunk.kv_heads * rows; i++) {
     float* to = chunk.partials + i * size;
-    if (!has_non_finite_sums(to, a.v_dim, to[a.v_dim + 1])) continue;
+    if (!has_non_finite_sums(to, a.v_dim, to[a.v_dim + 1]) || is_explained(chunk, i / rows, i % rows, to, scratch))
+      continue;
     const KeyChunk head = {&a, chunk.batch, chunk.kv_head + i / rows, 1, chunk.key, chunk.keys, nullptr};
     sum_chunk<VectorEngine>(head, nullptr, i % rows, 1, scratch,
                             [&](const HeadState& state, int64_t, int64_t r, float* row) {
@@ -234,7 +248,6 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
     int merged = 0;
     for (; c < count && merged < kMergedChunks; c++) {
       const float weight = expf(max_score_of(c) - max_score);
-      if (weight == 0 && c > 0 && all == all) continue;  // NaN is not skipped
       total += total_of(c) * weight;
       from[merged] = partials[c] + offset, weights[merged] = weight, merged++;
     }

@@ -14,6 +14,7 @@
 // prefetched a few lines at a time.
 #pragma once
 
+#include "forward/own_values.h"
 #include "forward/panel_amx.h"
 #include "forward/panel_vector.h"
 #include "forward/short_block.h"
@@ -34,7 +35,7 @@ class Block {
 
   Block(const Attention& a, const RowBlock& block, char* scratch)
       : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)),
-        v_(value_rows<T>(a, block.batch, block.kv_head)), checks_finite_(block.rows > 1 && (a.ranges || a.dense)) {
+        v_(value_rows<T>(a, block.batch, block.kv_head)), checks_finite_(block.rows > 1 && may_hide_pairs(a)) {
     const RowKeys keys = keys_of(a, block);
     from_ = larger_of(keys.extent.start, block.key), to_ = smaller_of(keys.extent.stop, block.key_stop);
     first_block_key_ = from_ / kBlockKeys * kBlockKeys;
@@ -57,7 +58,7 @@ class Block {
     else run_key_blocks();
     if (kParts<Mode> > 1 && range_check_.out_of_range()) return false;
     for (int64_t r = 0; any_non_finite_ && r < block_.rows; r++)
-      if (w_.non_finite[r]) recompute_row(r);
+      if (w_.non_finite[r] && !explains_nan<T>(a_, block_, r, from_, to_, (float*)w_.rest)) recompute_row(r);
     return true;
   }
 
@@ -133,13 +134,19 @@ class Block {
   }
 
   void find_non_finite(const Panel& p, const PanelSums& sums) {
+    if (p.row_major && !has_non_finite_sums(sums.ot, p.rows * a_.v_dim, 0)) return;
     for (int64_t r = 0; p.row_major && r < p.rows; r++)
       mark(p.first + r, has_non_finite_sums(sums.ot + r * a_.v_dim, a_.v_dim, sums.total[r]));
     for (int64_t r = 0; !p.row_major && r < p.rows; r += kLanes) {
-      Vec zero_or_nan = {};
-      for (int64_t d = 0; d < a_.v_dim; d++) zero_or_nan += load(sums.ot + d * kPanel + r) * 0;
-      const Vec total = load(sums.total + r);
-      const IVec lanes = (zero_or_nan != zero_or_nan) & (total == total);
+      Vec zero_or_nan[4] = {};  // four chains
+      const float* column = sums.ot + r;
+      int64_t d = 0;
+      for (; d + 4 <= a_.v_dim; d += 4, column += 4 * kPanel)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) zero_or_nan[i] += load(column + i * kPanel) * 0;
+      for (; d < a_.v_dim; d++, column += kPanel) zero_or_nan[0] += load(column) * 0;
+      const Vec all = zero_or_nan[0] + zero_or_nan[1] + zero_or_nan[2] + zero_or_nan[3], total = load(sums.total + r);
+      const IVec lanes = (all != all) & (total == total);
       if (!any(lanes)) continue;
       for (int64_t i = 0; i < smaller_of(p.rows - r, kLanes); i++) mark(p.first + r + i, lanes[i] != 0);
     }
@@ -284,7 +291,7 @@ class Block {
   int64_t from_, to_, first_block_key_;  // keys that some row sees
   int64_t count_, prefetched_to_ = 0;    // number of panels; keys before prefetched_to_ have been prefetched
   bool narrow_, row_major_;
-  const bool checks_finite_;  // whether sums may contain another document's non-finite values
+  const bool checks_finite_;  // whether sums may contain non-finite values of keys that their rows do not see
   bool any_non_finite_ = false;
 };
 

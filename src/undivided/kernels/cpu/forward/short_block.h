@@ -6,6 +6,7 @@
 // packed when a panel first needs them, into a ring buffer.
 #pragma once
 
+#include "forward/own_values.h"
 #include "forward/short_softmax.h"
 #include "mask/panel.h"
 
@@ -78,7 +79,7 @@ class ShortBlock {
         depth_((a.qk_dim + kTileDepth - 1) / kTileDepth), k_part_(depth_ * kGroupStride),
         v_part_(round_up(a.v_dim, kTileDepth) * kShortStep * 2), k_bytes_(P * k_part_), v_bytes_(P * v_part_),
         ring_(ring_steps(block.short_keys)), max_extent_((ring_ - 1) * kShortStep), streams_(are_streamed(a)),
-        checks_finite_(block.rows > 1 && a.ranges) {
+        checks_finite_(block.rows > 1 && may_hide_pairs(a)) {
     memset(w_.zeros, 0, (size_t)larger_of(a.qk_dim, a.v_dim) * sizeof(T));
   }
 
@@ -100,7 +101,7 @@ class ShortBlock {
     if (streams_) _mm_sfence();
     if (P > 1 && range_check_.out_of_range()) return false;
     for (int64_t r = 0; any_non_finite_ && r < block_.rows; r++)
-      if (w_.non_finite[r]) recompute_row(r);
+      if (w_.non_finite[r] && !explains_nan<T>(a_, block_, r, 0, a_.kv_len, (float*)w_.rest)) recompute_row(r);
     return true;
   }
 
@@ -361,7 +362,7 @@ class ShortBlock {
   const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // sizes of a step in the ring, in bytes
   RangeCheck range_check_ = RangeCheck::of_mode<Mode>();
   const int64_t ring_, max_extent_;  // max_extent_: limit of the distance between the first and the last key of a panel
-  const bool streams_, checks_finite_;  // checks_finite_: whether sums may contain another document's non-finite values
+  const bool streams_, checks_finite_;  // checks_finite_: whether sums may contain foreign values
   bool any_non_finite_ = false;
   int64_t previous_ = -1, phase_ = 0;                      // the last row that phase_of looked at
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; the keys in the ring

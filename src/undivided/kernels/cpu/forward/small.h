@@ -4,8 +4,8 @@
 //     O[row][d]    = P[row][key] (broadcast) * V[key][d]  add_rows, with weights that are normalised already
 #pragma once
 
+#include "forward/own_values.h"
 #include "gemm/small.h"
-#include "mask/scores.h"
 #include "simd/math.h"
 
 namespace {
@@ -86,6 +86,23 @@ INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t h
   return !empty;
 }
 
+// Adds the values of a row again, those of its own keys only, if it met one that is not finite with a weight of 0. Its
+// weights and `v` begin at key `first`.
+template <class T>
+INLINE void add_own_values(const Attention& a, const Panel& panel, int r, int64_t first, const float* const* v,
+                           const Segment& own, float* weights, T* out) {
+  if (!has_non_finite(out, a.v_dim)) return;
+  const float* values[kPanel];
+  Segment some = {0, 0};
+  for (int64_t j = own.start; j < own.stop; j++) {
+    const int32_t key = (int32_t)(first + j);
+    if ((key < panel.start[0][r] || key >= panel.stop[0][r]) && (key < panel.start[1][r] || key >= panel.stop[1][r]))
+      continue;
+    values[some.stop] = v[j], weights[some.stop++] = weights[j];
+  }
+  add_rows(weights, kPanel, 1, values, &some, a.v_dim, 1, &out);
+}
+
 // False if the rows are not one piece; nothing is written then.
 template <class T>
 static bool run_small_block(const Attention& a, const RowBlock& block, char* scratch) {
@@ -129,9 +146,13 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
     float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
     some[i] = softmax_row(a, panel, (int)from[i], head, visible.start, keys, w.weights + i * kPanel, lse);
   }
-  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out);
+  Vec zero_or_nan = {};
+  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out, alike ? nullptr : &zero_or_nan);
+  const bool all_finite = !any(zero_or_nan != zero_or_nan);
   for (int64_t i = 0; i < rows; i++)
     if (!some[i]) clear(out[i]);  // 0 * NaN is NaN
+    else if (!all_finite)
+      add_own_values(a, panel, (int)from[i], visible.start, v, own[i], w.weights + i * kPanel, out[i]);
   return true;
 }
 

@@ -82,7 +82,8 @@ INLINE void add_row(Vec (&acc)[R][C], const float* a, int64_t row_stride, const 
 }
 template <int R, int C, class T>
 static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_stride, int64_t step_stride,
-                                                    const float* const* rows, int64_t count, int64_t d, T* const* out) {
+                                                    const float* const* rows, int64_t count, int64_t d, T* const* out,
+                                                    Vec* zero_or_nan) {
   Vec acc[R][C] = {};
   for (int64_t n = 0; n < count; n++, a += step_stride) {
     Vec row[C];
@@ -94,12 +95,19 @@ static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) store_from_float(out[i] + d + c * kLanes, acc[i][c]);
+  if (!zero_or_nan) return;
+  Vec found[C] = {};  // C chains
+#pragma GCC unroll 6
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) found[c] += acc[i][c] * 0;
+  for (int c = 0; c < C; c++) *zero_or_nan += found[c];
 }
 // out[i][d] = sum over n in some[i] of a[i * row_stride + n * step_stride] * rows[n][d], for i < results; a is 0 for
-// the n of other results.
+// the n of other results. zero_or_nan: becomes NaN if some result is not finite; null: not asked for.
 template <class T>
 static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows,
-                     const Segment* some, int64_t dim, int64_t results, T* const* out) {
+                     const Segment* some, int64_t dim, int64_t results, T* const* out, Vec* zero_or_nan = nullptr) {
   int64_t d = 0;
   auto columns = [&](auto vectors) {  // all results for these columns, while their rows are in L1
     constexpr int C = decltype(vectors)::value;
@@ -110,7 +118,7 @@ static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, co
           int64_t from = some[i].start, to = some[i].stop;
           for (int n = 1; n < R; n++) from = smaller_of(from, some[i + n].start), to = larger_of(to, some[i + n].stop);
           add_row_group<R, C>(a + i * row_stride + from * step_stride, row_stride, step_stride, rows + from, to - from,
-                              d, out + i);
+                              d, out + i, zero_or_nan);
         });
   };
   columns(std::integral_constant<int, kSmallColumns>());

@@ -37,8 +37,12 @@ INLINE bool is_empty(float max_score, float total) { return max_score == -kInfin
 // Whether a row's sums may contain foreign values: infinite and NaN values of keys that the row does not see, which it
 // meets with a weight of 0, and on AMX of other columns. A row with a NaN score is NaN throughout.
 INLINE bool has_non_finite_sums(const float* sums, int64_t count, float total) {
-  Vec zero_or_nan = {};
-  for (int64_t d = 0; d < count; d += kLanes) zero_or_nan += load(sums + d) * 0;
+  Vec zero_or_nan = {}, others = {};  // two chains
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= count; d += 2 * kLanes)
+    zero_or_nan += load(sums + d) * 0, others += load(sums + d + kLanes) * 0;
+  for (; d < count; d += kLanes) zero_or_nan += load(sums + d) * 0;
+  zero_or_nan += others;
   return total == total && any(zero_or_nan != zero_or_nan);
 }
 

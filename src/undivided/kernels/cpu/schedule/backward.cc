@@ -79,22 +79,14 @@ bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
   return (even || p.key_unit_count == 1) && k.key_scratch(p) <= kMaxHeadBytes;
 }
 
-// Whether two consecutive rows (rows without keys apart) share no key, as rows of two documents do.
-bool has_documents(const Attention& a) {
-  if (a.dense) return true;
+// Whether some row does not see some key.
+bool hides_pairs(const Attention& a) {
+  if (a.dense || a.bias) return true;
+  if (a.band) return a.first + a.q_len - 1 > 0 || a.last < a.kv_len;
   for (int64_t b = 0; a.ranges && b < (a.ranges_b > 0 ? a.batch : 1); b++) {
-    const int32_t* previous = nullptr;
-    for (int64_t i = 0; i < a.q_len; i++) {
-      const int32_t* row = a.ranges + b * a.ranges_b + i * a.columns;
-      bool has_keys = false, shares = previous == nullptr;
-      for (int64_t x = 0; x < a.columns; x += 2) {
-        has_keys |= row[x] < row[x + 1];
-        for (int64_t y = 0; previous && y < a.columns; y += 2)
-          shares |= std::max(row[x], previous[y]) < std::min(row[x + 1], previous[y + 1]);
-      }
-      if (has_keys && !shares) return true;
-      if (has_keys) previous = row;
-    }
+    const int32_t* range = a.ranges + b * a.ranges_b;
+    for (int64_t i = 0; i < a.q_len; i++, range += a.columns)
+      if (range[0] > 0 || range[1] < a.kv_len) return true;
   }
   return false;
 }
@@ -104,6 +96,47 @@ int run_pairwise(const Kernels& k, const Backward& p) {
   const int64_t heads = p.a.batch * p.a.kv_heads, threads = p.g.bias ? 1 : threads_for(p.a);
   return run_units(even_shares(heads, threads), k.pairwise_scratch(p.a), threads,
                    [&](int64_t i, char* scratch) { k.pairwise(p, i / p.a.kv_heads, i % p.a.kv_heads, scratch); });
+}
+
+// One head of a problem.
+struct ProblemHead {
+  const Kernels* k;
+  const Backward* p;
+  int64_t batch, kv_head;
+};
+
+// After a pass over these problems whose results are not all finite: computes the heads again, pair by pair, that have a
+// NaN which no allowed pair explains. What several heads or calls add to is left to a call of its own.
+int fix_hidden_nan(const std::vector<ProblemHead>& heads, int64_t threads) {
+  int64_t check_bytes = 64, bytes = 64;
+  for (const ProblemHead& head : heads) {
+    check_bytes = std::max(check_bytes, head.k->own_nan_scratch(head.p->a));
+    bytes = std::max(bytes, head.k->pairwise_scratch(head.p->a));
+  }
+  const int64_t count = (int64_t)heads.size();
+  std::vector<uint8_t> explained((size_t)count, 0);
+  int status = run_units(even_shares(count, threads), check_bytes, threads, [&](int64_t i, char* scratch) {
+    const ProblemHead& head = heads[(size_t)i];
+    explained[(size_t)i] = head.k->explains_nan(*head.p, head.batch, head.kv_head, scratch);
+  });
+  std::vector<ProblemHead> others;
+  for (int64_t i = 0; i < count; i++)
+    if (!explained[(size_t)i]) others.push_back(heads[(size_t)i]);
+  if (status != kOk || others.empty()) return status;
+  const Gradients& g = others[0].p->g;
+  if (g.accumulate || g.bias || g.slopes) return kNonFinite;
+  return run_units(even_shares((int64_t)others.size(), threads), bytes, threads, [&](int64_t i, char* scratch) {
+    const ProblemHead& head = others[(size_t)i];
+    head.k->pairwise(*head.p, head.batch, head.kv_head, scratch);
+  });
+}
+// Whether NaN may have come from hidden pairs. 16-bit products leave infinite keys out, whether hidden or not (see
+// prepare_keys).
+bool may_need_pairs(const Attention& a) { return hides_pairs(a) || a.dtype != kFloat32; }
+void add_heads(const Kernels& k, const Backward& p, std::vector<ProblemHead>& to) {
+  if (!may_need_pairs(p.a)) return;
+  for (int64_t b = 0; b < p.a.batch; b++)
+    for (int64_t n = 0; n < p.a.kv_heads; n++) to.push_back({&k, &p, b, n});
 }
 
 // Sizes of the row blocks and key units of a problem. Documents use those of their pack, as upper limits.
@@ -165,7 +198,10 @@ int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const 
   if (status == kOk && g.dq && !p.whole_heads)
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
                        [&](int64_t i, char*) { k.finish_rows(p, i / row_blocks, i % row_blocks); });
-  return status == kOk && *p.non_finite && has_documents(a) ? kNonFinite : status;
+  if (status != kOk || !*p.non_finite) return status;
+  std::vector<ProblemHead> all;
+  add_heads(k, p, all);
+  return fix_hidden_nan(all, threads);
 }
 
 int64_t cost_of(const Document& d) { return d.pairs + kRowCost * d.a.q_len; }
@@ -202,6 +238,7 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
   int64_t total = 0, scratch = 0, out_of_range = 0, non_finite = 0;
   for (const Document& d : documents) total += cost_of(d) * d.a.kv_heads;
   std::vector<Backward> problems;
+  std::vector<const Kernels*> kernels_of;  // of each problem
   problems.reserve(documents.size());
   std::vector<DocumentHead> heads;
   for (const Document& d : documents) {
@@ -216,7 +253,7 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
       continue;
     }
     scratch = std::max(scratch, bytes);
-    problems.push_back(p);
+    problems.push_back(p), kernels_of.push_back(&k);
     for (const KeyUnit& unit : key_units(p)) heads.push_back({&k, &problems.back(), unit, cost_of(d) * unit.kv_heads});
   }
   if (heads.empty()) return kOk;
@@ -226,10 +263,10 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
     head.k->key_unit(*head.p, head.unit, own);
   });
   if (status == kOk && out_of_range) return kOutOfRange;
-  // documents are separate already, but a document may itself consist of disjoint parts, such as chunks
-  const auto has_parts = [](const Document& d) { return has_documents(d.a); };
-  return status == kOk && non_finite && std::any_of(documents.begin(), documents.end(), has_parts) ? kNonFinite
-                                                                                                   : status;
+  if (status != kOk || !non_finite) return status;
+  std::vector<ProblemHead> all;  // documents are separate, but hide keys from rows within
+  for (size_t i = 0; i < problems.size(); i++) add_heads(*kernels_of[i], problems[i], all);
+  return fix_hidden_nan(all, threads);
 }
 
 }  // namespace

@@ -77,7 +77,7 @@ INLINE void tanh_approx(Vec (&x)[N]) {
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) x[i] = larger(splat(-7.9f), x[i]);
 #pragma GCC unroll 4
-  for (int i = 0; i < N; i++) y[i] = x[i] * x[i];
+  for (int i = 0; i < N; i++) y[i] = smaller(x[i] * x[i], splat(7.9f * 7.9f));  // not NaN, which q would share
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) p[i] = splat(4.626524977e+01f), q[i] = y[i] + 9.629179337e+02f;
 #pragma GCC unroll 3

@@ -245,4 +245,13 @@ INLINE Vec pair_halves(Vec even, Vec odd, Float16) {
 }
 #endif
 
+// A vector of a row, with zeros beyond its `left` columns.
+template <class T>
+INLINE Vec load_columns(const T* row, int64_t left) {
+  if (left >= kLanes) return load_as_float(row);
+  Vec x = {};
+  for (int64_t i = 0; i < left; i++) x[i] = to_float(row[i]);
+  return x;
+}
+
 }  // namespace
