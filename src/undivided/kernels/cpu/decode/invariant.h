@@ -89,7 +89,7 @@ class InvariantUnit {
 
  private:
   static constexpr int64_t kScoreStride = kBlockKeys + 2 * kLanes;
-  static constexpr bool kTransposes = kQuantized;  // keys that are in L1 are transposed there
+static constexpr bool kTransposes = kQuantized;  // keys that are in L1 are transposed there
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
   // Whether rows may have a weight of 0 for keys that other rows see.
   bool checks_finite() const { return a_.q_len > 1 && rows_ > 1 && (a_.ranges || a_.band); }
@@ -143,26 +143,38 @@ class InvariantUnit {
           constexpr int R = decltype(rows)::value;
           const float* q = q_ + n * padded_ * depth();
           float* scores = scores_ + n * padded_ * kScoreStride + at + j;
-          const auto [row, offset] = keys_of(current, j, vectors, n);
           if constexpr (!kTransposes && R <= 4) {
-            score_key_vector<Products, R>(q, row, offset, depth(), scores, kScoreStride, prefetch);
+            score_key_vector<Products, R>(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
           } else {
-            transpose_keys<Products>(row, offset, depth(), vectors, transposed_, prefetch);
+            transpose_part(current, j, vectors, n, prefetch);
             const auto multiply = vectors == 2 ? score_transposed<Arith, R, 2> : score_transposed<Arith, R, 1>;
             multiply(q, transposed_, depth(), scores, kScoreStride);
           }
         });
     }
   }
-  // The rows of `vectors` vectors of keys of the n-th head, and where they begin there.
+  // `vectors` vectors of keys of the n-th head.
+  void transpose_part(const PartRows& from, int64_t j, int64_t vectors, int64_t n, StepPrefetch& prefetch) {
+    const int64_t offset = n * a_.k_h;
+    if constexpr (!kQuantized) {
+      transpose_keys<Products>(from.rows.row + j, offset, depth(), vectors, transposed_, prefetch);
+    } else {
+      [[maybe_unused]] const float* const* scale = from.scales.row + j;
+      const int64_t scale_offset = n * a_.k_scale_h;
+      if constexpr (Arith::kPairs) {
+        transpose_quantized(a_.format, from.rows.row + j, offset, scale, scale_offset, depth(), vectors, transposed_,
+                            prefetch);
+      } else {
+        const auto [row, first] = dequantized(from, j, vectors * kLanes, offset, scale_offset, a_.qk_dim);
+        transpose_keys<Products>(row, first, depth(), vectors, transposed_, prefetch);
+      }
+    }
+  }
+  // The rows of values of the n-th head, and where they begin there.
   struct NumberRows {
     const Number* const* row;
     int64_t offset;
   };
-  NumberRows keys_of(const PartRows& from, int64_t j, int64_t vectors, int64_t n) {
-    if constexpr (!kQuantized) return {from.rows.row + j, n * a_.k_h};
-    else return dequantized(from, j, vectors * kLanes, n * a_.k_h, n * a_.k_scale_h, a_.qk_dim);
-  }
   NumberRows values_of(const PartRows& from, int64_t keys, int64_t n) {
     if constexpr (!kQuantized) return {from.rows.row, n * a_.v_h};
     else return dequantized(from, 0, keys, n * a_.v_h, n * a_.v_scale_h, a_.v_dim);

@@ -71,6 +71,30 @@ static __attribute__((noinline)) void transpose_keys(const typename Mode::T* con
                              });
   shared = prefetch;
 }
+#if defined(__AVX512BF16__)
+// The same of quantised keys.
+static __attribute__((noinline)) void transpose_quantized(int64_t format, const Int8* const* row, int64_t offset,
+                                                          const float* const* scale, int64_t scale_offset,
+                                                          int64_t count, int64_t vectors, float* keys,
+                                                          StepPrefetch& shared) {
+  StepPrefetch prefetch = shared;
+  with_format(format, [&](auto type) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    for (int64_t v = 0; v < vectors; v++, row += kLanes, scale += kLanes)
+      for (int64_t c = 0; c < count; c += kLanes) {
+        prefetch.step();
+        Vec x[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++)
+          x[i] = (Vec)dequantized_pairs((const T*)(const void*)(row[i] + offset), scale[i] + scale_offset, 2 * c);
+        transpose(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) store(keys + ((c + i) * vectors + v) * kLanes, x[i]);
+      }
+  });
+  shared = prefetch;
+}
+#endif
 template <class Arith, int R, int K>
 static __attribute__((noinline)) void score_transposed(const float* q, const float* keys, int64_t count, float* scores,
                                                        int64_t stride) {

@@ -25,6 +25,21 @@ INLINE void store_zipped(To* to, Vec even, Vec odd, std::integer_sequence<int, I
   store_from_float(to + kLanes, shuffle<(I % 2 * kLanes + kLanes / 2 + I / 2)...>(even, odd));
 }
 
+#if defined(__AVX512BF16__)
+// 32 numbers of a row from number d on, as bf16.
+template <class T>
+INLINE __m512i dequantized_pairs(const T* row, const float* scale, int64_t d) {
+  if constexpr (kHasGroups<T>) {
+    Vec even, odd;
+    load_int4(row + d / 2, scale[d / kGroupSize], even, odd);
+    return (__m512i)pair_bf16(even, odd);
+  } else {
+    const Vec s = splat(*scale), low = load_as_float(row + d) * s, high = load_as_float(row + d + kLanes) * s;
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  }
+}
+#endif
+
 template <class T, class To>
 INLINE void dequantize_row(const T* from, const float* scale, int64_t columns, To* to) {
   const Vec s = splat(*scale);
