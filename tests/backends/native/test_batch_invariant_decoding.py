@@ -122,9 +122,9 @@ def test_they_have_them_with_every_option(format: Format | None, options: dict[s
     case = Case(MASKS["window and global keys"], torch.bfloat16, (8, 2, 64, 64), format)
     case.options |= options
     scales = {name: scale[None] for name, scale in case.scales.items()}
-    case.whole = undivided.attention(
-        case.q[None], case.k[None], case.v[None], layout="bshd", **scales, **case.options
-    )[0]
+    case.whole = undivided.attention(case.q[None], case.k[None], case.v[None], layout="bshd", **scales, **case.options)[
+        0
+    ]
     case.check_all(16)
 
 
