@@ -43,19 +43,19 @@ class Case:
         self.mask = mask
         self.q = torch.randn(TOKENS, heads, qk_dim).to(dtype) * 3
         self.k, self.v = torch.randn(TOKENS, kv_heads, qk_dim).to(dtype), torch.randn(TOKENS, kv_heads, v_dim).to(dtype)
-        self.scales: dict[str, Tensor] = {}
+        self.scales: dict[str, Any] = {}
         if format is not None:
             (self.k, k_scale), (self.v, v_scale) = quantize(self.k, format), quantize(self.v, format)
             self.scales = {"k_scale": k_scale, "v_scale": v_scale}
         self.options: dict[str, Any] = {"mask": mask, "batch_invariant": True, "backend": "native"}
-        scales = {name: scale[None] for name, scale in self.scales.items()}
+        scales: dict[str, Any] = {name: scale[None] for name, scale in self.scales.items()}
         self.whole = undivided.attention(
             self.q[None], self.k[None], self.v[None], layout="bshd", **scales, **self.options
         )[0]
 
     def alone(self, new: int, end: int) -> Tensor:
         """The last tokens of the first ``end``, as a dense call."""
-        scales = {name: scale[None, :end] for name, scale in self.scales.items()}
+        scales: dict[str, Any] = {name: scale[None, :end] for name, scale in self.scales.items()}
         q, k, v = self.q[None, end - new : end], self.k[None, :end], self.v[None, :end]
         out: Tensor = undivided.attention(q, k, v, layout="bshd", **scales, **self.options)
         return out[0]
@@ -64,22 +64,26 @@ class Case:
         """A pool of pages, those of the sequence in this order; the end of the last one is 0, or NaN if it can be."""
         fill = float("nan") if x.dtype.is_floating_point and x.element_size() > 1 else 0
         padded = torch.full((len(order) * size, *x.shape[1:]), fill, dtype=torch.float32).to(x.dtype)
-        bytes_of = (lambda t: t.view(torch.uint8)) if x.element_size() == 1 else (lambda t: t)
-        bytes_of(padded)[: len(x)] = bytes_of(x)
-        pool = torch.empty_like(padded.view(len(order), size, *x.shape[1:]))
-        bytes_of(pool)[order] = bytes_of(padded).view(len(order), size, *x.shape[1:])
+        pool = torch.empty(len(order), size, *x.shape[1:], dtype=x.dtype)
+        if x.element_size() == 1:  # fp8 cannot be indexed
+            padded, x, to = padded.view(torch.uint8), x.view(torch.uint8), pool.view(torch.uint8)
+        else:
+            to = pool
+        padded[: len(x)] = x
+        to[order] = padded.view(to.shape)
         return pool
 
     def as_a_pack(self, page_size: int) -> list[Tensor]:
         """All of `ENDS` as sequences of one pack, over the same pages."""
         order = torch.randperm(-(-TOKENS // page_size))
         k, v = self.pages(self.k, page_size, order), self.pages(self.v, page_size, order)
-        scales = {name: self.pages(scale, page_size, order) for name, scale in self.scales.items()}
+        scales: dict[str, Any] = {name: self.pages(scale, page_size, order) for name, scale in self.scales.items()}
         q_ends, k_ends = [0], [0]
         for new, end in ENDS:
-            q_ends.append(q_ends[-1] + new), k_ends.append(k_ends[-1] + end)
+            q_ends.append(q_ends[-1] + new)
+            k_ends.append(k_ends[-1] + end)
         q = torch.cat([self.q[end - new : end] for new, end in ENDS])
-        options = {**self.options, "mask": self.mask & masks.documents(q_ends, k_ends)}
+        options: dict[str, Any] = {**self.options, "mask": self.mask & masks.documents(q_ends, k_ends)}
         table = order.int().expand(len(ENDS), -1).contiguous()
         out: Tensor = undivided.attention(q, k, v, layout="thd", pages=table, **scales, **options)
         return list(out.split([new for new, _ in ENDS]))
@@ -121,7 +125,7 @@ def test_they_have_them_on_every_level_and_number_of_threads(level: str, format:
 def test_they_have_them_with_every_option(format: Format | None, options: dict[str, Any]) -> None:
     case = Case(MASKS["window and global keys"], torch.bfloat16, (8, 2, 64, 64), format)
     case.options |= options
-    scales = {name: scale[None] for name, scale in case.scales.items()}
+    scales: dict[str, Any] = {name: scale[None] for name, scale in case.scales.items()}
     case.whole = undivided.attention(case.q[None], case.k[None], case.v[None], layout="bshd", **scales, **case.options)[
         0
     ]
@@ -145,8 +149,8 @@ def test_what_only_a_later_row_of_a_draft_sees_does_not_reach_the_earlier_ones(d
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_each_has_the_log_sum_exp_of_its_row_in_a_prefill(tokens: int, format: Format | None) -> None:
     case = Case(MASKS["window and global keys"], torch.bfloat16, (4, 2, 64, 64), format)
-    scales = {name: scale[None] for name, scale in case.scales.items()}
-    options = {"layout": "bshd", "return_lse": True, **case.options, **scales}
+    scales: dict[str, Any] = {name: scale[None] for name, scale in case.scales.items()}
+    options: dict[str, Any] = {"layout": "bshd", "return_lse": True, **case.options, **scales}
     _, whole = undivided.attention(case.q[None], case.k[None], case.v[None], **options)
     _, lse = undivided.attention(case.q[None, -tokens:], case.k[None], case.v[None], **options)
     assert torch.equal(lse, whole[:, :, -tokens:])
@@ -155,7 +159,7 @@ def test_each_has_the_log_sum_exp_of_its_row_in_a_prefill(tokens: int, format: F
 @pytest.mark.parametrize("format", [None, *FORMATS])
 def test_the_results_of_decoded_rows_are_right(format: Format | None) -> None:
     case = Case(MASKS["window and global keys"], torch.bfloat16, (8, 2, 64, 64), format)
-    scales = {name: scale[None] for name, scale in case.scales.items()}
+    scales: dict[str, Any] = {name: scale[None] for name, scale in case.scales.items()}
     k, v = (x[None] if format else x[None].double() for x in (case.k, case.v))
     want = undivided.attention(
         case.q[None, -2:].double(), k, v, layout="bshd", backend="reference", mask=case.mask, **scales

@@ -1,12 +1,12 @@
-// Decoding with batch_invariant: few query rows per key/value head. Each sum is added in the order of forward/block.h, so
-// that results are bitwise equal to those of prefill:
+// Decoding with batch_invariant: few query rows per key/value head. Each sum is added in the order of forward/block.h,
+// so that results are bitwise equal to those of prefill:
 //
 //     scores    along the head axis, one key per lane; K is transposed in registers
 //     softmax   key block by key block, from the sequence's first key on; totals along the keys
 //     values    along the keys of a block, from zero, one column per lane
 //
-// Keys that a row does not see have a weight of 0 in it, which changes no sum. Quantised keys and values are dequantised
-// to L1, a few keys of a head at a time, to the numbers that prefill multiplies.
+// Keys that a row does not see have a weight of 0 in it, which changes no sum. Quantised keys and values are
+// dequantised to L1, a few keys of a head at a time, to the numbers that prefill multiplies.
 //
 // Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in parts, in the order of memory,
 // K of a key block before its V, while the next part is prefetched. A unit has all keys of its heads.
@@ -213,7 +213,8 @@ static constexpr bool kTransposes = kQuantized;  // keys that are in L1 are tran
   }
   // As apply_score_bias.
   void to_units(float* s, int64_t first, int64_t last) const {
-    const float scale = (float)a_.scale, cap = (float)a_.softcap, inverse = cap != 0 ? (float)(a_.scale / a_.softcap) : 0;
+    const float scale = (float)a_.scale, cap = (float)a_.softcap;
+    const float inverse = cap != 0 ? (float)(a_.scale / a_.softcap) : 0;
     for (int64_t j = first; j < last; j += kLanes) {
       const Vec x = load(s + j);
       store(s + j, rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale));
