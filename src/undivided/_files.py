@@ -10,8 +10,8 @@ from typing import Any
 
 def users_file(variable: str, name: str) -> Path:
     """The path in this environment variable, else the file of this name in the user's cache folder."""
-    if given := os.environ.get(variable):
-        return Path(given)
+    if text := os.environ.get(variable):
+        return Path(text)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "undivided" / name
 

@@ -265,9 +265,9 @@ def explain(
     return decide_request(request, machine, allowed, device)
 
 
-def _unknown_keywords(function: str, given: Mapping[str, object], known: Collection[str]) -> InputError:
+def _unknown_keywords(function: str, keywords: Mapping[str, object], known: Collection[str]) -> InputError:
     """The error for keywords that a function does not have."""
-    return unknown_arguments(function, given, sorted(known), keyword_hint(given, _ARGUMENTS))
+    return unknown_arguments(function, keywords, sorted(known), keyword_hint(keywords, _ARGUMENTS))
 
 
 def _too_many(more: Sequence[object]) -> InputError:

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import undivided
 from undivided import benchmarking, masks
-from undivided.benchmarking import competitors, memory, peak, report, suites
+from undivided._units import span
+from undivided.benchmarking import competitors, memory, peak, suites
 from undivided.benchmarking.catalogue import Goal
 from undivided.cli._app import app
 
@@ -169,9 +170,11 @@ class TestReport:
         with pytest.raises(undivided.InputError, match="schema"):
             benchmarking.tables(bad)
 
-    @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.00123, "1.23 ms"), (4e-6, "4 us")])
+    @pytest.mark.parametrize(
+        ("seconds", "text"), [(2.5, "2.5 s"), (0.00123, "1.23 ms"), (4e-6, "4 us"), (0.9997, "1 s"), (0.9994, "999 ms")]
+    )
     def test_spans(self, seconds: float, text: str) -> None:
-        assert report.span(seconds) == text
+        assert span(seconds) == text
 
 
 class TestMemory:

@@ -11,8 +11,9 @@ from command_runs import QUICK, answer, refused, run
 
 import undivided
 from undivided import masks
+from undivided._units import human
 from undivided.cli._mask_words import parse
-from undivided.cli._terminal import human, shaded
+from undivided.cli._terminal import shaded
 from undivided.cli.demo import documents
 from undivided.cli.demo.batch import embed
 from undivided.kernels import cpu
@@ -268,6 +269,9 @@ def test_a_shaded_mask_shows_every_pair_that_is_there() -> None:
     assert picture[-1].startswith("█")
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0"), (999, "999"), (56_623_104, "56.6 M"), (1500, "1.5 k")])
+NUMBERS = [(0, "0"), (999, "999"), (56_623_104, "56.6 M"), (1500, "1.5 k"), (999_700, "1 M"), (999_400, "999 k")]
+
+
+@pytest.mark.parametrize(("count", "text"), NUMBERS)
 def test_human_numbers(count: int, text: str) -> None:
     assert human(count) == text

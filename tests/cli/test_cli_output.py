@@ -298,5 +298,23 @@ def test_without_typer_a_command_names_the_extras_that_it_needs(command: str, ex
     assert done.stderr == f"undivided: the command line needs typer: pip install 'undivided[{extras}]'\n"
 
 
+def test_sizes_with_commas_have_a_hint() -> None:
+    assert refused("explain", "--q", "2,256,8,64").endswith("got '2,256,8,64'\n  HINT: 2x256x8x64\n")
+    assert "HINT" not in refused("explain", "--q", "2x256x8")
+
+
+def test_the_hint_of_a_wrong_mask_call_is_the_last_line() -> None:
+    """It stood in the middle of the message, within brackets."""
+    first, hint, *_ = refused("mask", "window(3)").splitlines()
+    assert first.endswith("(right must be given to window, got no value), got 'window(3)'")
+    assert hint == "  HINT: window(left, right, ...)"
+
+
 def test_a_misspelt_suite_has_a_hint() -> None:
     assert "did you mean 'forward'?" in refused("bench", "--suite", "forwrd")
+
+
+@pytest.mark.parametrize("arguments", [("ranks",), ("bench", "--markdown"), ("report", "--bench")])
+def test_an_absent_report_is_named_without_the_number_of_the_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    absent = tmp_path / "report.json"
+    assert refused(*arguments, str(absent)).rstrip().endswith("report.json (No such file or directory)")

@@ -14,7 +14,7 @@ def test_the_text_of_a_problem_has_its_sizes_alignment_and_needs() -> None:
     q, k, v = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 16)
     problem = undivided.explain(q, k, v, layout="bshd", mask=masks.causal("bottom_right"), batch_invariant=True).problem
     assert str(problem) == (
-        "q 2x3x4x8 (BxSxHxD), kv 2x5x2x8/16; float32 bshd on cpu; mask causal (bottom-right); bottom-right; "
+        "q 2x3x4x8 (BxSxHxD), kv 2x5x2x8/16; float32 bshd on cpu; mask causal (bottom-right); "
         "needs backward, gqa, value_dim, batch_invariant"
     )
 

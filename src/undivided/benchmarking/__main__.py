@@ -53,21 +53,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the command; the exit code is 1 if one of our results was wrong, 2 if something was not run."""
-    given = _parser().parse_args()
-    deadline = time.monotonic() + given.seconds
-    if given.ranks is not None:
-        read(given.ranks)  # fail before minutes are spent if the file is not a table
-    planned = plan(given.suite or GPU_SUITES, filter=given.filter, quick=given.quick)
-    backends = selectable_backends(given.device)
-    report = _report(given, empty_report(planned, settings(given.device, backends, given.patience)))
+    options = _parser().parse_args()
+    deadline = time.monotonic() + options.seconds
+    if options.ranks is not None:
+        read(options.ranks)  # fail before minutes are spent if the file is not a table
+    planned = plan(options.suite or GPU_SUITES, filter=options.filter, quick=options.quick)
+    backends = selectable_backends(options.device)
+    report = _report(options, empty_report(planned, settings(options.device, backends, options.patience)))
     done_before = {(case["suite"], case["name"]) for case in report["cases"]}
     tasks = [
-        Task(one.suite, one.name, given.device, backends, given.patience)
+        Task(one.suite, one.name, options.device, backends, options.patience)
         for one in sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda one: not one.quick)
         if (one.suite, one.name) not in done_before
     ]
-    if given.warm:
-        _warm(tasks, given.warm, deadline - time.monotonic())
+    if options.warm:
+        _warm(tasks, options.warm, deadline - time.monotonic())
     for done in workers.work(tasks, run_task, task_seconds=TASK_SECONDS, seconds=max(deadline - time.monotonic(), 0.0)):
         task = done.task
         if done.value is None:
@@ -76,13 +76,13 @@ def main() -> int:
         else:
             report["cases"].append(done.value)
             _print_wrong(done.value)
-        _write(given.json, report)
+        _write(options.json, report)
     left = len(tasks) + len(done_before) - len(report["cases"]) - len(report["failed"])
     report["interrupted"] = left > 0
-    _write(given.json, report)
-    if given.ranks is not None:
-        kept = given.json.name if given.json is not None else "a report that was not saved"
-        print(f"{given.ranks}: {add(report, kept, given.ranks)}", file=sys.stderr)
+    _write(options.json, report)
+    if options.ranks is not None:
+        kept = options.json.name if options.json is not None else "a report that was not saved"
+        print(f"{options.ranks}: {add(report, kept, options.ranks)}", file=sys.stderr)
     print(markdown(report))
     if left:
         print(f"not run: {left} (time limit; --resume runs the rest)")
@@ -98,11 +98,11 @@ def _warm(tasks: list[Task], jobs: int, seconds: float) -> None:
     print(f"compiled for {count} of {len(tasks)} problems in {took:.0f} s", file=sys.stderr, flush=True)
 
 
-def _report(given: argparse.Namespace, fresh: dict[str, Any]) -> dict[str, Any]:
+def _report(options: argparse.Namespace, fresh: dict[str, Any]) -> dict[str, Any]:
     """The report to continue with --resume, otherwise the fresh one."""
-    if not given.resume or given.json is None or not given.json.exists():
+    if not options.resume or options.json is None or not options.json.exists():
         return fresh
-    report: dict[str, Any] = json.loads(given.json.read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8"))
     return report | {"failed": {}}
 
 

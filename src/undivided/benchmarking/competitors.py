@@ -185,12 +185,12 @@ def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> C
 
 def _without(prepared: Prepared, case: Case) -> Competitor:
     """The same tensors without the feature of the case."""
-    given, benchmark = prepared.inputs.arguments, prepared.benchmark
-    mask = given["mask"]
+    original, benchmark = prepared.inputs.arguments, prepared.benchmark
+    mask = original["mask"]
     if case.mask != benchmark.case.mask:
         mask = case.mask() if case.mask else None
     arguments = {
-        **given,
+        **original,
         "mask": mask,
         "bias": None,
         "softcap": case.softcap,
@@ -204,8 +204,8 @@ def _without(prepared: Prepared, case: Case) -> Competitor:
         k, v = prepared.floating_keys
         arguments |= {"k": k, "v": v, "k_scale": None, "v_scale": None}
     if case.shared_pages != benchmark.case.shared_pages:  # each sequence has pages of its own
-        table = given["pages"]
-        arguments |= {name: given[name][table.flatten().long()] for name in "kv"}
+        table = original["pages"]
+        arguments |= {name: original[name][table.flatten().long()] for name in "kv"}
         arguments["pages"] = torch.arange(table.numel(), dtype=table.dtype, device=table.device).view_as(table)
     call, tensors = normalise(Request.from_keywords(**arguments))
     inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)

@@ -87,7 +87,7 @@ def _overhead_cases() -> dict[str, _Case]:
 
 def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
     tensors, arguments, sdpa = case
-    call, given = normalise(Request.from_keywords(*tensors, **arguments))
+    call, inputs = normalise(Request.from_keywords(*tensors, **arguments))
     backend = select(call.problem, Machine.this(tensors[0].device), policy()).backend
     report = verify(*tensors, **arguments, backends=[backend.name])
     if not report.ok:
@@ -95,11 +95,11 @@ def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
 
     def alone() -> object:
         with torch.no_grad():
-            return backend.forward(call, given)
+            return backend.forward(call, inputs)
 
     competitors: dict[str, Callable[[], object]] = {
         "call": lambda: attention(*tensors, **arguments),
-        "alone": alone if tensors[0].requires_grad else lambda: backend.forward(call, given),
+        "alone": alone if tensors[0].requires_grad else lambda: backend.forward(call, inputs),
     }
     if sdpa is not None:
         competitors["sdpa"] = sdpa

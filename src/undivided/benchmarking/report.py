@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from undivided._units import human, span
 from undivided.benchmarking.suites import SCHEMA
 from undivided.errors import InputError
 
@@ -277,19 +278,3 @@ def _memory(measured: Sequence[Mapping[str, Any]]) -> Table:
         "gradients. Growth is relative to the number of tokens: 1 is proportional."
     )
     return Table(TITLES["memory"], ("tokens", "added at peak", "tensors", "growth"), tuple(rows), (note,))
-
-
-def span(seconds: float) -> str:
-    """A time with its unit: ``span(0.00123)`` is ``'1.23 ms'``."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def human(count: float, unit: str) -> str:
-    """A count with its unit: ``human(3.1e11, "FLOP/s")`` is ``'310 GFLOP/s'``."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}{unit}"
-    return f"{count:.3g} {unit}"

@@ -40,7 +40,7 @@ class ShardedSteps(BetweenSteps):
     _sharded: int | None  # new tokens of all ranks together, padding included, if the step is sharded
 
     @abstractmethod
-    def _call(self, given: LayerCall) -> CachedCall:
+    def _call(self, layer_call: LayerCall) -> CachedCall:
         """The call of `attend`, after the new tokens were written."""
 
     @outside_of_graphs
@@ -115,16 +115,16 @@ class ShardedSteps(BetweenSteps):
             raise InputError("inference_params", "have a sharded step", "none, or one that is not sharded", hint)
         return self._ranks, self._sharded
 
-    def _attend_sharded(self, given: LayerCall) -> Output:
+    def _attend_sharded(self, layer_call: LayerCall) -> Output:
         """`attend` for this rank's tokens: the queries and the new keys of all ranks are gathered first."""
         ranks, length = self._sharded_step()
-        if given.qkv_format not in (None, self.qkv_format):
+        if layer_call.qkv_format not in (None, self.qkv_format):
             must = f"be the qkv_format of inference_params ({self.qkv_format!r}) in a sharded step"
-            raise InputError("qkv_format", must, repr(given.qkv_format))
-        if given.options.get("bias") is not None:
+            raise InputError("qkv_format", must, repr(layer_call.qkv_format))
+        if layer_call.options.get("bias") is not None:
             must = "be None in a sharded step: ranks have rows of it, and all queries are on every rank"
             raise InputError("bias", must, "a tensor", hint="pre_step(step_dict), with all tokens on every rank")
-        parts = {"q": given.q, "new_k": given.new_k, "new_v": given.new_v}
+        parts = {"q": layer_call.q, "new_k": layer_call.new_k, "new_v": layer_call.new_v}
         q, new_k, new_v = ranks.gather(parts, self.qkv_format, length)
-        whole = given._replace(q=q, new_k=new_k, new_v=new_v, qkv_format=self.qkv_format)
+        whole = layer_call._replace(q=q, new_k=new_k, new_v=new_v, qkv_format=self.qkv_format)
         return ranks.attend(lambda: self._call(whole), length)

@@ -264,16 +264,16 @@ class InferenceParams(ShardedSteps):
             NoBackendError: no allowed backend can run the problem.
             RankError: another rank refused its arguments, or failed (with context_parallel).
         """
-        given = LayerCall(layer_number, q, new_k, new_v, qkv_format, mask, options)
+        layer_call = LayerCall(layer_number, q, new_k, new_v, qkv_format, mask, options)
         if self._ranks is None:
-            return _attend.attend(self._call(given))
+            return _attend.attend(self._call(layer_call))
         if self._sharded is not None:
-            return self._attend_sharded(given)
-        return self._ranks.attend(lambda: self._call(given))
+            return self._attend_sharded(layer_call)
+        return self._ranks.attend(lambda: self._call(layer_call))
 
-    def _call(self, given: LayerCall) -> CachedCall:
+    def _call(self, layer_call: LayerCall) -> CachedCall:
         """The call of `attend` over the cache of a layer, after its new tokens are appended."""
-        layer_number, q, new_k, new_v, qkv_format, mask, options = given
+        layer_number, q, new_k, new_v, qkv_format, mask, options = layer_call
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         step = self._current_step()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)

@@ -1,6 +1,6 @@
 """The commands, and the one place where errors become messages and exit codes.
 
-Exit codes: 0 success; 1 a negative result (no backend, a failed verification); 2 a wrong request.
+Exit codes: 0 success; 1 a negative result (no backend, a failed verification); 2 a wrong request; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ def index_function(node: ast.Lambda) -> Function:
     [True, False, True, True]
     """
     names = [argument.arg for argument in node.args.args]
-    given = ast.unparse(node.args)
-    if len(names) != 4 or given != ", ".join(names):
-        raise InputError("fn", "take the four indices b, h, q, k", repr(given))
+    signature = ast.unparse(node.args)
+    if len(names) != 4 or signature != ", ".join(names):
+        raise InputError("fn", "take the four indices b, h, q, k", repr(signature))
     is_bool, run = _translate(node.body, names)
     if not is_bool:
         raise _wrong(node.body, "compare numbers, so that it returns True or False")

@@ -62,7 +62,9 @@ def _call(name: str, arguments: list[Any], named: dict[str, Any], text: str) -> 
     try:
         mask: masks.Mask = getattr(masks, name)(*arguments, **named)
     except TypeError as error:
-        raise InputError("mask", f"call {name} with its own arguments ({error})", repr(text)) from None
+        problem, _, hint = str(error).partition("\n  HINT: ")
+        must = f"call {name} with its own arguments ({problem})"
+        raise InputError("mask", must, repr(text), hint or None) from None
     return mask
 
 

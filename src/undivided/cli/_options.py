@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -240,7 +241,9 @@ def shape(flag: str, text: str, layout: str) -> list[int]:
     parts = text.lower().split("x")
     if len(parts) != len(layout) or not all(part.isdecimal() for part in parts):
         example = "x".join("BSHD"["bshd".index(axis)] if axis in "bshd" else "T" for axis in layout)
-        raise InputError(flag, f"be {len(layout)} sizes {example} for layout {layout}", repr(text))
+        with_x = "x".join(re.findall(r"\d+", text))
+        hint = with_x if with_x != text.lower() and with_x.count("x") == len(layout) - 1 else None
+        raise InputError(flag, f"be {len(layout)} sizes {example} for layout {layout}", repr(text), hint)
     numbers = list(map(int, parts))
     if math.prod(numbers) >= 2**62:
         raise InputError(flag, "hold fewer than 2**62 numbers", repr(text))

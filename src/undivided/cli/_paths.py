@@ -1,4 +1,4 @@
-"""Checks of paths that commands write to, before the work starts."""
+"""Checks of paths that commands write to, before the work starts, and why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def file_to_write(flag: str, path: Path) -> Path:
     return path
 
 
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read or used: the system's words, without the number and the path, or the error's own.
+
+    >>> reason_of(FileNotFoundError(2, "No such file or directory", "report.json"))
+    'No such file or directory'
+    """
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def refuse_together(flag: str, others: dict[str, object]) -> None:
     """Refuse flags that have no meaning together with another flag.
 
@@ -49,6 +58,6 @@ def refuse_together(flag: str, others: dict[str, object]) -> None:
     Raises:
         InputError: one of the others was given.
     """
-    given = [name for name, value in others.items() if value not in (None, False, "", [], ())]
-    if given:
-        raise InputError(flag, f"be given without {', '.join(others)}", ", ".join(given))
+    present = [name for name, value in others.items() if value not in (None, False, "", [], ())]
+    if present:
+        raise InputError(flag, f"be given without {', '.join(others)}", ", ".join(present))

@@ -206,11 +206,3 @@ def shaded(form: NormalForm, width: int = 48, height: int = 24) -> str:
         levels = [0 if share == 0 else max(1, round(share * (len(SHADES) - 1))) for share in row]
         lines.append("".join(SHADES[level] for level in levels))
     return "\n".join(lines)
-
-
-def human(count: float, unit: str = "") -> str:
-    """A count with a metric prefix: ``human(56623104)`` is ``'56.6 M'``."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= size:
-            return f"{count / size:.3g} {prefix}{unit}"
-    return f"{count:g} {unit}".rstrip()

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import sys
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the number of the signal, as in a shell."""
 EXTRAS = {"report": "cli,report"}
 """The extras of a command that needs more than the command line itself."""
 
 
 def main() -> None:
     """Run the command line."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # during the imports: they take seconds, and typer's own handler is not yet in place
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _run() -> None:
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

@@ -250,7 +250,7 @@ def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels:
     if path is not None:
         check_format("path", path)
     lines = textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)
-    height = PLOT_INCHES + max(0, len(lines) - 4) * TITLE_POINTS / 60  # 4 lines fit above the square picture
+    height = PLOT_INCHES + (len(lines) - 4) * TITLE_POINTS / 60  # 4 lines fit above the square picture of 5 x 5 inches
     figure = Figure(figsize=(PLOT_INCHES, height), layout="constrained")
     figure.suptitle("\n".join(lines), family="monospace", size=TITLE_POINTS)
     axes = figure.add_subplot()

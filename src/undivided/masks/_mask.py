@@ -181,9 +181,8 @@ class Mask(MaskFields):
         )
         if not shaped and not needed:
             return None
-        return self.cached(
-            ("align", q_len, kv_len), lambda: resolve(self.align, self.parts, q_len, kv_len, self.is_full)
-        )
+        key = ("align", q_len, kv_len)
+        return self.cached(key, resolve, self.align, self.parts, q_len, kv_len, self.is_full)
 
     def normal_form(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str) -> NormalForm:
         """The mask as ranges of keys per row, cached for these sizes. The mask must have passed ``check``.
@@ -200,7 +199,7 @@ class Mask(MaskFields):
         [[[0, 1], [0, 2], [0, 3]]]
         """
         sizes = (batch, heads, q_len, kv_len)
-        return self.cached(("form", sizes, device), lambda: self._normal_form(sizes, torch.device(device)))
+        return self.cached(("form", sizes, device), self._normal_form, sizes, torch.device(device))
 
     def _normal_form(self, sizes: tuple[int, int, int, int], device: torch.device) -> NormalForm:
         batch, _, q_len, kv_len = sizes

@@ -259,8 +259,8 @@ class DotProductAttention(DividedModule):
         )
         check_call_hints(checkpoint_core_attention, fast_zero_fill, num_splits)
         format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, query_layer)
-        given = InputTensors(query_layer, key_layer, value_layer, qkv_layer, kv_layer)
-        inputs = formats.checked_inputs(given, qkv_interleave_dim, format, self.heads)
+        tensors = InputTensors(query_layer, key_layer, value_layer, qkv_layer, kv_layer)
+        inputs = formats.checked_inputs(tensors, qkv_interleave_dim, format, self.heads)
         arguments = SequenceArguments(
             attention_mask,
             cu_seqlens_q,

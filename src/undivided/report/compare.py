@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from undivided.benchmarking.report import Case, Cell, Report, Table, span, tables
+from undivided._units import span
+from undivided.benchmarking.report import Case, Cell, Report, Table, tables
 from undivided.benchmarking.timing import DRIFT
 
 RULE = (

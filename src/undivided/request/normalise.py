@@ -44,9 +44,12 @@ from undivided.request.request import Request, Tensors
 from undivided.request.slopes import are_usual
 
 
-class Known(NamedTuple):
-    """What a signature means. spans: the bytes that q, k and v reach over in memory, and those of one element. strides:
-    those of the call. Both are None if sizes are symbolic."""
+class KnownProblem(NamedTuple):
+    """The problem of a signature, cached under it.
+
+    spans: the bytes that q, k and v reach over in memory, and those of one element of q. strides: those of the call.
+    Both are None if sizes are symbolic.
+    """
 
     problem: Problem
     spans: tuple[int, int, int, int] | None
@@ -83,8 +86,8 @@ def normalise(
     known = _known_problem(request, (device, needs, scale is not None and scale <= 0))
     problem, spans, strides = known
     if spans is not None and not _are_in_memory(q, k, v, spans):
-        for name, given in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, given)
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, tensor)
     if not (bias is sinks is slopes is pages is k_scale is v_scale is None):
         _check_optional_memory(request)
     checked = None
@@ -105,16 +108,16 @@ def normalise(
     return call, tensors
 
 
-def _known_problem(request: Request, facts: Facts) -> Known:
+def _known_problem(request: Request, facts: Facts) -> KnownProblem:
     """The problem of the request without its mask, found by its signature or described."""
     key = _signature(request, facts)
     try:
         known = _known.get(key)
     except TypeError:  # a symbolic size has no hash
-        return Known(_with_concrete_sizes(describe(request, facts)), None, None)
+        return KnownProblem(_with_concrete_sizes(describe(request, facts)), None, None)
     if known is None:
         problem, (q, k, v, *_), options = describe(request, facts), request.tensors, request.options
-        known = Known(problem, _spans(q, k, v), Strides(q, k, v, options.layout, options.pages is not None))
+        known = KnownProblem(problem, _spans(q, k, v), Strides(q, k, v, options.layout, options.pages is not None))
         if len(_known) >= _MAX_KNOWN:
             _known.clear()
         _known[key] = known
@@ -132,7 +135,7 @@ def _check_optional_memory(request: Request) -> None:
 
 
 def _mask_for_problem(
-    known: Known, mask: Mask, q: Tensor, k: Tensor, slopes: Tensor | None, pages: Tensor | None
+    known: KnownProblem, mask: Mask, q: Tensor, k: Tensor, slopes: Tensor | None, pages: Tensor | None
 ) -> CheckedMask:
     """The mask after its checks, and the problem with its structure, both cached in the mask."""
     # the key is the id of `known`: hashing the signature costs five times as much; the mask keeps `known` alive
@@ -204,7 +207,7 @@ def _with_concrete_sizes(problem: Problem) -> Problem:
     return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
 
 
-_known: dict[object, Known] = {}
+_known: dict[object, KnownProblem] = {}
 _MAX_KNOWN = 4096
 _NO_GRADIENTS = (False,) * 6
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
@@ -319,7 +322,7 @@ def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
 
 
 def _with_mask(
-    known: Known, mask: Mask, device: torch.device, slopes: Tensor | None, pages: Tensor | None
+    known: KnownProblem, mask: Mask, device: torch.device, slopes: Tensor | None, pages: Tensor | None
 ) -> CheckedMask:
     """The mask after its checks, and the problem with the mask's structure."""
     problem = known.problem

@@ -79,7 +79,7 @@ class Problem(NamedTuple):
         if self.quantized is not None:
             parts.append(f"keys and values in {self.quantized}")
         parts.append(f"mask {masks.describe(self.mask)}")
-        if self.align in ("top_left", "bottom_right"):
+        if self.align in ("top_left", "bottom_right") and self.align != self.mask.align:  # of ALiBi without a mask
             parts.append(self.align.replace("_", "-"))
         needs = sorted(self.features) + ["batch_invariant"] * self.batch_invariant
         if needs:

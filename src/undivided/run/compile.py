@@ -153,8 +153,8 @@ def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     try:
         out, lse = torch.ops.undivided.attention(*call)
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
-        given = _Arguments(*call)
-        tensors = (*given.saved, given.k_scale, given.v_scale)
+        args = _Arguments(*call)
+        tensors = (*args.saved, args.k_scale, args.v_scale)
         kinds = sorted({type(tensor).__name__ for tensor in tensors if isinstance(tensor, Tensor)})
         raise InputError(
             "q, k, v and the other tensors",
@@ -165,22 +165,22 @@ def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _prepare(given: _Arguments) -> tuple[Backend, Call, Tensors]:
+def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
     """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
-    spec = _Spec.read(given.spec)
+    spec = _Spec.read(args.spec)
     options = Options(
         layout=cast(Layout, spec.layout),
-        mask=Mask.unflatten(spec.mask, given.mask),
-        scale=given.scale,
-        softcap=given.softcap,
-        dropout_p=given.dropout_p,
-        dropout_seed=given.dropout_seed,
+        mask=Mask.unflatten(spec.mask, args.mask),
+        scale=args.scale,
+        softcap=args.softcap,
+        dropout_p=args.dropout_p,
+        dropout_seed=args.dropout_seed,
         return_lse=spec.return_lse == "y",
-        pages=given.pages,
-        k_scale=given.k_scale,
-        v_scale=given.v_scale,
+        pages=args.pages,
+        k_scale=args.k_scale,
+        v_scale=args.v_scale,
     )
-    request = Request(given.tensors, options)
+    request = Request(args.tensors, options)
     flags: dict[str, Any] = {"None": None, "True": True, "False": False}
     deterministic = flags.get(spec.deterministic, spec.deterministic)
     batch_invariant = flags.get(spec.batch_invariant, spec.batch_invariant)
@@ -207,12 +207,12 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def _run_backward(*arguments: Any) -> list[Tensor]:
     *first, out, lse, grad_out, grad_lse = arguments
-    given = _Arguments(*first)
+    args = _Arguments(*first)
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
-        backend, call, tensors = _prepare(given)
+        backend, call, tensors = _prepare(args)
         found = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
-    needed = zip(found, given.tensors, call.needs, strict=True)
+    needed = zip(found, args.tensors, call.needs, strict=True)
     return [_as_gradient(gradient, t) for gradient, t, is_needed in needed if is_needed and t is not None]
 
 
@@ -222,9 +222,9 @@ def _as_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor:
 
 @torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
 def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
-    given = _Arguments(*arguments)
-    q, layout = given.q, cast(Layout, _Spec.read(given.spec).layout)
-    out = q.new_empty((*q.shape[:-1], head_size(given.v)))
+    args = _Arguments(*arguments)
+    q, layout = args.q, cast(Layout, _Spec.read(args.spec).layout)
+    out = q.new_empty((*q.shape[:-1], head_size(args.v)))
     batch, length, heads, _ = _layout.sizes(q.shape, layout)
     shape = (heads, length) if layout == "thd" else (batch, heads, length)
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
@@ -232,21 +232,21 @@ def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("undivided::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _gradient_shapes(*arguments: Any) -> list[Tensor]:
-    given = _Arguments(*arguments[:-4])  # without out, lse and their gradients
-    needed = zip(given.tensors, _Spec.read(given.spec).needed, strict=True)
+    args = _Arguments(*arguments[:-4])  # without out, lse and their gradients
+    needed = zip(args.tensors, _Spec.read(args.spec).needed, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, is_needed in needed if is_needed and tensor is not None]
 
 
 class _SavedArguments(NamedTuple):
     """What a backward reads again: the arguments of the operator, and the tensors that were saved after them."""
 
-    given: _Arguments
+    args: _Arguments
     others: Sequence[Any]
 
     @staticmethod
-    def write(ctx: Any, given: _Arguments, *others: Tensor | None) -> None:
-        ctx.save_for_backward(*given.saved, *others)
-        ctx.mask_tensors, ctx.constants = len(given.mask), given.constants
+    def write(ctx: Any, args: _Arguments, *others: Tensor | None) -> None:
+        ctx.save_for_backward(*args.saved, *others)
+        ctx.mask_tensors, ctx.constants = len(args.mask), args.constants
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -259,24 +259,24 @@ class _SavedArguments(NamedTuple):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    given = _Arguments(*inputs)
-    _SavedArguments.write(ctx, given, *output)
-    if _Spec.read(given.spec).return_lse != "y":
+    args = _Arguments(*inputs)
+    _SavedArguments.write(ctx, args, *output)
+    if _Spec.read(args.spec).return_lse != "y":
         ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    given, (out, lse) = _SavedArguments.read(ctx)
+    args, (out, lse) = _SavedArguments.read(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = iter(torch.ops.undivided.attention_backward(*given[:-2], out, lse, grad_out, grad_lse))
-    gradients = [next(found) if needed else None for needed in _Spec.read(given.spec).needed]
-    return (*gradients, *_no_gradients(given))
+    found = iter(torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse))
+    gradients = [next(found) if needed else None for needed in _Spec.read(args.spec).needed]
+    return (*gradients, *_no_gradients(args))
 
 
-def _no_gradients(given: _Arguments) -> list[Any]:
+def _no_gradients(args: _Arguments) -> list[Any]:
     """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one."""
-    return [[None] * len(given.mask), *[None] * (len(given) - 7)]
+    return [[None] * len(args.mask), *[None] * (len(args) - 7)]
 
 
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
@@ -293,16 +293,16 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Derivatives of the backward by the reference, in plain operations that modes and subclasses can intercept."""
-    given, (grad_out, grad_lse) = _SavedArguments.read(ctx)
-    _, call, tensors = _prepare(given)
+    args, (grad_out, grad_lse) = _SavedArguments.read(ctx)
+    _, call, tensors = _prepare(args)
     found = iter(gradients)
     # the bias of `tensors` has four axes
     grad_gradients = _reshape_like([next(found) if needed else None for needed in call.needs], tensors)
     for_grad_out, for_grad_lse, *for_tensors = autograd.double_backward(
         call, *tensors, grad_out, grad_lse, *grad_gradients
     )
-    not_differentiable = _no_gradients(given)[:-2]  # this operator has no scales
-    return (*_reshape_like(for_tensors, given.tensors), *not_differentiable, None, None, for_grad_out, for_grad_lse)
+    not_differentiable = _no_gradients(args)[:-2]  # this operator has no scales
+    return (*_reshape_like(for_tensors, args.tensors), *not_differentiable, None, None, for_grad_out, for_grad_lse)
 
 
 torch.library.register_autograd(

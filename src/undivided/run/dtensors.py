@@ -152,11 +152,11 @@ def local_request(request: Request, context: ContextParallelLike | None) -> tupl
     """
     options = request.options
     check_layout(options.layout)
-    given = _checked_tensors(request)
-    check_ranks(given["q"], given["k"], given["v"], options.layout, None)
+    by_name = _checked_tensors(request)
+    check_ranks(by_name["q"], by_name["k"], by_name["v"], options.layout, None)
     groups = None if context is None else tuple(map(tuple, context.process_groups()))
-    placed = tuple([PlacedTensor(name, tensor.shape, tensor.placements) for name, tensor in given.items()])
-    mesh = given["q"].device_mesh
+    placed = tuple([PlacedTensor(name, tensor.shape, tensor.placements) for name, tensor in by_name.items()])
+    mesh = by_name["q"].device_mesh
     arguments = mesh, tuple(mesh.get_coordinate() or ()), options.layout, placed, groups
     if torch.compiler.is_compiling():
         division = _divide(*arguments)
@@ -169,17 +169,17 @@ def local_request(request: Request, context: ContextParallelLike | None) -> tupl
     mask = options.mask
     if mask is not None or options.dropout_p:
         mask = slice_mask(checked_mask(mask), division.own, bool(options.dropout_p))
-    local = {name: division.parts[name].local(tensor) for name, tensor in given.items()}
+    local = {name: division.parts[name].local(tensor) for name, tensor in by_name.items()}
     tensors = Tensors(*[local.get(name) for name in Tensors._fields])  # type: ignore[arg-type]
     return request._replace(tensors=tensors, options=options._replace(mask=mask)), division
 
 
 def _checked_tensors(request: Request) -> dict[str, DTensor]:
     """The tensors that are given, by name; InputError unless all are DTensors of q's mesh."""
-    given: dict[str, Any] = {n: t for n, t in zip(Tensors._fields, request.tensors, strict=True) if t is not None}
+    by_name: dict[str, Any] = {n: t for n, t in zip(Tensors._fields, request.tensors, strict=True) if t is not None}
     options = request.options
-    first = next(name for name, tensor in given.items() if is_dtensor(tensor))
-    for name, tensor in given.items():
+    first = next(name for name, tensor in by_name.items() if is_dtensor(tensor))
+    for name, tensor in by_name.items():
         if not is_dtensor(tensor):
             kind = "a plain tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             hint = f"torch.distributed.tensor.distribute_tensor({name}, {first}.device_mesh, [Replicate(), ..])"
@@ -192,11 +192,11 @@ def _checked_tensors(request: Request) -> dict[str, DTensor]:
         must = "be given with DTensors, the same on every rank"
         hint = "dropout_seed=step of undivided.attention: each rank would draw a different one"
         raise InputError("dropout_seed", must, "None", hint=hint)
-    mesh = given["q"].device_mesh
-    for name, tensor in given.items():
+    mesh = by_name["q"].device_mesh
+    for name, tensor in by_name.items():
         if tensor.device_mesh != mesh:
             raise InputError(name, f"be on the mesh of q, {mesh}", f"{tensor.device_mesh}")
-    return given
+    return by_name
 
 
 def _check_whole(request: Request) -> None:

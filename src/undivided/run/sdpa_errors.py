@@ -36,13 +36,13 @@ def like_pytorchs(error: InputError, *arguments: Any) -> InputError:
 def _pytorchs_error(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
     """PyTorch's error for the shapes (with meta tensors), or else for dtypes and devices (tensors of one element)."""
     tensors = (query, key, value)
-    given = [t for t in tensors if isinstance(t, Tensor)]
-    if not all(map(_is_plain, (*given, *(o for o in others if isinstance(o, Tensor))))):
+    present = [t for t in tensors if isinstance(t, Tensor)]
+    if not all(map(_is_plain, (*present, *(o for o in others if isinstance(o, Tensor))))):
         return None
-    if others[-1] is not False and any(t.dim() < 3 or t.shape[-3] == 0 for t in given):
+    if others[-1] is not False and any(t.dim() < 3 or t.shape[-3] == 0 for t in present):
         return None  # with enable_gqa PyTorch divides by the number of heads, which ends the process
     found = _error_of_call(*map(_without_data, tensors), *map(_without_data, others))
-    if found is None and len(given) == 3:
+    if found is None and len(present) == 3:
         found = _error_of_call(*(t.new_empty((1,) * t.dim()) for t in tensors))
     return found
 

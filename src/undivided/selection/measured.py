@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undivided._files import read_json, users_file
+from undivided._units import span
 from undivided.errors import InputError
 from undivided.kernels import cpu
 from undivided.machine import Machine
@@ -92,7 +93,7 @@ class Estimate(NamedTuple):
     run: Run
 
     def __str__(self) -> str:
-        return f"est. {_span(self.seconds)}, from bench {self.run.when[:10]}, {self.run.machine}"
+        return f"est. {span(self.seconds)}, from bench {self.run.when[:10]}, {self.run.machine}"
 
 
 # The place of a problem
@@ -366,9 +367,3 @@ def write(path: Path, table: Table) -> None:
 def merged(old: Table, new: Table) -> Table:
     """The entries of both tables; if both have an entry, the new one."""
     return {kind: {**old.get(kind, {}), **new.get(kind, {})} for kind in {**old, **new}}
-
-
-def _span(seconds: float) -> str:
-    """``1.23 ms``."""
-    size, unit = next((one for one in ((1.0, "s"), (1e-3, "ms")) if seconds >= one[0]), (1e-6, "us"))
-    return f"{seconds / size:.3g} {unit}"

@@ -181,8 +181,8 @@ def _has_readable_pages(call: Call, tensors: Tensors) -> bool:
     """Whether the call has a block table, values on the CPU, and a mask of ranges."""
     if call.pages is None or call.problem.device != "cpu":
         return False
-    given = (tensors.q, tensors.k, tensors.v, call.pages)
-    if any(has_dispatch(tensor) or not tensor.is_cpu for tensor in given):
+    operands = (tensors.q, tensors.k, tensors.v, call.pages)
+    if any(has_dispatch(tensor) or not tensor.is_cpu for tensor in operands):
         return False
     return call.normal_form(tensors.q).exact
 

@@ -42,8 +42,8 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     out, lse = _unit_last(require_memory(result.out)), _unit_last(require_memory(result.lse))
     grad_lse = None if grad_lse is None else require_memory(grad_lse)
     if call.pages is None and is_plain(call, tensors):
-        given = plain_record(call, tensors, at, None, out, lse)
-        return _plain(library, call, tensors, given, grad_out, grad_lse, call.problem.dtype)
+        problem_record = plain_record(call, tensors, at, None, out, lse)
+        return _plain(library, call, tensors, problem_record, grad_out, grad_lse, call.problem.dtype)
     records = Records(
         call,
         tensors,
@@ -67,15 +67,15 @@ def plain_fp32(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, g
     library = cpu.load()
     assert isinstance(library, cpu.Library)
     tensors, at = with_addresses(tensors)
-    given = plain_record(call, tensors, at, None, result.out, result.lse)
-    return _plain(library, call, tensors, given, grad_out, grad_lse, torch.float32)
+    problem_record = plain_record(call, tensors, at, None, result.out, result.lse)
+    return _plain(library, call, tensors, problem_record, grad_out, grad_lse, torch.float32)
 
 
 def _plain(
     library: cpu.Library,
     call: Call,
     tensors: Tensors,
-    given: bytes,
+    problem_record: bytes,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     dtype: torch.dtype,
@@ -92,7 +92,7 @@ def _plain(
     attempt: int | None = 0
     while attempt is not None:
         attempt = library.backward(
-            given, _record(problem, DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields), attempt
+            problem_record, _record(problem, DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields), attempt
         )
     return [*found, None, None, None]
 
@@ -207,8 +207,8 @@ class _Gradients:
             sinks = _sum_to(self._sinks, (1, self._call.problem.heads, 1)).flatten()
         if self._slopes is not None:
             slopes = self._sum_of_slopes(self._slopes)
-        for given, x in ((tensors.bias, bias), (tensors.sinks, sinks), (tensors.alibi_slopes, slopes)):
-            found.append(None if x is None or given is None else x.to(given.dtype))
+        for tensor, x in ((tensors.bias, bias), (tensors.sinks, sinks), (tensors.alibi_slopes, slopes)):
+            found.append(None if x is None or tensor is None else x.to(tensor.dtype))
         return found
 
     def _sum_of_slopes(self, rows: Tensor) -> Tensor:

@@ -215,10 +215,10 @@ class Inputs:
         for name in ("ranges", "row_at", "key_at", "sequence", "position"):
             found[f"{name}_b"] = found[name].stride(0) if found[name].dim() > 1 and found[name].shape[0] > 1 else 0
         for name, tensor in (("bias", bias), ("dense", dense)):
-            given = strides(tensor) if tensor.dim() == 4 else (0, 0, 0, 0)
-            found |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), given, strict=True))
-        given = slopes.stride() if self.slopes is not None else (0, 0, 0)
-        return found | dict(zip(("slopes_b", "slopes_h", "slopes_q"), given, strict=True))
+            steps = strides(tensor) if tensor.dim() == 4 else (0, 0, 0, 0)
+            found |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), steps, strict=True))
+        steps = slopes.stride() if self.slopes is not None else (0, 0, 0)
+        return found | dict(zip(("slopes_b", "slopes_h", "slopes_q"), steps, strict=True))
 
     def scales(self) -> dict[str, Any]:
         """The arguments of quantised keys and values, for the forward."""

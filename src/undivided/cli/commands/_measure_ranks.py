@@ -20,8 +20,9 @@ from undivided.benchmarking import suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.measurement import SECONDS, SOURCE, Measurement, measure, replaced
-from undivided.cli._paths import file_to_write
+from undivided.cli._paths import file_to_write, reason_of
 from undivided.cli._terminal import complain, progress
+from undivided.cli.main import INTERRUPTED
 from undivided.errors import InputError
 from undivided.kernels import cpu
 from undivided.machine import Machine
@@ -32,8 +33,6 @@ MIN_SECONDS, MAX_SECONDS = 5.0, 3600.0
 LEVEL = "UNDIVIDED_ISA"
 SAME = ("processor", "threads", "isa", "native", "python", "torch", "undivided")
 """What the parts of one report have in common, by the names in `suites.machine`."""
-INTERRUPTED = 130
-"""The exit code of a shell for a process that Ctrl-C ended."""
 
 
 class Outcome(NamedTuple):
@@ -141,7 +140,7 @@ def _cases_to_continue(report: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError("--report", "be a report that --measure wrote", f"{report} ({error})") from None
+        raise InputError("--report", "be a report that --measure wrote", f"{report} ({reason_of(error)})") from None
     ours = suites.machine()
     for name in SAME:
         if theirs[name] != ours[name]:

@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from undivided.cli._terminal import console, human, print_json, print_table, table
+from undivided._units import human
+from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.parallel.plan import (
@@ -48,7 +49,7 @@ class ClusterFlags:
     ] = None
 
     @property
-    def given(self) -> bool:
+    def is_cluster(self) -> bool:
         """Whether a cluster is described."""
         return self.nodes is not None or self.gpus is not None
 
@@ -86,7 +87,7 @@ class ModelFlags:
     )
     tensor: Annotated[int | None, typer.Option(help="Only meshes with this tensor axis.", rich_help_panel=MODEL)] = None
 
-    def given(self) -> dict[str, object]:
+    def flags(self) -> dict[str, object]:
         """The flags that were given."""
         return {f"--{name}": value for name, value in vars(self).items() if value is not None}
 

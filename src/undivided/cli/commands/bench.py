@@ -21,9 +21,10 @@ from undivided.benchmarking.competitors import OTHERS, selectable_backends
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
-from undivided.cli._paths import file_to_write, folder_to_write, refuse_together
+from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
 from undivided.cli.commands.report import read_report
+from undivided.cli.main import INTERRUPTED
 from undivided.errors import InputError
 from undivided.masks._drawing import require_matplotlib
 from undivided.report import compare as comparison
@@ -101,7 +102,8 @@ def bench(
 
     Competitors alternate in one run. Every result is first compared with an fp64 oracle, and the speed of a wrong
     result is never shown; the exit code is 1 if one of our results is wrong. Probes of the machine run before and after
-    each problem, which is repeated if they detect other load.
+    each problem, which is repeated if they detect other load. Ctrl-C ends the run and shows the results so far; the
+    exit code is then 130.
     """
     runs: dict[str, object] = {
         "--suite": suite,
@@ -143,6 +145,8 @@ def bench(
     _present(report, to_stdout, plot, old)
     for name, why in report["failed"].items():
         complain(f"{name}: {why}")
+    if report["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
     if _wrong(report) or report["failed"]:
         raise typer.Exit(1)
 
@@ -229,7 +233,7 @@ def _as_markdown(path: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError("--markdown", "be a report that --json wrote", f"{path} ({error})") from None
+        raise InputError("--markdown", "be a report that --json wrote", f"{path} ({reason_of(error)})") from None
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -70,11 +70,11 @@ def demo(
     defaults = QUICK if quick else DEFAULT
     sizes = (documents, longest, rounds, steps)
     documents, longest, rounds, recipe_steps = (
-        given if given is not None else size for given, size in zip(sizes, defaults, strict=True)
+        value if value is not None else size for value, size in zip(sizes, defaults, strict=True)
     )
-    for flag, given in (("--checkpoint", checkpoint), ("--steps", steps)):
-        if given is not None and not train:
-            raise InputError(flag, "be given together with --train", given)
+    for flag, value in (("--checkpoint", checkpoint), ("--steps", steps)):
+        if value is not None and not train:
+            raise InputError(flag, "be given together with --train", value)
     if checkpoint is not None:
         file_to_write("--checkpoint", checkpoint)
     start = time.perf_counter()

@@ -23,7 +23,7 @@ from undivided.backends._table import backends as table_of_backends
 from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.functional import attention, explain
 from undivided.kernels.cpu import _install
-from undivided.machine import Machine
+from undivided.machine import Machine, processor_name
 from undivided.selection import measured
 from undivided.selection.policy import policy
 from undivided.verification.budget import FACTOR, relative_error
@@ -79,13 +79,13 @@ def findings() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
+    threads, cores = _counted(torch.get_num_threads(), "thread"), _counted(os.cpu_count() or 1, "core")
     values = {
         "undivided": __version__,
         "installed from": _origin(),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "PyTorch": torch.__version__,
-        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {_counted(torch.get_num_threads(), 'thread')} of "
-        f"{_counted(os.cpu_count() or 1, 'core')}",
+        "CPU": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}, {threads} of {cores}",
         "native kernel": native.status(),
     }
     for index in range(torch.cuda.device_count()):

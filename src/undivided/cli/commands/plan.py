@@ -67,7 +67,7 @@ def plan(
 
     Example: undivided plan 32768 --nodes 16 --gpus 8 --link 400gbit --memory 141GB --model 70b
     """
-    if cluster.given:
+    if cluster.is_cluster:
         refuse_together(
             "--nodes, --gpus", {"--world": world, "--kv-len": kv_len, "--value-dim": value_dim, "--by-rank": by_rank}
         )
@@ -89,7 +89,8 @@ def plan(
         )
     _refuse_cluster_options(cluster, model)
     if seq_len is None:
-        raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint="undivided plan --nodes 2 --gpus 8")
+        hint = "undivided plan 1048576 --world 8, or undivided plan --nodes 2 --gpus 8"
+        raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint)
     result = make_plan(
         seq_len,
         HEADS if heads is None else heads,
@@ -114,7 +115,7 @@ def plan(
 
 def _refuse_cluster_options(cluster: ClusterFlags, model: ModelFlags) -> None:
     """InputError if an option is given that only a plan for a cluster uses."""
-    for flag, value in ({f"--{name}": value for name, value in vars(cluster).items()} | model.given()).items():
+    for flag, value in ({f"--{name}": value for name, value in vars(cluster).items()} | model.flags()).items():
         if value is not None:
             raise InputError(flag, "be given together with --nodes or --gpus", repr(value))
 

@@ -11,9 +11,10 @@ import typer
 from rich.text import Text
 
 from undivided._files import read_json
+from undivided._units import human
 from undivided.benchmarking.ranks import add
-from undivided.cli._paths import file_to_write, refuse_together
-from undivided.cli._terminal import complain, console, human, print_json, print_table
+from undivided.cli._paths import file_to_write, reason_of, refuse_together
+from undivided.cli._terminal import complain, console, print_json, print_table
 from undivided.cli._terminal import table as columns
 from undivided.cli.commands._measure_ranks import measure_levels
 from undivided.errors import InputError
@@ -98,7 +99,8 @@ def _add(reports: Sequence[Path], path: Path) -> None:
         try:
             content = read_json(report)
         except (OSError, ValueError) as error:
-            raise InputError("REPORT", "be a report of `undivided bench --json`", f"{report} ({error})") from None
+            got = f"{report} ({reason_of(error)})"
+            raise InputError("REPORT", "be a report of `undivided bench --json`", got) from None
         complain(f"{path}: {add(content, report.name, path)}")
 
 

@@ -9,9 +9,10 @@ import typer
 
 from undivided._files import read_json
 from undivided.cli._mask_words import parse
-from undivided.cli._paths import file_to_write, refuse_together
-from undivided.cli._terminal import console, print_json, progress
+from undivided.cli._paths import file_to_write, reason_of, refuse_together
+from undivided.cli._terminal import complain, console, print_json, progress
 from undivided.cli.commands.doctor import findings
+from undivided.cli.main import INTERRUPTED
 from undivided.errors import InputError
 
 DEFAULT_MASK = "causal() & documents([0, 3, 7, 12])"
@@ -48,6 +49,9 @@ def report(
         verified = verifications(step)
         if not no_bench and bench is None:
             benchmark = quick_benchmark(step)
+            if benchmark["interrupted"]:
+                complain(f"interrupted: {out} was not written")
+                raise typer.Exit(INTERRUPTED)
     out.write_text(render(findings(), verified, benchmark, mask), encoding="utf-8")
     ok = all(result.ok for _, result in verified)
     if as_json:
@@ -72,6 +76,6 @@ def read_report(flag: str, path: Path) -> dict[str, Any]:
         found: dict[str, Any] = read_json(path)
         markdown(found)  # reads every field
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InputError(flag, "be a report that `undivided bench --json` wrote", f"{path} ({reason})") from None
+        got = f"{path} ({reason_of(error)})"
+        raise InputError(flag, "be a report that `undivided bench --json` wrote", got) from None
     return found

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from undivided._units import human
 from undivided.arguments.tensors import dtype_name
-from undivided.cli._terminal import decision_table, human, print_table, shaded, table
+from undivided.cli._terminal import decision_table, print_table, shaded, table
 from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, Batch
 from undivided.cli.demo.documents import Document
 from undivided.selection.decision import Decision

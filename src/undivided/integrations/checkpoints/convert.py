@@ -58,16 +58,16 @@ def from_hugging_face(
     """
     checked_layers(model)
     names = checked_names(names)
-    given = {name: value for name, value in check_state(state).items() if not _COMPUTED.search(name)}
-    result = _outside(given, model, names)
+    entries = {name: value for name, value in check_state(state).items() if not _COMPUTED.search(name)}
+    result = _outside(entries, model, names)
     separate = _separate(model, {name: value.to("meta") for name, value in model.state_dict().items()})
     for here, there in _entries(model, layers):
-        if all(name in given for name in there):
-            parts = [given.pop(name) for name in there]
+        if all(name in entries for name in there):
+            parts = [entries.pop(name) for name in there]
             result[here] = parts[0] if len(parts) == 1 else torch.cat(parts)
         elif _is_bias_of_map(here) and here in separate and (weight := result.get(f"{here[:-4]}weight")) is not None:
             result[here] = weight.new_zeros(separate[here].shape)
-    if unknown := sorted(given.keys() - set(names.values())):
+    if unknown := sorted(entries.keys() - set(names.values())):
         hint = f"give names outside of {layers!r} in names; a model with other blocks has no layers here"
         known = "have only the names of undivided.integrations.checkpoints.NAMES"
         raise InputError("state", known, f"{len(unknown)} unknown: {listed(unknown)}", hint=hint)
@@ -108,18 +108,18 @@ def to_hugging_face(
     ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.v_proj.weight']
     """
     checked_layers(model)
-    given = check_state(state)
-    check_result(given, model.state_dict(), "model", None)
-    given = _separate(model, given)
+    entries = check_state(state)
+    check_result(entries, model.state_dict(), "model", None)
+    entries = _separate(model, entries)
     buffers = dict(model.named_buffers())
     result: dict[str, Tensor] = {}
     for here, name in checked_names(names).items():
-        if here not in given:
+        if here not in entries:
             raise InputError("names", "name parameters of model", repr(here))
-        result[name] = given.pop(here)
+        result[name] = entries.pop(here)
     for here, there in _entries(model, layers):
-        if here in given:
-            parts = given.pop(here).chunk(len(there))
+        if here in entries:
+            parts = entries.pop(here).chunk(len(there))
             if not (
                 like is not None
                 and _is_bias_of_map(here)
@@ -127,7 +127,7 @@ def to_hugging_face(
                 and not any(part.any() for part in parts)
             ):
                 result |= {name: part.contiguous() for name, part in zip(there, parts, strict=True)}
-    if unknown := sorted(given.keys() - buffers.keys()):
+    if unknown := sorted(entries.keys() - buffers.keys()):
         hint = "give names outside of the layers in names"
         raise InputError("names", "name all parameters outside of the layers", listed(unknown), hint=hint)
     if like is not None:
@@ -163,12 +163,12 @@ def from_transformer_engine(
     >>> layer.load_state_dict(from_transformer_engine(fused.state_dict(), layer, qkv_weight_interleaved=True))
     <All keys matched successfully>
     """
-    given = check_state(state)
+    entries = check_state(state)
     if qkv_weight_interleaved is not None and not isinstance(qkv_weight_interleaved, bool):
         raise InputError("qkv_weight_interleaved", "be True, False or None", repr(qkv_weight_interleaved))
     if not isinstance(model, torch.nn.Module):
         raise InputError("model", "be a torch.nn.Module", type(model).__name__)
-    result = _in_arrangement_of(model, given, qkv_weight_interleaved)
+    result = _in_arrangement_of(model, entries, qkv_weight_interleaved)
     check_result(result, model.state_dict(), "model", "build the model of the checkpoint, with its biases and norms")
     return result
 
@@ -200,11 +200,11 @@ def _is_bias_of_map(name: str) -> bool:
     return name.endswith("bias") and not name.endswith(("layer_norm_bias", "_norm.bias"))
 
 
-def _outside(given: Mapping[str, Tensor], model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _outside(entries: Mapping[str, Tensor], model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
     """The entries of a model outside of its layers; buffers are its own."""
     result = {name: value for name, value in model.state_dict().items() if name in dict(model.named_buffers())}
     for here, there in names.items():
-        if there not in given:
+        if there not in entries:
             raise InputError("names", f"name entries of state for {here!r}", repr(there))
-        result[here] = given[there]
+        result[here] = entries[there]
     return result

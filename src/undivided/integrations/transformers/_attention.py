@@ -159,24 +159,24 @@ def _keys_and_values(
 
 
 def _mask_and_bias(
-    given: ModelMask | Tensor | None, query: Tensor, key: Tensor | CachedStates, causal: bool
+    attention_mask: ModelMask | Tensor | None, query: Tensor, key: Tensor | CachedStates, causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
     """(mask, bias) from a layer's ``attention_mask``; None has the meaning of PyTorch's function."""
     q_len, kv_len = query.shape[2], key.shape[2]
-    if isinstance(given, ModelMask):
-        if given.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row, broadcast over the queries
-            return masks.dense(given.to_dense()), None
-        if given.shape[2:] != (q_len, kv_len):
+    if isinstance(attention_mask, ModelMask):
+        if attention_mask.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row, broadcast over the queries
+            return masks.dense(attention_mask.to_dense()), None
+        if attention_mask.shape[2:] != (q_len, kv_len):
             raise InputError(
                 "attention_mask",
                 f"be for {q_len} queries and {kv_len} keys, as this layer has",
-                f"one for {given.shape[2]} and {given.shape[3]}",
+                f"one for {attention_mask.shape[2]} and {attention_mask.shape[3]}",
             )
-        return given.mask, None
-    if given is None:
+        return attention_mask.mask, None
+    if attention_mask is None:
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
-    given = given[..., :kv_len]  # the mask may cover a whole static cache
-    return (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
+    attention_mask = attention_mask[..., :kv_len]  # the mask may cover a whole static cache
+    return (masks.dense(attention_mask), None) if attention_mask.dtype == torch.bool else (None, attention_mask)
 
 
 def _context(mask: ModelMask | Tensor | None, refused: dict[str, Any]) -> ContextParallel:
@@ -203,7 +203,7 @@ def _dropout_over_ranks(module: nn.Module, query: Tensor, options: dict[str, Any
 
 
 def _document_mask(
-    given: ModelMask | Tensor | None,
+    attention_mask: ModelMask | Tensor | None,
     mask: Mask | None,
     causal: bool,
     cu_q: Tensor,
@@ -211,10 +211,10 @@ def _document_mask(
     max_q: int | None,
     max_kv: int | None,
 ) -> Mask:
-    """The mask within documents packed into a batch of one; `given` is the layer's ``attention_mask``."""
-    if isinstance(given, ModelMask):
-        return within_documents(given, cu_q, cu_kv, max_q, max_kv)
-    if given is None:
+    """The mask within documents packed into a batch of one; `attention_mask` is that of the layer."""
+    if isinstance(attention_mask, ModelMask):
+        return within_documents(attention_mask, cu_q, cu_kv, max_q, max_kv)
+    if attention_mask is None:
         return packed_mask(Pattern(right=0 if causal else None), cu_q, cu_kv, max_q, max_kv)
     return packed_mask(Pattern(), cu_q, cu_kv, max_q, max_kv) & (mask or masks.FULL)
 

@@ -72,12 +72,14 @@ def model_mask(
     return ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if own else torch.bool)
 
 
-def within_documents(given: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
+def within_documents(model_mask: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
     """The pattern of a model within packed documents, cached for layers with the same tensors."""
-    if given.documents is None or given.documents[0] is not cu_q or given.documents[1] is not cu_kv:
-        mask = packed_mask(given.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(given.pattern, given.sizes)
-        given.documents = cu_q, cu_kv, mask & _key_map(given.pattern, given.sizes)
-    return given.documents[2]
+    if model_mask.documents is None or model_mask.documents[0] is not cu_q or model_mask.documents[1] is not cu_kv:
+        mask = packed_mask(model_mask.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(
+            model_mask.pattern, model_mask.sizes
+        )
+        model_mask.documents = cu_q, cu_kv, mask & _key_map(model_mask.pattern, model_mask.sizes)
+    return model_mask.documents[2]
 
 
 def takes_booleans(config_class: type) -> bool:
@@ -203,8 +205,8 @@ def _over_positions(fn: MaskFunction) -> MaskFunction:
 def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
     """The real keys of the call, bool ``[B, Sk]``, from masks that start at position 0; None if all are real."""
     real = None
-    for given in padding:
-        here = given[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
+    for key_mask in padding:
+        here = key_mask[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
         if here.shape[1] < sizes.kv_len:
             here = torch.nn.functional.pad(here, (0, sizes.kv_len - here.shape[1]))
         real = here if real is None else real & here

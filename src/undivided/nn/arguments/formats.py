@@ -101,19 +101,19 @@ class InputTensors(NamedTuple):
     kv_layer: Tensor | None
 
 
-def checked_inputs(given: InputTensors, interleave_dim: int, format: Layout, heads: Heads) -> Inputs:
+def checked_inputs(tensors: InputTensors, interleave_dim: int, format: Layout, heads: Heads) -> Inputs:
     """q, k and v in this format; InputError if one of the tensors is wrong."""
-    q, k, v = _unpack(given, interleave_dim, layout.rank(format))
+    q, k, v = _unpack(tensors, interleave_dim, layout.rank(format))
     inputs = Inputs(q, k, v, format)
     _check(inputs, heads)
     return inputs
 
 
-def _unpack(given: InputTensors, interleave_dim: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _unpack(tensors: InputTensors, interleave_dim: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v: the tensors themselves, or views of qkv_layer or kv_layer."""
     if interleave_dim not in (-3, -2):
         raise InputError("qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim))
-    query, key, value, qkv, kv = given
+    query, key, value, qkv, kv = tensors
     separate = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
     if qkv is not None:
         _check_none(separate, "qkv_layer")

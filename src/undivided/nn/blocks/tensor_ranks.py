@@ -140,8 +140,8 @@ class TensorRanks:
             return moved
         from torch.distributed.tensor import DTensor
 
-        given = DTensor.from_local(x, self._mesh(x.device.type), [forward[0]], run_check=False)
-        return given.redistribute(placements=[forward[1]]).to_local(grad_placements=[backward[0]])
+        placed = DTensor.from_local(x, self._mesh(x.device.type), [forward[0]], run_check=False)
+        return placed.redistribute(placements=[forward[1]]).to_local(grad_placements=[backward[0]])
 
     def redistribute(self, x: Tensor, move: Move) -> Tensor:
         """This rank's tensor after a move, without gradient."""
@@ -149,8 +149,8 @@ class TensorRanks:
 
         if move[0] == move[1]:
             return x.view_as(x)
-        given = DTensor.from_local(x, self._mesh(x.device.type), [move[0]], run_check=False)
-        return given.redistribute(placements=[move[1]]).to_local()
+        placed = DTensor.from_local(x, self._mesh(x.device.type), [move[0]], run_check=False)
+        return placed.redistribute(placements=[move[1]]).to_local()
 
     def _placement(self) -> Any:
         from torch.distributed.tensor import Replicate, Shard

@@ -128,37 +128,37 @@ def _checked(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArgume
     """The batch, and the values that must be the same on all ranks."""
     if not isinstance(batch, Mapping):
         raise InputError("batch", "be a mapping of names to tensors", type(batch).__name__)
-    given = {name: value for name, value in batch.items() if value is not None}
-    if unknown := sorted(given.keys() - set(KEYS)):
+    entries = {name: value for name, value in batch.items() if value is not None}
+    if unknown := sorted(entries.keys() - set(KEYS)):
         hint = "leave out what the model does not need; other entries cannot be divided"
         raise InputError("batch", f"have only the entries {', '.join(KEYS)}", ", ".join(unknown), hint=hint)
-    tokens_name = _tokens_name(given)
-    tokens = given[tokens_name]
+    tokens_name = _tokens_name(entries)
+    tokens = entries[tokens_name]
     for name in PER_TOKEN:
-        if name in given:
-            _check_shape(name, given[name], tokens)
+        if name in entries:
+            _check_shape(name, entries[name], tokens)
     if tokens.is_meta:
         raise InputError(tokens_name, "have values, which all ranks compare", "a tensor on meta")
     length = tokens.shape[1]
     if length < world:
         raise InputError(tokens_name, f"have at least one token for each of the {world} context ranks", length)
-    positions = given.get("position_ids")
-    offsets = _checked_offsets(given, tokens)
-    real = given.get("attention_mask")
+    positions = entries.get("position_ids")
+    offsets = _checked_offsets(entries, tokens)
+    real = entries.get("attention_mask")
     packed = None if positions is None or real is not None or offsets is not None else _packed(positions, tokens)
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     padding = None if real is None or bool(real.bool().all()) else real.bool()
-    whole = _Whole((tokens_name, tokens), positions, _next_labels(given), padding, packed, offsets)
-    shared = {name: f"{list(v.shape)} {v.dtype} {digest(v):x}" for name, v in given.items() if isinstance(v, Tensor)}
-    if "num_items_in_batch" in given:
-        shared["num_items_in_batch"] = f"{_checked_count(given['num_items_in_batch']):g}"
+    whole = _Whole((tokens_name, tokens), positions, _next_labels(entries), padding, packed, offsets)
+    shared = {name: f"{list(v.shape)} {v.dtype} {digest(v):x}" for name, v in entries.items() if isinstance(v, Tensor)}
+    if "num_items_in_batch" in entries:
+        shared["num_items_in_batch"] = f"{_checked_count(entries['num_items_in_batch']):g}"
     return whole, {name: shared.get(name) for name in (*PER_TOKEN, "cu_seq_lens_q", "num_items_in_batch")}
 
 
-def _tokens_name(given: dict[str, Any]) -> str:
+def _tokens_name(entries: dict[str, Any]) -> str:
     """The entry that has the tokens."""
-    names = [name for name in ("input_ids", "inputs_embeds") if name in given]
+    names = [name for name in ("input_ids", "inputs_embeds") if name in entries]
     if len(names) != 1:
         raise InputError("batch", "have either input_ids or inputs_embeds", " and ".join(names) or "neither")
     return names[0]
@@ -181,14 +181,14 @@ def _check_shape(name: str, value: object, tokens: object) -> None:
         raise InputError(name, f"have the {batch} x {length} tokens of the batch", list(value.shape))
 
 
-def _checked_offsets(given: dict[str, Any], tokens: Tensor) -> Tensor | None:
+def _checked_offsets(entries: dict[str, Any], tokens: Tensor) -> Tensor | None:
     """The cumulative lengths of the documents, int ``[documents + 1]``."""
-    offsets, keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    offsets, keys = entries.get("cu_seq_lens_q"), entries.get("cu_seq_lens_k")
     if offsets is None:
-        if others := [name for name in DOCUMENTS if name in given]:
+        if others := [name for name in DOCUMENTS if name in entries]:
             raise InputError("cu_seq_lens_q", f"be given with {others[0]}", "None")
         return None
-    if "attention_mask" in given:
+    if "attention_mask" in entries:
         raise InputError("attention_mask", "be None if documents are packed", "a tensor")
     for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", keys)):
         if value is not None and not (isinstance(value, Tensor) and value.dim() == 1 and value.numel() > 1):
@@ -198,7 +198,7 @@ def _checked_offsets(given: dict[str, Any], tokens: Tensor) -> Tensor | None:
             raise InputError(name, f"be on the device of the tokens ({tokens.device}) or on the CPU", value.device)
     assert isinstance(offsets, Tensor)
     if tokens.shape[0] != 1:
-        raise InputError(_tokens_name(given), "have one row if cu_seq_lens_q is given", tokens.shape[0])
+        raise InputError(_tokens_name(entries), "have one row if cu_seq_lens_q is given", tokens.shape[0])
     if int(offsets[0]) != 0 or int(offsets[-1]) != tokens.shape[1]:
         raise InputError("cu_seq_lens_q", f"go from 0 to the {tokens.shape[1]} tokens", offsets.tolist())
     if keys is not None and not torch.equal(keys.to(offsets), offsets):
@@ -213,14 +213,14 @@ def _packed(positions: Tensor, tokens: Tensor) -> Packed | None:
     return Packed(ids, positions) if bool(ids[:, -1].any()) else None
 
 
-def _next_labels(given: dict[str, Any]) -> Tensor | None:
+def _next_labels(entries: dict[str, Any]) -> Tensor | None:
     """The label of the next token, for each token."""
-    if "shift_labels" in given:
-        shifted: Tensor = given["shift_labels"]
+    if "shift_labels" in entries:
+        shifted: Tensor = entries["shift_labels"]
         return shifted
-    if "labels" not in given:
+    if "labels" not in entries:
         return None
-    return torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
+    return torch.nn.functional.pad(entries["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
 def _label_count(labels: Tensor, mesh: DeviceMesh | None) -> int:

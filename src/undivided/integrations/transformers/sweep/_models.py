@@ -79,7 +79,7 @@ def tiny_config(config_class: Any, variant: Variant, adjusted: dict[str, Any] | 
     """
     adjusted = {**ADJUSTED.get(getattr(config_class, "model_type", ""), {}), **(adjusted or {})}
     default = config_class()
-    given = {} if inside is None else _chosen_outputs(inside)
+    fields = {} if inside is None else _chosen_outputs(inside)
     for name, value in vars(default if inside is None else inside).items():
         if name in adjusted or name.startswith("_"):
             continue
@@ -87,17 +87,17 @@ def tiny_config(config_class: Any, variant: Variant, adjusted: dict[str, Any] | 
             _small(name, value, variant) if not _is_config(value) else tiny_config(type(value), variant, None, value)
         )
         if small is not value or (inside is not None and _is_own(name, value, default)):
-            given[name] = small
+            fields[name] = small
     for name, value in adjusted.items():
         held = getattr(default, name, None)
         if isinstance(value, dict) and _is_config(held):
-            given[name] = tiny_config(type(held), variant, value, held)
+            fields[name] = tiny_config(type(held), variant, value, held)
         elif value is not None:
-            given[name] = value
+            fields[name] = value
     accepted = inspect.signature(config_class.__init__).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        given = {name: value for name, value in given.items() if name in accepted or name == "out_indices"}
-    return config_class(**given)
+        fields = {name: value for name, value in fields.items() if name in accepted or name == "out_indices"}
+    return config_class(**fields)
 
 
 def _is_own(name: str, value: Any, default: Any) -> bool:

@@ -29,8 +29,9 @@ struct RowBlock {
   const RowBlock* next_block = nullptr;  // the block that this thread probably takes next
 };
 
-// One unit of decoding: a range of keys with every query row of some key/value heads. Partial results are rows of heads of `Dv + 2` floats,
-// rounded up to 16: weighted sums of V, the largest score in natural units, the sum of the weights.
+// One unit of decoding: a range of keys with every query row of some key/value heads. The partial result of a row and
+// head has `Dv + 2` floats, rounded up to 16: weighted sums of V, the largest score in natural units, the sum of the
+// weights.
 struct KeyChunk {
   const Attention* problem;
   int64_t batch, kv_head, kv_heads, key, keys;
@@ -38,8 +39,8 @@ struct KeyChunk {
   bool in_memory = false;  // whether the keys of all chunks are too many for the caches
 };
 
-// Exponents of the powers of two that scale a block of rows: its dO; its Q where it is multiplied with dS; and the
-// smallest exponent of its rows' dS.
+// Exponents of the powers of two that scale a block of rows: of its dO, of its Q in the product with dS, and the smallest
+// of those of its rows' dS.
 struct RowScales {
   int32_t grad, query, score;
 };

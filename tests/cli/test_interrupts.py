@@ -1,0 +1,59 @@
+"""Ctrl-C: exit code 130 without a traceback, and which results are kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_runs import run
+
+from undivided.benchmarking import suites
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_command_line_is_imported_prints_no_traceback() -> None:
+    """The imports take seconds, and the interrupt reached the user as a traceback through them."""
+    code = """
+import sys
+from undivided.cli.main import main
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "undivided.cli._app":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_interrupted_benchmark_shows_and_writes_its_results_and_exits_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It exited with 0, so that a script took the part for the whole."""
+    monkeypatch.setattr(suites, "run", interrupt)
+    file = tmp_path / "bench.json"
+    done = run("bench", "--quick", "--suite", "forward", "--json", str(file))
+    assert done.exit_code == 130
+    assert "interrupted" in done.stdout
+    assert json.loads(file.read_text())["interrupted"]
+
+
+def test_an_interrupted_report_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt during its benchmark wrote a page with a part of the results, and exited with 0."""
+    monkeypatch.setattr(suites, "run", interrupt)
+    file = tmp_path / "report.html"
+    file.write_text("an earlier page")
+    done = run("report", "--out", str(file))
+    assert done.exit_code == 130
+    assert f"interrupted: {file} was not written" in done.stderr
+    assert file.read_text() == "an earlier page"

@@ -1,0 +1,123 @@
+"""Layers that a mesh cannot divide, ranks whose inputs differ, and a rank that ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import unittest.mock
+from typing import Any
+
+import pytest
+import torch
+from gloo_ranks import run_ranks
+from tensor_layers import BATCH, HIDDEN, LENGTH, make_layer
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+import undivided
+from undivided import InputError, TransformerLayer
+from undivided.context_parallel import RankError
+from undivided.parallel import own_state_dict, parallelize
+
+
+def uneven_batches() -> list[str]:
+    """The errors of ranks with other shapes of hidden states, by both ways, with and without sequence parallelism."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",)), []
+    for sequence_parallel in (False, True):
+        layers = [
+            make_layer({}, "bshd"),
+            make_layer(
+                {},
+                "bshd",
+                tp_group=distributed.group.WORLD,
+                set_parallel_mode=True,
+                sequence_parallel=sequence_parallel,
+            ),
+        ]
+        parallelize(layers[0], mesh, sequence_parallel)
+        for layer in layers:
+            with pytest.raises(InputError) as error:
+                layer(torch.randn(BATCH + rank, LENGTH, HIDDEN))
+            found.append(str(error.value))
+            layer(torch.randn(BATCH, LENGTH, HIDDEN))  # the next call works
+    return found
+
+
+def test_other_shapes_on_another_rank_are_an_error_on_every_rank() -> None:
+    """gloo ended the processes: its thread met a message of another size than its own."""
+    (answers,) = run_ranks(2, uneven_batches)
+    found = "[2, 8, 32], torch.float32 on rank 0; [3, 8, 32], torch.float32 on rank 1"
+    for answer in answers:
+        assert answer == [f"hidden_states must be the same on every rank, got {found}"] * 4, answer
+
+
+def a_rank_that_ends() -> str:
+    """What the other rank is told."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
+    layer = parallelize(make_layer({}, "bshd"), mesh)
+    layer(torch.randn(BATCH, LENGTH, HIDDEN))
+    if distributed.get_rank() == 1:
+        os._exit(3)
+    with pytest.raises(RankError) as error:
+        layer(torch.randn(BATCH, LENGTH, HIDDEN))
+    return str(error.value)
+
+
+def test_a_tensor_rank_that_ended_is_named() -> None:
+    ((text, ended),) = run_ranks(2, a_rank_that_ends)
+    assert ended is None
+    assert re.match(r"rank 0 of 2: the comparison of arguments of TransformerLayer 1 with rank 1 failed: ", text), text
+
+
+@pytest.fixture
+def mesh() -> Any:
+    """A mesh that claims four ranks, for checks that come before communication."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    one = init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",))
+    with unittest.mock.patch.object(type(one), "size", return_value=4):
+        yield one
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 2}, "num_attention_heads must be a multiple of the 4 ranks of mesh, got 2"),
+        ({"ffn_hidden_size": 66}, "ffn_hidden_size must be a multiple of the 4 ranks of mesh, got 66"),
+        ({"num_attention_heads": 12, "hidden_size": 48, "num_gqa_groups": 3}, "num_gqa_groups must be a multiple or a"),
+        ({"fuse_qkv_params": True, "qkv_weight_interleaved": False}, "qkv_weight_interleaved must be True"),
+        (
+            {"fuse_qkv_params": True, "num_gqa_groups": 2},
+            "num_gqa_groups must be a multiple of the 4 ranks of mesh with",
+        ),
+    ],
+)
+def test_layers_that_the_ranks_do_not_divide_are_refused(mesh: Any, changes: dict[str, Any], message: str) -> None:
+    sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": 64, "num_attention_heads": 4, "attn_input_format": "bshd"}
+    layer = TransformerLayer(**sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | changes)
+    with pytest.raises(InputError, match=re.escape(message)):
+        parallelize(layer, mesh)
+    assert all(type(p) is torch.nn.Parameter for p in layer.parameters())
+
+
+def test_a_layer_is_divided_in_one_way_only(mesh: Any) -> None:
+    layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd", tp_size=2, set_parallel_mode=True)
+    with pytest.raises(InputError, match="tp_size must be 1 for parallelize, got 2"):
+        parallelize(layer, mesh)
+    whole = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd")
+    with pytest.raises(InputError, match="tp_group must be set before a call with tp_size=2"):
+        own_state_dict(layer, whole.state_dict())
+    with pytest.raises(InputError, match="tp_group must have the 2 ranks of tp_size, got 1"):
+        layer.set_tensor_parallel_group(distributed.group.WORLD)
+    with unittest.mock.patch.object(type(mesh), "size", return_value=1):
+        parallelize(whole, mesh)
+    with pytest.raises(InputError, match="tp_group must not be set after parallelize, got ProcessGroup"):
+        whole.set_tensor_parallel_group(distributed.group.WORLD)
+
+
+def test_a_module_without_layers_and_a_wrong_mesh_are_refused(mesh: Any) -> None:
+    with pytest.raises(InputError, match="module must contain a layer of undivided, got Linear"):
+        parallelize(torch.nn.Linear(2, 2), mesh)
+    with pytest.raises(InputError, match="mesh must be a DeviceMesh with one axis, got int"):
+        parallelize(undivided.MultiheadAttention(HIDDEN, 4, qkv_format="bshd"), 4)  # type: ignore[arg-type]
