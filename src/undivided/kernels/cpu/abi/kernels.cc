@@ -112,12 +112,15 @@ bool block(const Attention& a, const RowBlock& b, char* scratch) {
 // Calls `f` with the unit type that decodes a problem with batch_invariant.
 template <class F>
 INLINE auto with_invariant_unit(const Attention& a, F f) {
-  return with_mode(a.dtype, [&](auto mode) { return f(TypeTag<InvariantUnit<decltype(mode)>>()); });
+  return with_mode(a.dtype, [&](auto mode) {
+    if (a.format) return f(TypeTag<InvariantUnit<decltype(mode), true>>());
+    return f(TypeTag<InvariantUnit<decltype(mode), false>>());
+  });
 }
 #if !defined(UNDIVIDED_AMX)
 // Whether such units decode keys from memory faster without batch_invariant too.
 bool are_units_faster(const Attention& a, int64_t kv_heads) {
-  if (kLanes < 16 || kv_heads == 1 || a.format) return false;
+  if (kLanes < 16 || kv_heads == 1 || a.format || a.q_len > 1 || (a.ranges && a.columns > 2)) return false;
   return with_mode(a.dtype, [&](auto mode) {
     typedef decltype(mode) Mode;
     const int64_t max_rows = std::is_same<Mode, Direct>::value ? kMaxFewRows : Mode::Arith::kPairs ? kMaxUnitRows : 0;
@@ -142,7 +145,9 @@ int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   if (a.batch_invariant) return kernels_avx512_bf16.chunk_scratch(a, kv_heads);
 #else
   if (a.batch_invariant || are_units_faster(a, kv_heads))
-    bytes = with_invariant_unit(a, [&](auto u) { return typename decltype(u)::type(a, kv_heads, nullptr).bytes; });
+    bytes = with_invariant_unit(a, [&](auto u) {
+      return typename decltype(u)::type(a, kv_heads, rows_of_group(a), nullptr).bytes;
+    });
   if (a.batch_invariant) return bytes;
 #endif
   return with_engine<Half>(a, [&](auto e) {
@@ -158,8 +163,9 @@ void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
   if (a.batch_invariant) return kernels_avx512_bf16.chunk(c, next_chunk, scratch);
 #else
   if (a.batch_invariant || (c.in_memory && are_units_faster(a, c.kv_heads)))
-    return with_invariant_unit(
-        a, [&](auto u) { typename decltype(u)::type(a, c.kv_heads, scratch).run(c, next_chunk); });
+    return with_invariant_unit(a, [&](auto u) {
+      typename decltype(u)::type(a, c.kv_heads, rows_of_group(a), scratch).run(c, next_chunk);
+    });
 #endif
   with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }

@@ -1,242 +1,205 @@
-// Decoding with batch_invariant: one query row per head. Each sum is added in the order of forward/block.h, so that
-// results are bitwise equal to those of prefill:
+// Decoding with batch_invariant: few query rows per key/value head. Each sum is added in the order of forward/block.h,
+// so that results are bitwise equal to those of prefill:
 //
 //     scores    along the head axis, one key per lane; K is transposed in registers
 //     softmax   key block by key block, from the sequence's first key on; totals along the keys
 //     values    along the keys of a block, from zero, one column per lane
 //
-// Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in steps, in the order of memory,
-// K of a key block before its V, while the next step is prefetched. A unit has all keys of its heads.
+// Keys that a row does not see have a weight of 0 in it, which changes no sum. Quantised keys and values are
+// dequantised to L1, a few keys of a head at a time, to the numbers that prefill multiplies.
+//
+// Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in parts, in the order of memory,
+// K of a key block before its V, while the next part is prefetched. A unit has all keys of its heads.
 #pragma once
 
-#include "decode/chunk.h"
+#include "decode/invariant_parts.h"
+#include "decode/invariant_products.h"
 
 namespace {
 
-// Whether a problem is decoded here: every row of a group sees the same keys, and sizes are whole vectors.
+// Whether a problem is decoded here: few rows, and sizes of whole vectors.
 template <class Mode>
 INLINE bool fits_invariant(const Attention& a) {
   constexpr int64_t step = Mode::Arith::kPairs ? 2 * kLanes : kLanes;
-  return kMaxFewRows > 0 && a.q_len == 1 && rows_of_group(a) <= kMaxFewRows && !(a.ranges && a.columns > 2) &&
-         !a.format && a.qk_dim % step == 0 && a.v_dim % step == 0;
+  return kMaxFewRows > 0 && rows_of_group(a) <= kMaxFewRows && a.qk_dim % step == 0 && a.v_dim % step == 0;
 }
 
-// Calls f(integral_constant R, row) so that each of `rows` rows is in one pass; 3 and 4, or 7 and 8 rows, are the same.
-template <class F>
-INLINE void for_each_rows(int64_t rows, F f) {
-  if (rows == 1) return f(std::integral_constant<int, 1>(), 0);
-  if (rows == 2) return f(std::integral_constant<int, 2>(), 0);
-  for (int64_t r = 0; r < rows; r += 4) f(std::integral_constant<int, 4>(), r);
-}
-INLINE int64_t padded_rows(int64_t rows) { return rows > 2 ? round_up(rows, 4) : rows; }
-
-// Scores of R rows with a vector of keys, [row][key]; queries are [Scalar][row].
-template <class Mode, int R>
-static __attribute__((noinline)) void score_key_vector(const float* q, const typename Mode::T* const* row,
-                                                       int64_t offset, int64_t count, float* scores, int64_t stride,
-                                                       StepPrefetch& shared) {
-  typedef typename Mode::Arith Arith;
-  constexpr int64_t step = Arith::kPairs ? 2 : 1, chain = kMaxChain / step;
-  StepPrefetch prefetch = shared;
-  Vec sum[R] = {};
-  for (int64_t from = 0; from < count; from += chain) {
-    const int64_t to = smaller_of(from + chain, count);
-    Vec acc[R] = {};
-    for (int64_t c = from; c < to; c += kLanes) {
-      prefetch.step();
-      Vec x[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) x[i] = load_lanes<Mode>(row[i] + offset + c * step);
-      transpose(x);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++)
-        add_rows_of<Arith>(acc, q + (c + i) * R, x[i], std::make_integer_sequence<int, R>());
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) sum[r] = from > 0 ? sum[r] + acc[r] : acc[r];
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++) store(scores + r * stride, sum[r]);
-  shared = prefetch;
-}
-
-// sums[row][columns] += the weighted values of a step, for R rows and C vectors of columns from d on. weights:
-// [row][key], or pairs of keys; the first key has index `first` there.
-template <class Mode, int R, int C>
-INLINE void add_step_values(const float* weights, int64_t weight_stride, const typename Mode::T* const* row,
-                            int64_t offset, int64_t first, int64_t keys, float* sums, int64_t stride,
-                            StepPrefetch& shared) {
-  typedef typename Mode::Arith Arith;
-  StepPrefetch prefetch = shared;
-  Vec acc[R][C];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) acc[r][c] = load(sums + r * stride + c * kLanes);
-  if constexpr (!Arith::kPairs) {
-    for (int64_t j = 0; j < keys; j++) {
-      if (j % kKeysPerPrefetch == 0) prefetch.step();
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) {
-        const Vec y = load_as_float(row[j] + offset + c * kLanes);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) acc[r][c] += weights[r * weight_stride + first + j] * y;
-      }
-    }
-  }
-#if defined(__AVX512BF16__)
-  if constexpr (Arith::kPairs) {
-    const auto add = [&](int64_t pair, const BFloat16* even, const BFloat16* odd) {
-#pragma GCC unroll 2
-      for (int c = 0; c < C; c += 2) {
-        const __m512i x = even ? _mm512_loadu_si512(even + offset + c * kLanes) : __m512i{};
-        const __m512i y = odd ? _mm512_loadu_si512(odd + offset + c * kLanes) : __m512i{};
-        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          const uint32_t weight = fetch<uint32_t>(weights + r * weight_stride + pair);
-          Arith::add(acc[r][c], weight, (Vec)low), Arith::add(acc[r][c + 1], weight, (Vec)high);
-        }
-      }
-    };
-    int64_t j = first % 2;
-    if (j) add(first / 2, nullptr, row[0]);  // a pair starts at an even key
-    for (; j + 2 <= keys; j += 2) {
-      prefetch.step();
-      add((first + j) / 2, row[j], row[j + 1]);
-    }
-    if (j < keys) add((first + j) / 2, row[j], nullptr);
-  }
-#endif
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) store(sums + r * stride + c * kLanes, acc[r][c]);
-  shared = prefetch;
-}
-
-// The keys of some heads of a sequence, as a unit of work.
-template <class Mode>
+// The rows of some heads of a sequence, `rows` per key/value head, as a unit of work. Mode is that of the caller's
+// memory; quantised keys have one byte per element of memory.
+template <class Mode, bool kQuantized>
 class InvariantUnit {
  public:
   typedef typename Mode::T T;
-  typedef typename Mode::Arith Arith;
+  typedef std::conditional_t<kQuantized && Mode::kConvertsK, Direct, Mode> Products;  // prefill's, on the same numbers
+  typedef typename Products::Arith Arith;
+  typedef typename Products::T Number;
+  typedef std::conditional_t<kQuantized, Int8, T> Key;
 
-  InvariantUnit(const Attention& a, int64_t heads, char* scratch)
-      : a_(a), heads_(heads), rows_(rows_of_group(a)), padded_(padded_rows(rows_)) {
+  InvariantUnit(const Attention& a, int64_t heads, int64_t rows, char* scratch)
+      : a_(a), heads_(heads), rows_(rows), padded_(padded_rows(rows)) {
     Arena arena{scratch};
-    const auto floats = [&](int64_t count) { return (float*)arena.allocate(heads * count * 4); };
-    q_ = floats(padded_ * depth()), scores_ = floats(padded_ * kScoreStride);
-    sums_ = floats(padded_ * a.v_dim), block_sums_ = floats(padded_ * a.v_dim);
-    max_score_ = floats(padded_), total_ = floats(padded_);
-    row_ = (float*)arena.allocate(a.v_dim * 4);
-    steps_ = (StepRows<T>*)arena.allocate(2 * (int64_t)sizeof(StepRows<T>));
-    bytes = arena.bytes;
+    const auto floats = [&](int64_t count) { return (float*)arena.allocate(count * 4); };
+    const int64_t all = heads * padded_;
+    panel_ = (Panel*)arena.allocate((int64_t)sizeof(Panel));
+    q_ = floats(all * depth()), scores_ = floats(all * kScoreStride);
+    sums_ = floats(all * a.v_dim), block_sums_ = floats(all * a.v_dim);
+    max_score_ = floats(all), total_ = floats(all), row_ = floats(a.v_dim);
+    steps_ = (PartRows*)arena.allocate(2 * (int64_t)sizeof(PartRows));
+    transposed_ = floats(kTransposes || padded_ > 4 ? 2 * kLanes * depth() : 0);
+    numbers_ = (Number*)arena.allocate(
+        kQuantized ? kDecodeStepKeys * larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(Number) : 0);
+    non_finite_ = (uint8_t*)arena.allocate(checks_finite() ? heads * rows : 0);
+    bytes = arena.bytes, rest_ = scratch ? scratch + bytes : nullptr;
+    if (checks_finite()) bytes += InvariantUnit(a, 1, 1, nullptr).bytes;
   }
 
-  void run(const KeyChunk& chunk, const KeyChunk* next_chunk) {
-    batch_ = chunk.batch, head_ = chunk.kv_head, start_ = chunk.key, stop_ = chunk.key + chunk.keys;
+  // first_row: of its rows in each group.
+  void run(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first_row = 0) {
+    batch_ = chunk.batch, head_ = chunk.kv_head, first_row_ = first_row;
+    read_ranges(a_, RowBlock{chunk.batch, 0, 0, first_row, rows_, 0}, 0, *panel_);
     for (int64_t n = 0; n < heads_; n++) load_queries(n);
     for (int64_t i = 0; i < heads_ * padded_; i++) max_score_[i] = -kInfinity, total_[i] = 0;
-    const int64_t bytes_of_key = heads_ * larger_of(a_.qk_dim, a_.v_dim) * (int64_t)sizeof(T);
+    memset(sums_, 0, (size_t)(heads_ * padded_ * a_.v_dim) * 4);
+    const int64_t bytes_of_key = heads_ * larger_of(stored_of(a_.qk_dim), stored_of(a_.v_dim)) * (int64_t)sizeof(Key);
     const auto keys_of = [&](int64_t bytes, int64_t min) {
       return larger_of(min, smaller_of(kDecodeStepKeys, bytes / bytes_of_key / min * min));
     };
-    score_keys_ = keys_of(kInvariantKeyBytes, 16), value_keys_ = keys_of(kInvariantValueBytes, 4);
-    StepRows<T>*steps = steps_, *next_steps = steps_ + 1;
-    if (start_ < stop_) find(chunk, first_part(chunk), *steps);
-    for (Part part = first_part(chunk); part.key < stop_;) {
-      const Part next = after(part);
-      const StepRows<T>& current = *steps;
-      StepRows<T>& following = *next_steps;
-      following.lines = following.regions = 0;
-      if (next.key < stop_) find(chunk, next, following);
-      else if (next_chunk && next_chunk->keys > 0) find(*next_chunk, first_part(*next_chunk), following);
-      if (part.values) add_values(part, current, following);
-      else multiply_scores(part, current, following);
-      if (!part.values && next.values) finish_scores(part.key / kBlockKeys * kBlockKeys);
-      if (part.values && !next.values) add_block_sums(), has_sums_ = true;
-      std::swap(steps, next_steps);
+    const int64_t score_keys = keys_of(kInvariantKeyBytes, 16), value_keys = keys_of(kInvariantValueBytes, 4);
+    const KeyParts parts(*panel_, chunk.key, chunk.key + chunk.keys, score_keys, value_keys);
+    PartRows *current = steps_, *following = steps_ + 1;
+    KeyPart part = parts.first();
+    if (part.keys > 0) find(chunk, part, *current);
+    while (part.keys > 0) {
+      const KeyPart next = parts.after(part);
+      following->rows.lines = following->rows.regions = 0;
+      if (next.keys > 0) find(chunk, next, *following);
+      else if (next_chunk && next_chunk->keys > 0)
+        find(*next_chunk, {next_chunk->key, smaller_of(next_chunk->keys, score_keys), false, 0, 0}, *following);
+      if (part.values) add_values(part, *current, following->rows);
+      else multiply_scores(part, *current, following->rows);
+      if (!part.values && next.values) finish_scores(next.key, part.key + part.keys);
+      if (part.values && !next.values) add_block_sums();
+      std::swap(current, following);
       part = next;
     }
-    for (int64_t n = 0; n < heads_; n++)
-      for (int64_t r = 0; r < rows_; r++)
-        if (chunk.partials) write_partial(n, r, chunk.partials + (n * rows_ + r) * partial_size(a_));
-        else write(n, r);
+    write_all(chunk);
   }
 
   int64_t bytes;
 
  private:
   static constexpr int64_t kScoreStride = kBlockKeys + 2 * kLanes;
+static constexpr bool kTransposes = kQuantized;  // keys that are in L1 are transposed there
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
+  // Whether rows may have a weight of 0 for keys that other rows see.
+  bool checks_finite() const { return a_.q_len > 1 && rows_ > 1 && (a_.ranges || a_.band); }
 
-  // A step: some keys of a key block, and whether their values are read.
-  struct Part {
-    int64_t key, keys;
-    bool values;
+  struct PartRows {
+    StepRows<Key> rows;
+    std::conditional_t<kQuantized, StepRows<float>, char> scales;
   };
-  Part part_at(int64_t key, int64_t stop, bool values) const {
-    const int64_t keys = values ? value_keys_ : score_keys_, end = smaller_of(stop, (key / keys + 1) * keys);
-    return {key, end - key, values};
-  }
-  int64_t block_stop(int64_t key) const { return smaller_of(stop_, (key / kBlockKeys + 1) * kBlockKeys); }
-  Part first_part(const KeyChunk& chunk) const {
-    const int64_t stop = smaller_of(chunk.key + chunk.keys, (chunk.key / kBlockKeys + 1) * kBlockKeys);
-    return part_at(chunk.key, stop, false);
-  }
-  Part after(const Part& part) const {
-    const int64_t key = part.key + part.keys, stop = block_stop(part.key);
-    if (key < stop) return part_at(key, stop, part.values);
-    if (!part.values) return part_at(larger_of(start_, part.key / kBlockKeys * kBlockKeys), stop, true);
-    return key < stop_ ? part_at(key, block_stop(key), false) : Part{key, 0, false};
-  }
-  void find(const KeyChunk& chunk, const Part& part, StepRows<T>& rows) const {
+  // Bytes of a quantised row of `dim` numbers, or its elements; and its scales.
+  int64_t stored_of(int64_t dim) const { return a_.format == kInt4 ? dim / 2 : dim; }
+  int64_t scales_in(int64_t dim) const { return a_.format == kInt4 ? dim / kGroupSize : 1; }
+
+  void find(const KeyChunk& chunk, const KeyPart& part, PartRows& to) const {
     const Attention& a = *chunk.problem;
-    const int64_t others = chunk.kv_heads - 1;
-    if (part.values)
-      rows.find(value_rows<T>(a, chunk.batch, chunk.kv_head), part.key, part.keys, others * a.v_h + a.v_dim);
-    else rows.find(key_rows<T>(a, chunk.batch, chunk.kv_head), part.key, part.keys, others * a.k_h + a.qk_dim);
+    const int64_t b = chunk.batch, h = chunk.kv_head, others = chunk.kv_heads - 1;
+    const bool values = part.values;
+    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), part.key, part.keys,
+                 values ? others * a.v_h + stored_of(a.v_dim) : others * a.k_h + stored_of(a.qk_dim));
+    if constexpr (kQuantized) {
+      to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), part.key, part.keys,
+                     values ? others * a.v_scale_h + scales_in(a.v_dim) : others * a.k_scale_h + scales_in(a.qk_dim));
+      to.rows.prefetch_with(to.scales);
+    }
   }
 
-  void load_queries(int64_t n) {
+  // Row r of a group: its query head, and its place there.
+  int64_t head_of(int64_t n, int64_t r) const {
+    return (head_ + n) * (a_.heads / a_.kv_heads) + (first_row_ + r) / a_.q_len;
+  }
+  int64_t place_of(int64_t r) const { return (first_row_ + r) % a_.q_len; }
+
+  void load_queries(int64_t n) {  // [Scalar][row]
     float* to = q_ + n * padded_ * depth();
     memset(to, 0, (size_t)(padded_ * depth()) * 4);
     for (int64_t r = 0; r < rows_; r++) {
-      const T* from = (const T*)a_.q + batch_ * a_.q_b + ((head_ + n) * rows_ + r) * a_.q_h;
-      // [pass][Scalar][row]
-      const int64_t width = padded_ < 4 ? padded_ : 4;
-      float* lane = to + r / width * width * depth() + r % width;
+      const T* from = (const T*)a_.q + batch_ * a_.q_b + head_of(n, r) * a_.q_h + place_of(r) * a_.q_s;
       for (int64_t d = 0; d < depth(); d++) {
-        if constexpr (Arith::kPairs) memcpy(lane + d * width, from + 2 * d, 4);
-        else lane[d * width] = to_float(from[d]);
+        if constexpr (Arith::kPairs) memcpy(to + d * padded_ + r, from + 2 * d, 4);
+        else to[d * padded_ + r] = to_float(from[d]);
       }
     }
   }
 
-  void multiply_scores(const Part& part, const StepRows<T>& current, const StepRows<T>& following) {
-    const int64_t units = (part.keys + kLanes - 1) / kLanes * (depth() / kLanes) * (padded_ > 4 ? 2 : 1);
-    StepPrefetch prefetch(following, heads_ * units);
+  void multiply_scores(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
+    StepPrefetch prefetch(following, heads_ * ((part.keys + kLanes - 1) / kLanes) * (depth() / kLanes));
     const int64_t at = part.key % kBlockKeys;
-    for (int64_t j = 0; j < part.keys; j += kLanes)
+    for (int64_t j = 0, vectors; j < part.keys; j += vectors * kLanes) {
+      vectors = kQuantized && part.keys - j > kLanes ? 2 : 1;
       for (int64_t n = 0; n < heads_; n++)
-        for_each_rows(padded_, [&](auto rows, int64_t r) {
-          const int64_t row = n * padded_ + r;
-          score_key_vector<Mode, decltype(rows)::value>(q_ + row * depth(), current.row + j, n * a_.k_h, depth(),
-                                                        scores_ + row * kScoreStride + at + j, kScoreStride, prefetch);
+        with_padded_rows(padded_, [&](auto rows) {
+          constexpr int R = decltype(rows)::value;
+          const float* q = q_ + n * padded_ * depth();
+          float* scores = scores_ + n * padded_ * kScoreStride + at + j;
+          if constexpr (!kTransposes && R <= 4) {
+            score_key_vector<Products, R>(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
+          } else {
+            transpose_part(current, j, vectors, n, prefetch);
+            const auto multiply = vectors == 2 ? score_transposed<Arith, R, 2> : score_transposed<Arith, R, 1>;
+            multiply(q, transposed_, depth(), scores, kScoreStride);
+          }
         });
+    }
+  }
+  // `vectors` vectors of keys of the n-th head.
+  void transpose_part(const PartRows& from, int64_t j, int64_t vectors, int64_t n, StepPrefetch& prefetch) {
+    const int64_t offset = n * a_.k_h;
+    if constexpr (!kQuantized) {
+      transpose_keys<Products>(from.rows.row + j, offset, depth(), vectors, transposed_, prefetch);
+    } else {
+      [[maybe_unused]] const float* const* scale = from.scales.row + j;
+      const int64_t scale_offset = n * a_.k_scale_h;
+      if constexpr (Arith::kPairs) {
+        transpose_quantized(a_.format, from.rows.row + j, offset, scale, scale_offset, depth(), vectors, transposed_,
+                            prefetch);
+      } else {
+        const auto [row, first] = dequantized(from, j, vectors * kLanes, offset, scale_offset, a_.qk_dim);
+        transpose_keys<Products>(row, first, depth(), vectors, transposed_, prefetch);
+      }
+    }
+  }
+  // The rows of values of the n-th head, and where they begin there.
+  struct NumberRows {
+    const Number* const* row;
+    int64_t offset;
+  };
+  NumberRows values_of(const PartRows& from, int64_t keys, int64_t n) {
+    if constexpr (!kQuantized) return {from.rows.row, n * a_.v_h};
+    else return dequantized(from, 0, keys, n * a_.v_h, n * a_.v_scale_h, a_.v_dim);
+  }
+  NumberRows dequantized(const PartRows& from, int64_t j, int64_t keys, int64_t offset, int64_t scale_offset,
+                         int64_t columns) {
+    dequantize_step(a_.format, from.rows.row + j, offset, from.scales.row + j, scale_offset, keys, columns, numbers_);
+    for (int64_t i = 0; i < keys; i++) number_row_[i] = numbers_ + i * columns;
+    return {number_row_, 0};
   }
 
-  // Turns the scores of a key block into weights, and rescales the earlier sums.
-  void finish_scores(int64_t block) {
-    const int64_t from = larger_of(start_ - block, 0), to = smaller_of(stop_ - block, kBlockKeys);
+  // Turns the scores of a key block into weights, and sets the factors of the earlier sums. [start, stop): from the
+  // first to the last key of the block that some row sees.
+  void finish_scores(int64_t start, int64_t stop) {
+    const int64_t block = KeyParts::block_of(start), from = start - block, to = stop - block;
     const int64_t first = from / kLanes * kLanes, last = round_up(to, kLanes);
-    const float factor = score_unit<Mode>(a_).log2;
+    const float factor = score_unit<Products>(a_).log2;
+    const bool covered = panel_->covers(start, stop);
     memset(block_sums_, 0, (size_t)(heads_ * padded_ * a_.v_dim) * 4);
     for (int64_t i = 0; i < heads_ * padded_; i++) {
       float* s = scores_ + i * kScoreStride;
       if (!keeps_products(a_)) to_units(s, first, last);
-      for (int64_t j = first; j < from; j++) s[j] = -kInfinity;  // last: a softcap would make it finite
+      // last: a softcap would make them finite
+      if (!covered) hide(s, i % padded_, block, first, last);
+      for (int64_t j = first; j < from; j++) s[j] = -kInfinity;
       for (int64_t j = to; j < last; j++) s[j] = -kInfinity;
       Vec high = splat(-kInfinity);
       for (int64_t j = first; j < last; j += kLanes) high = larger(load(s + j), high);
@@ -250,10 +213,21 @@ class InvariantUnit {
   }
   // As apply_score_bias.
   void to_units(float* s, int64_t first, int64_t last) const {
-    const float scale = (float)a_.scale, cap = (float)a_.softcap, inverse = cap != 0 ? (float)(a_.scale / a_.softcap) : 0;
+    const float scale = (float)a_.scale, cap = (float)a_.softcap;
+    const float inverse = cap != 0 ? (float)(a_.scale / a_.softcap) : 0;
     for (int64_t j = first; j < last; j += kLanes) {
       const Vec x = load(s + j);
       store(s + j, rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale));
+    }
+  }
+  // Masks the scores of a block outside of row r's ranges.
+  void hide(float* s, int64_t r, int64_t block, int64_t first, int64_t last) const {
+    const Panel& p = *panel_;
+    IVec key = isplat((int32_t)(block + first));
+    for (int i = 0; i < kLanes; i++) key[i] += i;
+    for (int64_t j = first; j < last; j += kLanes, key += kLanes) {
+      const IVec allowed = is_within(key, p.start[0][r], p.stop[0][r], p.start[1][r], p.stop[1][r]);
+      store(s + j, allowed ? load(s + j) : splat(-kInfinity));
     }
   }
   // Adds the weights of some rows to their totals, key by key or pair by pair, and rounds pairs to bf16.
@@ -275,35 +249,54 @@ class InvariantUnit {
     }
   }
 
-  void add_values(const Part& part, const StepRows<T>& current, const StepRows<T>& following) {
+  void add_values(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
     constexpr int64_t keys_per_prefetch = Arith::kPairs ? 2 : kKeysPerPrefetch, width = kColumns * kLanes;
     const int64_t passes = (a_.v_dim / width + a_.v_dim % width / kNarrow) * (padded_ > 4 ? 2 : 1);
     StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_prefetch), 1));
     const int64_t first = part.key % kBlockKeys;
-    for (int64_t n = 0; n < heads_; n++)
-      for_each_rows(padded_, [&](auto rows, int64_t r) {
-        constexpr int R = decltype(rows)::value;
-        const float* weights = scores_ + (n * padded_ + r) * kScoreStride;
-        float* sums = block_sums_ + (n * padded_ + r) * a_.v_dim;
-        const int64_t offset = n * a_.v_h;
-        int64_t d = 0;
-        for (; d + width <= a_.v_dim; d += width)
-          add_step_values<Mode, R, kColumns>(weights, kScoreStride, current.row, offset + d, first, part.keys, sums + d,
-                                             a_.v_dim, prefetch);
-        for (; d < a_.v_dim; d += kNarrow)
-          add_step_values<Mode, R, kNarrow / kLanes>(weights, kScoreStride, current.row, offset + d, first, part.keys,
-                                                     sums + d, a_.v_dim, prefetch);
-      });
+    for (int64_t n = 0; n < heads_; n++) {
+      const auto [row, offset] = values_of(current, part.keys, n);
+      for (int64_t r = 0; r < padded_; r += 4)
+        with_padded_rows(smaller_of(padded_, 4), [&](auto rows) {
+          constexpr int R = decltype(rows)::value > 4 ? 4 : decltype(rows)::value;
+          const float* weights = scores_ + (n * padded_ + r) * kScoreStride;
+          float* sums = block_sums_ + (n * padded_ + r) * a_.v_dim;
+          int64_t d = 0;
+          for (; d + width <= a_.v_dim; d += width)
+            add_step_values<Products, R, kColumns>(weights, kScoreStride, row, offset + d, first, part.keys, sums + d,
+                                                   a_.v_dim, prefetch);
+          for (; d < a_.v_dim; d += kNarrow)
+            add_step_values<Products, R, kNarrow / kLanes>(weights, kScoreStride, row, offset + d, first, part.keys,
+                                                           sums + d, a_.v_dim, prefetch);
+        });
+    }
   }
   void add_block_sums() {
     for (int64_t i = 0; i < heads_ * padded_; i++) {
       const Vec decay = splat(decay_of(i));
       float *sums = sums_ + i * a_.v_dim, *added = block_sums_ + i * a_.v_dim;
-      for (int64_t d = 0; d < a_.v_dim; d += kLanes)
-        store(sums + d, has_sums_ ? load(sums + d) * decay + load(added + d) : load(added + d));
+      for (int64_t d = 0; d < a_.v_dim; d += kLanes) store(sums + d, load(sums + d) * decay + load(added + d));
     }
   }
 
+  // A row whose sums may contain values that it does not see is computed again, alone.
+  void write_all(const KeyChunk& chunk) {
+    bool any_non_finite = false;
+    for (int64_t n = 0; n < heads_; n++)
+      for (int64_t r = 0; r < rows_; r++) {
+        const int64_t i = n * padded_ + r;
+        if (chunk.partials) write_partial(i, chunk.partials + (n * rows_ + r) * partial_size(a_));
+        else write(n, r);
+        if (!checks_finite()) continue;
+        non_finite_[n * rows_ + r] = has_non_finite_sums(sums_ + i * a_.v_dim, a_.v_dim, total_[i]);
+        any_non_finite |= non_finite_[n * rows_ + r] != 0;
+      }
+    for (int64_t i = 0; any_non_finite && i < heads_ * rows_; i++)
+      if (non_finite_[i]) {
+        const KeyChunk head = {&a_, chunk.batch, head_ + i / rows_, 1, chunk.key, chunk.keys, nullptr};
+        InvariantUnit(a_, 1, 1, rest_).run(head, nullptr, i % rows_);
+      }
+  }
   // The sums of a row in the order of columns; `to` is where they may be reordered.
   const float* ordered_sums(int64_t i, [[maybe_unused]] float* to) const {
     const float* sums = sums_ + i * a_.v_dim;
@@ -312,19 +305,18 @@ class InvariantUnit {
 #endif
     return sums;
   }
-  void write_partial(int64_t n, int64_t r, float* to) const {
-    const int64_t i = n * padded_ + r;
+  void write_partial(int64_t i, float* to) const {
     const float* sums = ordered_sums(i, to);
     if (sums != to) memcpy(to, sums, (size_t)a_.v_dim * 4);
-    to[a_.v_dim] = max_score_[i] * score_unit<Mode>(a_).natural, to[a_.v_dim + 1] = total_[i];
+    to[a_.v_dim] = max_score_[i] * score_unit<Products>(a_).natural, to[a_.v_dim + 1] = total_[i];
   }
   // As write_rows.
   void write(int64_t n, int64_t r) {
-    const int64_t i = n * padded_ + r, head = (head_ + n) * rows_ + r;
-    T* to = (T*)a_.out + batch_ * a_.out_b + head * a_.out_h;
-    const float natural = score_unit<Mode>(a_).natural, m = max_score_[i], l = total_[i];
+    const int64_t i = n * padded_ + r, head = head_of(n, r), place = place_of(r);
+    T* to = (T*)a_.out + batch_ * a_.out_b + head * a_.out_h + place * a_.out_s;
+    const float natural = score_unit<Products>(a_).natural, m = max_score_[i], l = total_[i];
     const bool empty = is_empty(m, l);
-    if (a_.lse) a_.lse[batch_ * a_.lse_b + head * a_.lse_h] = empty ? m : m * natural + logf(l);
+    if (a_.lse) a_.lse[batch_ * a_.lse_b + head * a_.lse_h + place] = empty ? m : m * natural + logf(l);
     const float sink = a_.sinks && !empty ? expf(a_.sinks[head] - m * natural) : 0.0f;
     const float inverse = empty ? 0.0f : 1.0f / (l + sink);
     const float* sums = ordered_sums(i, row_);
@@ -338,10 +330,15 @@ class InvariantUnit {
 
   const Attention& a_;
   const int64_t heads_, rows_, padded_;  // rows of a head, and rows that are computed
-  int64_t batch_ = 0, head_ = 0, start_ = 0, stop_ = 0, score_keys_ = 0, value_keys_ = 0;
-  bool has_sums_ = false;
+  int64_t batch_ = 0, head_ = 0, first_row_ = 0;
+  Panel* panel_;
   float *q_, *scores_, *sums_, *block_sums_, *max_score_, *total_, *row_;
-  StepRows<T>* steps_;
+  PartRows* steps_;
+  float* transposed_;  // keys of one head
+  Number* numbers_;    // dequantised keys or values of one head
+  const Number* number_row_[kQuantized ? kDecodeStepKeys : 1];
+  uint8_t* non_finite_;
+  char* rest_;
 };
 
 }  // namespace

@@ -5,20 +5,62 @@
 
 #include "mask/pages.h"
 #include "simd/quantized.h"
+#include "simd/transpose.h"
 
 namespace {
 
+// Two vectors of numbers, one after the other, or number by number in turns.
+template <class To>
+INLINE void store_in_order(To* to, Vec first, Vec second) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same<To, BFloat16>::value)
+    return _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#endif
+  store_from_float(to, first), store_from_float(to + kLanes, second);
+}
+template <class To, int... I>
+INLINE void store_zipped(To* to, Vec even, Vec odd, std::integer_sequence<int, I...>) {
+  if constexpr (std::is_same<To, BFloat16>::value) return store((float*)(void*)to, pair_bf16(even, odd));
+  store_from_float(to, shuffle<(I % 2 * kLanes + I / 2)...>(even, odd));
+  store_from_float(to + kLanes, shuffle<(I % 2 * kLanes + kLanes / 2 + I / 2)...>(even, odd));
+}
+
+#if defined(__AVX512BF16__)
+// 32 numbers of a row from number d on, as bf16.
+template <class T>
+INLINE __m512i dequantized_pairs(const T* row, const float* scale, int64_t d) {
+  if constexpr (kHasGroups<T>) {
+    Vec even, odd;
+    load_int4(row + d / 2, scale[d / kGroupSize], even, odd);
+    return (__m512i)pair_bf16(even, odd);
+  } else {
+    const Vec s = splat(*scale), low = load_as_float(row + d) * s, high = load_as_float(row + d + kLanes) * s;
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  }
+}
+#endif
+
 template <class T, class To>
 INLINE void dequantize_row(const T* from, const float* scale, int64_t columns, To* to) {
+  const Vec s = splat(*scale);
   int64_t d = 0;
-  for (; d + kLanes <= columns; d += kLanes) store_from_float(to + d, load_as_float(from + d) * *scale);
+  for (; d + 2 * kLanes <= columns; d += 2 * kLanes)
+    store_in_order(to + d, load_as_float(from + d) * s, load_as_float(from + d + kLanes) * s);
+  for (; d + kLanes <= columns; d += kLanes) store_from_float(to + d, load_as_float(from + d) * s);
   for (; d < columns; d++) from_float(to_float(from[d]) * *scale, to + d);
 }
 template <class To>
 INLINE void dequantize_row(const Int4* from, const float* scale, int64_t columns, To* to) {
-  for (int64_t d = 0; d < columns; d += 2, from++) {
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= columns; d += 2 * kLanes) {
+    Vec even, odd;
+    load_int4(from + d / 2, scale[d / kGroupSize], even, odd);
+    store_zipped(to + d, even, odd, Lanes());
+  }
+  for (; d < columns; d += 2) {
+    const int bits = from[d / 2].bits;
     const float s = scale[d / kGroupSize];
-    from_float((float)((from->bits & 15) - 8) * s, to + d), from_float((float)((from->bits >> 4) - 8) * s, to + d + 1);
+    from_float((float)((bits & 15) - 8) * s, to + d), from_float((float)((bits >> 4) - 8) * s, to + d + 1);
   }
 }
 

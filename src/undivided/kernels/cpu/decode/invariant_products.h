@@ -1,0 +1,189 @@
+// The products of decoding with batch_invariant, each sum in the order of gemm/vector.h: lanes are keys, then columns.
+#pragma once
+
+#include "decode/chunk.h"
+
+namespace {
+
+// Calls f with the number of rows that are computed, 1, 2, 4 or 8, as a constant.
+template <class F>
+INLINE void with_padded_rows(int64_t rows, F f) {
+  if (rows == 1) return f(std::integral_constant<int, 1>());
+  if (rows == 2) return f(std::integral_constant<int, 2>());
+  if constexpr (kMaxFewRows > 4)
+    if (rows > 4) return f(std::integral_constant<int, 8>());
+  f(std::integral_constant<int, 4>());
+}
+INLINE int64_t padded_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
+
+// Calls f(c, x) with x[i] = Scalars c + i of kLanes keys, one key per lane, for all `count` Scalars of a row.
+template <class Mode, class F>
+INLINE void for_each_key_lanes(const typename Mode::T* const* row, int64_t offset, int64_t from, int64_t to,
+                               StepPrefetch& prefetch, F f) {
+  constexpr int64_t step = Mode::Arith::kPairs ? 2 : 1;
+  for (int64_t c = from; c < to; c += kLanes) {
+    prefetch.step();
+    Vec x[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) x[i] = load_lanes<Mode>(row[i] + offset + c * step);
+    transpose(x);
+    f(c, x);
+  }
+}
+
+// Scores of R rows with a vector of keys, [row][key]; queries are [Scalar][row].
+template <class Mode, int R>
+static __attribute__((noinline)) void score_key_vector(const float* q, const typename Mode::T* const* row,
+                                                       int64_t offset, int64_t count, float* scores, int64_t stride,
+                                                       StepPrefetch& shared) {
+  typedef typename Mode::Arith Arith;
+  constexpr int64_t chain = kMaxChain / (Arith::kPairs ? 2 : 1);
+  StepPrefetch prefetch = shared;
+  Vec sum[R] = {};
+  for (int64_t from = 0; from < count; from += chain) {
+    Vec acc[R] = {};
+    for_each_key_lanes<Mode>(row, offset, from, smaller_of(from + chain, count), prefetch,
+                             [&](int64_t c, const Vec(&x)[kLanes]) INLINE_LAMBDA {
+#pragma GCC unroll 16
+                               for (int i = 0; i < kLanes; i++)
+                                 add_rows_of<Arith>(acc, q + (c + i) * R, x[i], std::make_integer_sequence<int, R>());
+                             });
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) sum[r] = from > 0 ? sum[r] + acc[r] : acc[r];
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) store(scores + r * stride, sum[r]);
+  shared = prefetch;
+}
+
+// The same in two steps, for more rows, or keys that are in L1: transposes `vectors` vectors of keys, to
+// [Scalar][vector], and multiplies K vectors, which share the reads of the queries.
+template <class Mode>
+static __attribute__((noinline)) void transpose_keys(const typename Mode::T* const* row, int64_t offset, int64_t count,
+                                                     int64_t vectors, float* keys, StepPrefetch& shared) {
+  StepPrefetch prefetch = shared;
+  for (int64_t v = 0; v < vectors; v++)
+    for_each_key_lanes<Mode>(row + v * kLanes, offset, 0, count, prefetch,
+                             [&](int64_t c, const Vec(&x)[kLanes]) INLINE_LAMBDA {
+#pragma GCC unroll 16
+                               for (int i = 0; i < kLanes; i++)
+                                 store(keys + ((c + i) * vectors + v) * kLanes, x[i]);
+                             });
+  shared = prefetch;
+}
+#if defined(__AVX512BF16__)
+// The same of quantised keys.
+static __attribute__((noinline)) void transpose_quantized(int64_t format, const Int8* const* row, int64_t offset,
+                                                          const float* const* scale, int64_t scale_offset,
+                                                          int64_t count, int64_t vectors, float* keys,
+                                                          StepPrefetch& shared) {
+  StepPrefetch prefetch = shared;
+  with_format(format, [&](auto type) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    for (int64_t v = 0; v < vectors; v++, row += kLanes, scale += kLanes)
+      for (int64_t c = 0; c < count; c += kLanes) {
+        prefetch.step();
+        Vec x[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++)
+          x[i] = (Vec)dequantized_pairs((const T*)(const void*)(row[i] + offset), scale[i] + scale_offset, 2 * c);
+        transpose(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) store(keys + ((c + i) * vectors + v) * kLanes, x[i]);
+      }
+  });
+  shared = prefetch;
+}
+#endif
+template <class Arith, int R, int K>
+static __attribute__((noinline)) void score_transposed(const float* q, const float* keys, int64_t count, float* scores,
+                                                       int64_t stride) {
+  constexpr int64_t chain = kMaxChain / (Arith::kPairs ? 2 : 1);
+  Vec sum[K][R] = {};
+  for (int64_t from = 0; from < count; from += chain) {
+    Vec acc[K][R] = {};
+    for (int64_t c = from, to = smaller_of(from + chain, count); c < to; c++)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int k = 0; k < K; k++)
+          Arith::add(acc[k][r], fetch<typename Arith::Scalar>(q + c * R + r), load(keys + (c * K + k) * kLanes));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int k = 0; k < K; k++) sum[k][r] = from > 0 ? sum[k][r] + acc[k][r] : acc[k][r];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
+}
+
+// sums[row][columns] += the weighted values of a step, for R rows and C vectors of columns from d on. weights:
+// [row][key], or pairs of keys; the first key has index `first` there.
+template <class Mode, int R, int C>
+INLINE void add_step_values(const float* weights, int64_t weight_stride, const typename Mode::T* const* row,
+                            int64_t offset, int64_t first, int64_t keys, float* sums, int64_t stride,
+                            StepPrefetch& shared) {
+  typedef typename Mode::Arith Arith;
+  StepPrefetch prefetch = shared;
+  Vec acc[R][C];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) acc[r][c] = load(sums + r * stride + c * kLanes);
+  if constexpr (!Arith::kPairs) {
+    for (int64_t j = 0; j < keys; j++) {
+      if (j % kKeysPerPrefetch == 0) prefetch.step();
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        const Vec y = load_as_float(row[j] + offset + c * kLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) acc[r][c] += weights[r * weight_stride + first + j] * y;
+      }
+    }
+  }
+#if defined(__AVX512BF16__)
+  if constexpr (Arith::kPairs) {
+    const auto add = [&](int64_t pair, const BFloat16* even, const BFloat16* odd) {
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c += 2) {
+        const __m512i x = even ? _mm512_loadu_si512(even + offset + c * kLanes) : __m512i{};
+        const __m512i y = odd ? _mm512_loadu_si512(odd + offset + c * kLanes) : __m512i{};
+        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          const uint32_t weight = fetch<uint32_t>(weights + r * weight_stride + pair);
+          Arith::add(acc[r][c], weight, (Vec)low), Arith::add(acc[r][c + 1], weight, (Vec)high);
+        }
+      }
+    };
+    int64_t j = first % 2;
+    if (j) add(first / 2, nullptr, row[0]);  // a pair starts at an even key
+    for (; j + 2 <= keys; j += 2) {
+      prefetch.step();
+      add((first + j) / 2, row[j], row[j + 1]);
+    }
+    if (j < keys) add((first + j) / 2, row[j], nullptr);
+  }
+#endif
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store(sums + r * stride + c * kLanes, acc[r][c]);
+  shared = prefetch;
+}
+
+// Rows of quantised numbers as numbers of another type, one after another.
+template <class To>
+static __attribute__((noinline)) void dequantize_step(int64_t format, const Int8* const* row, int64_t offset,
+                                                      const float* const* scale, int64_t scale_offset, int64_t rows,
+                                                      int64_t columns, To* to) {
+  with_format(format, [&](auto type) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    for (int64_t j = 0; j < rows; j++)
+      dequantize_row((const T*)(const void*)(row[j] + offset), scale[j] + scale_offset, columns, to + j * columns);
+  });
+}
+
+}  // namespace
