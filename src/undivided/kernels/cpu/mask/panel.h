@@ -75,11 +75,11 @@ INLINE const int32_t* ranges_at(const Attention& a, const RowBlock& block, int64
   return a.ranges + block.batch * a.ranges_b + (block.row + row) % a.q_len * a.columns;
 }
 
-// The keys that each vector of rows sees, and those that the whole panel sees.
-static void find_common_keys(Panel& p) {
-  for (int side = 0; side < 2; side++) {
+// The keys that each vector of rows sees, and those that the whole panel sees. sides: 2 if rows have second ranges.
+static void find_common_keys(Panel& p, int sides) {
+  for (int side = 0; side < sides; side++) {
     int64_t common_start = 0, common_stop = INT32_MAX;
-    for (int v = 0; v < kVectors; v++) {
+    for (int v = 0; v < p.vectors(); v++) {
       int32_t first = INT32_MAX, last = 0, start = 0, stop = INT32_MAX;
       for (int r = v * kLanes; r < (v + 1) * kLanes; r++) {
         const int32_t from = p.start[side][r], to = p.stop[side][r];
@@ -91,6 +91,9 @@ static void find_common_keys(Panel& p) {
     }
     p.common[side][0] = common_start, p.common[side][1] = common_stop;
   }
+  if (sides == 2) return;
+  p.common[1][0] = p.common[1][1] = 0;
+  for (int v = 0; v < p.vectors(); v++) p.some[1][v] = p.every[1][v] = {0, 0};
 }
 
 static void read_ranges(const Attention& a, const RowBlock& block, int64_t first, Panel& p, int64_t rows = kPanel) {
@@ -111,7 +114,7 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
     // lanes beyond the last row repeat it; their results are never stored
     if (r + 1 < p.rows && ++row == a.q_len) row = 0;
   }
-  find_common_keys(p);
+  find_common_keys(p, a.ranges && a.columns == 4 ? 2 : 1);
   if (a.ranges || a.band) {
     find_segments(p);
   } else {
