@@ -85,7 +85,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Table], None]:
     """Make selection use only this table, with empty decision caches."""
 
     def install(table: Table) -> None:
-        monkeypatch.setattr(measured_tables, "tables", lambda: (table,))
+        monkeypatch.setattr(measured_tables.table, "tables", lambda: (table,))
         monkeypatch.setattr(decision, "_decisions", {})
         monkeypatch.setattr(decision, "_by_class", {})
 

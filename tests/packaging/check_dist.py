@@ -38,7 +38,7 @@ def _of_wheel(path: Path) -> Iterator[str]:
     for binary in elf:
         if runtimes := [needed for needed in needed_libraries(binary) if re.search("gomp|omp", needed)]:
             yield f"the native library links {runtimes}: torch has its own OpenMP runtime, and a process needs one"
-    if "undivided/py.typed" not in names or "undivided/selection/measured.json" not in names:
+    if "undivided/py.typed" not in names or "undivided/selection/measured/rates.json" not in names:
         yield "a data file of the package is missing"
     if extra := [found for found in names if found.endswith((".cc", ".h", ".pyc"))]:
         yield f"a wheel has no sources of the native library, got {extra[:3]}"

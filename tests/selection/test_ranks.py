@@ -162,7 +162,7 @@ class TestOrder:
 
     def test_the_users_table_comes_before_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
         users, ours = table(length=8192, cudnn=5e14, triton=3e14), table(cudnn=3e14, triton=5e14)
-        monkeypatch.setattr(_measured, "tables", lambda: (users, ours))
+        monkeypatch.setattr(_measured.table, "tables", lambda: (users, ours))
         assert explain().backend.name == "cudnn", "near, in the user's table, before exact, in ours"
 
     def test_an_activated_flash_kernel_is_another_architecture(self, measured: Measured) -> None:
@@ -184,7 +184,7 @@ class TestTableOfThePackage:
         reports = Path(undivided.__file__).parents[2] / "benchmarks"
         runs = {entry.run for places in _measured.read(_measured.OURS).values() for entry in places.values()}
         for run in runs:
-            assert _measured._vendor(run.machine) in ("amd", "intel")
+            assert _measured.estimates._vendor(run.machine) in ("amd", "intel")
             assert "thread" in run.machine
             assert run.when[:2] == "20"
             assert run.commit
@@ -240,7 +240,7 @@ class TestEstimates:
     def test_the_pairs_of_a_band_are_counted(self, mask: masks.Mask, sizes: tuple[int, int]) -> None:
         x, kv = torch.empty(1, sizes[0], 1, 8), torch.empty(1, sizes[1], 1, 8)
         problem = undivided.explain(x, kv, kv, layout="bshd", mask=mask).problem
-        assert _measured._pairs(problem, *sizes) == int(mask.to_dense(1, 1, *sizes).sum())
+        assert _measured.places._pairs(problem, *sizes) == int(mask.to_dense(1, 1, *sizes).sum())
 
     def test_decoding_is_rated_by_bytes_and_a_causal_mask_of_its_last_query_is_none(self) -> None:
         one, kv = (torch.empty(2, 1, 8, 64, dtype=torch.float16), torch.empty(2, 100, 2, 64, dtype=torch.float16))
@@ -254,4 +254,4 @@ class TestEstimates:
         x = torch.empty(100, 1, 8)
         problem = undivided.explain(x, x, x, layout="thd", mask=masks.documents([0, 50, 100]) & masks.causal()).problem
         assert _measured.work(problem) == 2 * (50 * 51) * 16
-        assert _measured._structure(problem) == "causal+documents"
+        assert _measured.places._structure(problem) == "causal+documents"

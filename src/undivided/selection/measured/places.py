@@ -1,0 +1,120 @@
+"""Which measured problem a problem is compared with: its kind, its length, and its work."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from undivided.kernels import cpu
+from undivided.machine import Machine
+from undivided.request.problem import Problem
+
+_GRADIENTS = 2.5
+"""A backward has five matrix products, a forward two."""
+_SAME = frozenset("backward lse lse_grad bias_grad sinks_grad alibi_grad flipped strided some_heads".split())
+"""Features that do not change the kind of a problem."""
+
+
+class Place(NamedTuple):
+    """The place of a problem in a table.
+
+    kind: ``sm90/bfloat16/forward/128/causal+gqa``: architecture, dtype, pass, largest head size, masks and features.
+    length, work: bits of the key length, rounded up to a power of two, and of the work.
+    """
+
+    kind: str
+    length: int
+    work: int
+
+
+def architecture(device: str, machine: Machine) -> str | None:
+    """ "sm90" of a GPU, "amx" or "avx2" of a CPU (the native kernel's level); None if it is not known.
+
+    "sm90+FA3" if another implementation replaces PyTorch's own flash kernel, whose rates are different.
+
+    >>> architecture("cuda", Machine.named("h200"))
+    'sm90'
+    """
+    if device == "cpu":
+        library = cpu.load() if machine.probed else ""
+        return machine.isa.lower() or None if isinstance(library, str) else library.level
+    if device == "cuda" and machine.compute_capability is not None and not machine.hip:
+        return "sm{}{}".format(*machine.compute_capability) + (f"+{machine.flash_impl}" if machine.flash_impl else "")
+    return None
+
+
+def place(problem: Problem, machine: Machine) -> Place | None:
+    """The place of this problem; None on an architecture that has no name."""
+    on = architecture(problem.device, machine)
+    if on is None:
+        return None
+    rounded = problem._replace(q_len=_up(problem.q_len), kv_len=_up(problem.kv_len))
+    if problem.documents is not None:
+        count, longest_q, longest_kv = problem.documents
+        rounded = rounded._replace(documents=(_up(count), _up(longest_q), _up(longest_kv)))
+    dtype, width = str(problem.dtype).removeprefix("torch."), max(32, _up(max(problem.qk_dim, problem.v_dim)))
+    kind = f"{on}/{dtype}/{pass_of(problem)}/{width}/{_structure(problem)}"
+    _, longest = _longest(rounded)
+    return Place(kind, longest.bit_length(), int(work(rounded)).bit_length())
+
+
+def _up(length: int | None) -> int:
+    return 1 << (length - 1).bit_length() if length else 0
+
+
+def pass_of(problem: Problem) -> str:
+    """The name of the pass: "training", "decode" or "forward"."""
+    if "backward" in problem.features:
+        return "training"
+    longest_q, _ = _longest(problem)
+    return "decode" if longest_q == 1 else "forward"
+
+
+def _structure(problem: Problem) -> str:
+    """``full``, ``causal+gqa``: masks and features, in alphabetical order."""
+    words = problem.mask.kinds | (problem.features - _SAME)
+    if pass_of(problem) == "decode" and problem.align != "top_left":
+        words -= {"causal"}  # the last query attends to every key
+    if problem.deterministic:
+        words |= {"deterministic"}
+    return "+".join(sorted(words)) or "full"
+
+
+def _longest(problem: Problem) -> tuple[int, int]:
+    """The longest sequence of queries and of keys; the number of tokens if the lengths are only on a GPU."""
+    _, longest_q, longest_kv = problem.documents or (0, None, None)
+    return longest_q or problem.q_len, longest_kv or problem.kv_len
+
+
+def work(problem: Problem) -> float:
+    """Operations of the pairs in its band, or bytes of keys and values in decoding. Lengths that depend on
+    values of tensors count in full.
+
+    >>> import torch, undivided
+    >>> q = torch.empty(1, 4, 2, 8, device="meta")
+    >>> mask = undivided.masks.causal()
+    >>> work(undivided.explain(q, q, q, layout="bshd", mask=mask).problem)  # 2 heads, 10 pairs, 2 * 8 multiply-adds
+    640.0
+    """
+    if pass_of(problem) == "decode":
+        row = problem.kv_heads * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
+        return float(problem.batch * problem.kv_len * row)
+    longest_q, longest_kv = _longest(problem)
+    sequences = problem.batch * problem.q_len / max(longest_q, 1)
+    pairs = sequences * problem.heads * _pairs(problem, longest_q, longest_kv)
+    forward = 2.0 * pairs * (problem.qk_dim + problem.v_dim)
+    return forward * (1 + _GRADIENTS) if pass_of(problem) == "training" else forward
+
+
+def _pairs(problem: Problem, q_len: int, kv_len: int) -> int:
+    """Number of pairs in the band of one sequence and head."""
+    left, right = problem.mask.left, problem.mask.right
+    shift = kv_len - q_len if problem.align == "bottom_right" else 0
+    above = 0 if left is None else _keys_before(shift - left, q_len, kv_len)
+    return (q_len * kv_len if right is None else _keys_before(shift + right + 1, q_len, kv_len)) - above
+
+
+def _keys_before(first: int, q_len: int, kv_len: int) -> int:
+    """Number of keys before ``row + first``, summed over the rows."""
+    some = min(max(-first, 0), q_len)
+    whole = min(max(kv_len - first, some), q_len)
+    return (whole - some) * (some + whole - 1) // 2 + (whole - some) * first + (q_len - whole) * kv_len

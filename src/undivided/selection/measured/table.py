@@ -1,0 +1,147 @@
+"""Tables of measured rates: what they hold, the files they are in, and the two that apply."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from undivided._files import read_json, users_file
+from undivided.errors import InputError
+
+SCHEMA = 1
+"""The version of the files."""
+OURS = Path(__file__).with_name("rates.json")
+"""The package's own table."""
+
+
+class Run(NamedTuple):
+    """The run that rates are from: date, machine, commit, torch version, and report."""
+
+    when: str
+    machine: str
+    commit: str
+    torch: str
+    report: str
+
+
+class Entry(NamedTuple):
+    """Rates by backend, all from one run."""
+
+    run: Run
+    rates: Mapping[str, float]
+
+
+Table = Mapping[str, Mapping[tuple[int, int], Entry]]
+"""kind -> (length, work) -> entry."""
+
+
+def users_path() -> Path:
+    """The path of the user's table: UNDIVIDED_RANKS, or a file in the cache folder."""
+    return users_file("UNDIVIDED_RANKS", "ranks.json")
+
+
+@functools.cache
+def tables() -> tuple[Table, ...]:
+    """The user's table, then the package's. A user's file that cannot be parsed, or that UNDIVIDED_RANKS
+    names and does not exist, is left out with a warning."""
+    ours, path = read(OURS), users_path()
+    try:
+        if os.environ.get("UNDIVIDED_RANKS") and not path.exists():
+            raise InputError("UNDIVIDED_RANKS", "name a file that exists", str(path))
+        return read(path), ours
+    except InputError as error:
+        warnings.warn(f"{error}; the package's own ranks are used", RuntimeWarning, stacklevel=2)
+        return (ours,)
+
+
+def in_force() -> Table:
+    """The tables as one, the user's entries first."""
+    return functools.reduce(merged, reversed(tables()))
+
+
+class PlaceCounts(NamedTuple):
+    """Where the measurements on an architecture come from.
+
+    users, ours: the number of places in the user's table and in the package's. when: the date of the user's newest.
+    """
+
+    users: int
+    ours: int
+    when: str
+
+
+def count_places(on: str) -> PlaceCounts:
+    """What the tables hold on an architecture, such as "amx".
+
+    >>> count_places("no such level")
+    PlaceCounts(users=0, ours=0, when='')
+    """
+    *users, ours = [
+        [entry for kind, places in table.items() if kind.split("/")[0] == on for entry in places.values()]
+        for table in tables()
+    ]
+    own = [entry for entries in users for entry in entries]
+    return PlaceCounts(len(own), len(ours), max((entry.run.when[:10] for entry in own), default=""))
+
+
+def read(path: Path) -> Table:
+    """The table in a file; an empty one if there is none.
+
+    Raises:
+        InputError: the file is not a table.
+    """
+    try:
+        return _parsed(read_json(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", detail) from None
+
+
+def _parsed(found: Mapping[str, Any]) -> Table:
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"schema {found['schema']} (this version reads {SCHEMA})")
+    runs = {name: Run(**fields) for name, fields in found["runs"].items()}
+    for name, run in runs.items():
+        if not all(isinstance(field, str) for field in run):
+            raise ValueError(f"run {name} has a field that is not text")
+    table: dict[str, dict[tuple[int, int], Entry]] = {}
+    for kind, places in found["rates"].items():
+        for at, (run, rates) in places.items():
+            length, size = map(int, at.split("/"))
+            rates = {str(name): float(rate) for name, rate in rates.items()}
+            if not all(0 < rate < math.inf for rate in rates.values()):
+                raise ValueError(f"a rate that is not a positive number in {kind} {at}")
+            table.setdefault(kind, {})[length, size] = Entry(runs[run], rates)
+    return table
+
+
+def write(path: Path, table: Table) -> None:
+    """Write a table to a file, with one line per entry."""
+    runs = sorted({entry.run for places in table.values() for entry in places.values()})
+    names = {run: f"{number}" for number, run in enumerate(runs)}
+    kinds = []
+    for kind, places in sorted(table.items()):
+        lines = [
+            f"   {json.dumps(f'{length}/{size}')}: {json.dumps([names[run], dict(sorted(rates.items()))])}"
+            for (length, size), (run, rates) in sorted(places.items())
+        ]
+        kinds.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n  }")
+    listed = ",\n".join(f"  {json.dumps(names[run])}: {json.dumps(run._asdict())}" for run in runs)
+    text = f'{{\n "schema": {SCHEMA},\n "runs": {{\n{listed}\n }},\n "rates": {{\n' + ",\n".join(kinds) + "\n }\n}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def merged(old: Table, new: Table) -> Table:
+    """The entries of both tables; if both have an entry, the new one."""
+    return {kind: {**old.get(kind, {}), **new.get(kind, {})} for kind in {**old, **new}}
