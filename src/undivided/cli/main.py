@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 and the number of the signal, as in a shell."""
+from undivided.cli._exit_codes import INTERRUPTED
+
 EXTRAS = {"report": "cli,report"}
 """The extras of a command that needs more than the command line itself."""
 

@@ -20,9 +20,9 @@ from undivided.benchmarking import suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.measurement import SECONDS, SOURCE, Measurement, measure, replaced
+from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._paths import file_to_write, reason_of
 from undivided.cli._terminal import complain, progress
-from undivided.cli.main import INTERRUPTED
 from undivided.errors import InputError
 from undivided.kernels import cpu
 from undivided.machine import Machine

@@ -21,10 +21,10 @@ from undivided.benchmarking.competitors import OTHERS, selectable_backends
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
+from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
 from undivided.cli.commands.report import read_report
-from undivided.cli.main import INTERRUPTED
 from undivided.errors import InputError
 from undivided.masks._drawing import require_matplotlib
 from undivided.report import compare as comparison

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from undivided._files import read_json
+from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._mask_words import parse
 from undivided.cli._paths import file_to_write, reason_of, refuse_together
 from undivided.cli._terminal import complain, console, print_json, progress
 from undivided.cli.commands.doctor import findings
-from undivided.cli.main import INTERRUPTED
 from undivided.errors import InputError
 
 DEFAULT_MASK = "causal() & documents([0, 3, 7, 12])"
