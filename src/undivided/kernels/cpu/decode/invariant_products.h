@@ -73,10 +73,9 @@ static __attribute__((noinline)) void transpose_keys(const typename Mode::T* con
 }
 #if defined(__AVX512BF16__)
 // The same of quantised keys.
-static __attribute__((noinline)) void transpose_quantized(int64_t format, const Int8* const* row, int64_t offset,
-                                                          const float* const* scale, int64_t scale_offset,
-                                                          int64_t count, int64_t vectors, float* keys,
-                                                          StepPrefetch& shared) {
+[[maybe_unused]] static __attribute__((noinline)) void transpose_quantized(
+    int64_t format, const Int8* const* row, int64_t offset, const float* const* scale, int64_t scale_offset,
+    int64_t count, int64_t vectors, float* keys, StepPrefetch& shared) {
   StepPrefetch prefetch = shared;
   with_format(format, [&](auto type) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
