@@ -14,6 +14,7 @@ in the backward, and a step accumulates the gradients of two batches.
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -123,6 +124,7 @@ if "WORLD_SIZE" in os.environ:
         for step, (ours, one) in enumerate(zip(divided, train(model()), strict=True)):
             print(f"step {step}: loss {ours:.5f}, in one process {one:.5f}, difference {abs(ours - one):.0e}")
     dist.destroy_process_group()
+    time.sleep(1)  # a thread of gloo may still hold the last loss, and aborts a process that ends then
 else:
     for step, loss in enumerate(train(model())):
         print(f"step {step}: loss {loss:.5f}")

@@ -9,6 +9,7 @@ model alone, for the table. Requires `pip install "undivided[transformers]"`.
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -91,3 +92,4 @@ for step in range(STEPS):
 
 if is_parallel:
     dist.destroy_process_group()
+    time.sleep(1)  # a thread of gloo may still hold the last loss, and aborts a process that ends then

@@ -161,13 +161,13 @@ static constexpr bool kTransposes = kQuantized;  // keys that are in L1 are tran
     } else {
       [[maybe_unused]] const float* const* scale = from.scales.row + j;
       const int64_t scale_offset = n * a_.k_scale_h;
-      if constexpr (Arith::kPairs) {
-        transpose_quantized(a_.format, from.rows.row + j, offset, scale, scale_offset, depth(), vectors, transposed_,
-                            prefetch);
-      } else {
-        const auto [row, first] = dequantized(from, j, vectors * kLanes, offset, scale_offset, a_.qk_dim);
-        transpose_keys<Products>(row, first, depth(), vectors, transposed_, prefetch);
-      }
+#if defined(__AVX512BF16__)
+      if constexpr (Arith::kPairs)
+        return transpose_quantized(a_.format, from.rows.row + j, offset, scale, scale_offset, depth(), vectors,
+                                   transposed_, prefetch);
+#endif
+      const auto [row, first] = dequantized(from, j, vectors * kLanes, offset, scale_offset, a_.qk_dim);
+      transpose_keys<Products>(row, first, depth(), vectors, transposed_, prefetch);
     }
   }
   // The rows of values of the n-th head, and where they begin there.
