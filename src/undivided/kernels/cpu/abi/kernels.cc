@@ -145,9 +145,8 @@ int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   if (a.batch_invariant) return kernels_avx512_bf16.chunk_scratch(a, kv_heads);
 #else
   if (a.batch_invariant || are_units_faster(a, kv_heads))
-    bytes = with_invariant_unit(a, [&](auto u) {
-      return typename decltype(u)::type(a, kv_heads, rows_of_group(a), nullptr).bytes;
-    });
+    bytes = with_invariant_unit(
+        a, [&](auto u) { return typename decltype(u)::type(a, kv_heads, rows_of_group(a), nullptr).bytes; });
   if (a.batch_invariant) return bytes;
 #endif
   return with_engine<Half>(a, [&](auto e) {
@@ -163,9 +162,8 @@ void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
   if (a.batch_invariant) return kernels_avx512_bf16.chunk(c, next_chunk, scratch);
 #else
   if (a.batch_invariant || (c.in_memory && are_units_faster(a, c.kv_heads)))
-    return with_invariant_unit(a, [&](auto u) {
-      typename decltype(u)::type(a, c.kv_heads, rows_of_group(a), scratch).run(c, next_chunk);
-    });
+    return with_invariant_unit(
+        a, [&](auto u) { typename decltype(u)::type(a, c.kv_heads, rows_of_group(a), scratch).run(c, next_chunk); });
 #endif
   with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }

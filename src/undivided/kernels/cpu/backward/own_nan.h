@@ -92,10 +92,11 @@ class OwnNan {
   bool explains_key(int64_t j) {
     const T* k = (const T*)a_.k + batch_ * a_.k_b + kv_head_ * a_.k_h + j * a_.k_s;
     // an infinite key has pairs with a weight of 0, which some products leave out (see prepare_keys)
-    if (g_.dq && live_.start <= j && j < live_.stop && has_non_finite(k, a_.qk_dim) && is_seen_by_live_row(j)) return false;
+    if (g_.dq && live_.start <= j && j < live_.stop && has_non_finite(k, a_.qk_dim) && is_seen_by_live_row(j))
+      return false;
     G *dk = key_row(g_.dk, g_.dk_b, g_.dk_h, g_.dk_s, j), *dv = key_row(g_.dv, g_.dv_b, g_.dv_h, g_.dv_s, j);
-    const bool left = (g_.dk && has_nan(dk, a_.qk_dim) && !explains_dk(j)) ||
-                      (g_.dv && has_nan(dv, a_.v_dim) && !explains_dv(j, dv));
+    const bool left =
+        (g_.dk && has_nan(dk, a_.qk_dim) && !explains_dk(j)) || (g_.dv && has_nan(dv, a_.v_dim) && !explains_dv(j, dv));
     if (!left) return true;
     if (g_.accumulate || is_seen(j)) return false;
     if (g_.dk) memset(dk, 0, (size_t)a_.qk_dim * sizeof(G));

@@ -45,7 +45,7 @@ class InvariantUnit {
     sums_ = floats(all * a.v_dim), block_sums_ = floats(all * a.v_dim);
     max_score_ = floats(all), total_ = floats(all), row_ = floats(a.v_dim);
     steps_ = (PartRows*)arena.allocate(2 * (int64_t)sizeof(PartRows));
-    transposed_ = floats(kTransposes || padded_ > 4 ? 2 * kLanes * depth() : 0);
+    transposed_ = floats(kQuantized || padded_ > 4 ? 2 * kLanes * depth() : 0);
     numbers_ = (Number*)arena.allocate(
         kQuantized ? kDecodeStepKeys * larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(Number) : 0);
     non_finite_ = (uint8_t*)arena.allocate(checks_finite() ? heads * rows : 0);
@@ -89,7 +89,6 @@ class InvariantUnit {
 
  private:
   static constexpr int64_t kScoreStride = kBlockKeys + 2 * kLanes;
-static constexpr bool kTransposes = kQuantized;  // keys that are in L1 are transposed there
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
   // Whether rows may have a weight of 0 for keys that other rows see.
   bool checks_finite() const { return a_.q_len > 1 && rows_ > 1 && (a_.ranges || a_.band); }
@@ -143,7 +142,7 @@ static constexpr bool kTransposes = kQuantized;  // keys that are in L1 are tran
           constexpr int R = decltype(rows)::value;
           const float* q = q_ + n * padded_ * depth();
           float* scores = scores_ + n * padded_ * kScoreStride + at + j;
-          if constexpr (!kTransposes && R <= 4) {
+          if constexpr (!kQuantized && R <= 4) {
             score_key_vector<Products, R>(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
           } else {
             transpose_part(current, j, vectors, n, prefetch);

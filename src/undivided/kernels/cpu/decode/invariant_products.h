@@ -66,16 +66,17 @@ static __attribute__((noinline)) void transpose_keys(const typename Mode::T* con
     for_each_key_lanes<Mode>(row + v * kLanes, offset, 0, count, prefetch,
                              [&](int64_t c, const Vec(&x)[kLanes]) INLINE_LAMBDA {
 #pragma GCC unroll 16
-                               for (int i = 0; i < kLanes; i++)
-                                 store(keys + ((c + i) * vectors + v) * kLanes, x[i]);
+                               for (int i = 0; i < kLanes; i++) store(keys + ((c + i) * vectors + v) * kLanes, x[i]);
                              });
   shared = prefetch;
 }
 #if defined(__AVX512BF16__)
 // The same of quantised keys.
-[[maybe_unused]] static __attribute__((noinline)) void transpose_quantized(
-    int64_t format, const Int8* const* row, int64_t offset, const float* const* scale, int64_t scale_offset,
-    int64_t count, int64_t vectors, float* keys, StepPrefetch& shared) {
+[[maybe_unused]] static __attribute__((noinline)) void transpose_quantized(int64_t format, const Int8* const* row,
+                                                                           int64_t offset, const float* const* scale,
+                                                                           int64_t scale_offset, int64_t count,
+                                                                           int64_t vectors, float* keys,
+                                                                           StepPrefetch& shared) {
   StepPrefetch prefetch = shared;
   with_format(format, [&](auto type) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;

@@ -205,8 +205,7 @@ INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, cons
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][V];
   clear(acc);
-  if constexpr (kWhole)
-    accumulate_some<Arith, 0, V>(acc, v_rows, step, stride, pt, runs.run[0].stop);
+  if constexpr (kWhole) accumulate_some<Arith, 0, V>(acc, v_rows, step, stride, pt, runs.run[0].stop);
   for (int r = 0; !kWhole && r < runs.count; r++) {
     const Run& run = runs.run[r];
     with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
@@ -247,8 +246,9 @@ static void multiply_values(const float* pt, const T* v, int64_t stride, const R
                             const Vec* decay, float* ot, int64_t group = 0, Prefetcher* prefetch = nullptr) {
   with_vectors(runs.vectors, [&](auto n) {
     const bool whole = runs.count == 1 && runs.run[0].vectors == n.value;
-    (whole ? value_vectors<Arith, n.value, true, T, Prefetcher> : value_vectors<Arith, n.value, false, T, Prefetcher>)(
-        pt, v, stride, runs, columns, decay, ot, group, prefetch);
+    (whole ? value_vectors<Arith, n.value, true, T, Prefetcher>
+           : value_vectors<Arith, n.value, false, T, Prefetcher>)(pt, v, stride, runs, columns, decay, ot, group,
+                                                                  prefetch);
   });
 }
 

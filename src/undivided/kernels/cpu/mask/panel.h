@@ -15,12 +15,13 @@ constexpr int kMaxSegments = 2 * kPanel;
 // The keys that a panel of at most kPanel rows sees.
 struct Panel {
   int32_t start[2][kPanel], stop[2][kPanel];
-  int64_t first, rows;         // first: index in the row block
-  bool has_sums;               // whether its sums have been written
-  bool row_major;              // whether its sums are stored row by row; see gemm/row_product.h
-  int64_t common[2][2];        // keys that every row sees through its first range, and through its second
-  // the same for each vector of rows; and from the first to the last key that some row of it sees
-  Segment every[2][kVectors], some[2][kVectors];
+  int64_t first, rows;   // first: index in the row block
+  bool has_sums;         // whether its sums have been written
+  bool row_major;        // whether its sums are stored row by row; see gemm/row_product.h
+  int64_t common[2][2];  // keys that every row sees through its first range, and through its second
+  // Of each vector of rows: from the first to the last key that some row sees through a range, and the keys that every
+  // row sees through its first range.
+  Segment some[2][kVectors], every[kVectors];
   int segments, next_segment;  // next_segment: the first one that later key blocks may touch
   Segment segment[kMaxSegments];
 
@@ -86,14 +87,15 @@ static void find_common_keys(Panel& p, int sides) {
         first = from < to && from < first ? from : first, last = from < to && to > last ? to : last;
         start = from > start ? from : start, stop = to < stop ? to : stop;
       }
-      p.some[side][v] = {first, last}, p.every[side][v] = {start, stop};
+      p.some[side][v] = {first, last};
+      if (side == 0) p.every[v] = {start, stop};
       common_start = larger_of(common_start, start), common_stop = smaller_of(common_stop, stop);
     }
     p.common[side][0] = common_start, p.common[side][1] = common_stop;
   }
   if (sides == 2) return;
   p.common[1][0] = p.common[1][1] = 0;
-  for (int v = 0; v < p.vectors(); v++) p.some[1][v] = p.every[1][v] = {0, 0};
+  for (int v = 0; v < p.vectors(); v++) p.some[1][v] = {0, 0};
 }
 
 static void read_ranges(const Attention& a, const RowBlock& block, int64_t first, Panel& p, int64_t rows = kPanel) {
