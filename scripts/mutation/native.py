@@ -247,7 +247,7 @@ def main() -> int:
     random.Random(options.seed).shuffle(found)
     print(f"{len(found)} mutants, seed {options.seed}", flush=True)
     builder = Builder(options.build)
-    sys.path.insert(0, "tests/support")  # pytest does so too, but later
+    sys.path.insert(0, "tests/support/native")  # pytest does so too, but later
     choose_levels(builder)
     tests = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern)) if path.name != NOT_TESTS]
     plugin = Sample(builder, iter(found), options)

@@ -1,6 +1,6 @@
 """Random programs of operations on a `ContextPagedKVCache`, each compared with a `PagedKVCache` of one process.
 
-    python tests/support/cache_programs.py --programs 300 --seed 0
+    python tests/support/caches/cache_programs.py --programs 300 --seed 0
 
 The program of a seed fixes ranks, page size, layout and format, then draws operations: append, attend, fork, truncate,
 free, remember, match, keep and evict, also with arguments that are refused. After each, lengths and errors of the two

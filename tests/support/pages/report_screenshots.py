@@ -9,7 +9,7 @@ from pathlib import Path
 
 from browser import chromium, missing
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 PARTS = ("benchmarks", "masks")
 """The parts of the report that pages of the documentation show."""
