@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from command_runs import run
 
+import undivided_command
 from undivided.benchmarking import suites
+from undivided.cli._exit_codes import INTERRUPTED
+
+ROOT = Path(__file__).parents[2]
 
 
 def interrupt(*_: Any, **__: Any) -> None:
@@ -34,6 +38,34 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="another kind of signal")
+@pytest.mark.parametrize("module", ["torch", "undivided.masks", "undivided.cli.main"])
+def test_an_interrupt_while_pytorch_is_imported_ends_the_command_without_a_traceback(module: str) -> None:
+    """The command imported PyTorch before it handled interrupts, and printed its traceback."""
+    code = f"""
+import os, signal, sys
+import undivided_command
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+undivided_command.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_handles_interrupts_before_it_imports_pytorch() -> None:
+    code = "import sys, undivided_command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert 'undivided = "undivided_command:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert undivided_command.INTERRUPTED == INTERRUPTED
 
 
 def test_an_interrupted_benchmark_shows_and_writes_its_results_and_exits_with_130(

@@ -175,6 +175,23 @@ class TestCommands:
         assert (done.exit_code, done.stdout) == (2, "")
         assert f"{by} must be a file that exists" in done.stderr
 
+    @pytest.mark.parametrize(
+        ("text", "why"), [("[1]", "another type (list)"), ("{}", "no 'schema'"), ("", "Expecting value")]
+    )
+    @pytest.mark.parametrize("by", ["--into", "UNDIVIDED_RANKS"])
+    def test_a_table_that_cannot_be_parsed_is_refused(
+        self, by: str, text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a table in UNDIVIDED_RANKS the command gave a warning, and showed the package's own."""
+        path = tmp_path / "ranks.json"
+        path.write_text(text)
+        if by == "UNDIVIDED_RANKS":
+            monkeypatch.setenv(by, str(path))
+        done = command("ranks", *(["--into", str(path)] if by == "--into" else []))
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert f"{path} must be a table of ranks" in done.stderr
+        assert why in done.stderr
+
     def test_a_filter_without_a_match_is_refused(self) -> None:
         done = command("ranks", "--into", str(_measured.OURS), "--filter", "forwards")
         assert (done.exit_code, done.stdout) == (2, "")

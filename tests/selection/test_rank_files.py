@@ -56,11 +56,19 @@ class TestFiles:
             assert explain().backend is not None
         assert explain().backend is not None, "once is enough"
 
+    def test_a_variable_whose_file_the_system_refuses_to_look_up_ends_no_call(
+        self, users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A name that is too long, or in a folder without permission, ended every call with an OSError."""
+        monkeypatch.setenv("UNDIVIDED_RANKS", str(tmp_path / ("x" * 300)))
+        with pytest.warns(RuntimeWarning, match=r"UNDIVIDED_RANKS must name a file that exists"):
+            assert explain().backend is not None
+
     @pytest.mark.parametrize(
         ("text", "said"),
         [
             ("{", "Expecting property name"),
-            ("[]", "indices"),
+            ("[]", "another type"),
             ("{}", "schema"),
             ('{"schema": 9, "runs": {}, "rates": {}}', "schema 9"),
             ('{"schema": 1, "runs": {}, "rates": {"k": {"1/2": ["0", {}]}}}', "'0'"),

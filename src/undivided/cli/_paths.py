@@ -44,8 +44,12 @@ def reason_of(error: Exception) -> str:
 
     >>> reason_of(FileNotFoundError(2, "No such file or directory", "report.json"))
     'No such file or directory'
+    >>> reason_of(KeyError("schema"))
+    "no 'schema'"
     """
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
 def refuse_together(flag: str, others: dict[str, object]) -> None:

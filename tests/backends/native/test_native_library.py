@@ -233,6 +233,48 @@ def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Pa
     assert tuple(found) == LIBRARY.levels
 
 
+# Replaces abi/cpu_features.h in a build of abi/level.cc.
+PRETENDED_PROCESSOR = """
+#include "{features}"
+#define syscall(...) (-1L)
+namespace undivided {{
+struct Pretended : CpuFeatures {{
+  static Pretended read() {{
+    Pretended all;
+    all.ecx1 = all.ebx7 = all.ecx7 = all.edx7 = all.eax7_1 = all.ecx_extended = ~0u;
+    all.xcr0 = {saved};
+    return all;
+  }}
+}};
+}}
+#define CpuFeatures Pretended
+"""
+DENIED = {
+    # name: saved registers, options, levels, and why there are no more
+    "tiles": ("0xe6", ["-DUNDIVIDED_AMX"], 4, "the operating system denied this process the tile registers of AMX"),
+    "assembler": ("0xe6", [], 4, "this build has no AMX: its assembler did not know it, or the system is not Linux"),
+    "zmm": ("6", ["-DUNDIVIDED_AMX"], 2, "the operating system does not save vector registers that this processor has"),
+    "ymm": ("0", ["-DUNDIVIDED_AMX"], 1, "the operating system does not save vector registers that this processor has"),
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="of Linux on x86")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
+@pytest.mark.parametrize("name", DENIED)
+def test_a_level_that_the_system_or_the_build_denies_is_named(name: str, tmp_path: Path) -> None:
+    """A processor with AVX-512 whose registers the system does not save ran at a lower level without a message."""
+    saved, options, levels, why = DENIED[name]
+    program, binary, header = tmp_path / "levels.cc", tmp_path / "levels", tmp_path / "abi" / "cpu_features.h"
+    header.parent.mkdir()
+    features = SOURCES / "abi" / "cpu_features.h"
+    header.write_text(PRETENDED_PROCESSOR.format(features=features, saved=saved), encoding="utf-8")
+    program.write_text(LEVELS_PROGRAM.replace("  for", "  puts(undivided::lost_level());\n  for"), encoding="utf-8")
+    command = ["g++", "-std=c++17", "-DUNDIVIDED_X86", *options, f"-I{tmp_path}", f"-I{SOURCES}"]
+    subprocess.run([*command, program, SOURCES / "abi" / "level.cc", "-o", binary], check=True, timeout=120)
+    found = subprocess.run([binary], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found == [why, *cpu.LEVELS[:levels]]
+
+
 CALL = """
 import torch, undivided
 q = torch.randn(1, 4, 2, 8)
@@ -329,7 +371,9 @@ def test_doctor_and_explain_name_a_level_that_cannot_be_used(monkeypatch: pytest
         "; the system denied it; it starts its own threads, because this process has no OpenMP runtime that it can use"
     )
     q = torch.randn(1, 8, 2, 16)
-    assert "the system denied it" in str(undivided.explain(q, q, q, layout="bshd", backend="native"))
+    explained = str(undivided.explain(q, q, q, layout="bshd", backend="native"))
+    assert "the system denied it" in explained
+    assert "no OpenMP runtime" in explained
 
 
 def test_a_library_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,14 +75,14 @@ class Native(Backend):
     def notes(self, call: Call, tensors: Tensors) -> list[str]:
         """The keys that are read once for several sequences, because their block tables begin with the same pages."""
         library = cpu.load()
-        slower = [] if isinstance(library, str) or not library.lost_level else [library.lost_level]
+        lost = [] if isinstance(library, str) else _lost(library)
         if "blocks" in call.problem.mask.kinds and call.problem.device == "cpu":
-            return slower + blocks.notes(call, tensors)
+            return lost + blocks.notes(call, tensors)
         if isinstance(library, str) or not _has_readable_pages(call, tensors):
-            return slower
+            return lost
         views = _kernel_views(call, tensors)
         records = Records(call, tensors, (*views, views[0], UNREAD), forward=True)
-        return slower + _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
+        return lost + _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
 
     def last_notes(self, problem: Problem) -> list[str]:
         """As `notes`, of this thread's last forward."""
@@ -145,14 +145,18 @@ def status() -> str:
     library = cpu.load()
     if isinstance(library, str):
         return "not loaded: PyTorch's kernels run on the CPU (the row native below says why, and what builds it)"
-    line = f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)"
-    if library.lost_level:
-        line += f"; {library.lost_level}"
-    if not library.has_openmp:
-        line += "; it starts its own threads, because this process has no OpenMP runtime that it can use"
+    line = "; ".join([f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)", *_lost(library)])
     if library.is_forked():
         line += "; this process was forked: the kernel starts its own threads, and PyTorch's may wait for the parent's"
     return line
+
+
+def _lost(library: cpu.Library) -> list[str]:
+    """What the library cannot use in this process."""
+    lost = [library.lost_level] if library.lost_level else []
+    if not library.has_openmp:
+        lost.append("it starts its own threads, because this process has no OpenMP runtime that it can use")
+    return lost
 
 
 def _is_tiny(problem: Problem) -> bool:

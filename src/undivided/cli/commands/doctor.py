@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -151,7 +150,7 @@ def _environment() -> list[dict[str, str]]:
 def _missing_file(name: str) -> str:
     """A note for a variable that names a file that does not exist."""
     names_file = name in ("UNDIVIDED_RANKS", "UNDIVIDED_TUNED") and os.environ[name]
-    return "; this file does not exist" if names_file and not Path(os.environ[name]).is_file() else ""
+    return "; this file does not exist" if names_file and not os.path.isfile(os.environ[name]) else ""
 
 
 def _self_check() -> dict[str, Any]:

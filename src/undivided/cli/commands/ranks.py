@@ -89,6 +89,7 @@ def ranks(
         return
     if into is not None or "UNDIVIDED_RANKS" in os.environ:
         _check_exists(path_name, path)
+        _measured.read(path)  # what calls would only warn of is refused here
     _print(_filtered(_measured.in_force() if into is None else _measured.read(into), filter), as_json)
 
 

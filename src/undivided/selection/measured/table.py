@@ -52,7 +52,7 @@ def tables() -> tuple[Table, ...]:
     names and does not exist, is left out with a warning."""
     ours, path = read(OURS), users_path()
     try:
-        if os.environ.get("UNDIVIDED_RANKS") and not path.exists():
+        if os.environ.get("UNDIVIDED_RANKS") and not os.path.exists(path):  # which raises nothing, unlike Path.exists
             raise InputError("UNDIVIDED_RANKS", "name a file that exists", str(path))
         return read(path), ours
     except InputError as error:
@@ -101,11 +101,13 @@ def read(path: Path) -> Table:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        detail = " ".join(str(error).split()) or type(error).__name__
+        detail = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split()) or type(error).__name__
         raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", detail) from None
 
 
-def _parsed(found: Mapping[str, Any]) -> Table:
+def _parsed(found: Any) -> Table:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"a JSON document of another type ({type(found).__name__})")
     if found["schema"] != SCHEMA:
         raise ValueError(f"schema {found['schema']} (this version reads {SCHEMA})")
     runs = {name: Run(**fields) for name, fields in found["runs"].items()}

@@ -30,23 +30,28 @@ struct CpuFeatures {
   }
 
   // x86-64-v3
-  bool has_avx2() const {
-    constexpr uint32_t kFma = 1 << 12, kMovbe = 1 << 22, kAvx = 1 << 28, kF16c = 1 << 29;
-    constexpr uint32_t kBmi1 = 1 << 3, kAvx2 = 1 << 5, kBmi2 = 1 << 8, kLzcnt = 1 << 5, kSaved = 0x6;  // xmm, ymm
-    return has(ecx1, kFma | kMovbe | kAvx | kF16c) && has(ebx7, kBmi1 | kAvx2 | kBmi2) && has(ecx_extended, kLzcnt) &&
-           has(xcr0, kSaved);
-  }
+  bool has_avx2() const { return knows_avx2() && has(xcr0, kYmm); }
   // F, BW, DQ, VL
-  bool has_avx512() const {
-    constexpr uint32_t kF = 1 << 16, kDq = 1 << 17, kBw = 1 << 30, kVl = 1u << 31, kSaved = 0xe6;  // and k, zmm
-    return has_avx2() && has(ebx7, kF | kDq | kBw | kVl) && has(xcr0, kSaved);
-  }
+  bool has_avx512() const { return knows_avx512() && has(xcr0, kYmm | kZmm); }
   // BF16 and VBMI; Cooper Lake, which has no VBMI, uses the level below
   bool has_avx512_bf16() const { return has_avx512() && has(eax7_1, 1 << 5) && has(ecx7, 1 << 1); }
   bool has_amx_bf16() const { return has_avx512_bf16() && has(edx7, 1 << 22 | 1 << 24); }
   bool has_amx_fp16() const { return has_amx_bf16() && has(eax7_1, 1 << 21); }
+  // Whether the operating system does not save vector registers that the processor has, and so denies them.
+  bool has_denied_vectors() const { return has_avx2() ? knows_avx512() && !has_avx512() : knows_avx2(); }
 
  private:
+  static constexpr uint32_t kYmm = 0x6, kZmm = 0xe0;  // with xmm; with the masks
+
+  bool knows_avx2() const {
+    constexpr uint32_t kFma = 1 << 12, kMovbe = 1 << 22, kAvx = 1 << 28, kF16c = 1 << 29;
+    constexpr uint32_t kBmi1 = 1 << 3, kAvx2 = 1 << 5, kBmi2 = 1 << 8, kLzcnt = 1 << 5;
+    return has(ecx1, kFma | kMovbe | kAvx | kF16c) && has(ebx7, kBmi1 | kAvx2 | kBmi2) && has(ecx_extended, kLzcnt);
+  }
+  bool knows_avx512() const {
+    constexpr uint32_t kF = 1 << 16, kDq = 1 << 17, kBw = 1 << 30, kVl = 1u << 31;
+    return knows_avx2() && has(ebx7, kF | kDq | kBw | kVl);
+  }
   static bool has(uint32_t word, uint32_t bits) { return (word & bits) == bits; }
 };
 

@@ -41,6 +41,7 @@ int find_highest() {
 #else
   if (cpu.has_amx_bf16()) lost = "this build has no AMX: its assembler did not know it, or the system is not Linux";
 #endif
+  if (cpu.has_denied_vectors()) lost = "the operating system does not save vector registers that this processor has";
   return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
 }
 #elif defined(UNDIVIDED_NEON)
