@@ -21,7 +21,7 @@ from undivided import masks
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 
 
-def python(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def python(code: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:  # against hangs, on a busy machine too
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
 
 
