@@ -254,7 +254,7 @@ class InvariantUnit {
     StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_prefetch), 1));
     const int64_t first = part.key % kBlockKeys;
     for (int64_t n = 0; n < heads_; n++) {
-      const auto [row, offset] = values_of(current, part.keys, n);
+      const NumberRows values = values_of(current, part.keys, n);
       for (int64_t r = 0; r < padded_; r += 4)
         with_padded_rows(smaller_of(padded_, 4), [&](auto rows) {
           constexpr int R = decltype(rows)::value > 4 ? 4 : decltype(rows)::value;
@@ -262,11 +262,11 @@ class InvariantUnit {
           float* sums = block_sums_ + (n * padded_ + r) * a_.v_dim;
           int64_t d = 0;
           for (; d + width <= a_.v_dim; d += width)
-            add_step_values<Products, R, kColumns>(weights, kScoreStride, row, offset + d, first, part.keys, sums + d,
-                                                   a_.v_dim, prefetch);
+            add_step_values<Products, R, kColumns>(weights, kScoreStride, values.row, values.offset + d, first,
+                                                   part.keys, sums + d, a_.v_dim, prefetch);
           for (; d < a_.v_dim; d += kNarrow)
-            add_step_values<Products, R, kNarrow / kLanes>(weights, kScoreStride, row, offset + d, first, part.keys,
-                                                           sums + d, a_.v_dim, prefetch);
+            add_step_values<Products, R, kNarrow / kLanes>(weights, kScoreStride, values.row, values.offset + d, first,
+                                                           part.keys, sums + d, a_.v_dim, prefetch);
         });
     }
   }
