@@ -110,8 +110,12 @@ PREFILL = (
         *_squares((256, 512, 1024), BOTH), *_squares((512, 1024), BOTH, causal=True))),
     Threshold("kMaxInPlaceStride", "stride of the keys from which on they are copied", (1024, 2048, 4096, 8192), tuple(
         map(_token_heads, (*_squares((2048,), BOTH, (64, 128)), *_squares((512,), BOTH, heads=8))))),
-    Threshold("kMinCopyPanels", "panels from which on such keys are copied", (2, 5, 8), tuple(
-        map(_token_heads, _squares((96, 144, 256, 512), BOTH, heads=32)))),
+    Threshold("kMinCopyPanels", "panels from which on such keys are copied", (2, 4, 6, 8), tuple(
+        map(_token_heads, (*_squares((96, 256, 512), BOTH, heads=32),
+                           *_squares((512,), BOTH, heads=32, causal=True))))),
+    Threshold("kMinCopyPanelsOfV", "panels from which on such values are copied", (2, 4, 6), tuple(
+        map(_token_heads, (*_squares((96, 256, 512), (FLOAT,), heads=32),
+                           *_squares((512,), (FLOAT,), heads=32, causal=True))))),
     Threshold("kMaxPrefetchRows", "rows of the next head that are prefetched", (0, 16, 32, 64), tuple(
         _squares((16, 64, 128), BOTH, heads=96))),
     Threshold("max_row_major_keys", "keys of rows that the second product takes row by row", (0, 64, 128, 192), tuple(

@@ -152,11 +152,13 @@ constexpr int64_t kMinSpanRows = 64;
 // no more than max_row_bytes.
 // tune-cpu: kMaxNarrowBytes
 constexpr int64_t kMaxNarrowBytes = 1 << 20;
-// Rows whose stride is at least so many bytes share so few sets of L1 that they evict each other. K is copied then if a
-// block has at least kMinCopyPanels panels, and V of fp32 if it has two. (Zen 5, V, 4 to 16 KiB: AVX-512 1.0 to 1.04,
-// AVX2 1.2; 256 and 512 bytes: 0.96 to 1.0. K of bf16, 4 KiB: 1.05 to 1.2 with 8 panels and more, 0.97 with 3.)
-// tune-cpu: kMaxInPlaceStride, kMinCopyPanels
-constexpr int64_t kMaxInPlaceStride = 2048, kMinCopyPanels = 5;
+// Rows whose stride is at least so many bytes share so few sets of L1 that they evict each other. K is copied then if
+// the panels of a block read it kMinCopyPanels times, and V of fp32 if they read it kMinCopyPanelsOfV times; a panel
+// that sees half of the keys counts as half. (Zen 5, V, 4 to 16 KiB: AVX-512 1.0 to 1.04, AVX2 1.2; 256 and 512 bytes:
+// 0.96 to 1.0. K of bf16, 4 KiB: 1.05 to 1.2 with 8 panels, 0.97 with 3. Zen 4, 4 to 16 KiB, 256 to 1024 tokens, causal:
+// counting every panel 0.96 to 0.99; thresholds of 8 and 6, or 4 and 2, within 0.02.)
+// tune-cpu: kMaxInPlaceStride, kMinCopyPanels, kMinCopyPanelsOfV
+constexpr int64_t kMaxInPlaceStride = 2048, kMinCopyPanels = 6, kMinCopyPanelsOfV = 4;
 // Rows and keys of the next block that are prefetched during the last panel of this one; without that they come from
 // memory if a head is one block. (Granite Rapids, about a hundred heads: 16 tokens 1.3 to 1.9, 64 tokens 1.1 to 1.3,
 // 128 tokens 1.0 to 1.2; prefetching all keys of the next panel: down to 0.97.)

@@ -172,20 +172,21 @@ class Block {
   // Places the key block that starts at key t, for panels from `first` on.
   void place_key_block(int64_t first, int64_t t, KeyBlock<Mode>& key_block) {
     const int64_t block_stop = smaller_of(t + kBlockKeys, to_);
-    int64_t from = block_stop, to = t;
-    uint8_t visible[kBlockKeys] = {};  // a key in a gap may share a pair with a visible one
+    int64_t from = block_stop, to = t, reads = 0;  // reads: of keys, by panels
+    uint8_t visible[kBlockKeys] = {};              // a key in a gap may share a pair with a visible one
     for (int64_t i = first; i < count_; i++) {
       const Panel& p = w_.panels[i];
       for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
         const int64_t start = larger_of(p.segment[s].start, t), stop = smaller_of(p.segment[s].stop, block_stop);
         if (start >= stop) continue;
-        from = smaller_of(from, start), to = larger_of(to, stop);
+        from = smaller_of(from, start), to = larger_of(to, stop), reads += stop - start;
         if (Mode::Arith::kPairs || a_.pages || a_.format) memset(visible + (start - t), 1, (size_t)(stop - start));
       }
     }
+    const int64_t panels = to > from ? (reads + (to - from) / 2) / (to - from) : 0;
     from = round_down(from, kKeyStep<Mode>), to = round_up(to, kKeyStep<Mode>);
     const int64_t index = narrow_ ? (t - first_block_key_) / kBlockKeys : 0;
-    begin_key_block<Mode>(a_, block_, from, to, w_.key_block_space<Mode>(a_, index), count_, row_major_, key_block);
+    begin_key_block<Mode>(a_, block_, from, to, w_.key_block_space<Mode>(a_, index), panels, row_major_, key_block);
     memcpy(key_block.visible, visible + (from - t), (size_t)(t + kBlockKeys - from));
   }
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-// V is copied into groups of kBroadcasts columns if several panels read it and its rows are far apart: a micro-kernel
+// V is copied into groups of kBroadcasts columns if enough panels read it and its rows are far apart: a micro-kernel
 // then reads consecutive memory, where rows in place share few of L1's sets. The padding of one line keeps groups from
 // being a power of two apart.
 constexpr int64_t kColumnGroup = kBlockKeys * kBroadcasts + 16;
@@ -124,7 +124,7 @@ struct KeyBlock {
   uint8_t visible[kBlockKeys];  // by some panel, from `start` on
 };
 
-// Initialises a block of keys [start, stop) without packing any. `panels` panels read it.
+// Initialises a block of keys [start, stop) without packing any. `panels`: how often panels read it.
 template <class Mode>
 static void begin_key_block(const Attention& a, const RowBlock& block, int64_t start, int64_t stop,
                             const KeyBlockSpace& w, int64_t panels, bool row_major, KeyBlock<Mode>& key_block) {
@@ -144,7 +144,7 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
                        (panels >= kMinCopyPanels && is_far_apart(key_block.source_k_stride));
   key_block.copies_v = true;
   if constexpr (std::is_same<Mode, Direct>::value) {
-    key_block.copies_v = panels > 1 && !row_major && is_far_apart(key_block.source_v_stride);
+    key_block.copies_v = panels >= kMinCopyPanelsOfV && !row_major && is_far_apart(key_block.source_v_stride);
     if (key_block.copies_v) key_block.v_stride = kBroadcasts, key_block.v_group = kColumnGroup;
     else key_block.v = key_block.source_v, key_block.v_stride = key_block.source_v_stride;
   }
