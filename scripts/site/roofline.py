@@ -17,6 +17,9 @@ REPORTS = {
     "avx512-bf16": ("2026-11-23-native-zen5-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 5"),
     "avx512": ("2026-11-24-native-zen5-avx512.json", "Level avx512, forced: AMD EPYC, Zen 5"),
     "avx2": ("2026-11-24-native-zen5-avx2.json", "Level avx2, forced: AMD EPYC, Zen 5"),
+    "avx512-bf16-zen4": ("2026-11-25-native-zen4-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 4"),
+    "avx512-zen4": ("2026-11-25-native-zen4-avx512.json", "Level avx512, forced: AMD EPYC, Zen 4"),
+    "avx2-zen4": ("2026-11-25-native-zen4-avx2.json", "Level avx2, forced: AMD EPYC, Zen 4"),
     "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
 }
 PARTS = {"products": "a", "reads": "a", "edges": "d", "softmax": "b", "packing": "soft", "memory": "c"}
@@ -107,15 +110,21 @@ def _table(group: list[Line]) -> str:
     return "\n".join(rows)
 
 
+def _generation(heading: str) -> str:
+    """The generation of processors that a heading ends with."""
+    return heading.rsplit(", ", 1)[1]
+
+
 def _errors() -> str:
     """How far the model is off, by level and kind."""
-    rows = ["| level | kind | lines | time / predicted, median | least | most |", "|---|---|--:|--:|--:|--:|"]
-    for report, _ in REPORTS.values():
+    rows = ["| level | processor | kind | lines | time / predicted, median | least | most |"]
+    rows.append("|---|---|---|--:|--:|--:|--:|")
+    for report, heading in REPORTS.values():
         level = _read(report)["machine"]["native"]
         for kind, group in _kinds(report):
             ratios = [line.ratio for line in group if not line.disturbed] or [float("nan")]
             cells = (f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios)))
-            rows.append(f"| {level} | {kind} | {len(ratios)} | {' | '.join(cells)} |")
+            rows.append(f"| {level} | {_generation(heading)} | {kind} | {len(ratios)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -132,7 +141,7 @@ def _sections() -> Iterator[str]:
         )
         yield f"![{heading}: predicted parts of the measured time](../pictures/roofline-{name}.svg)"
         for kind, group in _kinds(report):
-            yield f"### {kind.capitalize()}, {machine['native']}"
+            yield f"### {kind.capitalize()}, {machine['native']}, {_generation(heading)}"
             yield _table(group)
 
 
