@@ -145,6 +145,25 @@ def test_what_only_a_later_row_of_a_draft_sees_does_not_reach_the_earlier_ones(d
     assert drafts[2].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_that_only_a_later_row_of_a_draft_sees_do_not_reach_the_earlier_ones(
+    format: Format, dtype: torch.dtype
+) -> None:
+    case = Case(CAUSAL, dtype, (4, 2, 64, 64), format)
+    clean = case.whole
+    case.scales["k_scale"][147], case.scales["v_scale"][148], case.scales["v_scale"][149] = (
+        torch.nan,
+        torch.nan,
+        torch.inf,
+    )
+    drafts = case.alone(4, 150)
+    assert torch.equal(drafts[0], clean[146])
+    for row, end in enumerate((147, 148, 149, 150)):
+        assert torch.equal(drafts[row].nan_to_num(7.0), case.alone(1, end)[0].nan_to_num(7.0))
+    assert drafts[2].isnan().all()
+
+
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_each_has_the_log_sum_exp_of_its_row_in_a_prefill(tokens: int, format: Format | None) -> None:

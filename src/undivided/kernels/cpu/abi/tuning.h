@@ -273,6 +273,9 @@ constexpr int64_t kMinDotRows = 5;
 // With batch_invariant: bytes of a step of keys, and of values, of all heads.
 // tune-cpu: kInvariantKeyBytes, kInvariantValueBytes
 constexpr int64_t kInvariantKeyBytes = 32 << 10, kInvariantValueBytes = 16 << 10;
+// The same of quantised keys, and of their values.
+// set by: hand, docs/decisions/2026-11-25-scales-of-rows.md
+constexpr int64_t kInvariantQuantizedBytes = 64 << 10;
 
 // Without batch_invariant the same units decode keys of so many bytes, which come from memory, if their heads are side
 // by side: fp32, and bf16 with at most so many rows per key head. (Zen 5, 8 key heads, 12 to 400 MB: fp32 1.1 to 1.3,

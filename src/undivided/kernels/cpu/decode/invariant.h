@@ -5,8 +5,9 @@
 //     softmax   key block by key block, from the sequence's first key on; totals along the keys
 //     values    along the keys of a block, from zero, one column per lane
 //
-// Keys that a row does not see have a weight of 0 in it, which changes no sum. Quantised keys and values are
-// dequantised to L1, a few keys of a head at a time, to the numbers that prefill multiplies.
+// Keys that a row does not see have a weight of 0 in it, which changes no sum. Quantised keys and values become the
+// numbers that prefill multiplies: 8 bits in registers, and their scales multiply scores and weights; 4 bits in L1, a few
+// keys of a head at a time.
 //
 // Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in parts, in the order of memory,
 // K of a key block before its V, while the next part is prefetched. A unit has all keys of its heads.
@@ -36,13 +37,16 @@ class InvariantUnit {
   typedef std::conditional_t<kQuantized, Int8, T> Key;
 
   InvariantUnit(const Attention& a, int64_t heads, int64_t rows, char* scratch)
-      : a_(a), heads_(heads), rows_(rows), padded_(padded_rows(rows)) {
+      : a_(a), heads_(heads), rows_(rows), padded_(padded_rows(rows)), scales_rows_(kQuantized && has_row_scales(a)),
+        reads_bytes_(kWidens && scales_rows_ && a.qk_dim % (4 * kLanes) == 0),
+        sum_stride_(kWidens && Arith::kPairs && scales_rows_ ? round_up(a.v_dim, 4 * kLanes) : a.v_dim) {
     Arena arena{scratch};
     const auto floats = [&](int64_t count) { return (float*)arena.allocate(count * 4); };
     const int64_t all = heads * padded_;
     panel_ = (Panel*)arena.allocate((int64_t)sizeof(Panel));
     q_ = floats(all * depth()), scores_ = floats(all * kScoreStride);
-    sums_ = floats(all * a.v_dim), block_sums_ = floats(all * a.v_dim);
+    sums_ = floats(all * sum_stride_), block_sums_ = floats(all * sum_stride_);
+    step_weights_ = floats(kQuantized ? padded_ * kWeightStride : 0);
     max_score_ = floats(all), total_ = floats(all), row_ = floats(a.v_dim);
     steps_ = (PartRows*)arena.allocate(2 * (int64_t)sizeof(PartRows));
     transposed_ = floats(kQuantized || padded_ > 4 ? 2 * kLanes * depth() : 0);
@@ -59,12 +63,13 @@ class InvariantUnit {
     read_ranges(a_, RowBlock{chunk.batch, 0, 0, first_row, rows_, 0}, 0, *panel_);
     for (int64_t n = 0; n < heads_; n++) load_queries(n);
     for (int64_t i = 0; i < heads_ * padded_; i++) max_score_[i] = -kInfinity, total_[i] = 0;
-    memset(sums_, 0, (size_t)(heads_ * padded_ * a_.v_dim) * 4);
+    memset(sums_, 0, (size_t)(heads_ * padded_ * sum_stride_) * 4);
     const int64_t bytes_of_key = heads_ * larger_of(stored_of(a_.qk_dim), stored_of(a_.v_dim)) * (int64_t)sizeof(Key);
     const auto keys_of = [&](int64_t bytes, int64_t min) {
       return larger_of(min, smaller_of(kDecodeStepKeys, bytes / bytes_of_key / min * min));
     };
-    const int64_t score_keys = keys_of(kInvariantKeyBytes, 16), value_keys = keys_of(kInvariantValueBytes, 4);
+    const int64_t score_keys = keys_of(kQuantized ? kInvariantQuantizedBytes : kInvariantKeyBytes, 16),
+                  value_keys = keys_of(kQuantized ? kInvariantQuantizedBytes : kInvariantValueBytes, 4);
     const KeyParts parts(*panel_, chunk.key, chunk.key + chunk.keys, score_keys, value_keys);
     PartRows *current = steps_, *following = steps_ + 1;
     KeyPart part = parts.first();
@@ -89,6 +94,12 @@ class InvariantUnit {
 
  private:
   static constexpr int64_t kScoreStride = kBlockKeys + 2 * kLanes;
+  static constexpr int64_t kWeightStride = kDecodeStepKeys / (Arith::kPairs ? 2 : 1);  // of the weights of a part
+#if defined(__AVX512BF16__)
+  static constexpr bool kWidens = kQuantized;  // numbers of 8 bits in registers
+#else
+  static constexpr bool kWidens = kQuantized && !Arith::kPairs;
+#endif
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
   // Whether rows may have a weight of 0 for keys that other rows see.
   bool checks_finite() const { return a_.q_len > 1 && rows_ > 1 && (a_.ranges || a_.band); }
@@ -110,7 +121,8 @@ class InvariantUnit {
     if constexpr (kQuantized) {
       to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), part.key, part.keys,
                      values ? others * a.v_scale_h + scales_in(a.v_dim) : others * a.k_scale_h + scales_in(a.qk_dim));
-      to.rows.prefetch_with(to.scales);
+      if (scales_rows_) to.scales.prefetch_all();  // as in decode/chunk.h
+      else to.rows.prefetch_with(to.scales);
     }
   }
 
@@ -133,7 +145,10 @@ class InvariantUnit {
   }
 
   void multiply_scores(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
-    StepPrefetch prefetch(following, heads_ * ((part.keys + kLanes - 1) / kLanes) * (depth() / kLanes));
+    const int64_t vectors_of_keys = (part.keys + kLanes - 1) / kLanes;
+    StepPrefetch prefetch(following,
+                          heads_ * (reads_bytes_ ? (vectors_of_keys + 1) / 2 * (a_.qk_dim / kBytesPerPrefetch)
+                                                 : vectors_of_keys * (depth() / kLanes)));
     const int64_t at = part.key % kBlockKeys;
     for (int64_t j = 0, vectors; j < part.keys; j += vectors * kLanes) {
       vectors = kQuantized && part.keys - j > kLanes ? 2 : 1;
@@ -144,13 +159,46 @@ class InvariantUnit {
           float* scores = scores_ + n * padded_ * kScoreStride + at + j;
           if constexpr (!kQuantized && R <= 4) {
             score_key_vector<Products, R>(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
+          } else if (reads_bytes_) {
+            score_bytes_of<R>(q, current, j, vectors, n, scores, prefetch);
           } else {
             transpose_part(current, j, vectors, n, prefetch);
             const auto multiply = vectors == 2 ? score_transposed<Arith, R, 2> : score_transposed<Arith, R, 1>;
             multiply(q, transposed_, depth(), scores, kScoreStride);
           }
+          if constexpr (kQuantized)
+            if (scales_rows_) scale_scores(current, j, vectors, n, scores);
         });
     }
+  }
+  template <int R>
+  void score_bytes_of(const float* q, const PartRows& from, int64_t j, int64_t vectors, int64_t n, float* scores,
+                      StepPrefetch& prefetch) {
+    if constexpr (kWidens) {
+      transpose_bytes(from.rows.row + j, n * a_.k_h, a_.qk_dim, vectors, transposed_);
+      with_row_format([&](auto type) {
+        typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
+        const auto multiply = vectors == 2 ? score_bytes<Arith, Byte, R, 2> : score_bytes<Arith, Byte, R, 1>;
+        multiply(q, transposed_, a_.qk_dim / 4, scores, kScoreStride, prefetch);
+      });
+    }
+  }
+  void scale_scores(const PartRows& from, int64_t j, int64_t vectors, int64_t n, float* scores) const {
+    for (int64_t k = 0; k < vectors; k++, scores += kLanes) {
+      float scale[kLanes];
+      for (int64_t i = 0; i < kLanes; i++) scale[i] = from.scales.row[j + k * kLanes + i][n * a_.k_scale_h];
+      for (int64_t r = 0; r < padded_; r++) {
+        float* s = scores + r * kScoreStride;
+        store(s, load(s) * load(scale));
+      }
+    }
+  }
+  // As with_format, for the formats with one scale per row.
+  template <class F>
+  void with_row_format(F f) const {
+    if (a_.format == kInt8) f((const Int8*)nullptr);
+    else if (a_.format == kFloat8E4M3) f((const Float8E4M3*)nullptr);
+    else f((const Float8E5M2*)nullptr);
   }
   // `vectors` vectors of keys of the n-th head.
   void transpose_part(const PartRows& from, int64_t j, int64_t vectors, int64_t n, StepPrefetch& prefetch) {
@@ -192,7 +240,7 @@ class InvariantUnit {
     const int64_t first = from / kLanes * kLanes, last = round_up(to, kLanes);
     const float factor = score_unit<Products>(a_).log2;
     const bool covered = panel_->covers(start, stop);
-    memset(block_sums_, 0, (size_t)(heads_ * padded_ * a_.v_dim) * 4);
+    memset(block_sums_, 0, (size_t)(heads_ * padded_ * sum_stride_) * 4);
     for (int64_t i = 0; i < heads_ * padded_; i++) {
       float* s = scores_ + i * kScoreStride;
       if (!keeps_products(a_)) to_units(s, first, last);
@@ -229,7 +277,8 @@ class InvariantUnit {
       store(s + j, allowed ? load(s + j) : splat(-kInfinity));
     }
   }
-  // Adds the weights of some rows to their totals, key by key or pair by pair, and rounds pairs to bf16.
+  // Adds the weights of some rows to their totals, key by key or pair by pair, and rounds pairs to bf16 unless they are
+  // multiplied by scales first.
   void add_totals(int64_t first_row, int64_t rows, int64_t first, int64_t last) {
     const float* s = scores_ + first_row * kScoreStride;
     float sum[4] = {};
@@ -244,37 +293,101 @@ class InvariantUnit {
       total = total * decay_of(first_row + r) + sum[r];
       float* to = scores_ + (first_row + r) * kScoreStride;
       if constexpr (Arith::kPairs)
-        for (int64_t j = first; j < last; j += kLanes) store_from_float((BFloat16*)(void*)to + j, load(to + j));
+        for (int64_t j = first; j < last && !scales_rows_; j += kLanes)
+          store_from_float((BFloat16*)(void*)to + j, load(to + j));
     }
   }
 
   void add_values(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
     constexpr int64_t keys_per_prefetch = Arith::kPairs ? 2 : kKeysPerPrefetch, width = kColumns * kLanes;
+    if constexpr (kWidens && Arith::kPairs)
+      if (scales_rows_) return add_byte_pairs(part, current, following);
     const int64_t passes = (a_.v_dim / width + a_.v_dim % width / kNarrow) * (padded_ > 4 ? 2 : 1);
     StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_prefetch), 1));
     const int64_t first = part.key % kBlockKeys;
     for (int64_t n = 0; n < heads_; n++) {
-      const NumberRows values = values_of(current, part.keys, n);
-      for (int64_t r = 0; r < padded_; r += 4)
-        with_padded_rows(smaller_of(padded_, 4), [&](auto rows) {
-          constexpr int R = decltype(rows)::value > 4 ? 4 : decltype(rows)::value;
-          const float* weights = scores_ + (n * padded_ + r) * kScoreStride;
-          float* sums = block_sums_ + (n * padded_ + r) * a_.v_dim;
-          int64_t d = 0;
-          for (; d + width <= a_.v_dim; d += width)
-            add_step_values<Products, R, kColumns>(weights, kScoreStride, values.row, values.offset + d, first,
-                                                   part.keys, sums + d, a_.v_dim, prefetch);
-          for (; d < a_.v_dim; d += kNarrow)
-            add_step_values<Products, R, kNarrow / kLanes>(weights, kScoreStride, values.row, values.offset + d, first,
-                                                           part.keys, sums + d, a_.v_dim, prefetch);
-        });
+      const float* weights = scores_ + n * padded_ * kScoreStride;
+      int64_t stride = kScoreStride, at = first;
+      if constexpr (kQuantized)
+        if (scales_rows_) at = scale_weights(part, current, n), weights = step_weights_, stride = kWeightStride;
+      const auto add = [&](const auto* const* row, int64_t offset) {
+        for (int64_t r = 0; r < padded_; r += 4)
+          with_padded_rows(smaller_of(padded_, 4), [&](auto rows) {
+            constexpr int R = decltype(rows)::value > 4 ? 4 : decltype(rows)::value;
+            float* sums = block_sums_ + (n * padded_ + r) * a_.v_dim;
+            int64_t d = 0;
+            for (; d + width <= a_.v_dim; d += width)
+              add_step_values<Products, R, kColumns>(weights + r * stride, stride, row, offset + d, at, part.keys,
+                                                     sums + d, a_.v_dim, prefetch);
+            for (; d < a_.v_dim; d += kNarrow)
+              add_step_values<Products, R, kNarrow / kLanes>(weights + r * stride, stride, row, offset + d, at,
+                                                             part.keys, sums + d, a_.v_dim, prefetch);
+          });
+      };
+      if constexpr (kWidens && !Arith::kPairs)
+        if (scales_rows_) {
+          with_row_format([&](auto type) { add((decltype(type)*)(const void*)current.rows.row, n * a_.v_h); });
+          continue;
+        }
+      const auto [row, offset] = values_of(current, part.keys, n);
+      add(row, offset);
     }
+  }
+  // The weights of a part, multiplied by the scales of its values, to step_weights_. Returns the place of the first key
+  // there: 1 if it is the second of a pair.
+  int64_t scale_weights(const KeyPart& part, const PartRows& from, int64_t n) {
+    const int64_t first = part.key % kBlockKeys, place = Arith::kPairs ? first % 2 : 0, count = place + part.keys;
+    float scale[kDecodeStepKeys + kLanes];
+    scale[0] = 0;
+    for (int64_t j = 0; j < part.keys; j++) scale[place + j] = from.scales.row[j][n * a_.v_scale_h];
+    for (int64_t j = count; j < round_up(count, kLanes); j++) scale[j] = 0;
+    for (int64_t r = 0; r < padded_; r++) {
+      const float* weights = scores_ + (n * padded_ + r) * kScoreStride + first - place;
+      float* to = step_weights_ + r * kWeightStride;
+      for (int64_t j = 0; j < count; j += kLanes) {
+        const Vec x = load(weights + j) * load(scale + j);
+        if constexpr (Arith::kPairs) store_from_float((BFloat16*)(void*)to + j, x);
+        else store(to + j, x);
+      }
+    }
+    return place;
+  }
+  // add_values for numbers of 8 bits on bf16 dot products.
+  void add_byte_pairs(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
+#if defined(__AVX512BF16__)
+    with_row_format([&](auto type) {
+      typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
+      typedef PairFormat<Byte> Format;
+      static_assert(kWeightStride == kStepPairs);
+      const int64_t steps = Format::template value_passes<1>(a_.v_dim) * (part.keys / Format::kKeysPerPrefetch);
+      StepPrefetch prefetch(following, larger_of(heads_ * (padded_ > 4 ? 2 : 1) * steps, 1));
+      for (int64_t n = 0; n < heads_; n++) {
+        const int64_t place = scale_weights(part, current, n);
+        StepPart<Byte> rows = {(const Byte* const*)(const void*)current.rows.row, n * a_.v_h, nullptr, 0};
+        const auto add = [&](const uint32_t* weights, int64_t keys) {
+          for_each_four(padded_, [&](auto count, int64_t r) {
+            const PairSums to = {block_sums_ + (n * padded_ + r) * sum_stride_, sum_stride_,
+                                 weights + r * kWeightStride, keys};
+            Format::template add_values<decltype(count)::value>(to, rows, 0, a_.v_dim, prefetch);
+          });
+        };
+        const uint32_t* weights = (const uint32_t*)(const void*)step_weights_;
+        if (place > 0) {  // the second key of a pair, alone
+          uint32_t alone[kMaxDecodeRows * kWeightStride];
+          for (int64_t r = 0; r < padded_; r++) alone[r * kWeightStride] = weights[r * kWeightStride] >> 16;
+          add(alone, 1);
+          rows.row++, weights++;
+        }
+        add(weights, part.keys - place);
+      }
+    });
+#endif
   }
   void add_block_sums() {
     for (int64_t i = 0; i < heads_ * padded_; i++) {
       const Vec decay = splat(decay_of(i));
-      float *sums = sums_ + i * a_.v_dim, *added = block_sums_ + i * a_.v_dim;
-      for (int64_t d = 0; d < a_.v_dim; d += kLanes) store(sums + d, load(sums + d) * decay + load(added + d));
+      float *sums = sums_ + i * sum_stride_, *added = block_sums_ + i * sum_stride_;
+      for (int64_t d = 0; d < sum_stride_; d += kLanes) store(sums + d, load(sums + d) * decay + load(added + d));
     }
   }
 
@@ -287,7 +400,7 @@ class InvariantUnit {
         if (chunk.partials) write_partial(i, chunk.partials + (n * rows_ + r) * partial_size(a_));
         else write(n, r);
         if (!checks_finite()) continue;
-        non_finite_[n * rows_ + r] = has_non_finite_sums(sums_ + i * a_.v_dim, a_.v_dim, total_[i]);
+        non_finite_[n * rows_ + r] = has_non_finite_sums(sums_ + i * sum_stride_, sum_stride_, total_[i]);
         any_non_finite |= non_finite_[n * rows_ + r] != 0;
       }
     for (int64_t i = 0; any_non_finite && i < heads_ * rows_; i++)
@@ -298,9 +411,12 @@ class InvariantUnit {
   }
   // The sums of a row in the order of columns; `to` is where they may be reordered.
   const float* ordered_sums(int64_t i, [[maybe_unused]] float* to) const {
-    const float* sums = sums_ + i * a_.v_dim;
+    const float* sums = sums_ + i * sum_stride_;
 #if defined(__AVX512BF16__)
-    if constexpr (Arith::kPairs) PairFormat<BFloat16>::restore_sums(sums, a_.v_dim, to), sums = to;
+    if constexpr (Arith::kPairs) {
+      const auto restore = scales_rows_ ? PairFormat<Int8>::restore_sums : PairFormat<BFloat16>::restore_sums;
+      restore(sums, a_.v_dim, to), sums = to;
+    }
 #endif
     return sums;
   }
@@ -329,12 +445,15 @@ class InvariantUnit {
 
   const Attention& a_;
   const int64_t heads_, rows_, padded_;  // rows of a head, and rows that are computed
+  const bool scales_rows_,
+      reads_bytes_;  // scales multiply scores and weights; keys are transposed before they are widened
+  const int64_t sum_stride_;
   int64_t batch_ = 0, head_ = 0, first_row_ = 0;
   Panel* panel_;
   float *q_, *scores_, *sums_, *block_sums_, *max_score_, *total_, *row_;
   PartRows* steps_;
-  float* transposed_;  // keys of one head
-  Number* numbers_;    // dequantised keys or values of one head
+  float *transposed_, *step_weights_;  // keys of one head, and weights of one part
+  Number* numbers_;                    // dequantised keys or values of one head
   const Number* number_row_[kQuantized ? kDecodeStepKeys : 1];
   uint8_t* non_finite_;
   char* rest_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode/chunk.h"
+#include "gemm/dequantize.h"
 
 namespace {
 
@@ -95,6 +96,77 @@ static __attribute__((noinline)) void transpose_keys(const typename Mode::T* con
   shared = prefetch;
 }
 #endif
+// The same for numbers of 8 bits: transposes four of them per lane, to [four numbers][vector]. `count`: numbers of a row,
+// a multiple of 4 kLanes.
+[[maybe_unused]] static __attribute__((noinline)) void transpose_bytes(const Int8* const* row, int64_t offset,
+                                                                       int64_t count, int64_t vectors, float* keys) {
+  for (int64_t v = 0; v < vectors; v++, row += kLanes)
+    for (int64_t c = 0; c < count / 4; c += kLanes) {
+      Vec x[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) x[i] = load((const float*)(const void*)(row[i] + offset + 4 * c));
+      transpose(x);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) store(keys + ((c + i) * vectors + v) * kLanes, x[i]);
+    }
+}
+// Four numbers of 8 bits per lane as fp32, or as two pairs of bf16.
+template <class Arith>
+constexpr int kOfFour = Arith::kPairs ? 2 : 4;
+template <class Arith, class T>
+INLINE void widen_four(Vec four, Vec (&x)[kOfFour<Arith>]) {
+#if defined(__AVX512BF16__)
+  if constexpr (Arith::kPairs) {
+    __m512i lower, upper;
+    look_up((__m512i)four, (const T*)nullptr, lower, upper);
+    upper = with_sign(upper, (__m512i)four);
+    x[0] = (Vec)_mm512_permutex2var_epi8(lower, _mm512_load_si512(kZipIndex.first), upper);
+    x[1] = (Vec)_mm512_permutex2var_epi8(lower, _mm512_load_si512(kZipIndex.last), upper);
+    return;
+  }
+#endif
+  if constexpr (!Arith::kPairs) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+      x[i] = widened_bytes((UVec)((IVec)((UVec)four << (24 - 8 * i)) >> 24), (const T*)nullptr);
+  }
+}
+// As score_transposed, of numbers of 8 bits. Calls prefetch.step() once per kBytesPerPrefetch numbers of a row: with the
+// lines of a whole transposition at once, decoding from memory took 1.1 times as long.
+constexpr int64_t kBytesPerPrefetch = 16;
+template <class Arith, class T, int R, int K>
+static __attribute__((noinline)) void score_bytes(const float* q, const float* keys, int64_t count, float* scores,
+                                                  int64_t stride, StepPrefetch& shared) {
+  StepPrefetch prefetch = shared;
+  constexpr int each = kOfFour<Arith>;
+  constexpr int64_t chain = kMaxChain / 4;
+  Vec sum[K][R] = {};
+  for (int64_t from = 0; from < count; from += chain) {
+    Vec acc[K][R] = {};
+    for (int64_t c = from, to = smaller_of(from + chain, count); c < to; c++) {
+      if (c % (kBytesPerPrefetch / 4) == 0) prefetch.step();
+      Vec x[K][each];
+#pragma GCC unroll 2
+      for (int k = 0; k < K; k++) widen_four<Arith, T>(load(keys + (c * K + k) * kLanes), x[k]);
+#pragma GCC unroll 4
+      for (int i = 0; i < each; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+          for (int k = 0; k < K; k++)
+            Arith::add(acc[k][r], fetch<typename Arith::Scalar>(q + (c * each + i) * R + r), x[k][i]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int k = 0; k < K; k++) sum[k][r] = from > 0 ? sum[k][r] + acc[k][r] : acc[k][r];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
+  shared = prefetch;
+}
 template <class Arith, int R, int K>
 static __attribute__((noinline)) void score_transposed(const float* q, const float* keys, int64_t count, float* scores,
                                                        int64_t stride) {
@@ -121,10 +193,9 @@ static __attribute__((noinline)) void score_transposed(const float* q, const flo
 
 // sums[row][columns] += the weighted values of a step, for R rows and C vectors of columns from d on. weights:
 // [row][key], or pairs of keys; the first key has index `first` there.
-template <class Mode, int R, int C>
-INLINE void add_step_values(const float* weights, int64_t weight_stride, const typename Mode::T* const* row,
-                            int64_t offset, int64_t first, int64_t keys, float* sums, int64_t stride,
-                            StepPrefetch& shared) {
+template <class Mode, int R, int C, class T>
+INLINE void add_step_values(const float* weights, int64_t weight_stride, const T* const* row, int64_t offset,
+                            int64_t first, int64_t keys, float* sums, int64_t stride, StepPrefetch& shared) {
   typedef typename Mode::Arith Arith;
   StepPrefetch prefetch = shared;
   Vec acc[R][C];

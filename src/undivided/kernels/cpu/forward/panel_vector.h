@@ -39,6 +39,16 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
                            q_depth<Mode>(a), run.stop - run.start, st + run.start * kPanel + run.first * kLanes,
                            run.vectors, &prefetch);
   }
+  // of values, from the first pair on; keys that no row of the panel sees may have any scale
+  alignas(64) float value_scale[kBlockKeys + 2];
+  const bool scales_rows = has_row_scales(a);
+  if (scales_rows) {
+    apply_key_scales(key_block.k_scale + (start - key_block.start), few_rows ? Runs(keys, p.vectors()) : runs, st);
+    value_scale[0] = value_scale[front + keys] = 0;
+    for (int64_t j = 0; j < keys; j++)
+      value_scale[front + j] =
+          (has_score_bias || fills) && !visible[j] ? 0 : key_block.v_scale[start - key_block.start + j];
+  }
   if (has_score_bias || !keeps_products(a)) apply_score_bias(a, has_score_bias ? w.score_bias : nullptr, keys, st);
   // the vectors and keys that have weights; in pairs, a group of columns spans twice as many keys
   constexpr int64_t each = Arith::kPairs ? 2 : 1;
@@ -50,8 +60,8 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   for (int i = 0; i < back * kPanel; i++) st[keys * kPanel + i] = -kInfinity;
   Vec decay[kVectors];
   if (a.dropout) draw_keep_masks(a, block.batch, *sums.dropout_rows, start, stop, w.keep + front * kVectors);
-  softmax_panel<Arith>(w.scores, weight_runs, score_unit<Mode>(a).log2, a.dropout ? w.keep : nullptr, sums.max_score,
-                       sums.total, decay);
+  softmax_panel<Arith>(w.scores, weight_runs, score_unit<Mode>(a).log2, a.dropout ? w.keep : nullptr,
+                       scales_rows ? value_scale : nullptr, sums.max_score, sums.total, decay);
 
   const typename Mode::PackedV* v;
   int64_t v_stride = key_block.v_stride, v_group = key_block.v_group;

@@ -67,11 +67,24 @@ INLINE void raise_max(const float* st, int64_t keys, Vec* high) {
   for (int v = 0; v < V; v++) high[v] = larger(other[v], high[v]);
 }
 
-// Turns scores of V vectors and some keys into weights (pairs of bf16 for Dot), 0 if dropped; sums include dropped
-// weights. All pointers are those of the first of the vectors and keys; `weights` may overwrite scores already read.
-template <class Arith, bool kDrops, int V>
+// Multiplies the scores of each run by the scale of their key.
+[[maybe_unused]] static void apply_key_scales(const float* scale, const Runs& runs, float* st) {
+  for (int i = 0; i < runs.count; i++) {
+    const Run& run = runs.run[i];
+    for (int64_t j = run.start; j < run.stop; j++)
+      for (int v = run.first; v < run.first + run.vectors; v++) {
+        float* s = st + j * kPanel + v * kLanes;
+        store(s, load(s) * scale[j]);
+      }
+  }
+}
+
+// Turns scores of V vectors and some keys into weights (pairs of bf16 for Dot), 0 if dropped, and multiplies them by the
+// scale of each value, if there are scales; sums include dropped weights, and no scale. All pointers are those of the
+// first of the vectors and keys; `weights` may overwrite scores already read.
+template <class Arith, bool kDrops, bool kScales, int V>
 INLINE void exponentiate(const float* st, float* weights, int64_t keys, float factor, const LaneMask* keep,
-                         const Vec* base_of, Vec* sum_of) {
+                         const float* scale, const Vec* base_of, Vec* sum_of) {
   Vec base[V], sum[V];
   for (int v = 0; v < V; v++) base[v] = base_of[v], sum[v] = sum_of[v];
   if constexpr (Arith::kPairs) {
@@ -84,6 +97,7 @@ INLINE void exponentiate(const float* st, float* weights, int64_t keys, float fa
         sum[v] += even + odd;
         if (kDrops)
           even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
+        if (kScales) even *= scale[j], odd *= scale[j + 1];
         store(weights + j / 2 * kPanel + v * kLanes, pair_bf16(even, odd));
       }
   } else {
@@ -93,17 +107,18 @@ INLINE void exponentiate(const float* st, float* weights, int64_t keys, float fa
         const int64_t at = j * kPanel + v * kLanes;
         Vec p = exp2_or_zero((load(st + at) - base[v]) * factor);
         sum[v] += p;
-        store(weights + at, kDrops ? zero_unless(keep[j * kVectors + v], p) : p);
+        if (kDrops) p = zero_unless(keep[j * kVectors + v], p);
+        store(weights + at, kScales ? p * scale[j] : p);
       }
   }
   for (int v = 0; v < V; v++) sum_of[v] = sum[v];
 }
 
 // The softmax of the scores of a panel's runs; the other scores are neither read nor written, their weights count as 0.
-// decay is the factor of the earlier sums. factor converts scores to units of log 2.
-template <class Arith, bool kDrops, int V>
+// scale: of each value, or null. decay is the factor of the earlier sums. factor converts scores to units of log 2.
+template <class Arith, bool kDrops, bool kScales, int V>
 static __attribute__((noinline)) void softmax_vectors(float* st, const Runs& runs, float factor, const LaneMask* keep,
-                                                      float* max_score, float* total, Vec* decay) {
+                                                      const float* scale, float* max_score, float* total, Vec* decay) {
   Vec high[V], base[V], sum[V];
   for (int v = 0; v < V; v++) high[v] = splat(-kInfinity), sum[v] = Vec{};
   for (int i = 0; i < runs.count; i++) {
@@ -124,19 +139,21 @@ static __attribute__((noinline)) void softmax_vectors(float* st, const Runs& run
     with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
       const float* s = st + run.start * kPanel + first.value * kLanes;
       float* to = st + run.start / (Arith::kPairs ? 2 : 1) * kPanel + first.value * kLanes;
-      exponentiate<Arith, kDrops, some.value>(s, to, run.stop - run.start, factor,
-                                              kDrops ? keep + run.start * kVectors + first.value : nullptr,
-                                              base + first.value, sum + first.value);
+      exponentiate<Arith, kDrops, kScales, some.value>(
+          s, to, run.stop - run.start, factor, kDrops ? keep + run.start * kVectors + first.value : nullptr,
+          kScales ? scale + run.start : nullptr, base + first.value, sum + first.value);
     });
   }
   for (int v = 0; v < V; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);
 }
 template <class Arith>
-static void softmax_panel(float* st, const Runs& runs, float factor, const LaneMask* keep, float* max_score,
-                          float* total, Vec* decay) {
+static void softmax_panel(float* st, const Runs& runs, float factor, const LaneMask* keep, const float* scale,
+                          float* max_score, float* total, Vec* decay) {
   with_vectors(runs.vectors, [&](auto v) {
-    auto chosen = keep ? softmax_vectors<Arith, true, v.value> : softmax_vectors<Arith, false, v.value>;
-    chosen(st, runs, factor, keep, max_score, total, decay);
+    auto chosen =
+        keep ? (scale ? softmax_vectors<Arith, true, true, v.value> : softmax_vectors<Arith, true, false, v.value>)
+             : (scale ? softmax_vectors<Arith, false, true, v.value> : softmax_vectors<Arith, false, false, v.value>);
+    chosen(st, runs, factor, keep, scale, max_score, total, decay);
   });
 }
 

@@ -1,4 +1,6 @@
-// Rows of quantised keys or values as numbers of another type, for the key blocks of prefill.
+// Rows of quantised keys or values as numbers of another type, for the key blocks of prefill. If a row has one scale, it
+// is left out: scales of keys multiply scores, those of values multiply weights, which every order of decoding can do.
+// Numbers with a scale per group are multiplied by it.
 #pragma once
 
 #include <type_traits>
@@ -8,6 +10,9 @@
 #include "simd/transpose.h"
 
 namespace {
+
+// Whether the numbers of a row have one scale, which multiplies scores or weights.
+INLINE bool has_row_scales(const Attention& a) { return a.format && a.format != kInt4; }
 
 // Two vectors of numbers, one after the other, or number by number in turns.
 template <class To>
@@ -28,26 +33,24 @@ INLINE void store_zipped(To* to, Vec even, Vec odd, std::integer_sequence<int, I
 #if defined(__AVX512BF16__)
 // 32 numbers of a row from number d on, as bf16.
 template <class T>
-INLINE __m512i dequantized_pairs(const T* row, const float* scale, int64_t d) {
+INLINE __m512i dequantized_pairs(const T* row, [[maybe_unused]] const float* scale, int64_t d) {
   if constexpr (kHasGroups<T>) {
     Vec even, odd;
     load_int4(row + d / 2, scale[d / kGroupSize], even, odd);
     return (__m512i)pair_bf16(even, odd);
   } else {
-    const Vec s = splat(*scale), low = load_as_float(row + d) * s, high = load_as_float(row + d + kLanes) * s;
-    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)load_as_float(row + d + kLanes), (__m512)load_as_float(row + d));
   }
 }
 #endif
 
 template <class T, class To>
-INLINE void dequantize_row(const T* from, const float* scale, int64_t columns, To* to) {
-  const Vec s = splat(*scale);
+INLINE void dequantize_row(const T* from, const float*, int64_t columns, To* to) {
   int64_t d = 0;
   for (; d + 2 * kLanes <= columns; d += 2 * kLanes)
-    store_in_order(to + d, load_as_float(from + d) * s, load_as_float(from + d + kLanes) * s);
-  for (; d + kLanes <= columns; d += kLanes) store_from_float(to + d, load_as_float(from + d) * s);
-  for (; d < columns; d++) from_float(to_float(from[d]) * *scale, to + d);
+    store_in_order(to + d, load_as_float(from + d), load_as_float(from + d + kLanes));
+  for (; d + kLanes <= columns; d += kLanes) store_from_float(to + d, load_as_float(from + d));
+  for (; d < columns; d++) from_float(to_float(from[d]), to + d);
 }
 template <class To>
 INLINE void dequantize_row(const Int4* from, const float* scale, int64_t columns, To* to) {

@@ -121,7 +121,8 @@ struct KeyBlock {
   int64_t source_k_stride, source_v_stride;
   bool gathers_pages, copies_k, copies_v;
   KeyBlockSpace space;
-  uint8_t visible[kBlockKeys];  // by some panel, from `start` on
+  uint8_t visible[kBlockKeys];                     // by some panel, from `start` on
+  float k_scale[kBlockKeys], v_scale[kBlockKeys];  // of each row from `start` on, if rows have one (has_row_scales)
 };
 
 // Initialises a block of keys [start, stop) without packing any. `panels`: how often panels read it.
@@ -164,6 +165,18 @@ static void pack_v(const typename Mode::T* v, int64_t stride, int64_t keys, int6
 }
 #endif
 
+// The scales of keys [start, stop); 0 for keys that no row sees.
+template <class Mode>
+static void read_row_scales(const Attention& a, const RowBlock& block, int64_t start, int64_t stop,
+                            KeyBlock<Mode>& key_block) {
+  const Rows<float> k = key_scales(a, block.batch, block.kv_head), v = value_scales(a, block.batch, block.kv_head);
+  for (int64_t j = start; j < stop; j++) {
+    const int64_t at = j - key_block.start;
+    const bool visible = key_block.visible[at];
+    key_block.k_scale[at] = visible ? *k(j) : 0, key_block.v_scale[at] = visible ? *v(j) : 0;
+  }
+}
+
 // Packs the keys up to `stop`, a multiple of kPackStep or the block's last key.
 constexpr int64_t kPackStep = 32;
 template <class Mode>
@@ -173,6 +186,7 @@ static void pack_keys(const Attention& a, const RowBlock& block, int64_t stop, K
   const int64_t start = key_block.packed_to, first = start - key_block.start, count = stop - start;
   const uint8_t* visible = key_block.visible + first;
   if (a.format) {
+    if (has_row_scales(a)) read_row_scales(a, block, start, stop, key_block);
     if constexpr (Mode::kConvertsK) {
       dequantize(a, block.batch, block.kv_head, start, stop, visible, (float*)key_block.space.k + first * a.qk_dim,
                  (float*)key_block.space.v + first * a.v_dim);

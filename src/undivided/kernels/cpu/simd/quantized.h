@@ -65,25 +65,34 @@ INLINE UVec load_bytes(const void* p) {  // sign-extended
   memcpy(&four, p, 4);
   return (UVec)vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)vdup_n_u32(four))));
 #else
-  return (UVec)__builtin_convertvector(*(const UnalignedByteVec*)p, IVec);
+  return (UVec) __builtin_convertvector(*(const UnalignedByteVec*)p, IVec);
 #endif
 }
 
-INLINE Vec load_as_float(const Int8* p) { return __builtin_convertvector((IVec)load_bytes(p), Vec); }
+// Numbers whose bits are sign-extended, one per lane.
+INLINE Vec widened_bytes(UVec bits, const Int8*) { return __builtin_convertvector((IVec)bits, Vec); }
+INLINE Vec load_as_float(const Int8* p) { return widened_bytes(load_bytes(p), p); }
 INLINE float to_float(Int8 x) { return x.bits; }
 
 // The exponent is rebiased by a multiplication, which also normalises subnormal numbers.
-INLINE Vec load_as_float(const Float8E4M3* p) {
-  const UVec bits = load_bytes(p), magnitude = bits & 0x7f;
+INLINE Vec widened_bytes(UVec bits, const Float8E4M3*) {
+  const UVec magnitude = bits & 0x7f;
   const Vec x = (Vec)(bits << 20 & 0x87f00000u) * 0x1p120f;
   return magnitude == 0x7f ? splat(__builtin_nanf("")) : x;
 }
+INLINE Vec load_as_float(const Float8E4M3* p) { return widened_bytes(load_bytes(p), p); }
 INLINE float to_float(Float8E4M3 x) {
   const uint32_t magnitude = x.bits & 0x7f;
   if (magnitude == 0x7f) return __builtin_nanf("");
   return bits_to_float((uint32_t)(x.bits & 0x80) << 24 | magnitude << 20) * 0x1p120f;
 }
 
+INLINE Vec widened_bytes(UVec bits, const Float8E5M2*) {
+  const UVec magnitude = bits & 0x7f;
+  const UVec special = (bits << 24 & 0x80000000u) | 0x7f800000u | (magnitude & 3) << 21;
+  const Vec x = (Vec)((bits << 24 & 0x80000000u) | magnitude << 21) * 0x1p112f;
+  return (IVec)magnitude >= 0x7c ? (Vec)special : x;
+}
 INLINE Vec load_as_float(const Float8E5M2* p) {
 #if defined(__AVX512F__)
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
@@ -94,10 +103,7 @@ INLINE Vec load_as_float(const Float8E5M2* p) {
 #elif defined(UNDIVIDED_NEON)
   return (Vec)vcvt_f32_f16((float16x4_t)vmovn_u32((uint32x4_t)(load_bytes(p) << 8)));
 #else
-  const UVec bits = load_bytes(p), magnitude = bits & 0x7f;
-  const UVec special = (bits << 24 & 0x80000000u) | 0x7f800000u | (magnitude & 3) << 21;
-  const Vec x = (Vec)((bits << 24 & 0x80000000u) | magnitude << 21) * 0x1p112f;
-  return (IVec)magnitude >= 0x7c ? (Vec)special : x;
+  return widened_bytes(load_bytes(p), p);
 #endif
 }
 INLINE float to_float(Float8E5M2 x) { return to_float(Float16{(uint16_t)(x.bits << 8)}); }

@@ -87,6 +87,20 @@ INLINE void to_bf16(__m512i x, __m512i& first, __m512i& others) {
   first = _mm512_unpacklo_epi8(lower, upper), others = _mm512_unpackhi_epi8(lower, upper);
 }
 
+// Indices that put two of each four lower and upper bytes side by side: the first two, and the last two.
+struct ZipIndex {
+  uint8_t first[64], last[64];
+};
+constexpr ZipIndex zip_indices() {
+  ZipIndex index = {};
+  for (int i = 0; i < 64; i++) {
+    const int from = i / 4 * 4 + i % 4 / 2 + i % 2 * 64;
+    index.first[i] = (uint8_t)from, index.last[i] = (uint8_t)(from + 2);
+  }
+  return index;
+}
+alignas(64) constexpr ZipIndex kZipIndex = zip_indices();
+
 // Number `Index`, 0 to 3, of each 16 bits as 16 + (0 to 15), which is the number plus kInt4Bias.
 constexpr int kInt4Bias = 24;
 template <int Index>
