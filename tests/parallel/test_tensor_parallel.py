@@ -211,16 +211,26 @@ def generation() -> float:
 
 
 def compiled() -> float:
-    """The largest difference of a compiled layer with dropout from one process."""
+    """The largest difference of compiled layers with dropout from one process, and of their gradients."""
     case = {"attention_dropout": 0.3, "hidden_dropout": 0.2}
-    whole = make_layer(case, "bshd")
-    layer = make_layer(case, "bshd", tp_group=distributed.group.WORLD, set_parallel_mode=True)
-    layer.load_state_dict(own_state_dict(layer, whole.state_dict()))
+    world = distributed.get_world_size()
+    whole, layer = make_layer(case, "bshd"), make_layer(case, "bshd")
+    parallelize(layer, init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",)))
+    other = make_layer(case, "bshd", tp_group=distributed.group.WORLD, set_parallel_mode=True)
+    other.load_state_dict(own_state_dict(other, whole.state_dict()))
     x = torch.randn(BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(8))
     torch.manual_seed(9)
     expected = whole(x)
-    torch.manual_seed(9 + distributed.get_rank())
-    return float((torch.compile(layer, backend="eager")(x) - expected).abs().max())
+    expected.sin().sum().backward()
+    gaps = []
+    for divided in (layer, other):
+        torch.manual_seed(9 + distributed.get_rank())
+        out = torch.compile(divided, backend="eager")(x)
+        gaps.append(float((out - expected).abs().max()))
+        out.sin().sum().backward()
+    for ours, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
+        gaps.append(float((ours.grad.full_tensor() - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1)))
+    return max(gaps)
 
 
 def with_context_parallelism() -> float:

@@ -31,6 +31,7 @@ class Size:
         hidden: hidden features of the MLP.
         window: keys of the sliding window.
         longest: tokens of the longest document.
+        dropout: probability with which training drops attention weights.
 
     >>> Size(heads=8).heads
     8
@@ -43,6 +44,7 @@ class Size:
     hidden: int = 320
     window: int = 64
     longest: int = 1024
+    dropout: float = 0.0
 
 
 class ByteModel(nn.Module):
@@ -67,7 +69,7 @@ class ByteModel(nn.Module):
                 num_gqa_groups=size.kv_heads,
                 layer_number=number,
                 hidden_dropout=0.0,
-                attention_dropout=0.0,
+                attention_dropout=size.dropout,
                 normalization="RMSNorm",
                 activation="swiglu",
                 bias=False,

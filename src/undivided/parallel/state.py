@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
-from undivided.nn import MultiheadAttention, TransformerLayer
+from undivided.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from undivided.nn.blocks.linear import Linear, OutputLinear
 from undivided.nn.blocks.projections import kv_parts, qkv_parts
 from undivided.nn.blocks.tensor_ranks import TensorRanks
@@ -17,6 +17,9 @@ from undivided.nn.blocks.tensor_ranks import TensorRanks
 Division = tuple[str, int, tuple[int, ...], TensorRanks]
 """Name of a parameter, its divided axis, the sizes of this rank's parts of it (of q, k and v, say), and the ranks."""
 
+_Own = tuple[str, int, tuple[int, ...]]
+"""The same without the ranks."""
+_LAYERS = (DotProductAttention, MultiheadAttention, TransformerLayer)
 _FULL = (
     "get_model_state_dict and set_model_state_dict of torch.distributed.checkpoint.state_dict, with "
     "StateDictOptions(full_state_dict=True); or undivided.parallel.save_checkpoint"
@@ -107,24 +110,36 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
     """The parameters that ranks have parts of as plain tensors, which FSDP2 may have divided again."""
     for prefix, layer in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
-        if not isinstance(layer, MultiheadAttention | TransformerLayer) or layer.tensor_parallel.is_parallelized:
+        if not isinstance(layer, _LAYERS) or layer.tensor_parallel.is_parallelized:
+            continue
+        divided = list(_divided(layer))
+        if not divided:
             continue
         layer.tensor_parallel.check_ranks()
         ranks = layer.tensor_parallel.ranks
         if ranks is None:
             continue
-        divisions = _of_attention(layer) if isinstance(layer, MultiheadAttention) else _of_mlp(layer)
-        for name, axis, sizes in divisions:
+        for name, axis, sizes in divided:
             yield f"{prefix}{name}", axis, sizes, ranks
 
 
 def _check_not_parallelized(module: torch.nn.Module) -> None:
-    layers = (layer for layer in module.modules() if isinstance(layer, MultiheadAttention | TransformerLayer))
+    layers = (layer for layer in module.modules() if isinstance(layer, _LAYERS))
     if any(layer.tensor_parallel.is_parallelized for layer in layers):
         raise InputError("module", "have layers built with tp_group", "layers divided by parallelize", hint=_FULL)
 
 
-def _of_attention(layer: MultiheadAttention) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _divided(layer: DotProductAttention | MultiheadAttention | TransformerLayer) -> Iterator[_Own]:
+    """What a layer has besides the layers in it."""
+    if isinstance(layer, MultiheadAttention):
+        yield from _of_projections(layer)
+    elif isinstance(layer, TransformerLayer):
+        yield from _of_mlp(layer)
+    elif isinstance(layer.softmax_offset, torch.nn.Parameter):
+        yield "softmax_offset", 0, (layer.heads.q,)
+
+
+def _of_projections(layer: MultiheadAttention) -> Iterator[_Own]:
     for child, block in layer.named_children():
         if isinstance(block, OutputLinear):
             yield f"{child}.weight", 1, (block.in_features,)
@@ -136,8 +151,6 @@ def _of_attention(layer: MultiheadAttention) -> Iterator[tuple[str, int, tuple[i
                 yield f"{child}.{name}weight", 0, sizes
                 if bias is not None:
                     yield f"{child}.{name}bias", 0, sizes
-    if layer.core_attention.softmax_offset is not None:
-        yield "core_attention.softmax_offset", 0, (layer.heads.q,)
 
 
 def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
@@ -148,7 +161,7 @@ def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
     return sizes if layer.attention_type == "self" else sizes[:1]
 
 
-def _of_mlp(layer: TransformerLayer) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _of_mlp(layer: TransformerLayer) -> Iterator[_Own]:
     mlp = layer.layernorm_mlp
     features = mlp.fc2_weight.shape[1]
     rows = (features, features) if mlp.activation.gated else (features,)

@@ -51,7 +51,7 @@ def losses_of(
     example: str,
     ranks: int,
     patience: float = 300.0,
-    pattern: str = r"loss ([0-9.]+)",
+    pattern: str = r"loss +([0-9.]+)",
     restarts: int = 0,
     arguments: Sequence[str] = (),
 ) -> list[Any]:

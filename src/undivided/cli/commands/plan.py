@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -10,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from undivided import masks
+from undivided._units import human
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._paths import refuse_together
 from undivided.cli._terminal import console, print_json, print_table, table
 from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, show_meshes
-from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, Plan, cells
+from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, CachedStep, Plan, cached_step, cells
 from undivided.context_parallel.plan import plan as make_plan
 from undivided.errors import InputError
 
@@ -43,6 +45,11 @@ def plan(
     kv_len: Annotated[
         int | None, typer.Option(help="Number of keys, if they are not the same tokens as the queries.")
     ] = None,
+    cached: Annotated[
+        int | None,
+        typer.Option(help="Generation: SEQ_LEN new tokens per sequence over a cache with this many, paged over ranks."),
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens of a page, with --cached; default: 64.")] = None,
     batch: Annotated[
         int | None, typer.Option(help="Number of sequences; default: 1; with a cluster, per step, one per GPU.")
     ] = None,
@@ -60,8 +67,9 @@ def plan(
 ) -> None:
     """Count the bytes sent, the work and the memory of every rank, before anything runs.
 
-    With SEQ_LEN: attention over ranks, for each strategy and placement. With --nodes or --gpus: training of a model,
-    for each mesh of data, context and tensor ranks. Exit code 1 if no mesh fits into the memory.
+    With SEQ_LEN: attention over ranks, for each strategy and placement; with --cached, a step of generation over paged
+    ranks. With --nodes or --gpus: training of a model, for each mesh of data, context and tensor ranks. Exit code 1 if
+    no mesh fits into the memory.
 
     Example: undivided plan 1048576 --mask 'window(4095, 0)' --world 64 --kv-heads 8
 
@@ -69,7 +77,15 @@ def plan(
     """
     if cluster.is_cluster:
         refuse_together(
-            "--nodes, --gpus", {"--world": world, "--kv-len": kv_len, "--value-dim": value_dim, "--by-rank": by_rank}
+            "--nodes, --gpus",
+            {
+                "--world": world,
+                "--kv-len": kv_len,
+                "--value-dim": value_dim,
+                "--cached": cached,
+                "--page-size": page_size,
+                "--by-rank": by_rank,
+            },
         )
         length = 8192 if seq_len is None else seq_len
         mask = mask_flags.build(length, length)
@@ -91,6 +107,30 @@ def plan(
     if seq_len is None:
         hint = "undivided plan 1048576 --world 8, or undivided plan --nodes 2 --gpus 8"
         raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint)
+    if cached is not None:
+        refuse_together(
+            "--cached", {"--kv-len": kv_len, "--strategy": strategy, "--placement": placement, "--by-rank": by_rank}
+        )
+        steps = [
+            cached_step(
+                seq_len,
+                cached,
+                HEADS if heads is None else heads,
+                HEAD_DIM if head_dim is None else head_dim,
+                WORLD if world is None else world,
+                kv_heads=kv_heads,
+                value_dim=value_dim,
+                batch=1 if batch is None else batch,
+                dtype=DTYPES[dtype],
+                page_size=64 if page_size is None else page_size,
+                sharded=sharded,
+            )
+            for sharded in (False, True)
+        ]
+        _show_cached(steps, seq_len, cached, as_json)
+        return
+    if page_size is not None:
+        raise InputError("--page-size", "be given together with --cached", repr(page_size))
     result = make_plan(
         seq_len,
         HEADS if heads is None else heads,
@@ -111,6 +151,22 @@ def plan(
         print_json(_facts(result, by_rank))
     else:
         _show(result, f"{tflops:g} TFLOP/s and {gigabytes:g} GB/s per rank (--tflops, --gigabytes)", by_rank)
+
+
+def _show_cached(steps: list[CachedStep], new: int, cached: int, as_json: bool) -> None:
+    """Print what a step of generation sends, with all new tokens on every rank and with a part of them."""
+    if as_json:
+        print_json([asdict(step) | {"sent": step.sent} for step in steps])
+        return
+    screen = console()
+    screen.print(Text(f"{new:,} new tokens per sequence over {cached:,} cached; one layer", "bold"))
+    made = table("new tokens on a rank", "queries", "keys, values", "results", "sent", "cache")
+    for step in steps:
+        sizes = (step.queries, step.keys, step.results, step.sent, step.cache)
+        made.add_row("its part (sharded=True)" if step.sharded else "all", *(human(size, "B") for size in sizes))
+    print_table(screen, made, indent=0)
+    legend = "sent: by the rank that sends the most. cache: keys and values on the rank that holds the most."
+    screen.print(Padding(Text(legend, "dim"), (1, 0, 0, 0)))
 
 
 def _refuse_cluster_options(cluster: ClusterFlags, model: ModelFlags) -> None:

@@ -109,4 +109,4 @@ def own_part(parameter: Any) -> Any:
     Blocks compute with plain tensors and send by `TensorRanks`, whose errors name the step and the failed rank. DTensor
     would communicate on its own in the backward pass, where nothing of ours could add the names.
     """
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return parameter.to_local() if hasattr(type(parameter), "to_local") else parameter
