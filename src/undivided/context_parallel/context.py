@@ -32,7 +32,7 @@ from undivided.context_parallel.exchange.handshake import SharedArguments, prepa
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.checks import checked_mask, draw_seed
@@ -87,7 +87,8 @@ class ContextParallel(ShardedTokens):
         world: int | None = None,
     ) -> None:
         if strategy not in STRATEGIES:
-            raise InputError("strategy", f"be one of {', '.join(map(repr, STRATEGIES))}", repr(strategy))
+            must = f"be one of {', '.join(map(repr, STRATEGIES))}"
+            raise InputError("strategy", must, repr(strategy), did_you_mean(strategy, STRATEGIES))
         if placement not in PLACEMENTS:
             raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}", repr(placement))
         self.strategy: Strategy = strategy
