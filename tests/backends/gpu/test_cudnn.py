@@ -16,6 +16,8 @@ import undivided
 from undivided import DotProductAttention, masks
 from undivided.backends import cudnn, reference
 from undivided.backends.cudnn import graph as _cudnn_graph
+from undivided.backends.cudnn import scores
+from undivided.backends.cudnn.graph import CudnnCall
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.call import Call
@@ -221,6 +223,16 @@ def test_cudnn_sinks(cudnn_module: FakeCudnn, mask: str) -> None:
     forward, backward = (graph.inputs for graph in cudnn_module.graphs)
     assert forward["sink_token"].given["dim"] == [1, 4, 1, 1]
     assert "sink_token" not in backward  # the statistics hold them
+
+
+@pytest.mark.parametrize("keys", [5, 128])
+def test_a_backward_call_has_no_sinks(keys: int) -> None:
+    """The inputs of a call become tensors of its graph: with keys that do not fill a tile, a sink came with them."""
+    q, k, v = tensors(3, keys)
+    call, given = call_of(q, k, v, layout="bshd", sinks=SINKS.clone(), device="cuda")
+    cudnn_call = CudnnCall.from_call(call, given, scores.extra(call, given))
+    assert cudnn_call.extra.keys() == {"sink"}
+    assert cudnn_call.for_backward().extra == {}
 
 
 def test_cudnn_sinks_with_documents_and_a_tail(cudnn_module: FakeCudnn) -> None:

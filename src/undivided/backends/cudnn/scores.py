@@ -30,12 +30,12 @@ _LOWEST = -(2.0**126)
 def extra(call: Call, tensors: Tensors) -> dict[str, Tensor]:
     """The graph's inputs besides q, k and v: bias and sink."""
     problem = call.problem
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     if tensors.bias is not None:
-        found["bias"] = _finite(tensors.bias)
+        inputs["bias"] = _finite(tensors.bias)
     if tensors.sinks is not None:
-        found["sink"] = tensors.sinks.to(lse_dtype(problem.dtype)).contiguous().view(1, -1, 1, 1)
-    return found
+        inputs["sink"] = tensors.sinks.to(lse_dtype(problem.dtype)).contiguous().view(1, -1, 1, 1)
+    return inputs
 
 
 def _finite(bias: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def sink_gradient(call: Call, tensors: Tensors, result: Result, grad_BSHD: Tenso
     lse."""
     assert tensors.sinks is not None
     lse = result.lse
-    taken = torch.sigmoid(tensors.sinks.to(lse.dtype).unsqueeze(-1) - lse)
+    share = torch.sigmoid(tensors.sinks.to(lse.dtype).unsqueeze(-1) - lse)
     change = (grad_BSHD.to(lse.dtype) * result.out).sum(-1).transpose(1, 2)
-    total = torch.where(lse == -torch.inf, 0.0, taken * change).sum((0, 2))
+    total = torch.where(lse == -torch.inf, 0.0, share * change).sum((0, 2))
     return -total.to(tensors.sinks.dtype)
