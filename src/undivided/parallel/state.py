@@ -113,7 +113,7 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
         ranks = layer.tensor_parallel.ranks
         if ranks is None:
             continue
-        divisions = _of_attention(layer) if isinstance(layer, MultiheadAttention) else _of_mlp(layer)
+        divisions = _attention_divisions(layer) if isinstance(layer, MultiheadAttention) else _mlp_divisions(layer)
         for name, axis, sizes in divisions:
             yield f"{prefix}{name}", axis, sizes, ranks
 
@@ -124,7 +124,7 @@ def _check_not_parallelized(module: torch.nn.Module) -> None:
         raise InputError("module", "have layers built with tp_group", "layers divided by parallelize", hint=_FULL)
 
 
-def _of_attention(layer: MultiheadAttention) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _attention_divisions(layer: MultiheadAttention) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     for child, block in layer.named_children():
         if isinstance(block, OutputLinear):
             yield f"{child}.weight", 1, (block.in_features,)
@@ -148,7 +148,7 @@ def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
     return sizes if layer.attention_type == "self" else sizes[:1]
 
 
-def _of_mlp(layer: TransformerLayer) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _mlp_divisions(layer: TransformerLayer) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     mlp = layer.layernorm_mlp
     features = mlp.fc2_weight.shape[1]
     rows = (features, features) if mlp.activation.gated else (features,)
