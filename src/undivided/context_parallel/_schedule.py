@@ -40,8 +40,8 @@ class Mesh:
     heads_world: int
 
     @staticmethod
-    def from_rank(strategy: Strategy, rank: int, ring_world: int, heads_world: int) -> Mesh:
-        """The coordinates of a rank. A mesh of one axis is the ring, or the heads for "all_to_all"."""
+    def from_rank(rank: int, ring_world: int, heads_world: int) -> Mesh:
+        """The coordinates of a rank in a mesh of this shape."""
         return Mesh(*divmod(rank, heads_world), ring_world, heads_world)
 
     @property

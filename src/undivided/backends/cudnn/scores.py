@@ -56,13 +56,13 @@ def fix_empty_rows(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Te
     return out, lse
 
 
-def statistics(call: Call, tensors: Tensors, result: Result) -> Tensor:
+def statistics(tensors: Tensors, result: Result) -> Tensor:
     """The statistics as cuDNN's backward reads them, [B, H, Sq]: sinks included, +inf in rows without keys."""
     lse = result.lse if tensors.sinks is None else gpu.with_sinks(result.lse, tensors.sinks)
     return gpu.for_kernel(lse)
 
 
-def sink_gradient(call: Call, tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:
+def sink_gradient(tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:
     """``-sum(p * (grad . out))`` over batch and rows, where p is the sink's share of a row: [H], summed in the dtype of
     lse."""
     assert tensors.sinks is not None

@@ -138,7 +138,6 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         tiles_b=strides(tables)[0],
         places=tables if places is None else places,
         places_b=0 if places is None else strides(places)[0],
-        kv_heads=problem.kv_heads,
         value_steps=value_steps,
         **axis_strides(q=q, k=inputs.k, v=inputs.v),
         **_paging(inputs),

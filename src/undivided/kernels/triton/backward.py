@@ -122,7 +122,7 @@ def rows_kernel(
                 keep = True
                 if DROPOUT:
                     keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
-                                DROPOUT == 2, BLOCK_M, BLOCK_N)
+                                DROPOUT == 2, BLOCK_N)
                 _, ds, allowed, rate, distance = score_gradient(
                     qk, gv, allowed, o_n[None, :], ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
                     key_at + b * key_at_b, keep, base2, f, d, g_lse, scale, softcap, survivor,
@@ -271,7 +271,7 @@ def keys_kernel(
                         keep = True
                         if DROPOUT:
                             keep = tl.trans(dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
-                                                 seed_value, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N))
+                                                 seed_value, threshold, DROPOUT == 2, BLOCK_N))
                         w, ds, allowed, rate, _ = score_gradient(
                             kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len,
                             (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :], bias_k,
@@ -360,7 +360,7 @@ def pairs_kernel(
             keep = True
             if DROPOUT:
                 keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
-                            DROPOUT == 2, BLOCK_M, BLOCK_N)
+                            DROPOUT == 2, BLOCK_N)
             _, ds, _, _, _ = score_gradient(
                 qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len,
                 (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None], bias_k,
