@@ -279,8 +279,8 @@ class ContextParallel(ShardedTokens):
         >>> simulate(1, lambda group: undivided.ContextParallel(group).process_groups())
         [[]]
         """
-        found = [axis.comm for axis in self._group_axes()]
-        return [comm.ranks for comm in found if isinstance(comm, ProcessGroup)]
+        communicators = [axis.comm for axis in self._group_axes()]
+        return [comm.ranks for comm in communicators if isinstance(comm, ProcessGroup)]
 
     def page_ranks(self) -> RanksOfPages:
         """The ranks as owners of pages, for ``InferenceParams(context_parallel=)`` and `ContextPagedKVCache`.

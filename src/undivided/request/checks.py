@@ -252,11 +252,11 @@ def _page_range(pages: Tensor) -> tuple[int, int]:
     if known is not None and known[0]() is pages and known[1] == version is not None:
         return known[2]
     lowest, highest = pages.aminmax()
-    found = int(lowest), int(highest)
+    page_range = int(lowest), int(highest)
     if len(_page_ranges) >= _MAX_PAGE_RANGES:
         _page_ranges.clear()
-    _page_ranges[id(pages)] = weakref.ref(pages), version, found
-    return found
+    _page_ranges[id(pages)] = weakref.ref(pages), version, page_range
+    return page_range
 
 
 def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:

@@ -41,8 +41,8 @@ class RanksOfPages:
         """See `PageRanks.agree`."""
 
         def prepared() -> tuple[T, SharedArguments]:
-            found = prepare()
-            return found, shared(found)
+            value = prepare()
+            return value, shared(value)
 
         return prepare_on_all_ranks(self._axes, self._check, prepared)
 
