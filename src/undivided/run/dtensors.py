@@ -294,13 +294,13 @@ def _axes(tensor: PlacedTensor, layout: Layout) -> Axes:
     """The axes of a tensor that follow those of q; None for one that it lacks or broadcasts."""
     if tensor.name in ("q", "k", "v"):
         return _AXES[layout]
-    found: dict[str, int | None] = {"batch": None, "heads": None, "sequence": None}
+    axes: dict[str, int | None] = {"batch": None, "heads": None, "sequence": None}
     for role, place in _AXES_FROM_THE_END[tensor.name].items():
         axis = len(tensor.shape) + place
         broadcast = tensor.name == "bias" and axis >= 0 and tensor.shape[axis] == 1
         if axis >= 0 and not broadcast and not (role == "batch" and layout == "thd"):
-            found[role] = axis
-    return found
+            axes[role] = axis
+    return axes
 
 
 def _part(

@@ -372,11 +372,11 @@ class Reference(Backend):
                 for g, o in zip(inner, _slices(block, call, outer), strict=True)
                 if g is not None and g.requires_grad and o is not None
             ]
-            found = leaf_gradients([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
-            sums.add(block, found[: len(leaves)])
-            layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
+            gradients = leaf_gradients([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
+            sums.add(block, gradients[: len(leaves)])
+            layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(gradients[len(leaves)])
             if for_grad_lse is not None:
-                for_grad_lse[where] = _or_zero(found[len(leaves) + 1])
+                for_grad_lse[where] = _or_zero(gradients[len(leaves) + 1])
         return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
 
 

@@ -139,7 +139,7 @@ def describe_sizes(**sizes: object) -> str:
 
 def describe_mask(mask: Mask) -> str:
     """A text that differs between different masks, except in values on a GPU and in what predicates compute."""
-    return mask.cached(("words",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
+    return mask.cached(("description",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
 
 
 def bit_sum(tensor: Tensor) -> int:

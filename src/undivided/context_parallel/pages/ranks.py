@@ -64,8 +64,8 @@ class RanksOfPages:
                     raise InputError(name, must, list(tensor.shape), hint=hint)
             return list(tensors.values())
 
-        def shared(found: list[Tensor]) -> dict[str, object]:
-            sizes = [(*t.shape[:axis], *t.shape[axis + 1 :], t.dtype) for t in found]
+        def shared(checked: list[Tensor]) -> dict[str, object]:
+            sizes = [(*t.shape[:axis], *t.shape[axis + 1 :], t.dtype) for t in checked]
             return {name: (layout, length, *size) for name, size in zip(tensors, sizes, strict=True)}
 
         return [self.unshard(tensor, axis, length) for tensor in self.agree(check, shared)]
