@@ -26,7 +26,7 @@ def _columns() -> list[tuple[str, Limits]]:
         if backend.name == "torch_flash":
             columns += [("`torch_flash` CPU", backend.limits), ("`torch_flash` CUDA", CUDA_FLASH)]
         elif backend.name == "flash_attn":
-            versions = ((2, flash_attn._2), (3, flash_attn._3), (4, flash_attn._4))
+            versions = ((2, flash_attn._VERSION_2), (3, flash_attn._VERSION_3), (4, flash_attn._VERSION_4))
             columns += [(f"`flash_attn` {number}", version.limits) for number, version in versions]
         else:
             columns.append((f"`{backend.name}`", backend.limits))

@@ -279,7 +279,7 @@ def placements() -> Picture:
 def balance() -> Picture:
     """Pairs by rank, for three placements and three masks."""
     world, length = 8, 1024
-    picture = Picture(760, 330, "Pairs by rank for three placements and three masks, on eight ranks")
+    picture = Picture(760, 352, "Pairs by rank for three placements and three masks, on eight ranks")
     offsets = [0, 300, 320, 410, 420, 820, 821, 941, 1024]
     rows = {
         "causal": masks.causal(),
@@ -304,7 +304,7 @@ def balance() -> Picture:
             picture.text(x, y + 82, f"largest / mean {max(pairs) / mean:.2f}", fill="soft", size=12)
             if row == 0:
                 picture.text(x, 20, placement, bold=True)
-    picture.text(110, 326, "One bar is one rank; the line is the mean.", fill="soft", size=12)
+    picture.text(110, 346, "One bar is one rank; the line is the mean.", fill="soft", size=12)
     return picture
 
 

@@ -35,7 +35,7 @@ def ratio(case: dict[str, Any]) -> float | None:
     return seconds["sdpa"] / seconds["undivided"] if seconds.get("sdpa") and seconds.get("undivided") else None
 
 
-def _themed(figure: Any, name: str) -> str:
+def _themed(figure: Any) -> str:
     """The SVG text of a figure, with the colours of the theme."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -86,7 +86,7 @@ def _bars(name: str, title: str, rows: list[tuple[str, float, bool]]) -> str:
         axis.set_title(title, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.1)
-        text = _themed(figure, name)
+        text = _themed(figure)
         plt.close(figure)
     return text
 
@@ -126,7 +126,7 @@ def _errors(name: str, report: str) -> str:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", linewidth=0.6)
         axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.45, 1.18), ncols=3)
-        text = _themed(figure, name)
+        text = _themed(figure)
         plt.close(figure)
     return text
 

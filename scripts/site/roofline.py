@@ -86,7 +86,7 @@ def _bars(name: str, heading: str, report: str) -> str:
         axis.set_title(heading, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=6)
-        text = _themed(figure, name)
+        text = _themed(figure)
         plt.close(figure)
     return text
 

@@ -70,8 +70,8 @@ class InputError(ValueError):
 
 
 def _rebuild_input_error(message: str, argument: str, hint: str | None, kind: Any = ValueError) -> InputError:
-    found: type[InputError] = _input_error_and(kind)
-    error = found.__new__(found)
+    combined: type[InputError] = _input_error_and(kind)
+    error = combined.__new__(combined)
     error.args = (message,)
     error.argument, error.hint = argument, hint
     return error

@@ -27,7 +27,7 @@ from undivided.verification.cases import CASES, Case
 
 STRATEGIES = ("ring", "all_gather", "all_to_all")
 FEATURES = (
-    "bias-full-given-bhsd-causal",
+    "bias-full-bhsd-causal",
     "bias-of-keys",
     "alibi-documents-thd",
     "sinks-causal-window-gqa",

@@ -290,13 +290,16 @@ def test_a_row_takes_only_what_it_sees_of_a_cache(cache: str, mask: str, run: st
         for token in (length - 1, length - 2, 3):
             v[0, :, token, ::3] = value
         k[:, :, length:] = math.nan
-        given = k, v
+        keys_and_values = k, v
         if cache in FORMATS:
             (k, options["k_scale"]), (v, options["v_scale"]) = (
                 (x.values, x.scale) for x in (quantize(x.nan_to_num(0, 0, 0), cache) for x in (k, v))
             )
             options["v_scale"][0, :, length - 2 :] = value
-            given = dequantize(k, options["k_scale"], torch.float64), dequantize(v, options["v_scale"], torch.float64)
+            keys_and_values = (
+                dequantize(k, options["k_scale"], torch.float64),
+                dequantize(v, options["v_scale"], torch.float64),
+            )
         arguments = [q, k, v]
         options["layout"] = "bhsd"
         if cache == "batch_invariant":
@@ -310,7 +313,7 @@ def test_a_row_takes_only_what_it_sees_of_a_cache(cache: str, mask: str, run: st
         out = out.transpose(1, 2) if cache == "pages" else out
         allowed = options["mask"].to_dense(2, heads, rows, keys)
         want, want_lse = row_by_row.attend(
-            q.double(), given[0].double(), given[1].double(), allowed, row_by_row.Options()
+            q.double(), keys_and_values[0].double(), keys_and_values[1].double(), allowed, row_by_row.Options()
         )
         # an infinite scale may give NaN instead of an infinity
         compare(f"out, {rows} rows, {value}, {dtype}", out, want, cache not in FORMATS, CLOSE[dtype])

@@ -108,9 +108,9 @@ def test_explorer_is_used_by_keyboard(page: str) -> None:
         grid = driver.find_element(By.CSS_SELECTOR, "[role=application]")
         grid.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
         reason = driver.find_element(By.CSS_SELECTOR, "[aria-label='Reason of the chosen pair']")
-        assert reason.text.startswith("Query 2, key 1: allowed.")
+        assert reason.text.startswith("Query 2, key 1: allowed by causal() and documents(")
         grid.send_keys(Keys.END)
-        assert "Query 2, key 11: hidden." in reason.text
+        assert "Query 2, key 11: hidden by causal()" in reason.text
         assert "after the query's own key" in reason.text
         code = driver.find_element(By.CSS_SELECTOR, ".mask-explorer pre").text
         assert "mask = masks.causal() & masks.documents([0, 3, 7, 12])" in code

@@ -17,7 +17,7 @@ from undivided.verification.plain_attention import plain as plain_attention
 
 
 @pytest.mark.parametrize(
-    "name", ["gqa-4", "value-head-wider", "scale-given", "softcap-20-causal", "bias-with-minus-infinity"]
+    "name", ["gqa-4", "value-head-wider", "scale-positive", "softcap-20-causal", "bias-with-minus-infinity"]
 )
 def test_the_oracle_equals_the_definition(name: str) -> None:
     """Against loops over pairs that share nothing with it, gradients by torch's autograd through the loops."""

@@ -116,10 +116,10 @@ def wrong_call(
     if len(arguments) > len(by_position):
         must = f"be given at most {len(by_position)} arguments by position"
         return InputError(text, must, len(arguments), _form(text, parameters)).as_also(TypeError)
-    given = {p.name for p in by_position[: len(arguments)]}
-    if repeated := sorted(given & options.keys()):
+    positional = {p.name for p in by_position[: len(arguments)]}
+    if repeated := sorted(positional & options.keys()):
         return InputError(repeated[0], "be given once", "a position and a keyword").as_also(TypeError)
-    missing = [name for name, p in named.items() if p.default is p.empty and name not in {*given, *options}]
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in {*positional, *options}]
     if not missing:
         return None
     meaning = _meaning(documented, missing[0])
@@ -169,12 +169,12 @@ def _meaning(documented: object, argument: str) -> str:
     """What a docstring says about an argument, on one line; empty if it says nothing."""
     lines = (inspect.getdoc(documented) or "").splitlines()
     for number, line in enumerate(lines):
-        found = re.match(r"(    )([\w, ]+): (.*)", line)
-        if found and argument in found[2].split(", "):
+        entry = re.match(r"    ([\w, ]+): (.*)", line)
+        if entry and argument in entry[1].split(", "):
             rest = []
             for following in lines[number + 1 :]:
                 if not following.startswith("        "):
                     break
                 rest.append(following.strip())
-            return textwrap.shorten(" ".join([found[3], *rest]), 200, placeholder=" ...")
+            return textwrap.shorten(" ".join([entry[2], *rest]), 200, placeholder=" ...")
     return ""

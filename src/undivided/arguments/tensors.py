@@ -117,15 +117,15 @@ def versions(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
 
 
 def _values(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
-    found: list[object] = []
+    state: list[object] = []
     for tensor in tensors:
         if not tensor.is_inference():
-            found.append(tensor._version)
+            state.append(tensor._version)
         elif type(tensor) is Tensor and readable(tensor) and _is_small_and_in_memory(tensor):
-            found.append(tensor.tolist())
+            state.append(tensor.tolist())
         else:
             return None
-    return tuple(found)
+    return tuple(state)
 
 
 def _is_small_and_in_memory(tensor: Tensor) -> bool:

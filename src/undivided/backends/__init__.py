@@ -30,8 +30,8 @@ def all_backends() -> tuple[Backend, ...]:
 @functools.cache
 def names_and_families() -> frozenset[str]:
     """Every string that ``backend=`` accepts."""
-    found = {word for backend in all_backends() for word in (backend.name, backend.family)}
-    return frozenset(found | set(FAMILY_ALIASES))
+    words = {word for backend in all_backends() for word in (backend.name, backend.family)}
+    return frozenset(words | set(FAMILY_ALIASES))
 
 
 def has_name(backend: Backend, word: str) -> bool:

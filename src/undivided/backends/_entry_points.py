@@ -50,14 +50,14 @@ def installed_backends(taken: Collection[str]) -> list[Backend]:
     Args:
         taken: the names of backends that exist already.
     """
-    found: dict[str, Backend] = {}
+    backends: dict[str, Backend] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
-        if entry.name in taken or entry.name in found:
+        if entry.name in taken or entry.name in backends:
             text = "the entry point %s = %s of %s is ignored: another backend has this name"
             logging.getLogger("undivided").warning(text, entry.name, entry.value, _package(entry))
         else:
-            found[entry.name] = _load(entry)
-    return list(found.values())
+            backends[entry.name] = _load(entry)
+    return list(backends.values())
 
 
 def _package(entry: EntryPoint) -> str:

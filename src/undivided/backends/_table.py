@@ -119,6 +119,6 @@ def _plain(machine: Machine, dtype: torch.dtype) -> Problem:
 def _version(backend: Backend, machine: Machine, available: bool) -> str | None:
     """The version of the first installed package that it needs; torch's version if it needs none."""
     for name, _, _ in backend.limits.packages:
-        if found := machine.version(name):
-            return f"{name} {format_version(found)}"
+        if version := machine.version(name):
+            return f"{name} {format_version(version)}"
     return f"torch {machine.torch}" if available else None

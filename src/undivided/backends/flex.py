@@ -133,9 +133,9 @@ class Flex(Backend):
             out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
         grad = gpu.clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
         outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
-        found = torch.autograd.grad(outputs, [tensor for _, tensor in leaf_tensors], grads)
+        leaf_gradients = torch.autograd.grad(outputs, [tensor for _, tensor in leaf_tensors], grads)
         gradients: list[Tensor | None] = [None] * 6
-        for (n, _), gradient in zip(leaf_tensors, found, strict=True):
+        for (n, _), gradient in zip(leaf_tensors, leaf_gradients, strict=True):
             gradients[n] = gradient
         return gradients
 

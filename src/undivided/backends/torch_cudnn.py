@@ -181,21 +181,21 @@ def _document_reasons(problem: Problem, machine: Machine) -> list[str]:
     """What PyTorch's operator cannot do for packed documents; lengths are compared with powers of two."""
     if problem.documents is None:
         return []
-    found, version = [], machine.version("torch")
+    reasons, version = [], machine.version("torch")
     if version is not None and version >= (2, 14):
-        found.append(f"packed documents with torch {format_version(version)} (its operator was read up to 2.13)")
+        reasons.append(f"packed documents with torch {format_version(version)} (its operator was read up to 2.13)")
     if "backward" in problem.features:
-        found.append(
+        reasons.append(
             "gradients of packed documents (PyTorch's operator uses the head size as the longest length: "
             "pytorch pull request 186142; the cudnn backend computes them)"
         )
     if problem.documents[0] > 32768:
-        found.append(f"documents={problem.documents[0]} (max 32768)")
+        reasons.append(f"documents={problem.documents[0]} (max 32768)")
     for name, tokens, heads in (("query", problem.q_len, problem.heads), ("key", problem.kv_len, problem.kv_heads)):
         most = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
         if tokens > most:
-            found.append(f"{name} length {tokens} (max {most}: PyTorch's offsets are int32)")
-    return found
+            reasons.append(f"{name} length {tokens} (max {most}: PyTorch's offsets are int32)")
+    return reasons
 
 
 BACKEND = TorchCudnn()

@@ -77,8 +77,9 @@ def measure(
         earlier: the cases of a report of the same machine, which is continued: they are not measured again, and count.
         step: called with the name of each problem before it starts.
 
-    >>> found = measure(2.0, "fp32-full-h8-16-d64")
-    >>> [sorted(entry.rates) for places in found.table.values() for entry in places.values()][:1]  # doctest: +SKIP
+    >>> measurement = measure(2.0, "fp32-full-h8-16-d64")
+    >>> places = [place for kind in measurement.table.values() for place in kind.values()]
+    >>> [sorted(place.rates) for place in places][:1]  # doctest: +SKIP
     [['native', 'torch_flash']]
     """
     start = time.monotonic()
@@ -88,13 +89,13 @@ def measure(
     )
     after = peak.arithmetic(torch.float32).measure()
     report = _report(cases)
-    found = ranks(report, source)
-    for reason, names in found.left_out.items():
+    measured = ranks(report, source)
+    for reason, names in measured.left_out.items():
         left_out["the backends' order changed between turns" if reason == "disturbed" else reason] += names
     return Measurement(
-        found.table,
+        measured.table,
         report,
-        sum(map(len, found.table.values())),
+        sum(map(len, measured.table.values())),
         {why: tuple(names) for why, names in left_out.items()},
         _wrong_results(cases),
         time.monotonic() - start,
@@ -123,12 +124,12 @@ def _timed_cases(
             continue
         for benchmark in group:  # the backward counts with its forward
             step(benchmark.name)
-            began = time.monotonic()
+            begin = time.monotonic()
             try:
                 cases.append(_case(benchmark, backends, clock))
             except Absent as why:
                 left_out[str(why)].append(benchmark.name)
-            clock.learn(benchmark, time.monotonic() - began)
+            clock.learn(benchmark, time.monotonic() - begin)
     return cases, left_out
 
 
@@ -142,7 +143,7 @@ def _wrong_results(cases: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def replaced(old: Table, new: Table, filter: str = "") -> Table:
-    """The old table with the new one in it, without what an earlier `measure` found on the same architecture.
+    """The old table with the new one in it, without what an earlier `measure` measured on the same architecture.
 
     With a filter only the entries of the same problems are replaced.
     """

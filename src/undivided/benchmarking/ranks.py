@@ -19,7 +19,7 @@ from undivided.selection.measured import Entry, Place, Run, Table
 
 __all__ = ["Ranks", "add", "describe_place", "ranks"]
 
-Case = Mapping[str, Any]
+TimedCase = Mapping[str, Any]
 BACKWARD = "-backward"
 """The suffix of the names of cases that time a backward alone."""
 
@@ -95,7 +95,7 @@ def _run(report: Mapping[str, Any], name: str) -> Run:
     return Run(report["when"], device, str(report["commit"]), machine["torch"], name)
 
 
-def _gather(cases: Sequence[Case]) -> tuple[dict[Place, list[Timing]], dict[str, list[str]]]:
+def _gather(cases: Sequence[TimedCase]) -> tuple[dict[Place, list[Timing]], dict[str, list[str]]]:
     """The timings at each place, and the names of the cases that are left out, by reason."""
     by_name = {case["name"]: case for case in cases}
     timings: dict[Place, list[Timing]] = defaultdict(list)
@@ -111,7 +111,7 @@ def _gather(cases: Sequence[Case]) -> tuple[dict[Place, list[Timing]], dict[str,
     return timings, left_out
 
 
-def _times(case: Case, cases: Mapping[str, Case]) -> dict[str, float] | str:
+def _times(case: TimedCase, cases: Mapping[str, TimedCase]) -> dict[str, float] | str:
     """The seconds by backend, or the reason why the case is left out."""
     if case.get("place") is None:
         return "the report does not name the problem or the architecture"
@@ -127,12 +127,12 @@ def _times(case: Case, cases: Mapping[str, Case]) -> dict[str, float] | str:
     return {name: time + also[name] for name, time in own.items() if name in also}
 
 
-def _sizes(case: Case) -> str:
+def _sizes(case: TimedCase) -> str:
     """The text of a problem without the features that it needs."""
     return str(case["problem"]).partition("; needs ")[0]
 
 
-def _right(case: Case) -> Iterator[tuple[str, float]]:
+def _right(case: TimedCase) -> Iterator[tuple[str, float]]:
     """(backend, seconds) of the library's own calls with a right result: their labels are names of backends."""
     for entry in case["entries"]:
         if entry["ok"] and "seconds" in entry and entry["name"] in ("undivided", entry["label"]):

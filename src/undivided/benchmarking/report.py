@@ -13,9 +13,9 @@ from undivided.errors import InputError
 
 __all__ = ["Cell", "Table", "markdown", "tables"]
 
-Report = Mapping[str, Any]
+BenchmarkReport = Mapping[str, Any]
 """The result of `execute`."""
-Case = Mapping[str, Any]
+TimedCase = Mapping[str, Any]
 """An entry of its "cases"."""
 
 TITLES = {
@@ -57,7 +57,7 @@ class Table:
         return tuple(name for name in self.columns[1:] if name not in ("goal", "worst"))
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: BenchmarkReport) -> list[Table]:
     """The tables of a report, one for every suite in it.
 
     Args:
@@ -91,7 +91,7 @@ def tables(report: Report) -> list[Table]:
     return result
 
 
-def markdown(report: Report) -> str:
+def markdown(report: BenchmarkReport) -> str:
     """The tables of a report as Markdown, after a line with the machine and the date.
 
     Args:
@@ -107,9 +107,9 @@ def markdown(report: Report) -> str:
     Traceback (most recent call last):
     undivided.errors.InputError: report must ...
     """
-    found = tables(report)  # checks the report
+    suites = tables(report)  # checks the report
     parts = [f"{headline(report)}\n"]
-    for table in found:
+    for table in suites:
         lines = [f"**{table.title}**", "", _line(table.columns)]
         lines.append(_line("--:" if name in table.numbers else "---" for name in table.columns))
         lines += [_line(f"**{cell.text}**" if cell.tone == "bad" else cell.text for cell in row) for row in table.rows]
@@ -118,7 +118,7 @@ def markdown(report: Report) -> str:
     return "\n".join(parts)
 
 
-def headline(report: Report) -> str:
+def headline(report: BenchmarkReport) -> str:
     """The machine, the versions and the date, in one line."""
     machine = report["machine"]
     isa = machine["native"] + (" (forced)" if machine["UNDIVIDED_ISA"] else "")
@@ -140,7 +140,7 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"
 
 
-def _case_table(suite: str, cases: Sequence[Case]) -> Table:
+def _case_table(suite: str, cases: Sequence[TimedCase]) -> Table:
     """The table of a suite of single problems."""
     others = dict.fromkeys(entry["name"] for case in cases for entry in case["entries"])
     others.pop("undivided", None)
@@ -161,13 +161,13 @@ def _short(name: str) -> str:
     return name.replace("onnxruntime", "onnx")
 
 
-def _contention_note(cases: Sequence[Case]) -> list[str]:
+def _contention_note(cases: Sequence[TimedCase]) -> list[str]:
     if any(case["rate"]["contended"] for case in cases):
         return ["~ other load on the machine disturbed every attempt."]
     return []
 
 
-def _row(case: Case, others: Iterable[str]) -> tuple[Cell, ...]:
+def _row(case: TimedCase, others: Iterable[str]) -> tuple[Cell, ...]:
     entries = {entry["name"]: entry for entry in case["entries"]}
     name = case["name"] + (" ~" if case["rate"]["contended"] else "")
     ours = entries.get("undivided", {})
@@ -188,7 +188,7 @@ def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
     return Cell(f"{entry['of_ours']:.2f}" if comparable else "")
 
 
-def _goals(case: Case) -> Cell:
+def _goals(case: TimedCase) -> Cell:
     goals = case.get("goals", ())
     texts = [f"{goal['wanted']:g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}" for goal in goals]
     good = all(goal["met"] for goal in goals)
@@ -204,9 +204,9 @@ def missed(goal: Mapping[str, Any]) -> str:
     return f"-{100 * goal['short']:.0f} %"
 
 
-def _small(suite: str, cases: Sequence[Case]) -> Table:
+def _small(suite: str, cases: Sequence[TimedCase]) -> Table:
     """One row for each dtype and direction; the problems furthest over their goal are listed."""
-    groups: dict[tuple[str, bool], list[Case]] = {}
+    groups: dict[tuple[str, bool], list[TimedCase]] = {}
     for case in cases:
         groups.setdefault((case["name"].partition("-")[0], case["backward"]), []).append(case)
     rows = []

@@ -119,8 +119,8 @@ def prefill(
         sixteen_bit: whether keys and values are of a 16-bit type.
 
     >>> rates = Rates(products=2.5e11, vectors=2.5e11)
-    >>> found = prefill([2048], 4, 128, 128, LEVELS["avx512"], rates, causal=False)
-    >>> f"{found.parts['products'] / found.seconds:.2f}", found.bound
+    >>> prediction = prefill([2048], 4, 128, 128, LEVELS["avx512"], rates, causal=False)
+    >>> f"{prediction.parts['products'] / prediction.seconds:.2f}", prediction.bound
     ('0.95', 'products')
     """
     width, rows = qk_dim + v_dim, level.rows[sixteen_bit]
@@ -209,17 +209,17 @@ def lines(report: Mapping[str, Any]) -> Iterator[Line]:
             continue
         used = case["rate"]["used"]
         if kind == "decode":
-            found = decode(case["bytes"], case["operations"], Rates(vectors, vectors, used))
+            predicted = decode(case["bytes"], case["operations"], Rates(vectors, vectors, used))
         else:
-            found = _prefill_of(benchmark, level, Rates(used, vectors, reads or math.inf))
+            predicted = _prefill_of(benchmark, level, Rates(used, vectors, reads or math.inf))
         peak = (case["bytes"] or case["operations"]) / used
-        yield Line(kind, case["name"], ours["seconds"], found, peak, case["rate"]["contended"])
+        yield Line(kind, case["name"], ours["seconds"], predicted, peak, case["rate"]["contended"])
 
 
 def _peak(report: Mapping[str, Any], what: str) -> float | None:
     """The median of the peaks whose name starts so; None if the report has none."""
-    found = [case["rate"]["used"] for case in report["cases"] if case["rate"].get("what", "").startswith(what)]
-    return statistics.median(found) if found else None
+    rates = [case["rate"]["used"] for case in report["cases"] if case["rate"].get("what", "").startswith(what)]
+    return statistics.median(rates) if rates else None
 
 
 def kind_of(benchmark: Benchmark) -> str | None:

@@ -26,7 +26,7 @@ from undivided.verification.sample import Sample, sample_of
 __all__ = ["Settings", "describe", "run", "run_small", "verify"]
 
 Entry = dict[str, Any]
-Case = dict[str, Any]
+TimedCase = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Settings:
         return self.watch or timing.stopwatch(self.device, self.clock)
 
 
-def run(benchmark: Benchmark, settings: Settings) -> Case:
+def run(benchmark: Benchmark, settings: Settings) -> TimedCase:
     """The case that a benchmark reports: its figures, as plain values for JSON.
 
     >>> from undivided.benchmarking.catalogue import benchmarks
@@ -129,7 +129,7 @@ def _participants(prepared: Prepared, settings: Settings) -> tuple[list[Competit
 
 def run_small(
     group: Sequence[Benchmark], settings: Settings, step: Callable[[str], None] = lambda _: None
-) -> list[Case]:
+) -> list[TimedCase]:
     """The cases of small benchmarks, timed between one pair of probes, because a probe takes longer than they do.
 
     step: called with the name of each benchmark before it is verified.
@@ -201,7 +201,7 @@ def _judge(competitor: Competitor, sample: Sample) -> Entry:
     return {"ok": all(x["ok"] for x in errors.values()) and bool(errors), "errors": errors}
 
 
-def describe(prepared: Prepared) -> Case:
+def describe(prepared: Prepared) -> TimedCase:
     """The fields of a case that describe its problem."""
     benchmark, problem = prepared.benchmark, prepared.problem
     return {
@@ -244,7 +244,7 @@ def _bytes_read(prepared: Prepared) -> int:
     return _pairs(prepared) // max(problem.q_len, 1) * row
 
 
-def _add_figures(case: Case, seconds: Mapping[str, float], benchmark: Benchmark) -> None:
+def _add_figures(case: TimedCase, seconds: Mapping[str, float], benchmark: Benchmark) -> None:
     """Add the figures to a case: seconds, rate, fraction of the peak, ratio to our time, results of the goals."""
     ours = seconds.get("undivided")
     work = case["bytes"] or case["operations"]
@@ -257,7 +257,7 @@ def _add_figures(case: Case, seconds: Mapping[str, float], benchmark: Benchmark)
     case["goals"] = list(_goals(case, benchmark)) if ours else []
 
 
-def _goals(case: Case, benchmark: Benchmark) -> list[dict[str, Any]]:
+def _goals(case: TimedCase, benchmark: Benchmark) -> list[dict[str, Any]]:
     goal, results = benchmark.goal, []
     entries = {entry["name"]: entry for entry in case["entries"] if "seconds" in entry}
     ours = entries["undivided"]

@@ -46,8 +46,8 @@ class Plan:
         quick: whether the run is a quick one.
 
     >>> from undivided.benchmarking import plan
-    >>> found = plan(["small"], quick=True)
-    >>> found.overhead, found.quick, found.steps > 0
+    >>> planned = plan(["small"], quick=True)
+    >>> planned.overhead, planned.quick, planned.steps > 0
     (False, True, True)
     """
 

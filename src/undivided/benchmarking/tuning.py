@@ -70,10 +70,10 @@ def tune(
         for width in widths:
             for work in _passes(device, dtype, width, length):
                 step(f"{work.name} {dtype_name(dtype)} head size {width}")
-                tried = candidates
-                if tried is None:
-                    tried = config.candidates(work.name, architecture(torch.device(device)))
-                yield _fastest(work, dtype.itemsize, width, tried, turns)
+                tiles = candidates
+                if tiles is None:
+                    tiles = config.candidates(work.name, architecture(torch.device(device)))
+                yield _fastest(work, dtype.itemsize, width, tiles, turns)
 
 
 def _passes(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator[Pass]:
@@ -114,10 +114,10 @@ def _fastest(work: Pass, itemsize: int, width: int, candidates: tuple[Config, ..
     for tile in candidates:
         with config.trial(work.name, tile):
             try:
-                answer = work.run()
+                result = work.run()
             except Exception:  # too much shared memory, too many registers, a shape that Triton refuses
                 continue
-            if not all(_agree(a, b) for a, b in zip(answer, right, strict=True)):
+            if not all(_are_close(a, b) for a, b in zip(result, right, strict=True)):
                 continue
             tried += 1
             taken = _seconds(work.run, turns)
@@ -126,7 +126,7 @@ def _fastest(work: Pass, itemsize: int, width: int, candidates: tuple[Config, ..
     return TuneResult(work.name, itemsize, width, best, seconds, before, tried)
 
 
-def _agree(a: Tensor, b: Tensor) -> bool:
+def _are_close(a: Tensor, b: Tensor) -> bool:
     """Whether two results agree within a few roundings: other tiles sum in another order."""
     scale = b.float().abs().max().clamp(min=1e-6)
     return bool((a.float() - b.float()).abs().max() <= 8 * torch.finfo(b.dtype).eps * scale)

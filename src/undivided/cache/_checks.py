@@ -36,8 +36,8 @@ def checked_tokens(
     for name, tensor, dim in ((k_name, k, heads.head_dim), (v_name, v, heads.value_dim)):
         check_tensor(name, tensor)
         if tensor.dim() == _layout.rank(layout):
-            found = _layout.sizes(tensor.shape, layout)
-            if found[0] == (1 if layout == "thd" else batch) and found[2:] == (heads.kv_heads, dim):
+            sizes = _layout.sizes(tensor.shape, layout)
+            if sizes[0] == (1 if layout == "thd" else batch) and sizes[2:] == (heads.kv_heads, dim):
                 _check_dtype_and_device(name, tensor, heads.dtype, device)
                 continue
         must = f"have shape {expected.format(dim=dim)} in {layout!r}"

@@ -15,7 +15,8 @@ def rank_mesh(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
     """The mesh coordinates of a rank without a group, which are enough to shard."""
     if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
         raise InputError("rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}")
-    return Mesh.from_rank(strategy, rank, *((1, world) if strategy == "all_to_all" else (world, 1)))
+    ring_world, heads_world = (1, world) if strategy == "all_to_all" else (world, 1)
+    return Mesh.from_rank(rank, ring_world, heads_world)
 
 
 def group_axes(group: Any, strategy: Strategy) -> tuple[Communicator, Communicator]:

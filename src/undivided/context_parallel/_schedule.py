@@ -40,8 +40,8 @@ class Mesh:
     heads_world: int
 
     @staticmethod
-    def from_rank(strategy: Strategy, rank: int, ring_world: int, heads_world: int) -> Mesh:
-        """The coordinates of a rank. A mesh of one axis is the ring, or the heads for "all_to_all"."""
+    def from_rank(rank: int, ring_world: int, heads_world: int) -> Mesh:
+        """The coordinates of a rank in a mesh of this shape."""
         return Mesh(*divmod(rank, heads_world), ring_world, heads_world)
 
     @property
@@ -86,13 +86,15 @@ class Ranks:
         self, form: NormalForm, placement: Placement, shape: tuple[int, int], heads: int, kv_heads: int
     ) -> None:
         device = form.ranges.device
-        self.ring, self.group_size = shape
+        self.ring_world, self.group_size = shape
         self._heads = heads, kv_heads
         self.rows = [part.to(device) for part in placement.q]
         self.keys = self.rows if placement.kv is placement.q else [part.to(device) for part in placement.kv]
-        self.group_rows = [self._positions(self.rows, place) for place in range(self.ring)]
+        self.group_rows = [self._positions(self.rows, place) for place in range(self.ring_world)]
         same = self.keys is self.rows
-        self.group_keys = self.group_rows if same else [self._positions(self.keys, place) for place in range(self.ring)]
+        self.group_keys = (
+            self.group_rows if same else [self._positions(self.keys, place) for place in range(self.ring_world)]
+        )
         self._pairs = row_pairs(form) if self.group_size > 1 else None
         self._work: dict[int, Tensor] = {}
 

@@ -32,7 +32,7 @@ from undivided.context_parallel.exchange.handshake import SharedArguments, prepa
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.checks import checked_mask, draw_seed
@@ -87,7 +87,8 @@ class ContextParallel(ShardedTokens):
         world: int | None = None,
     ) -> None:
         if strategy not in STRATEGIES:
-            raise InputError("strategy", f"be one of {', '.join(map(repr, STRATEGIES))}", repr(strategy))
+            must = f"be one of {', '.join(map(repr, STRATEGIES))}"
+            raise InputError("strategy", must, repr(strategy), did_you_mean(strategy, STRATEGIES))
         if placement not in PLACEMENTS:
             raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}", repr(placement))
         self.strategy: Strategy = strategy
@@ -278,8 +279,8 @@ class ContextParallel(ShardedTokens):
         >>> simulate(1, lambda group: undivided.ContextParallel(group).process_groups())
         [[]]
         """
-        found = [axis.comm for axis in self._group_axes()]
-        return [comm.ranks for comm in found if isinstance(comm, ProcessGroup)]
+        communicators = [axis.comm for axis in self._group_axes()]
+        return [comm.ranks for comm in communicators if isinstance(comm, ProcessGroup)]
 
     def page_ranks(self) -> RanksOfPages:
         """The ranks as owners of pages, for ``InferenceParams(context_parallel=)`` and `ContextPagedKVCache`.

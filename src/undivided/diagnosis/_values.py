@@ -29,15 +29,15 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 def observed(text: str) -> dict[str, str]:
     """The versions, sizes and shapes in a text, by name."""
-    found: dict[str, Sequence[str]] = {
+    values: dict[str, Sequence[str]] = {
         name: re.findall(pattern, text, re.IGNORECASE) for name, pattern in _VERSIONS.items()
     }
-    found["cuDNN"] = [version] if (version := cudnn(text)) else []
-    found["compute capability"] = [_capability(word) for word in _CAPABILITY.findall(text)]
-    found["length"] = [str(n) for n in lengths(text)]
-    found["head size"] = _HEAD_SIZE.findall(text)
-    found["shape"] = [f"[{shape}]" for shape in _SHAPE.findall(text)]
-    return {name: ", ".join(dict.fromkeys(words)) for name, words in found.items() if words}
+    values["cuDNN"] = [version] if (version := cudnn(text)) else []
+    values["compute capability"] = [_capability(word) for word in _CAPABILITY.findall(text)]
+    values["length"] = [str(n) for n in lengths(text)]
+    values["head size"] = _HEAD_SIZE.findall(text)
+    values["shape"] = [f"[{shape}]" for shape in _SHAPE.findall(text)]
+    return {name: ", ".join(dict.fromkeys(words)) for name, words in values.items() if words}
 
 
 def lengths(text: str) -> list[int]:
@@ -61,21 +61,21 @@ def _capability(word: str) -> str:
 
 def alignment(match: re.Match[str], text: str) -> list[str]:
     """Whether lengths fit cuDNN and context parallelism, and the reasons in the debug log."""
-    version, said = cudnn(text), []
+    version, facts = cudnn(text), []
     old = version is not None and int(version.split(".")[0]) < 9
     for length in lengths(text):
         over = length % 64
         if over and old:
-            said.append(
+            facts.append(
                 f"Length {length} is {over} over a multiple of 64 (the next is {length + 64 - over}): "
                 f"cuDNN {version} refuses it, 9.0 and later take any length."
             )
         elif over and version is None:
-            said.append(
+            facts.append(
                 f"Length {length} is {over} over a multiple of 64 (the next is {length + 64 - over}): "
                 "cuDNN before 9.0 refuses it."
             )
-    return said + _per_rank(text) + debug_log(match, text)
+    return facts + _per_rank(text) + debug_log(match, text)
 
 
 def ranks(match: re.Match[str], text: str) -> list[str]:
@@ -115,8 +115,8 @@ def kernel_warnings(match: re.Match[str], text: str) -> list[str]:
 
 def operator_reasons(match: re.Match[str], text: str) -> list[str]:
     """The reasons of xFormers, one per operator."""
-    found = re.findall(r"`(\w+)(?:@[\w.+-]+)?` is not supported because: (.*?)(?= `\w+(?:@\S+)?` is not|$)", text)
-    return [f"{name}: {' '.join(why.split())[:150]}" for name, why in found][:8]
+    reasons = re.findall(r"`(\w+)(?:@[\w.+-]+)?` is not supported because: (.*?)(?= `\w+(?:@\S+)?` is not|$)", text)
+    return [f"{name}: {' '.join(why.split())[:150]}" for name, why in reasons][:8]
 
 
 def heads(match: re.Match[str], text: str) -> list[str]:
@@ -138,13 +138,13 @@ def mask_sizes(match: re.Match[str], text: str) -> list[str]:
 
 def head_size(match: re.Match[str], text: str) -> list[str]:
     """Which limit of flash-attn the head sizes exceed."""
-    said = []
+    facts = []
     for size in dict.fromkeys(int(n) for n in _HEAD_SIZE.findall(text)):
         if size > 256:
-            said.append(f"Head size {size} is over flash-attn's 256.")
+            facts.append(f"Head size {size} is over flash-attn's 256.")
         if size % 8:
-            said.append(f"Head size {size} is {size % 8} over a multiple of 8 (the next is {size + 8 - size % 8}).")
-    return said
+            facts.append(f"Head size {size} is {size % 8} over a multiple of 8 (the next is {size + 8 - size % 8}).")
+    return facts
 
 
 def allocation(match: re.Match[str], text: str) -> list[str]:
@@ -161,10 +161,11 @@ def allocation(match: re.Match[str], text: str) -> list[str]:
 
 def ours_hint(match: re.Match[str], text: str) -> list[str]:
     """The HINT and the message of one of our own errors."""
-    found = re.search(r"InputError: (.*?)(?: HINT: (.*?))?(?= \w+(?:\.\w+)*(?:Error|Exception): | Traceback|$)", text)
-    if found is None:
+    error = re.search(r"InputError: (.*?)(?: HINT: (.*?))?(?= \w+(?:\.\w+)*(?:Error|Exception): | Traceback|$)", text)
+    if error is None:
         return []
-    return [f"It says: {found[1]}."] + ([f"Its HINT: {found[2]}."] if found[2] else [])
+    message, hint = error.groups()
+    return [f"It says: {message}."] + ([f"Its HINT: {hint}."] if hint else [])
 
 
 def symbol(match: re.Match[str], text: str) -> list[str]:

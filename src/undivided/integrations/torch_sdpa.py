@@ -97,19 +97,19 @@ def replace_sdpa() -> Replacement:
 
 
 _active: list[Replacement] = []
-_pytorchs: Any = functional.scaled_dot_product_attention
+_pytorch_sdpa: Any = functional.scaled_dot_product_attention
 """PyTorch's function, for calls that are not ours. Read once, because a later replacement may call ours."""
-_before: Any = None
-_fast_path_before = True
+_previous: Any = None
+_previous_fast_path = True
 
 
 def _install(handle: Replacement) -> None:
-    global _before, _fast_path_before
+    global _previous, _previous_fast_path
     if not _active:
-        _fast_path_before = torch.backends.mha.get_fastpath_enabled()
+        _previous_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
     if functional.scaled_dot_product_attention is not _replacement:
-        _before = functional.scaled_dot_product_attention
+        _previous = functional.scaled_dot_product_attention
         functional.scaled_dot_product_attention = _replacement
     _builtins._register_builtin(_replacement, "aten::scaled_dot_product_attention")  # for torch.jit.script
     _active.append(handle)
@@ -119,10 +119,10 @@ def _remove(handle: Replacement) -> None:
     _active[:] = [other for other in _active if other is not handle]
     if _active:
         return
-    torch.backends.mha.set_fastpath_enabled(_fast_path_before)
+    torch.backends.mha.set_fastpath_enabled(_previous_fast_path)
     _builtins._get_builtin_table().pop(id(_replacement))
     if functional.scaled_dot_product_attention is _replacement:
-        functional.scaled_dot_product_attention = _before
+        functional.scaled_dot_product_attention = _previous
 
 
 def _replacement(
@@ -151,7 +151,9 @@ def _replacement(
             enable_gqa=enable_gqa,
         )
     if not _serve(query, key, value):
-        out: Tensor = _pytorchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        out: Tensor = _pytorch_sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         return out
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

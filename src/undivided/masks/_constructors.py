@@ -368,7 +368,8 @@ def _side(argument: str, value: int | None) -> int | None:
         return None
     side = as_integer(argument, value)
     if side < -1:
-        raise InputError(argument, "be at least 0, or None (or -1) for an unbounded side", side)
+        hint = "window(3, 0) is the query's own key and the 3 keys before it"
+        raise InputError(argument, "be at least 0, or None (or -1) for an unbounded side", side, hint)
     return None if side == -1 else min(side, INT32_MAX)
 
 

@@ -48,27 +48,27 @@ class MaskFields(DerivedValues):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor of the mask once, in the order of ``flatten``."""
-        known = self.__dict__.get("_tensors")
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        found: list[Tensor] = []
+        cached = self.__dict__.get("_tensors")
+        if cached is not None:
+            return cached  # type: ignore[no-any-return]
+        tensors: list[Tensor] = []
         for part in self.parts:
             for tensor in part.tensors:
-                if not any(tensor is other for other in found):
-                    found.append(tensor)
+                if not any(tensor is other for other in tensors):
+                    tensors.append(tensor)
         if not torch.compiler.is_compiling():
-            self.__dict__["_tensors"] = tuple(found)
-        return tuple(found)
+            self.__dict__["_tensors"] = tuple(tensors)
+        return tuple(tensors)
 
     @property
     def has_dispatch(self) -> bool:
         """Whether a tensor of the mask is of a class with ``__torch_dispatch__``."""
-        known = self.__dict__.get("_has_dispatch")
-        if known is None:
-            known = any(map(has_dispatch, self.tensors))
+        cached = self.__dict__.get("_has_dispatch")
+        if cached is None:
+            cached = any(map(has_dispatch, self.tensors))
             if not torch.compiler.is_compiling():
-                self.__dict__["_has_dispatch"] = known
-        return bool(known)
+                self.__dict__["_has_dispatch"] = cached
+        return bool(cached)
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -82,12 +82,12 @@ class MaskFields(DerivedValues):
     @property
     def structure(self) -> Structure:
         """The mask without its tensors; kernels are selected by it."""
-        found = self.__dict__.get("_structure")
-        if found is None:
+        structure = self.__dict__.get("_structure")
+        if structure is None:
             detail = tuple(part_detail(part) for part in self.parts)
-            found = Structure(self.align, self.left, self.right, self.kinds, detail)
-            self.__dict__["_structure"] = found
-        return found
+            structure = Structure(self.align, self.left, self.right, self.kinds, detail)
+            self.__dict__["_structure"] = structure
+        return structure
 
     @property
     def document_sizes(self) -> tuple[int, int | None, int | None] | None:
@@ -149,9 +149,9 @@ class MaskFields(DerivedValues):
             if now is None:
                 return build(*arguments)
         memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
-        found = memory.get(key)
-        if found is not None and found[0] == now:
-            return found[1]
+        cached = memory.get(key)
+        if cached is not None and cached[0] == now:
+            return cached[1]
         result = build(*arguments)
         memory[key] = (now, result)
         if len(memory) > RESULTS_PER_MASK:

@@ -91,6 +91,7 @@ class Lengths(Part):
             hint = "masks.documents(cu_seqlens), where cu_seqlens are the cumulative lengths"
             raise InputError(call.argument, "describe packed tokens by documents", "lengths", hint)
         check_entries(call, "lengths", self.kv, call.batch, "batch elements")
+        hint = "lengths are numbers of tokens, one for each batch element; cumulative lengths go to masks.documents"
         for side, length, start, limit in (
             ("kv", self.kv, self.kv_start, call.kv_len),
             ("q", self.q, self.q_start, call.q_len),
@@ -106,6 +107,7 @@ class Lengths(Part):
                     call.argument,
                     f"have lengths({what}) of at most {limit}, the {side} length of the call",
                     int(end.max()),
+                    hint if start is None else None,
                 )
 
 
@@ -195,7 +197,8 @@ class Documents(Part):
             return
         end = int(offsets[-1])
         if end > tokens:
-            raise InputError(argument, f"have {name}[-1] of at most {tokens}, the {side} tokens", end)
+            hint = "the last offset is the number of tokens: documents of 3 and 7 tokens are [0, 3, 10]"
+            raise InputError(argument, f"have {name}[-1] of at most {tokens}, the {side} tokens", end, hint)
         if end < tokens and total is None:
             raise InputError(
                 argument,

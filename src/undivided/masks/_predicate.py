@@ -125,11 +125,11 @@ def _attributes(value: object, names: frozenset[str]) -> list[object]:
     own = [getattr(value, "__dict__", {})]
     if isinstance(value, torch.nn.Module):
         own += [value._buffers, value._parameters, value._modules]
-    found = [attributes[name] for attributes in own for name in names if name in attributes]
+    values = [attributes[name] for attributes in own for name in names if name in attributes]
     called = "forward" if isinstance(value, torch.nn.Module) else "__call__"
     for name in (*names, called):
         member = getattr(type(value), name, None)
         member = member.fget if isinstance(member, property) else member
         if isinstance(member, FunctionType):
-            found.append(MethodType(member, value))
-    return found
+            values.append(MethodType(member, value))
+    return values

@@ -91,7 +91,7 @@ def mask(
     params: InferenceParams,
 ) -> Mask:
     """The mask of the new tokens and the cached keys."""
-    _check_offsets(arguments, inputs, params)
+    _check_offsets(arguments, params)
     if kind.bottom_right is None and bottom_right is False:
         hint = "new tokens are the last of their sequences"
         raise InputError("bottom_right_diagonal", "not be False with inference_params", False, hint=hint)
@@ -104,7 +104,7 @@ def mask(
     return diagonal
 
 
-def _check_offsets(arguments: SequenceArguments, inputs: Inputs, params: InferenceParams) -> None:
+def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> None:
     """Raise InputError for offsets that differ from the lengths of the cache."""
     for name, offsets in arguments.offsets.items():
         sequences.check_offsets(name, offsets)

@@ -48,10 +48,10 @@ def max_logit(
         spec, tensors = mask.flatten()
         # detached, because the operator has no derivative
         bias, alibi_slopes = (None if t is None else t.detach() for t in (bias, alibi_slopes))
-        found: Tensor = torch.ops.undivided.max_logit(
+        compiled: Tensor = torch.ops.undivided.max_logit(
             q.detach(), k.detach(), bias, alibi_slopes, tensors, spec, layout, scale, softcap
         )
-        return found
+        return compiled
     with torch.no_grad():
         inputs, options = Tensors(q, k, k, bias, None, alibi_slopes), Options(layout, mask, scale, softcap)
         call, inputs = normalise(Request(inputs, options))

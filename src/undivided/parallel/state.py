@@ -112,14 +112,14 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
         prefix = f"{prefix}." if prefix else ""
         if not isinstance(layer, _LAYERS) or layer.tensor_parallel.is_parallelized:
             continue
-        divided = list(_divided(layer))
-        if not divided:
+        own = list(_own_divisions(layer))
+        if not own:
             continue
         layer.tensor_parallel.check_ranks()
         ranks = layer.tensor_parallel.ranks
         if ranks is None:
             continue
-        for name, axis, sizes in divided:
+        for name, axis, sizes in own:
             yield f"{prefix}{name}", axis, sizes, ranks
 
 
@@ -129,17 +129,17 @@ def _check_not_parallelized(module: torch.nn.Module) -> None:
         raise InputError("module", "have layers built with tp_group", "layers divided by parallelize", hint=_FULL)
 
 
-def _divided(layer: DotProductAttention | MultiheadAttention | TransformerLayer) -> Iterator[_Own]:
+def _own_divisions(layer: DotProductAttention | MultiheadAttention | TransformerLayer) -> Iterator[_Own]:
     """What a layer has besides the layers in it."""
     if isinstance(layer, MultiheadAttention):
-        yield from _of_projections(layer)
+        yield from _projection_divisions(layer)
     elif isinstance(layer, TransformerLayer):
-        yield from _of_mlp(layer)
+        yield from _mlp_divisions(layer)
     elif isinstance(layer.softmax_offset, torch.nn.Parameter):
         yield "softmax_offset", 0, (layer.heads.q,)
 
 
-def _of_projections(layer: MultiheadAttention) -> Iterator[_Own]:
+def _projection_divisions(layer: MultiheadAttention) -> Iterator[_Own]:
     for child, block in layer.named_children():
         if isinstance(block, OutputLinear):
             yield f"{child}.weight", 1, (block.in_features,)
@@ -161,7 +161,7 @@ def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
     return sizes if layer.attention_type == "self" else sizes[:1]
 
 
-def _of_mlp(layer: TransformerLayer) -> Iterator[_Own]:
+def _mlp_divisions(layer: TransformerLayer) -> Iterator[_Own]:
     mlp = layer.layernorm_mlp
     features = mlp.fc2_weight.shape[1]
     rows = (features, features) if mlp.activation.gated else (features,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from undivided._units import span
-from undivided.benchmarking.report import Case, Cell, Report, Table, tables
+from undivided.benchmarking.report import BenchmarkReport, Cell, Table, TimedCase, tables
 from undivided.benchmarking.timing import DRIFT
 
 RULE = (
@@ -48,7 +48,7 @@ class Change:
         return "faster" if self.ratio < 1 else "slower"
 
 
-def changes(old: Report, new: Report) -> list[Change]:
+def changes(old: BenchmarkReport, new: BenchmarkReport) -> list[Change]:
     """The change of every case that both reports timed.
 
     Args:
@@ -66,7 +66,7 @@ def changes(old: Report, new: Report) -> list[Change]:
     for report in (old, new):
         tables(report)  # checks the report
     before = {(case["suite"], case["name"]): case for case in old["cases"]}
-    found = []
+    common = []
     for case in new["cases"]:
         earlier = before.get((case["suite"], case["name"]))
         times = _times(case), _times(earlier) if earlier else {}
@@ -79,11 +79,11 @@ def changes(old: Report, new: Report) -> list[Change]:
         noise = max([DRIFT, *moved, _drift(case), _drift(earlier)])
         disturbed = case["rate"]["contended"] or earlier["rate"]["contended"]
         name = f"{case['suite']}/{case['name']}"
-        found.append(Change(name, then["undivided"], now["undivided"], noise, disturbed))
-    return found
+        common.append(Change(name, then["undivided"], now["undivided"], noise, disturbed))
+    return common
 
 
-def comparison(old: Report, new: Report) -> Table:
+def comparison(old: BenchmarkReport, new: BenchmarkReport) -> Table:
     """The changes beyond noise as a table, with what else differs between the two runs as notes.
 
     Args:
@@ -95,8 +95,8 @@ def comparison(old: Report, new: Report) -> Table:
     Raises:
         InputError: one of the two is not a report of this version.
     """
-    found = changes(old, new)
-    counted = [change for change in found if change.verdict in ("faster", "slower")]
+    common = changes(old, new)
+    counted = [change for change in common if change.verdict in ("faster", "slower")]
     counted.sort(key=lambda change: change.factor, reverse=True)
     rows = tuple(
         (
@@ -108,31 +108,31 @@ def comparison(old: Report, new: Report) -> Table:
         )
         for change in counted
     )
-    verdicts = [change.verdict for change in found]
+    verdicts = [change.verdict for change in common]
     totals = ", ".join(f"{verdicts.count(word)} {word}" for word in ("faster", "slower", "same", "disturbed"))
-    notes = [f"{len(found)} cases in both reports: {totals}.", RULE]
+    notes = [f"{len(common)} cases in both reports: {totals}.", RULE]
     if different := _conditions(old, new):
         notes.insert(1, f"The runs differ in more than the library: {'; '.join(different)}.")
     return Table("Changes beyond noise", ("case", "old", "new", "change", "noise"), rows, tuple(notes))
 
 
-def _times(case: Case) -> dict[str, float]:
+def _times(case: TimedCase) -> dict[str, float]:
     return {entry["name"]: entry["seconds"] for entry in case["entries"] if entry.get("seconds")}
 
 
-def _ours(case: Case) -> set[str]:
+def _ours(case: TimedCase) -> set[str]:
     """The names of our backends that were timed in addition; their code may have changed."""
     others = ("sdpa", "math", "onnxruntime", "flex")
     return {entry["name"] for entry in case["entries"] if entry["name"] not in others}
 
 
-def _drift(case: Case) -> float:
+def _drift(case: TimedCase) -> float:
     rate = case["rate"]
     if not rate.get("before") or not rate.get("after"):
         return 0.0
     return float(max(rate["before"], rate["after"]) / min(rate["before"], rate["after"]) - 1)
 
 
-def _conditions(old: Report, new: Report) -> list[str]:
+def _conditions(old: BenchmarkReport, new: BenchmarkReport) -> list[str]:
     then, now = old["machine"], new["machine"]
     return [f"{name} {then.get(name)} and {now.get(name)}" for name in CONDITIONS if then.get(name) != now.get(name)]

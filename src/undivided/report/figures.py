@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from undivided.benchmarking.report import Report
+from undivided.benchmarking.report import BenchmarkReport
 
 SIZES = re.compile(r"(q|kv) ([0-9]+(?:x[0-9]+)+)(?: \(([BSHDT](?:x[BSHDT])+)\))?(?:, v dim (\d+))?")
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -34,9 +34,9 @@ class Point:
         return re.sub(rf"-{self.length}(?=-|$)", "", self.case)
 
 
-def points(report: Report) -> list[Point]:
+def points(report: BenchmarkReport) -> list[Point]:
     """A point for every timed competitor of every case whose problem names its sizes."""
-    found = []
+    timed = []
     for case in report["cases"]:
         sizes = _sizes(case["problem"])
         dtype = next((name for name in BYTES if re.search(rf"\b{name}\b", case["problem"])), None)
@@ -50,33 +50,33 @@ def points(report: Report) -> list[Point]:
                 intensity = case["operations"] / max(moved, 1)
                 disturbed = bool(case["rate"]["contended"])
                 point = Point(case["suite"], case["name"], entry["name"], dtype, length, rate, intensity, disturbed)
-                found.append(point)
-    return found
+                timed.append(point)
+    return timed
 
 
 def _sizes(problem: str) -> tuple[int, int] | None:
     """(keys, elements of q, k, v and the output), from the text of a problem."""
-    found = {match[1]: match for match in SIZES.finditer(problem)}
-    if "q" not in found or not found["q"][3]:
+    sizes = {match[1]: match for match in SIZES.finditer(problem)}
+    if "q" not in sizes or not sizes["q"][3]:
         return None
-    axes = found["q"][3].split("x")
-    q: dict[str, int] = dict(zip(axes, map(int, found["q"][2].split("x")), strict=False))
-    kv: dict[str, int] = dict(zip(axes, map(int, found["kv"][2].split("x")), strict=False)) if "kv" in found else q
+    axes = sizes["q"][3].split("x")
+    q: dict[str, int] = dict(zip(axes, map(int, sizes["q"][2].split("x")), strict=False))
+    kv: dict[str, int] = dict(zip(axes, map(int, sizes["kv"][2].split("x")), strict=False)) if "kv" in sizes else q
     return kv.get("S", kv.get("T", 0)), 2 * math.prod(q.values()) + 2 * math.prod(kv.values())
 
 
-def ratios(report: Report) -> dict[str, dict[str, list[float]]]:
+def ratios(report: BenchmarkReport) -> dict[str, dict[str, list[float]]]:
     """Times of each competitor divided by ours: {competitor: {group of cases: ratios}}."""
-    found: dict[str, dict[str, list[float]]] = {}
+    by_name: dict[str, dict[str, list[float]]] = {}
     for case in report["cases"]:
         group = f"{case['suite']} {case['name'].partition('-')[0]}"
         for entry in case["entries"]:
             if entry["name"] not in (OURS, "without") and entry["ok"] and entry.get("of_ours"):
-                found.setdefault(entry["name"], {}).setdefault(group, []).append(entry["of_ours"])
-    return found
+                by_name.setdefault(entry["name"], {}).setdefault(group, []).append(entry["of_ours"])
+    return by_name
 
 
-def roofs(report: Report) -> tuple[dict[str, float], float | None]:
+def roofs(report: BenchmarkReport) -> tuple[dict[str, float], float | None]:
     """(the highest measured FLOP/s by what was measured, the highest measured bytes per second or None)."""
     flops: dict[str, float] = {}
     reads: list[float] = []

@@ -789,7 +789,11 @@
   /** The ranges of keys of every row, [[start, stop, start, stop, ...], ...]; a row without keys is []. */
   const ranges = (expression, qLen, kvLen, element = 0) => compute(expression, qLen, kvLen, element).rows;
 
-  /** Whether each call of the expression allows one pair, and why: {allowed, summary, parts}. */
+  /**
+   * Whether each call of the expression allows one pair, and why: {allowed, summary, parts}.
+   *
+   * A reason is named once: in the summary if the expression is a single call, otherwise in the parts.
+   */
   function explain(computed, row, key) {
     const place = computed.places[row];
     const parts = leaves(computed.tree).map((leaf) => {
@@ -798,13 +802,14 @@
     });
     const allowed = contains(computed.rows[row], key);
     const deciding = parts.filter((part) => part.allows === allowed && decides(computed.tree, part.leaf, parts));
-    const named = (deciding.length ? deciding : parts).map((part) => `${part.text} ${part.allows ? "allows" : "hides"} it (${part.why})`);
-    const summary = `Query ${row}, key ${key}: ${allowed ? "allowed" : "hidden"}. ${sentence(named)}`;
+    const verdict = `Query ${row}, key ${key}: ${allowed ? "allowed" : "hidden"}`;
+    // with several calls the list of parts has the reasons; the summary names the calls that decide
+    const summary = parts.length === 1 ? `${verdict}, because ${parts[0].why}.` : `${verdict} by ${listed(deciding.map((part) => part.text))}.`;
     return { allowed, summary, parts: parts.map(({ text, allows, why }) => ({ text, allows, why })) };
   }
 
   const contains = (runs, key) => runs.some((start, at) => at % 2 === 0 && start <= key && key < runs[at + 1]);
-  const sentence = (items) => `${items.length > 2 ? items.join("; ") : items.join(" and ")}.`;
+  const listed = (items) => (items.length > 2 ? `${items.slice(0, -1).join(", ")} and ${items.at(-1)}` : items.join(" and "));
 
   /** Whether a call has a part in the verdict: its side of every & and | has the verdict of the whole. */
   function decides(node, leaf, parts) {
@@ -1134,7 +1139,7 @@
 
     function tell() {
       const found = explain(computed, ...chosen);
-      const items = found.parts.map((part) => element("li", { textContent: `${part.text}: ${part.allows ? "allows" : "hides"} it, ${part.why}` }));
+      const items = found.parts.map((part) => element("li", { textContent: `${part.text} ${part.allows ? "allows" : "hides"} it: ${part.why}` }));
       why.replaceChildren(element("p", { textContent: found.summary }), ...(items.length > 1 ? [element("ul", {}, ...items)] : []));
     }
 

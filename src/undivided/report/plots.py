@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undivided.benchmarking.report import Report, headline, tables
+from undivided.benchmarking.report import BenchmarkReport, headline, tables
 from undivided.report.figures import OURS, Point, geometric_mean, points, ratios, roofs
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Chart:
         return buffer.getvalue()
 
 
-def charts(report: Report, theme: str = "light") -> list[Chart]:
+def charts(report: BenchmarkReport, theme: str = "light") -> list[Chart]:
     """The charts that the cases of a report allow.
 
     Args:
@@ -59,12 +59,12 @@ def charts(report: Report, theme: str = "light") -> list[Chart]:
         InputError: it is not a report of this version.
     """
     tables(report)  # checks the report
-    found = points(report)
-    made = [_throughput(found, theme), _ratios(report, theme), _roofline(report, found, theme)]
-    return [chart for chart in made if chart is not None]
+    timed = points(report)
+    possible = [_throughput(timed, theme), _ratios(report, theme), _roofline(report, timed, theme)]
+    return [chart for chart in possible if chart is not None]
 
 
-def write(report: Report, folder: Path) -> list[Path]:
+def write(report: BenchmarkReport, folder: Path) -> list[Path]:
     """The paths of the charts as PNG, after they were written to a folder."""
     paths = []
     for chart in charts(report):
@@ -99,9 +99,9 @@ def _legend(axes: Axes, theme: str) -> None:
     axes.legend(fontsize=7, labelcolor=THEMES[theme]["ink"], facecolor=THEMES[theme]["paper"], framealpha=0.6)
 
 
-def _throughput(found: list[Point], theme: str) -> Chart | None:
+def _throughput(timed: list[Point], theme: str) -> Chart | None:
     lines: dict[tuple[str, str, str], dict[int, float]] = {}
-    for point in found:
+    for point in timed:
         if point.suite in ("forward", "backward", "gpu", "small") and point.name in (OURS, "sdpa"):
             lines.setdefault((point.dtype, point.line, point.name), {})[point.length] = point.rate
     lines = {key: line for key, line in lines.items() if len(line) > 1 and (key[0], key[1], OURS) in lines}
@@ -142,15 +142,15 @@ def _throughput(found: list[Point], theme: str) -> Chart | None:
     return Chart("throughput", "Throughput over length", alternative, figure)
 
 
-def _ratios(report: Report, theme: str) -> Chart | None:
-    found = ratios(report)
-    if not found:
+def _ratios(report: BenchmarkReport, theme: str) -> Chart | None:
+    by_name = ratios(report)
+    if not by_name:
         return None
-    height = max(2.4, 0.24 * max(map(len, found.values())) + 1.2)
-    figure = _figure(theme, 3.2 * len(found) + 1.0, height)
-    panels = figure.subplots(1, len(found), squeeze=False)[0]
+    height = max(2.4, 0.24 * max(map(len, by_name.values())) + 1.2)
+    figure = _figure(theme, 3.2 * len(by_name) + 1.0, height)
+    panels = figure.subplots(1, len(by_name), squeeze=False)[0]
     texts = []
-    for (name, groups), axes, colour in zip(found.items(), panels, COLOURS[theme] * len(found), strict=False):
+    for (name, groups), axes, colour in zip(by_name.items(), panels, COLOURS[theme] * len(by_name), strict=False):
         means = [geometric_mean(values) for values in groups.values()]
         low = [max(mean - min(values), 0.0) for mean, values in zip(means, groups.values(), strict=True)]
         high = [max(max(values) - mean, 0.0) for mean, values in zip(means, groups.values(), strict=True)]
@@ -165,7 +165,7 @@ def _ratios(report: Report, theme: str) -> Chart | None:
             axes.annotate(f"{mean:.2f} x", (end, row), fontsize=7, color=ink, **offset)
         axes.axvline(1, color=ink, linewidth=1)
         _scale_ratios(axes, [value for values in groups.values() for value in values])
-        axes.set_ylim(max(map(len, found.values())) - 0.4, -0.6)
+        axes.set_ylim(max(map(len, by_name.values())) - 0.4, -0.6)
         axes.set_xlabel("its time / our time")
         _plain(axes, theme, name)
         every = [value for values in groups.values() for value in values]
@@ -196,11 +196,12 @@ def _colour_of_peak(colours: dict[str, str], dtype: str, ink: str) -> str:
     return next((colour for what, colour in colours.items() if what.startswith(dtype)), ink)
 
 
-def _roofline(report: Report, found: list[Point], theme: str) -> Chart | None:
+def _roofline(report: BenchmarkReport, timed: list[Point], theme: str) -> Chart | None:
     import numpy
+    from matplotlib.ticker import LogLocator
 
     flops, reads = roofs(report)
-    ours = [point for point in found if point.name == OURS and point.intensity > 0]
+    ours = [point for point in timed if point.name == OURS and point.intensity > 0]
     if not ours or not flops:
         return None
     figure = _figure(theme, 7.6, 4.4)
@@ -226,6 +227,10 @@ def _roofline(report: Report, found: list[Point], theme: str) -> Chart | None:
         axes.scatter([], [], s=16, marker=marker, facecolors="none", edgecolors=ink, label=suite)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis, subs in ((axes.xaxis, (1,)), (axes.yaxis, (1, 2, 5))):  # numbers such as 20, not 2 x 10^1
+        axis.set_major_locator(LogLocator(subs=subs))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.set_xlabel("FLOP per byte of q, k, v and output")
     axes.set_ylabel("GFLOP/s")
     _plain(axes, theme, "undivided and the measured peaks, a colour per dtype")

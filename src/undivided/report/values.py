@@ -26,13 +26,13 @@ Step = Callable[[str], None]
 
 def verifications(step: Step) -> list[tuple[str, Report]]:
     """The verification of every problem on this machine's CPU."""
-    found = []
+    verified = []
     for name, mask, q_len, kv_len in PROBLEMS:
         step(f"verify: {name}")
         draw = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, n, heads, 32, generator=draw) for n, heads in ((q_len, 4), (kv_len, 2), (kv_len, 2)))
-        found.append((name, verify(q, k, v, layout="bshd", mask=mask)))
-    return found
+        verified.append((name, verify(q, k, v, layout="bshd", mask=mask)))
+    return verified
 
 
 def quick_plan() -> Any:

@@ -125,12 +125,16 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
         name, tensor = ("v", v) if v_dim == 0 else ("q", q)
         raise InputError(name, "have at least one head and a head size of at least 1", list(tensor.shape))
     if k_dim != qk_dim:
+        hint = hint or "q and k share a head size; only v may have another"
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{k_dim} in {list(k.shape)}", hint=hint)
     if k_batch != batch:
+        if k_batch == v_batch == 1:
+            hint = hint or "the batch axis is not broadcast: expand k and v, which copies nothing"
         raise InputError("k", f"have the batch size of q ({batch})", f"{k_batch} in {list(k.shape)}", hint=hint)
     sizes = ("batch size", k_batch, v_batch), ("length", kv_len, v_len), ("number of heads", kv_heads, v_heads)
     for what, k_size, v_size in sizes:
         if k_size != v_size:
+            hint = hint or "k and v may differ in their head sizes only"
             raise InputError("v", f"have the {what} of k ({k_size})", f"{v_size} in {list(v.shape)}", hint=hint)
     _check_heads(heads, kv_heads, k, hint)
 
@@ -190,7 +194,7 @@ def check_pages(
             "pages",
             "be an int32 block table [sequences, max_pages]",
             f"{pages.dtype} {list(pages.shape)}",
-            hint="pages.to(torch.int32)" if pages.dim() == 2 and not pages.is_floating_point() else None,
+            hint="pages.to(torch.int32)" if pages.dim() == 2 else None,
         )
     if layout != "thd" and pages.shape[0] != batch:
         raise InputError("pages", f"have one row per sequence of q ({batch})", list(pages.shape))
@@ -248,11 +252,11 @@ def _page_range(pages: Tensor) -> tuple[int, int]:
     if known is not None and known[0]() is pages and known[1] == version is not None:
         return known[2]
     lowest, highest = pages.aminmax()
-    found = int(lowest), int(highest)
+    page_range = int(lowest), int(highest)
     if len(_page_ranges) >= _MAX_PAGE_RANGES:
         _page_ranges.clear()
-    _page_ranges[id(pages)] = weakref.ref(pages), version, found
-    return found
+    _page_ranges[id(pages)] = weakref.ref(pages), version, page_range
+    return page_range
 
 
 def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:
@@ -269,8 +273,8 @@ def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slo
             hint = f"{name}.to(q.device)"
             raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device), hint=hint)
     if sinks is not None and tuple(sinks.shape) != (heads,):
-        flat = "sinks.flatten()" if sinks.numel() == heads else None
-        raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape), hint=flat)
+        hint = "sinks.flatten()" if sinks.numel() == heads else "one sink for each query head"
+        raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape), hint)
 
 
 def check_bias(bias: Tensor, layout: Layout, batch: int, heads: int, q_len: int, kv_len: int) -> str:

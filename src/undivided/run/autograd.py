@@ -77,8 +77,8 @@ def _replace_gradients(
     q, k, v, out, lse = (getattr(node, f"_saved_{name}") for name in ("query", "key", "value", "output", "logsumexp"))
     call = call.with_problem(call.problem._replace(layout="bhsd"))
     arguments = (backend, call, out, lse, grad, None, q, k, v)
-    found = over_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
-    return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))
+    recorded = over_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
+    return tuple(None if old is None else new for old, new in zip(grads, recorded, strict=True))
 
 
 def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
@@ -229,8 +229,8 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         check_unchanged(ctx.call, ctx.state)
-        found = double_backward(ctx.call, *ctx.saved_tensors, *grad_gradients)
-        return (None,) * 4 + found
+        derivatives = double_backward(ctx.call, *ctx.saved_tensors, *grad_gradients)
+        return (None,) * 4 + derivatives
 
     @staticmethod
     def vmap(info: Any, axes: tuple[Any, ...], *arguments: Any) -> Any:
@@ -291,7 +291,7 @@ def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tens
         for g, o in zip(first, grad_gradients, strict=True)
         if g is not None and g.requires_grad and o is not None
     ]
-    found = leaf_gradients(
+    derivatives = leaf_gradients(
         [g for g, _ in pairs], [o for _, o in pairs], [grad_out, grad_lse, *inputs], create_graph=True
     )
-    return tuple(found)
+    return tuple(derivatives)

@@ -38,8 +38,8 @@ def over_hidden_batch(operation: Operation, *arguments: Any) -> tuple[Tensor | N
         torch._remove_batch_dim(a, level, 1, 0) if b else a for a, b in zip(arguments, batched, strict=True)
     )
     size = arguments[batched.index(True)].shape[0]
-    found = one_by_one(operation, size, [0 if b else None for b in batched], arguments)
-    return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in found)
+    results = one_by_one(operation, size, [0 if b else None for b in batched], arguments)
+    return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in results)
 
 
 def one_by_one(
@@ -67,8 +67,8 @@ def vmap_rule(
     function: type[torch.autograd.Function], info: Any, axes: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
     """The return value of a `vmap` method of `function`: its results for each element, and their batch axes."""
-    found = one_by_one(function.apply, info.batch_size, axes, arguments)
-    return found, tuple(None if t is None else 0 for t in found)
+    results = one_by_one(function.apply, info.batch_size, axes, arguments)
+    return results, tuple(None if t is None else 0 for t in results)
 
 
 def _level(tensor: Tensor) -> int:

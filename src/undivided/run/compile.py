@@ -211,8 +211,8 @@ def _run_backward(*arguments: Any) -> list[Tensor]:
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
         backend, call, tensors = _prepare(args)
-        found = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
-    needed = zip(found, args.tensors, call.needs, strict=True)
+        gradients = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
+    needed = zip(gradients, args.tensors, call.needs, strict=True)
     return [_as_gradient(gradient, t) for gradient, t, is_needed in needed if is_needed and t is not None]
 
 
@@ -269,8 +269,8 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     args, (out, lse) = _SavedArguments.read(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = iter(torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse))
-    gradients = [next(found) if needed else None for needed in _Spec.read(args.spec).needed]
+    computed = iter(torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse))
+    gradients = [next(computed) if needed else None for needed in _Spec.read(args.spec).needed]
     return (*gradients, *_no_gradients(args))
 
 
@@ -295,9 +295,9 @@ def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tup
     """Derivatives of the backward by the reference, in plain operations that modes and subclasses can intercept."""
     args, (grad_out, grad_lse) = _SavedArguments.read(ctx)
     _, call, tensors = _prepare(args)
-    found = iter(gradients)
+    remaining = iter(gradients)
     # the bias of `tensors` has four axes
-    grad_gradients = _reshape_like([next(found) if needed else None for needed in call.needs], tensors)
+    grad_gradients = _reshape_like([next(remaining) if needed else None for needed in call.needs], tensors)
     for_grad_out, for_grad_lse, *for_tensors = autograd.double_backward(
         call, *tensors, grad_out, grad_lse, *grad_gradients
     )

@@ -256,13 +256,13 @@ def _check_context(
             hint = "or pass context_parallel=undivided.ContextParallel(group) of the ranks that share the sequence"
             raise _refusal(mesh, q, sharded[0], must, hint=hint)
         return
-    found = tuple([tuple(torch.distributed.get_process_group_ranks(mesh.get_group(dim))) for dim in sharded])
-    if found != groups:
+    sequence_groups = tuple([tuple(torch.distributed.get_process_group_ranks(mesh.get_group(dim))) for dim in sharded])
+    if sequence_groups != groups:
         axis, names = _AXES[layout]["sequence"], ", ".join(_axis_name(mesh, dim) for dim in sharded) or "none"
         raise InputError(
             "q",
             f"be sharded on its sequence (axis {axis}) over the ranks of context_parallel, {list(map(list, groups))}",
-            f"sequence over mesh axes: {names}, with ranks {list(map(list, found))}",
+            f"sequence over mesh axes: {names}, with ranks {list(map(list, sequence_groups))}",
             hint="DTensor.from_local(context.shard(q, layout), mesh, placements), and ContextParallel(mesh['context'])",
         )
 
@@ -294,13 +294,13 @@ def _axes(tensor: PlacedTensor, layout: Layout) -> Axes:
     """The axes of a tensor that follow those of q; None for one that it lacks or broadcasts."""
     if tensor.name in ("q", "k", "v"):
         return _AXES[layout]
-    found: dict[str, int | None] = {"batch": None, "heads": None, "sequence": None}
+    axes: dict[str, int | None] = {"batch": None, "heads": None, "sequence": None}
     for role, place in _AXES_FROM_THE_END[tensor.name].items():
         axis = len(tensor.shape) + place
         broadcast = tensor.name == "bias" and axis >= 0 and tensor.shape[axis] == 1
         if axis >= 0 and not broadcast and not (role == "batch" and layout == "thd"):
-            found[role] = axis
-    return found
+            axes[role] = axis
+    return axes
 
 
 def _part(

@@ -28,9 +28,9 @@ def like_pytorchs(error: InputError, *arguments: Any) -> InputError:
     """
     if isinstance(error, TypeError):  # an argument is missing: PyTorch's error is no other
         return error
-    found = None if is_traced() else _pytorchs_error(*arguments)
-    kind = next((kind for kind in _KINDS if isinstance(found, kind)), RuntimeError)
-    return error.as_also(kind, None if found is None else str(found).partition("\n")[0])
+    theirs = None if is_traced() else _pytorchs_error(*arguments)
+    kind = next((kind for kind in _KINDS if isinstance(theirs, kind)), RuntimeError)
+    return error.as_also(kind, None if theirs is None else str(theirs).partition("\n")[0])
 
 
 def _pytorchs_error(query: Any, key: Any, value: Any, *others: Any) -> Exception | None:
@@ -41,10 +41,10 @@ def _pytorchs_error(query: Any, key: Any, value: Any, *others: Any) -> Exception
         return None
     if others[-1] is not False and any(t.dim() < 3 or t.shape[-3] == 0 for t in present):
         return None  # with enable_gqa PyTorch divides by the number of heads, which ends the process
-    found = _error_of_call(*map(_without_data, tensors), *map(_without_data, others))
-    if found is None and len(present) == 3:
-        found = _error_of_call(*(t.new_empty((1,) * t.dim()) for t in tensors))
-    return found
+    error = _error_of_call(*map(_without_data, tensors), *map(_without_data, others))
+    if error is None and len(present) == 3:
+        error = _error_of_call(*(t.new_empty((1,) * t.dim()) for t in tensors))
+    return error
 
 
 def _error_of_call(

@@ -36,9 +36,11 @@ def log(decision: object, summary: str, shortcut: str) -> None:
         return
     in_full = shortcut == "debug" or logger.isEnabledFor(logging.DEBUG)
     text = str(decision) if in_full else summary
-    made = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None)
-    record = _Record(made.name, made.levelno, made.pathname, made.lineno, text, (), None)
-    record.__dict__.update(made.__dict__)  # with what the program's own factory of records has added
+    plain_record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None)
+    record = _Record(
+        plain_record.name, plain_record.levelno, plain_record.pathname, plain_record.lineno, text, (), None
+    )
+    record.__dict__.update(plain_record.__dict__)  # with what the program's own factory of records has added
     record.decision = decision
     if is_enabled:
         logger.handle(record)

@@ -219,14 +219,14 @@ def policy(
     arguments = backend, deterministic, batch_invariant
     key = (*arguments, setting, values, switches)
     try:
-        found = _policies.get(key)
+        cached = _policies.get(key)
     except TypeError:  # such as a list; the check below names the argument
-        found = None
-    if found is None:
+        cached = None
+    if cached is None:
         if len(_policies) >= _MAX_POLICIES:
             _policies.clear()
-        found = _policies[key] = _read_policy(*arguments, setting, switches)
-    return found
+        cached = _policies[key] = _read_policy(*arguments, setting, switches)
+    return cached
 
 
 _NO_ARGUMENTS = (None, None, None)

@@ -149,7 +149,7 @@ def _graph(problem: StaticProblem, backend: str | None) -> None:
 
 def _compiled(problem: StaticProblem, backend: str | None) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda **given: _attend(**given), fullgraph=True)
+    compiled = torch.compile(lambda **arguments: _attend(**arguments), fullgraph=True)
     out = compiled(**problem.arguments, backend=backend)
     results: tuple[Tensor, ...] = (out,)
     if problem.leaves:

@@ -245,7 +245,7 @@ ARBITRARY = _tagged(
 
 SCORES = _tagged(
     "scores",
-    Case("scale-given", scale=0.3),
+    Case("scale-positive", scale=0.3),
     Case("scale-zero", scale=0.0),
     Case("scale-zero-causal", scale=0.0, mask=lambda: masks.causal()),
     Case("scale-negative", scale=-0.25),
@@ -260,7 +260,7 @@ SCORES = _tagged(
     Case("softcap-20-causal", softcap=20.0, magnitude=3.0, mask=lambda: masks.causal()),
     Case("softcap-1-saturated", softcap=1.0, magnitude=4.0, layout="sbhd"),
     Case("bias-full", bias="bhqk"),
-    Case("bias-full-given-bhsd-causal", layout="bhsd", bias="bhqk", mask=lambda: masks.causal()),
+    Case("bias-full-bhsd-causal", layout="bhsd", bias="bhqk", mask=lambda: masks.causal()),
     Case("bias-broadcast-batch", bias="1hqk", layout="sbhd"),
     Case("bias-broadcast-heads-3d", bias="1qk"),
     Case("bias-two-dimensions", bias="qk", kv_heads=2),

@@ -193,13 +193,13 @@ def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
 
 def _quantized(format: Format, tensors: Mapping[str, Tensor], dead_keys: Tensor | None) -> dict[str, Tensor]:
     """Quantised keys and values [B, Sk, N, ..], and their scales; of `dead_keys`, any values and scales of NaN."""
-    found: dict[str, Tensor] = {}
+    quantized: dict[str, Tensor] = {}
     for name, x in tensors.items():
-        found[name], found[f"{name}_scale"] = quantize(x, format)
+        quantized[name], quantized[f"{name}_scale"] = quantize(x, format)
         if dead_keys is not None:
-            found[name].view(torch.uint8)[dead_keys] = _ANY_BYTE
-            found[f"{name}_scale"][dead_keys] = torch.nan
-    return found
+            quantized[name].view(torch.uint8)[dead_keys] = _ANY_BYTE
+            quantized[f"{name}_scale"][dead_keys] = torch.nan
+    return quantized
 
 
 _ANY_BYTE = 0x7F

@@ -90,10 +90,10 @@ def attend(leaves: Leaves, tables: PairTables, call: Call) -> tuple[Tensor, Tens
     empty = tables.empty_rows
     score = score.masked_fill(empty, 0.0)  # the softmax of nothing is NaN
     lse = torch.logsumexp(score, -1) if score.shape[-1] else score.sum(-1)
-    column = score
+    columns = score
     if leaves.sinks is not None:
-        column = torch.cat([score, leaves.sinks.to(score.dtype)], -1)
-    weights = torch.softmax(column, -1)[..., : score.shape[-1]].masked_fill(empty, 0.0)
+        columns = torch.cat([score, leaves.sinks.to(score.dtype)], -1)
+    weights = torch.softmax(columns, -1)[..., : score.shape[-1]].masked_fill(empty, 0.0)
     if tables.kept is not None:
         weights = weights * tables.kept * philox.survivor_scale(call.dropout_p)
     return weights @ reachable(leaves.v, tables), lse.masked_fill(empty.squeeze(-1), -torch.inf)

@@ -209,7 +209,7 @@ def row_zeros(call: Call, tensors: Tensors) -> Quantities:
     names["dalibi_slopes"] = slopes is not None
     shape = (call.problem.batch, call.problem.heads, call.problem.q_len)
     zero = torch.zeros(shape, dtype=torch.float64, device=tensors.q.device)
-    return {per_row(name): zero.clone() for name, wanted in names.items() if wanted}
+    return {per_row(name): zero.clone() for name, is_row_sum in names.items() if is_row_sum}
 
 
 def sum_to(x: Tensor, shape: Sequence[int]) -> Tensor:

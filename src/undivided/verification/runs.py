@@ -82,10 +82,10 @@ def build_trial(
     """
     rest = {"layout": layout, **rest}
     detached = {name: _detach(name, tensor) for name, tensor in tensors.items()}
-    known: dict[str, Any] = {
+    options: dict[str, Any] = {
         name: value for name, value in rest.items() if name not in ("deterministic", "batch_invariant")
     }
-    call, leaves = normalise(Request.from_keywords(**detached, **known))
+    call, leaves = normalise(Request.from_keywords(**detached, **options))
     problem, q = call.problem, leaves.q
     out = torch.empty((*q.shape[:-1], problem.v_dim), dtype=problem.dtype, device=q.device)
     shape = (problem.batch, problem.heads, problem.q_len)
@@ -93,9 +93,9 @@ def build_trial(
         like_lse = out.new_empty(shape, dtype=lse_dtype(problem.dtype))
         grads = upstream(out), upstream(like_lse, seed=1) if rest.get("return_lse") else None
     grad_lse = None if grads[1] is None else grads[1].reshape(shape)
-    up = Upstream(grads[0], grad_lse)
+    grad = Upstream(grads[0], grad_lse)
     requires_grad = frozenset(name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad)
-    return Trial(detached, requires_grad, rest, up, budget_for(call, leaves, up), gradients)
+    return Trial(detached, requires_grad, rest, grad, budget_for(call, leaves, grad), gradients)
 
 
 def _detach(name: str, tensor: Any) -> Any:

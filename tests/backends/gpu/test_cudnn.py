@@ -16,6 +16,8 @@ import undivided
 from undivided import DotProductAttention, masks
 from undivided.backends import cudnn, reference
 from undivided.backends.cudnn import graph as _cudnn_graph
+from undivided.backends.cudnn import scores
+from undivided.backends.cudnn.graph import CudnnCall
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.call import Call
@@ -53,9 +55,13 @@ def test_cudnn_dense(cudnn_module: FakeCudnn, mask: str, layout: str) -> None:
     """cuDNN's window excludes its left edge: left=2 is passed as 3."""
     check(cudnn.BACKEND, *tensors(3, 5, layout, v_dim=16), layout=layout, mask=CUDNN_MASKS[mask]())
     forward, backward = cudnn_module.graphs
-    for given in (forward.inputs, backward.inputs):
-        assert given["diagonal_band_left_bound"] == {"window-2-1": 3, "left-only": 1, "top-left-window": 2}.get(mask)
-        assert given["diagonal_alignment"] == ("top_left" if "top-left" in mask or mask == "full" else "bottom_right")
+    for arguments in (forward.inputs, backward.inputs):
+        assert arguments["diagonal_band_left_bound"] == {"window-2-1": 3, "left-only": 1, "top-left-window": 2}.get(
+            mask
+        )
+        assert arguments["diagonal_alignment"] == (
+            "top_left" if "top-left" in mask or mask == "full" else "bottom_right"
+        )
     assert forward.inputs["use_padding_mask"] is False
     assert backward.inputs["use_padding_mask"] is True  # the last tile of keys is not full
 
@@ -66,9 +72,9 @@ def test_cudnn_lengths(cudnn_module: FakeCudnn) -> None:
     q[0, 2:], k[0, 4:], v[0, 4:] = torch.nan, torch.nan, torch.nan
     mask = masks.lengths(torch.tensor([4, 7]), torch.tensor([2, 5])) & masks.causal("bottom_right")
     check(cudnn.BACKEND, q, k, v, mask=mask)
-    given = cudnn_module.graphs[0].inputs
-    assert given["use_padding_mask"] is True
-    assert given["seq_len_q"].given["dim"] == [2, 1, 1, 1]
+    arguments = cudnn_module.graphs[0].inputs
+    assert arguments["use_padding_mask"] is True
+    assert arguments["seq_len_q"].attributes["dim"] == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -83,7 +89,7 @@ def test_cudnn_documents(cudnn_module: FakeCudnn, padded: bool) -> None:
     mask = masks.documents(cu, padded_q=slots, padded_kv=slots, total_q=14)
     check(cudnn.BACKEND, q, k, v, layout="thd", mask=mask & masks.window(1, 0))
     forward, backward = cudnn_module.graphs
-    assert forward.inputs["q"].given["dim"][:2] == [3, 4]
+    assert forward.inputs["q"].attributes["dim"][:2] == [3, 4]
     assert backward.inputs["max_total_seq_len_q"] == 1024
 
 
@@ -91,12 +97,14 @@ def test_cudnn_keeps_its_graphs(cudnn_module: FakeCudnn) -> None:
     """Other lengths in the same packed shape need no new graph; another shape does."""
     q, k, v = tensors(12, 12, "thd")
     for cu in ([0, 3, 12], [0, 7, 9]):
-        call, given = call_of(q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu), total_q=12), device="cuda")
-        cudnn.BACKEND.forward(call, given)
+        call, operands = call_of(
+            q, k, v, layout="thd", mask=masks.documents(torch.tensor(cu), total_q=12), device="cuda"
+        )
+        cudnn.BACKEND.forward(call, operands)
     assert len(cudnn_module.graphs) == 1
     assert cudnn_module.graphs[0].executed == 2
-    call, given = call_of(q[:, :2], k, v, layout="thd", mask=masks.documents(torch.tensor([0, 12])), device="cuda")
-    cudnn.BACKEND.forward(call, given)
+    call, operands = call_of(q[:, :2], k, v, layout="thd", mask=masks.documents(torch.tensor([0, 12])), device="cuda")
+    cudnn.BACKEND.forward(call, operands)
     assert len(cudnn_module.graphs) == 2
 
 
@@ -114,10 +122,12 @@ def test_cudnn_copies_misaligned_rows(cudnn_module: FakeCudnn) -> None:
     """Views and rows of heads that do not start at multiples of 16 bytes: cuDNN would return wrong numbers."""
     base, odd = (torch.randn(2, 3, 4 * 8 + 1, dtype=torch.float64), torch.randn(2, 5, 2, 9, dtype=torch.float64))
     q, k, v = base[..., 1:].unflatten(2, (4, 8)), odd[..., :8], odd[..., 1:]
-    call, given = call_of(q, k, v, layout="bshd", device="cuda")
-    result = cudnn.BACKEND.forward(call, given)
-    want = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True)
-    torch.testing.assert_close(result.out, want.transpose(1, 2))
+    call, operands = call_of(q, k, v, layout="bshd", device="cuda")
+    result = cudnn.BACKEND.forward(call, operands)
+    expected_out = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True
+    )
+    torch.testing.assert_close(result.out, expected_out.transpose(1, 2))
 
 
 BIAS_SHAPES = {"1hqk": (4, 5, 7), "11qk": (5, 7), "b1qk": (2, 1, 5, 7), "bhqk": (2, 4, 5, 7)}
@@ -133,17 +143,17 @@ def test_cudnn_bias(cudnn_module: FakeCudnn, axes: str, causal: bool) -> None:
     mask = masks.causal("top_left") if causal else None
     check(cudnn.BACKEND, *tensors(5, 7, "sbhd"), layout="sbhd", mask=mask, bias=bias)
     forward, backward = (graph.inputs for graph in cudnn_module.graphs)
-    assert forward["bias"].given["dim"] == [1] * (4 - bias.dim()) + list(bias.shape)
-    assert backward["dBias"].given["dim"] == forward["bias"].given["dim"]
+    assert forward["bias"].attributes["dim"] == [1] * (4 - bias.dim()) + list(bias.shape)
+    assert backward["dBias"].attributes["dim"] == forward["bias"].attributes["dim"]
 
 
 def test_cudnn_bias_without_a_gradient(cudnn_module: FakeCudnn) -> None:
     q, k, v = (t.requires_grad_() for t in tensors(5, 7))
     bias = torch.randn(4, 5, 7, dtype=torch.float64)
-    call, given = call_of(q, k, v, layout="bshd", bias=bias, device="cuda")
+    call, operands = call_of(q, k, v, layout="bshd", bias=bias, device="cuda")
     with torch.no_grad():
-        result = cudnn.BACKEND.forward(call, given)
-        gradients = cudnn.BACKEND.backward(call, given, result, torch.ones_like(result.out), None)
+        result = cudnn.BACKEND.forward(call, operands)
+        gradients = cudnn.BACKEND.backward(call, operands, result, torch.ones_like(result.out), None)
     assert gradients[3] is None
     assert cudnn_module.graphs[1].inputs["dBias"] is None
 
@@ -152,9 +162,9 @@ def test_cudnn_bias_of_the_lowest_finite_numbers(cudnn_module: FakeCudnn) -> Non
     """Rows whose finite bias is the lowest number of the dtype attend only to those keys, not to the keys at -inf."""
     bias = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64)
     bias[:, 3:] = -torch.inf
-    call, given = call_of(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
-    value = given.v[:, :3].repeat_interleave(2, 2).mean(1, keepdim=True).expand(2, 5, 4, 8)
-    torch.testing.assert_close(cudnn.BACKEND.forward(call, given).out, value)
+    call, operands = call_of(*tensors(5, 7), layout="bshd", bias=bias, device="cuda")
+    value = operands.v[:, :3].repeat_interleave(2, 2).mean(1, keepdim=True).expand(2, 5, 4, 8)
+    torch.testing.assert_close(cudnn.BACKEND.forward(call, operands).out, value)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(6, 6), (6, 9), (6, 4)])
@@ -219,8 +229,18 @@ SINKS = torch.tensor([-20.0, 0.0, 3.0, 12.0], dtype=torch.float64)
 def test_cudnn_sinks(cudnn_module: FakeCudnn, mask: str) -> None:
     check(cudnn.BACKEND, *tensors(3, 5, "bhsd"), layout="bhsd", mask=CUDNN_MASKS[mask](), sinks=SINKS.clone())
     forward, backward = (graph.inputs for graph in cudnn_module.graphs)
-    assert forward["sink_token"].given["dim"] == [1, 4, 1, 1]
+    assert forward["sink_token"].attributes["dim"] == [1, 4, 1, 1]
     assert "sink_token" not in backward  # the statistics hold them
+
+
+@pytest.mark.parametrize("keys", [5, 128])
+def test_a_backward_call_has_no_sinks(keys: int) -> None:
+    """The inputs of a call become tensors of its graph: with keys that do not fill a tile, a sink came with them."""
+    q, k, v = tensors(3, keys)
+    call, operands = call_of(q, k, v, layout="bshd", sinks=SINKS.clone(), device="cuda")
+    cudnn_call = CudnnCall.from_call(call, operands, scores.extra(call, operands))
+    assert cudnn_call.extra.keys() == {"sink"}
+    assert cudnn_call.for_backward().extra == {}
 
 
 def test_cudnn_sinks_with_documents_and_a_tail(cudnn_module: FakeCudnn) -> None:
@@ -257,15 +277,15 @@ def test_cudnn_pages(cudnn_module: FakeCudnn, page: int, width: int, sinks: torc
     lengths = [page, page * width, 5, 0, page * width - 3, page * (width - 1) + 1]
     q, k, v, table = paged(lengths, page, width)
     mask = masks.lengths(torch.tensor(lengths)) & masks.causal("bottom_right")
-    call, given = call_of(q, k, v, layout="bshd", mask=mask, pages=table, sinks=sinks, device="cuda")
-    result = cudnn.BACKEND.forward(call, given)
+    call, operands = call_of(q, k, v, layout="bshd", mask=mask, pages=table, sinks=sinks, device="cuda")
+    result = cudnn.BACKEND.forward(call, operands)
     clean = [torch.nan_to_num(t)[table.clamp(max=len(k) - 1).long()].flatten(1, 2) for t in (k, v)]
     dense = call_of(q, *clean, layout="bshd", mask=mask, sinks=sinks, device="cuda")
     out, lse, _ = expected(*dense, torch.ones(len(lengths), 1, 4, 16, dtype=torch.float64))
     torch.testing.assert_close(result.out, out)
     torch.testing.assert_close(result.lse, lse)
     assert cudnn_module.graphs[0].inputs["use_padding_mask"] is True
-    assert cudnn_module.graphs[0].inputs["seq_len_kv"].given["dim"] == [6, 1, 1, 1]
+    assert cudnn_module.graphs[0].inputs["seq_len_kv"].attributes["dim"] == [6, 1, 1, 1]
 
 
 def test_cudnn_pages_share_a_graph_while_the_table_grows(cudnn_module: FakeCudnn) -> None:
@@ -274,15 +294,15 @@ def test_cudnn_pages_share_a_graph_while_the_table_grows(cudnn_module: FakeCudnn
         k, v = torch.nan_to_num(k)[:9], torch.nan_to_num(v)[:9]
         table = table.clamp(max=8)
         mask = masks.lengths(torch.tensor([70, 3]))
-        call, given = call_of(q, k, v, layout="bshd", mask=mask, pages=table, device="cuda")
-        cudnn.BACKEND.forward(call, given)
+        call, operands = call_of(q, k, v, layout="bshd", mask=mask, pages=table, device="cuda")
+        cudnn.BACKEND.forward(call, operands)
     assert len(cudnn_module.graphs) == 1
 
 
 H100 = Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23.0"})
 
 
-def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
+def build_call(case: Case) -> tuple[Call, Tensors, Inputs]:
     """A case of the catalogue in fp64, the precision of the fake, with NaN in all memory that must not be read."""
     built = build(case, torch.float64, poison=True)
     return *call_of(**built.arguments, device="cuda"), built
@@ -290,7 +310,7 @@ def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
 
 def allowed_on_an_h100(case: Case) -> bool:
     """Whether cuDNN may run the case in bf16."""
-    problem = asked(case)[0].problem
+    problem = build_call(case)[0].problem
     bias = torch.bfloat16 if problem.bias_dtype == torch.float64 else problem.bias_dtype
     return not cudnn.BACKEND.reasons(problem._replace(dtype=torch.bfloat16, bias_dtype=bias), H100)
 
@@ -300,23 +320,23 @@ CATALOGUE = [case for case in CASES.values() if allowed_on_an_h100(case)]
 
 @pytest.mark.parametrize("case", CATALOGUE, ids=lambda case: case.name)
 def test_cudnn_equals_the_reference(cudnn_module: FakeCudnn, case: Case) -> None:
-    call, given, built = asked(case)
-    given = Tensors._make(None if t is None else t.detach() for t in given)
+    call, operands, built = build_call(case)
+    operands = Tensors._make(None if t is None else t.detach() for t in operands)
     with torch.no_grad():
-        want, have = (backend.forward(call, given) for backend in (reference.BACKEND, cudnn.BACKEND))
-    torch.testing.assert_close(have.out, want.out)
-    torch.testing.assert_close(have.lse, want.lse)
+        expected_result, result = (backend.forward(call, operands) for backend in (reference.BACKEND, cudnn.BACKEND))
+    torch.testing.assert_close(result.out, expected_result.out)
+    torch.testing.assert_close(result.lse, expected_result.lse)
     if "backward" in call.problem.features:
-        wanted, found = (
-            backend.backward(call, given, result, built.grad_out, None)
-            for backend, result in ((reference.BACKEND, want), (cudnn.BACKEND, have))
+        expected_gradients, gradients = (
+            backend.backward(call, operands, result, built.grad_out, None)
+            for backend, result in ((reference.BACKEND, expected_result), (cudnn.BACKEND, result))
         )
-        for name, one, other in zip(("q", "k", "v", "bias", "sinks"), wanted, found, strict=False):
+        for name, one, other in zip(("q", "k", "v", "bias", "sinks"), expected_gradients, gradients, strict=False):
             if one is not None:  # the reference computes only the requested gradients, cuDNN all or none
                 torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_the_catalogue_has_cases_of_every_feature_of_the_adapter() -> None:
-    problems = [asked(case)[0].problem for case in CATALOGUE]
+    problems = [build_call(case)[0].problem for case in CATALOGUE]
     features = frozenset().union(*(problem.features for problem in problems))
     assert features >= {"bias", "bias_grad", "alibi", "sinks", "sinks_grad", "paged", "gqa", "value_dim"}

@@ -9,7 +9,7 @@ from typing import Any
 import fake_gpu_kernels as fake
 import pytest
 import torch
-from adapter_check import Recorder, asked, check, check_against_reference, tensors
+from adapter_check import Recorder, build_call, check, check_against_reference, tensors
 from calls import problem_of
 from torch import Tensor
 
@@ -138,7 +138,7 @@ MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100"
 
 def allowed(case: Case) -> bool:
     """Whether cuDNN may run the case on one of the machines, in bf16."""
-    problem = asked(case)[0].problem._replace(dtype=torch.bfloat16)
+    problem = build_call(case)[0].problem._replace(dtype=torch.bfloat16)
     return any(not torch_cudnn.BACKEND.reasons(problem, machine) for machine in MACHINES.values())
 
 

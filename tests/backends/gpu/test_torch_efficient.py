@@ -8,7 +8,7 @@ from dataclasses import replace
 import fake_gpu_kernels as fake
 import pytest
 import torch
-from adapter_check import Recorder, asked, check, check_against_reference, tensors
+from adapter_check import Recorder, build_call, check, check_against_reference, tensors
 from calls import problem_of
 
 from undivided import masks
@@ -173,7 +173,7 @@ MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100"
 
 def allowed(case: Case) -> bool:
     """Whether the kernel may run the case on one of the machines, in fp32."""
-    problem = asked(case)[0].problem
+    problem = build_call(case)[0].problem
     problem = problem._replace(dtype=torch.float32, bias_dtype=None if problem.bias_dtype is None else torch.float32)
     return any(not torch_efficient.BACKEND.reasons(problem, machine) for machine in MACHINES.values())
 

@@ -134,7 +134,7 @@ def check(
             torch.testing.assert_close(have, want)
 
 
-def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
+def build_call(case: Case) -> tuple[Call, Tensors, Inputs]:
     """A case of the catalogue in fp64, the precision of the fakes, with NaN in all memory that must not be read."""
     built = build(case, torch.float64, poison=True)
     return *call_of(**built.arguments, device="cuda"), built
@@ -142,7 +142,7 @@ def asked(case: Case) -> tuple[Call, Tensors, Inputs]:
 
 def check_against_reference(backend: Backend, case: Case) -> None:
     """Output, log-sum-exp, and gradients where the case has some."""
-    call, given, built = asked(case)
+    call, given, built = build_call(case)
     given = Tensors._make(None if t is None else t.detach() for t in given)
     backends = (reference.BACKEND, backend)
     with torch.no_grad():

@@ -58,8 +58,8 @@ class FakeCudnn(types.ModuleType):
 class FakeNode:
     """A tensor of a graph: sizes, strides, and offsets where it is ragged."""
 
-    def __init__(self, **given: Any) -> None:
-        self.given = given
+    def __init__(self, **arguments: Any) -> None:
+        self.attributes = arguments
         self.ragged: FakeNode | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +67,7 @@ class FakeNode:
             raise AttributeError(name)
 
         def setter(value: Any) -> FakeNode:
-            self.__dict__.setdefault("given", {})[name.removeprefix("set_")] = value
+            self.__dict__.setdefault("attributes", {})[name.removeprefix("set_")] = value
             return self
 
         return setter
@@ -77,28 +77,28 @@ class FakeNode:
 
     def whole(self, memory: dict[int, Tensor]) -> Tensor:
         """The tensor in the memory that the graph was given, by its own sizes and strides."""
-        tensor = memory[self.given["uid"]]
-        return torch.as_strided(tensor, self.given["dim"], self.given["stride"], tensor.storage_offset())
+        tensor = memory[self.attributes["uid"]]
+        return torch.as_strided(tensor, self.attributes["dim"], self.attributes["stride"], tensor.storage_offset())
 
     def view(self, memory: dict[int, Tensor], sequence: int, length: int) -> Tensor:
         """One sequence's [H, S, D]."""
-        tensor, (_, heads, _, size) = memory[self.given["uid"]], self.given["dim"]
-        step, *strides = self.given["stride"]
-        start = sequence * step if self.ragged is None else int(memory[self.ragged.given["uid"]][sequence])
+        tensor, (_, heads, _, size) = memory[self.attributes["uid"]], self.attributes["dim"]
+        step, *strides = self.attributes["stride"]
+        start = sequence * step if self.ragged is None else int(memory[self.ragged.attributes["uid"]][sequence])
         return torch.as_strided(tensor, (heads, length, size), strides, tensor.storage_offset() + start)
 
     def check_aligned(self, memory: dict[int, Tensor]) -> None:
         """Rows start at multiples of 16 bytes."""
-        tensor = memory[self.given["uid"]]
-        sizes = zip(self.given["stride"][:3], self.given["dim"], strict=False)
+        tensor = memory[self.attributes["uid"]]
+        sizes = zip(self.attributes["stride"][:3], self.attributes["dim"], strict=False)
         steps = [stride * tensor.element_size() for stride, size in sizes if size > 1]
         assert not any(step % 16 for step in (tensor.data_ptr(), *steps)), "misaligned"
-        assert self.given["stride"][3] == 1
+        assert self.attributes["stride"][3] == 1
 
     def check_packed(self) -> None:
         """The statistics of dense sequences: [B, H, S, 1] without gaps."""
-        _, heads, length, one = self.given["dim"]
-        assert self.ragged is not None or self.given["stride"] == [heads * length, length, 1, 1]
+        _, heads, length, one = self.attributes["dim"]
+        assert self.ragged is not None or self.attributes["stride"] == [heads * length, length, 1, 1]
         assert one == 1
 
 
@@ -118,64 +118,68 @@ class FakeGraph:
     def get_workspace_size(self) -> int:
         return 0
 
-    def tensor(self, **given: Any) -> FakeNode:
-        return FakeNode(**given)
+    def tensor(self, **arguments: Any) -> FakeNode:
+        return FakeNode(**arguments)
 
-    def sdpa(self, **given: Any) -> tuple[FakeNode, ...]:
-        assert given.keys() <= FORWARD, given.keys() - FORWARD
-        self.inputs, self.outputs = given, {"o": FakeNode(), "stats": FakeNode()}
+    def sdpa(self, **arguments: Any) -> tuple[FakeNode, ...]:
+        assert arguments.keys() <= FORWARD, arguments.keys() - FORWARD
+        self.inputs, self.outputs = arguments, {"o": FakeNode(), "stats": FakeNode()}
         return tuple(self.outputs.values())
 
-    def sdpa_backward(self, **given: Any) -> tuple[FakeNode, ...]:
-        assert given.keys() <= BACKWARD, given.keys() - BACKWARD
-        self.inputs, self.outputs = given, {"dq": FakeNode(), "dk": FakeNode(), "dv": FakeNode()}
+    def sdpa_backward(self, **arguments: Any) -> tuple[FakeNode, ...]:
+        assert arguments.keys() <= BACKWARD, arguments.keys() - BACKWARD
+        self.inputs, self.outputs = arguments, {"dq": FakeNode(), "dk": FakeNode(), "dv": FakeNode()}
         return tuple(self.outputs.values())
 
     def execute(self, memory: dict[int, Tensor], workspace: Tensor, handle: str) -> None:
         assert handle == "handle" == self.settings["handle"]
         self.executed += 1
         self._check(memory)
-        for n in range(self.inputs["q"].given["dim"][0]):
+        for n in range(self.inputs["q"].attributes["dim"][0]):
             self._sequence(memory, n)
 
     def _check(self, memory: dict[int, Tensor]) -> None:
         """The checks of the frontend, and further ones."""
-        given, nodes = self.inputs, self.inputs | self.outputs
+        arguments, nodes = self.inputs, self.inputs | self.outputs
         for name in ("q", "k", "v", "o", "dO", "dq", "dk", "dv"):
             if name in nodes:
                 nodes[name].check_aligned(memory)
         nodes["stats"].check_packed()
-        bottom_right = given["diagonal_alignment"] == "bottom_right" and given["diagonal_band_right_bound"] is not None
-        if (bias := given.get("bias")) is not None:
+        bottom_right = (
+            arguments["diagonal_alignment"] == "bottom_right" and arguments["diagonal_band_right_bound"] is not None
+        )
+        if (bias := arguments.get("bias")) is not None:
             assert not bottom_right
-            assert bias.given["data_type"] == given["q"].given["data_type"]
-            batch, heads, *pairs = bias.given["dim"]
-            assert batch in (1, given["q"].given["dim"][0])
-            assert heads in (1, given["q"].given["dim"][1])
-            assert pairs == [given["q"].given["dim"][2], given["k"].given["dim"][2]]
-            assert not (memory[bias.given["uid"]] == -torch.inf).any()
-        if given.get("use_alibi_mask"):
+            assert bias.attributes["data_type"] == arguments["q"].attributes["data_type"]
+            batch, heads, *pairs = bias.attributes["dim"]
+            assert batch in (1, arguments["q"].attributes["dim"][0])
+            assert heads in (1, arguments["q"].attributes["dim"][1])
+            assert pairs == [arguments["q"].attributes["dim"][2], arguments["k"].attributes["dim"][2]]
+            assert not (memory[bias.attributes["uid"]] == -torch.inf).any()
+        if arguments.get("use_alibi_mask"):
             assert not bottom_right
-            assert given["use_padding_mask"] is ("dO" in given)
-        if given.get("sink_token") is not None:
-            assert given["q"].given["dim"][2] > 1
-        if "dO" in given:
-            fills_tiles = given["k"].given["dim"][2] % KEY_TILE == 0 and given["q"].given["dim"][2] > 1
-            assert given["use_padding_mask"] or fills_tiles, "NaN gradients on SM90"
+            assert arguments["use_padding_mask"] is ("dO" in arguments)
+        if arguments.get("sink_token") is not None:
+            assert arguments["q"].attributes["dim"][2] > 1
+        if "dO" in arguments:
+            fills_tiles = (
+                arguments["k"].attributes["dim"][2] % KEY_TILE == 0 and arguments["q"].attributes["dim"][2] > 1
+            )
+            assert arguments["use_padding_mask"] or fills_tiles, "NaN gradients on SM90"
 
     def _length(self, memory: dict[int, Tensor], side: str, sequence: int) -> int:
         if self.inputs["use_padding_mask"]:
-            return int(memory[self.inputs[f"seq_len_{side}"].given["uid"]].flatten()[sequence])
-        return self.inputs["q" if side == "q" else "k"].given["dim"][2]  # type: ignore[no-any-return]
+            return int(memory[self.inputs[f"seq_len_{side}"].attributes["uid"]].flatten()[sequence])
+        return self.inputs["q" if side == "q" else "k"].attributes["dim"][2]  # type: ignore[no-any-return]
 
     def _sequence(self, memory: dict[int, Tensor], n: int) -> None:
-        given, (rows, keys) = self.inputs, (self._length(memory, "q", n), self._length(memory, "kv", n))
-        q = given["q"].view(memory, n, rows)
+        arguments, (rows, keys) = self.inputs, (self._length(memory, "q", n), self._length(memory, "kv", n))
+        q = arguments["q"].view(memory, n, rows)
         k, v = (self._keys(memory, name, n, keys) for name in "kv")
         group = q.shape[0] // k.shape[0]
         k, v = (t.repeat_interleave(group, 0) for t in (k, v))
         score = self._scores(memory, n, q, k, keys)
-        if "dO" not in given:
+        if "dO" not in arguments:
             self._forward(memory, n, score, v)
             return
         self._backward(memory, n, score, (q, k, v), group)
@@ -186,10 +190,10 @@ class FakeGraph:
         node, table = self.inputs[name], self.inputs.get(f"paged_attention_{name}_table")
         if table is None:
             return node.view(memory, n, length)  # type: ignore[no-any-return]
-        longest, page = self.inputs["paged_attention_max_seq_len_kv"], node.given["dim"][2]
-        assert table.given["data_type"] == "any" or table.given["data_type"] == "int32"
+        longest, page = self.inputs["paged_attention_max_seq_len_kv"], node.attributes["dim"][2]
+        assert table.attributes["data_type"] == "any" or table.attributes["data_type"] == "int32"
         assert page & (page - 1) == 0
-        assert table.given["dim"][2] * page == longest
+        assert table.attributes["dim"][2] * page == longest
         assert 1 <= length <= longest
         index = torch.arange(min(-(-length // KEY_TILE) * KEY_TILE, longest))
         pages = table.whole(memory)[n, 0, index // page, 0].long()
@@ -197,17 +201,17 @@ class FakeGraph:
 
     def _scores(self, memory: dict[int, Tensor], n: int, q: Tensor, k: Tensor, keys: int) -> Tensor:
         """Scale, bias, ALiBi, padding, band: [H, Sq, Sk], -inf where masked."""
-        given, rows, columns = self.inputs, q.shape[1], k.shape[1]
-        score = given["attn_scale"] * (q @ k.mT)
-        if (bias := given.get("bias")) is not None:
+        arguments, rows, columns = self.inputs, q.shape[1], k.shape[1]
+        score = arguments["attn_scale"] * (q @ k.mT)
+        if (bias := arguments.get("bias")) is not None:
             tensor = bias.whole(memory)
             score = score + tensor[n if tensor.shape[0] > 1 else 0][:, :rows, :columns]
-        if given.get("use_alibi_mask"):
-            assert given["diagonal_band_right_bound"] == 0
+        if arguments.get("use_alibi_mask"):
+            assert arguments["diagonal_band_right_bound"] == 0
             index = torch.arange(columns) - torch.arange(rows)[:, None]
             score = score + alibi_slopes(q.shape[0])[:, None, None].to(score.dtype) * index
-        left, right = given["diagonal_band_left_bound"], given["diagonal_band_right_bound"]
-        shift = keys - rows if given["diagonal_alignment"] == "bottom_right" else 0
+        left, right = arguments["diagonal_band_left_bound"], arguments["diagonal_band_right_bound"]
+        shift = keys - rows if arguments["diagonal_alignment"] == "bottom_right" else 0
         band = (None if left is None else left - 1, right)  # exclusive on the left
         allowed = band_pairs(rows, columns, band, shift) & (torch.arange(columns) < keys)
         masked: Tensor = score.masked_fill(~allowed, -torch.inf)
@@ -223,7 +227,7 @@ class FakeGraph:
         largest = score.amax(-1, keepdim=True)
         sink = None
         if (node := self.inputs.get("sink_token")) is not None:
-            assert node.given["dim"] == [1, score.shape[0], 1, 1]
+            assert node.attributes["dim"] == [1, score.shape[0], 1, 1]
             sink = node.whole(memory).view(-1, 1, 1)
             largest = torch.maximum(largest, sink)
         weight = torch.exp(score - largest)
@@ -237,14 +241,14 @@ class FakeGraph:
         self, memory: dict[int, Tensor], n: int, score: Tensor, tensors: tuple[Tensor, ...], group: int
     ) -> None:
         """The recomputation from the statistics: P = exp(score - stats), dS = P * (dO V^T - sum(dO * O))."""
-        given, (q, k, v) = self.inputs, tensors
-        out, grad, stats = (given[name].view(memory, n, score.shape[1]) for name in ("o", "dO", "stats"))
+        arguments, (q, k, v) = self.inputs, tensors
+        out, grad, stats = (arguments[name].view(memory, n, score.shape[1]) for name in ("o", "dO", "stats"))
         weight = torch.exp(score - stats)
         change = weight * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
-        if (dbias := given.get("dBias")) is not None:
+        if (dbias := arguments.get("dBias")) is not None:
             whole = dbias.whole(memory)
             whole[n if whole.shape[0] > 1 else 0] += change.sum_to_size(whole.shape[1:])
-        change = given["attn_scale"] * change
+        change = arguments["attn_scale"] * change
         grads = {"dq": change @ k, "dk": change.mT @ q, "dv": weight.mT @ grad}
         for name, result in grads.items():
             if name != "dq":

@@ -25,7 +25,7 @@ CONSTRUCTIONS: WrongCalls = {
     "window-negative": (
         lambda: masks.window(-2, 0),
         "left must be at least 0, or None (or -1) for an unbounded side, got -2",
-        None,
+        "window(3, 0) is the query's own key and the 3 keys before it",
     ),
     "window-float": (lambda: masks.window(1.5, 0), "left must be an int, got 1.5", None),
     "window-bool": (lambda: masks.window(True, 0), "left must be an int, got True", None),

@@ -80,17 +80,17 @@ MASKS: WrongCalls = {
     "documents-too-long": (
         lambda: thd(mask=masks.documents([0, 4, 10])),
         "mask must have cu_seqlens_q[-1] of at most 9, the q tokens, got 10",
-        None,
+        "the last offset is the number of tokens: documents of 3 and 7 tokens are [0, 3, 10]",
     ),
     "documents-kv-too-long": (
         lambda: thd(mask=masks.documents([0, 4, 9], [0, 4, 11])),
         "mask must have cu_seqlens_kv[-1] of at most 9, the kv tokens, got 11",
-        None,
+        "the last offset is the number of tokens: documents of 3 and 7 tokens are [0, 3, 10]",
     ),
     "padded-too-long": (
         lambda: thd(mask=masks.documents([0, 4, 8], padded_q=[0, 5, 10])),
         "mask must have padded_q[-1] of at most 9, the q tokens, got 10",
-        None,
+        "the last offset is the number of tokens: documents of 3 and 7 tokens are [0, 3, 10]",
     ),
     "documents-too-short": (
         lambda: thd(mask=masks.documents([0, 4])),
@@ -124,7 +124,7 @@ MASKS: WrongCalls = {
     "documents-total-too-small": (
         lambda: thd(mask=masks.documents([0, 4, 10], total_q=9)),
         "mask must have cu_seqlens_q[-1] of at most 9, the q tokens, got 10",
-        None,
+        "the last offset is the number of tokens: documents of 3 and 7 tokens are [0, 3, 10]",
     ),
     "documents-total-a-float": (
         lambda: masks.documents([0, 4], total_q=9.0),
@@ -134,12 +134,12 @@ MASKS: WrongCalls = {
     "lengths-too-long": (
         lambda: att(mask=masks.lengths([7, 8])),
         "mask must have lengths(kv) of at most 7, the kv length of the call, got 8",
-        None,
+        "lengths are numbers of tokens, one for each batch element; cumulative lengths go to masks.documents",
     ),
     "lengths-q-too-long": (
         lambda: att(mask=masks.lengths([7, 7], [5, 6])),
         "mask must have lengths(q) of at most 5, the q length of the call, got 6",
-        None,
+        "lengths are numbers of tokens, one for each batch element; cumulative lengths go to masks.documents",
     ),
     "lengths-start-too-long": (
         lambda: att(mask=masks.lengths([7, 7], kv_start=[0, 1])),

@@ -116,8 +116,16 @@ OPTIONS: WrongCalls = {
         "alibi_slopes must be a torch.Tensor, got list",
         "torch.tensor(alibi_slopes)",
     ),
-    "sinks-shape": (lambda: square(sinks=t(2)), "sinks must have shape [heads] = [4], got [2]", None),
-    "sinks-scalar": (lambda: square(sinks=t()), "sinks must have shape [heads] = [4], got []", None),
+    "sinks-shape": (
+        lambda: square(sinks=t(2)),
+        "sinks must have shape [heads] = [4], got [2]",
+        "one sink for each query head",
+    ),
+    "sinks-scalar": (
+        lambda: square(sinks=t()),
+        "sinks must have shape [heads] = [4], got []",
+        "one sink for each query head",
+    ),
     "sinks-number": (lambda: square(sinks=0.0), "sinks must be a torch.Tensor, got float", None),
     "sinks-device": (
         lambda: square(sinks=t(4, device="meta")),
@@ -287,7 +295,7 @@ OPTIONS: WrongCalls = {
     "pages-lengths-too-long": (
         lambda: paged(mask=masks.lengths([3, 13])),
         "mask must have lengths(kv) of at most 12, the kv length of the call, got 13",
-        None,
+        "lengths are numbers of tokens, one for each batch element; cumulative lengths go to masks.documents",
     ),
     "pages-k-rank": (
         lambda: paged(k=POOL[0], v=POOL[0]),

@@ -115,15 +115,36 @@ TENSORS: WrongCalls = {
         None,
     ),
     # shapes
-    "k-head-size": (lambda: att(k=t(2, 7, 2, 16)), "k must have the head size of q (8), got 16 in [2, 7, 2, 16]", None),
+    "k-head-size": (
+        lambda: att(k=t(2, 7, 2, 16)),
+        "k must have the head size of q (8), got 16 in [2, 7, 2, 16]",
+        "q and k share a head size; only v may have another",
+    ),
     "k-batch": (
         lambda: att(k=t(3, 7, 2, 8), v=t(3, 7, 2, 8)),
         "k must have the batch size of q (2), got 3 in [3, 7, 2, 8]",
         None,
     ),
-    "v-batch": (lambda: att(v=t(3, 7, 2, 8)), "v must have the batch size of k (2), got 3 in [3, 7, 2, 8]", None),
-    "v-length": (lambda: att(v=t(2, 6, 2, 8)), "v must have the length of k (7), got 6 in [2, 6, 2, 8]", None),
-    "v-heads": (lambda: att(v=t(2, 7, 4, 8)), "v must have the number of heads of k (2), got 4 in [2, 7, 4, 8]", None),
+    "k-batch-of-one": (
+        lambda: att(k=t(1, 7, 2, 8), v=t(1, 7, 2, 8)),
+        "k must have the batch size of q (2), got 1 in [1, 7, 2, 8]",
+        "the batch axis is not broadcast: expand k and v, which copies nothing",
+    ),
+    "v-batch": (
+        lambda: att(v=t(3, 7, 2, 8)),
+        "v must have the batch size of k (2), got 3 in [3, 7, 2, 8]",
+        "k and v may differ in their head sizes only",
+    ),
+    "v-length": (
+        lambda: att(v=t(2, 6, 2, 8)),
+        "v must have the length of k (7), got 6 in [2, 6, 2, 8]",
+        "k and v may differ in their head sizes only",
+    ),
+    "v-heads": (
+        lambda: att(v=t(2, 7, 4, 8)),
+        "v must have the number of heads of k (2), got 4 in [2, 7, 4, 8]",
+        "k and v may differ in their head sizes only",
+    ),
     "heads-not-divisible": (
         lambda: att(k=t(2, 7, 3, 8), v=t(2, 7, 3, 8)),
         "k must have a number of heads that divides q's (4), got 3 in [2, 7, 3, 8]",
@@ -182,6 +203,6 @@ TENSORS: WrongCalls = {
     "thd-v-length": (
         lambda: thd(v=t(8, 4, 8), mask=masks.documents([0, 9])),
         "v must have the length of k (9), got 8 in [8, 4, 8]",
-        None,
+        "k and v may differ in their head sizes only",
     ),
 }

@@ -108,8 +108,8 @@ class Cudnn(Backend):
         out, grad = result.out, layout.canonical(grad_out, problem.layout)
         if gpu.has_rows_without_keys(problem):
             grad = gpu.clear_rows(grad, call.normal_form(tensors.q))
-        stats = scores.statistics(call, tensors, result)
-        dsinks = scores.sink_gradient(call, tensors, result, grad) if "sinks_grad" in problem.features else None
+        stats = scores.statistics(tensors, result)
+        dsinks = scores.sink_gradient(tensors, result, grad) if "sinks_grad" in problem.features else None
         if cudnn_call.packed:
             out, grad, stats = out[0], grad[0], stats[0].transpose(0, 1)
         buffers = {

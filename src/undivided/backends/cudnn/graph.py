@@ -32,8 +32,8 @@ _KEY_TENSORS = frozenset({"k", "v", "dk", "dv"})
 _TOKEN_TENSORS = frozenset({"q", "o", "stats", "do", "dq"}) | _KEY_TENSORS
 """Tensors over tokens. All others (bias, sinks, tables, lengths) have four axes already and are passed unchanged."""
 
-
 _KEY_TILE = 128
+"""Keys of a tile of the backward on SM90 (see `CudnnCall.for_backward`)."""
 
 
 class CudnnCall(NamedTuple):
@@ -61,18 +61,18 @@ class CudnnCall(NamedTuple):
     def from_call(call: Call, tensors: Tensors, extra: dict[str, Tensor]) -> CudnnCall:
         """The cuDNN call of a call."""
         problem = call.problem
-        found = gpu.documents(call, tensors)
+        documents = gpu.documents(call)
         part = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
         lengths: dict[str, Tensor] = {}
         starts: dict[str, Tensor] = {}
         q, k, v = gpu.views(call, tensors)
-        if found is not None or part is not None:
+        if documents is not None or part is not None:
             q, k, v = gpu.clean_tensors(call, tensors, call.normal_form(tensors.q))
-        if found is not None:
+        if documents is not None:
             q, k, v = q[0], k[0], v[0]
             for side, real, padded in (
-                ("q", found.cu_seqlens_q, found.padded_q),
-                ("kv", found.cu_seqlens_kv, found.padded_kv),
+                ("q", documents.cu_seqlens_q, documents.padded_q),
+                ("kv", documents.cu_seqlens_kv, documents.padded_kv),
             ):
                 lengths[side] = gpu.offsets(real.diff(), q)
                 starts[side] = (real if padded is None else padded).to(device=q.device, dtype=torch.int64)
@@ -90,11 +90,12 @@ class CudnnCall(NamedTuple):
         explicit lengths turn on, avoids it (cudnn-frontend issues 160 and 1072, pytorch issue 196678); the frontend
         adds one itself up to cuDNN 9.15.
         """
-        problem, extra = self.problem, {name: t for name, t in self.extra.items() if name != "sink"}
+        problem = self.problem
+        without_sinks = self._replace(extra={name: t for name, t in self.extra.items() if name != "sink"})
         if self.lengths or (problem.kv_len % _KEY_TILE == 0 and problem.q_len > 1):
-            return self._replace(extra=extra)
+            return without_sinks
         lengths = {"q": problem.q_len, "kv": problem.kv_len}
-        return self._replace(lengths={s: full_lengths(problem.batch, n, self.q) for s, n in lengths.items()})
+        return without_sinks._replace(lengths={s: full_lengths(problem.batch, n, self.q) for s, n in lengths.items()})
 
     def empty_stats(self, dtype: torch.dtype) -> Tensor:
         """Uninitialised statistics: [B, H, Sq], or [T, H] if documents are packed."""
@@ -114,8 +115,8 @@ class CudnnCall(NamedTuple):
         stride = [tensor.stride(1), tensor.stride(0), 1]
         return [count, tensor.shape[1], length, size], [length * tensor.stride(0), *stride]
 
-    def run(self, what: str, build: Any, tensors: dict[str, Tensor]) -> None:
-        """Execute the graph of this call; a new problem's graph is built first."""
+    def run(self, direction: str, build: Any, tensors: dict[str, Tensor]) -> None:
+        """Execute the "forward" or "backward" graph of this call; a new problem's graph is built first by `build`."""
         tensors = tensors | self.extra
         for side, lengths in self.lengths.items():
             tensors[f"length_{side}"] = lengths.view(-1, 1, 1, 1)
@@ -130,7 +131,7 @@ class CudnnCall(NamedTuple):
             (name, *map(tuple, self.dims(name, t))) for name, t in tensors.items() if not name.startswith("offset")
         )
         plain = self.problem._replace(q_len=0, kv_len=0, documents=None) if self.packed else self.problem
-        key = (what, plain, self.scale, described, self.totals(), self.q.device)
+        key = (direction, plain, self.scale, described, self.totals(), self.q.device)
         if key not in _graphs:
             if len(_graphs) >= _MAX_GRAPHS:
                 _graphs.clear()

@@ -30,30 +30,30 @@ from undivided.request.result import Result, lse_dtype, merge
 
 def reasons(problem: Problem, machine: Machine) -> list[str]:
     """Every reason why cuDNN cannot read this paged cache."""
-    found = []
+    reasons = []
     if problem.q_len != 1:
-        found.append("paged keys with more than one query per sequence (its last page is computed separately)")
+        reasons.append("paged keys with more than one query per sequence (its last page is computed separately)")
     if beyond := problem.mask.kinds - {"lengths", "causal"}:
-        found.append(f"paged keys with {', '.join(sorted(beyond))}")
+        reasons.append(f"paged keys with {', '.join(sorted(beyond))}")
     if problem.align == "top_left" and problem.mask.right is not None:
-        found.append("paged keys with top-left alignment")
+        reasons.append("paged keys with top-left alignment")
     if unfit := problem.features & {"backward", "bias", "alibi"}:
-        found.append(f"paged keys with {', '.join(sorted(unfit))}")
+        reasons.append(f"paged keys with {', '.join(sorted(unfit))}")
     size = problem.page_size or 0
     if size & (size - 1):
-        found.append(f"page_size={size} (must be a power of two)")
+        reasons.append(f"page_size={size} (must be a power of two)")
     version, capability = machine.version("cudnn"), machine.compute_capability
     # cuDNN needs no band: a single query under a bottom-right causal mask sees every key
-    found += cudnn_rules.reasons(problem._replace(mask=FULL.structure, align=None), machine, plain=True)
+    reasons += cudnn_rules.reasons(problem._replace(mask=FULL.structure, align=None), machine, plain=True)
     if version is None or capability is None:
-        return found
+        return reasons
     if version < (9, 5):
-        found.append(f"paged keys ({cudnn_name(version)}; from 9.5)")
+        reasons.append(f"paged keys ({cudnn_name(version)}; from 9.5)")
     if max(problem.qk_dim, problem.v_dim) > 128 and version <= (9, 9, 0):
-        found.append(f"paged keys with head sizes above 128 ({cudnn_name(version)}; after 9.9.0)")
+        reasons.append(f"paged keys with head sizes above 128 ({cudnn_name(version)}; after 9.9.0)")
     if capability == (8, 9) or capability >= (12, 0):
-        found.append(f"paged keys on {capability_name(capability)} (TransformerEngine: a bug in cuDNN)")
-    return found
+        reasons.append(f"paged keys on {capability_name(capability)} (TransformerEngine: a bug in cuDNN)")
+    return reasons
 
 
 def forward(call: Call, tensors: Tensors) -> Result:

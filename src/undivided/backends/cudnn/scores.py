@@ -30,12 +30,12 @@ _LOWEST = -(2.0**126)
 def extra(call: Call, tensors: Tensors) -> dict[str, Tensor]:
     """The graph's inputs besides q, k and v: bias and sink."""
     problem = call.problem
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     if tensors.bias is not None:
-        found["bias"] = _finite(tensors.bias)
+        inputs["bias"] = _finite(tensors.bias)
     if tensors.sinks is not None:
-        found["sink"] = tensors.sinks.to(lse_dtype(problem.dtype)).contiguous().view(1, -1, 1, 1)
-    return found
+        inputs["sink"] = tensors.sinks.to(lse_dtype(problem.dtype)).contiguous().view(1, -1, 1, 1)
+    return inputs
 
 
 def _finite(bias: Tensor) -> Tensor:
@@ -56,18 +56,18 @@ def fix_empty_rows(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Te
     return out, lse
 
 
-def statistics(call: Call, tensors: Tensors, result: Result) -> Tensor:
+def statistics(tensors: Tensors, result: Result) -> Tensor:
     """The statistics as cuDNN's backward reads them, [B, H, Sq]: sinks included, +inf in rows without keys."""
     lse = result.lse if tensors.sinks is None else gpu.with_sinks(result.lse, tensors.sinks)
     return gpu.for_kernel(lse)
 
 
-def sink_gradient(call: Call, tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:
+def sink_gradient(tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:
     """``-sum(p * (grad . out))`` over batch and rows, where p is the sink's share of a row: [H], summed in the dtype of
     lse."""
     assert tensors.sinks is not None
     lse = result.lse
-    taken = torch.sigmoid(tensors.sinks.to(lse.dtype).unsqueeze(-1) - lse)
+    share = torch.sigmoid(tensors.sinks.to(lse.dtype).unsqueeze(-1) - lse)
     change = (grad_BSHD.to(lse.dtype) * result.out).sum(-1).transpose(1, 2)
-    total = torch.where(lse == -torch.inf, 0.0, taken * change).sum((0, 2))
+    total = torch.where(lse == -torch.inf, 0.0, share * change).sum((0, 2))
     return -total.to(tensors.sinks.dtype)

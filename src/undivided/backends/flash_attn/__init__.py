@@ -36,21 +36,23 @@ class _Version:
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then the rules that they cannot express."""
-        found = limit_reasons(self.limits, problem, machine)
+        reasons = limit_reasons(self.limits, problem, machine)
         if machine.compute_capability is not None:
-            found += self.extra_reasons(problem, machine)
-        return found
+            reasons += self.extra_reasons(problem, machine)
+        return reasons
 
 
-_2 = _Version(2, flash_attn_rules.LIMITS_2, flash_attn_rules.extra_reasons_2, version_2)
-_3 = _Version(3, flash_attn_rules.LIMITS_3, flash_attn_rules.extra_reasons_3, version_3)
-_4 = _Version(4, flash_attn_rules.LIMITS_4, flash_attn_rules.extra_reasons_4, version_4)
+_VERSION_2 = _Version(2, flash_attn_rules.LIMITS_2, flash_attn_rules.extra_reasons_2, version_2)
+_VERSION_3 = _Version(3, flash_attn_rules.LIMITS_3, flash_attn_rules.extra_reasons_3, version_3)
+_VERSION_4 = _Version(4, flash_attn_rules.LIMITS_4, flash_attn_rules.extra_reasons_4, version_4)
 
 
 def _in_order(machine: Machine) -> tuple[_Version, ...]:
     """The versions to try on this GPU, the one written for it first."""
     major = (machine.compute_capability or (0, 0))[0]
-    return {9: (_3, _4, _2), 10: (_4, _2), 11: (_4, _2)}.get(major, (_2, _4))
+    return {9: (_VERSION_3, _VERSION_4, _VERSION_2), 10: (_VERSION_4, _VERSION_2), 11: (_VERSION_4, _VERSION_2)}.get(
+        major, (_VERSION_2, _VERSION_4)
+    )
 
 
 class FlashAttn(Backend):
@@ -60,7 +62,7 @@ class FlashAttn(Backend):
     family = "flash"
     summary = "FlashAttention 2, 3 and 4, if the packages are installed"
     how_to_get = "pip install flash-attn (Ampere and later), flash-attn-3 (Hopper) or flash-attn-4 (Hopper, Blackwell)"
-    limits = _2.limits
+    limits = _VERSION_2.limits
 
     def rank(self, problem: Problem, machine: Machine) -> float:
         """By the table in `gpu`."""
@@ -68,7 +70,11 @@ class FlashAttn(Backend):
 
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU or any of the packages."""
-        installed = any(machine.version(name) for version in (_2, _3, _4) for name, *_ in version.limits.packages)
+        installed = any(
+            machine.version(name)
+            for version in (_VERSION_2, _VERSION_3, _VERSION_4)
+            for name, *_ in version.limits.packages
+        )
         return gpu.no_gpu(machine) or (
             None if installed else "none of flash-attn, flash-attn-3 and flash-attn-4 is installed"
         )
@@ -79,12 +85,12 @@ class FlashAttn(Backend):
         common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
         if problem.device != "cuda":
             return [f"device={problem.device} (runs on cuda)"]
-        against = {version: version.reasons(problem, machine) for version in _in_order(machine)}
-        if not common and any(not reasons for reasons in against.values()):
+        reasons_by_version = {version: version.reasons(problem, machine) for version in _in_order(machine)}
+        if not common and any(not reasons for reasons in reasons_by_version.values()):
             return []
-        installed = [v for v in against if any(machine.version(name) for name, *_ in v.limits.packages)]
-        shown = installed or list(against)[:1]
-        return common + [f"flash-attn {v.number}: {reason}" for v in shown for reason in against[v]]
+        installed = [v for v in reasons_by_version if any(machine.version(name) for name, *_ in v.limits.packages)]
+        shown = installed or list(reasons_by_version)[:1]
+        return common + [f"flash-attn {v.number}: {reason}" for v in shown for reason in reasons_by_version[v]]
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by the version that fits."""

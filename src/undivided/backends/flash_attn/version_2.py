@@ -60,7 +60,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
 def _with_cache(call: Call, tensors: Tensors) -> Result:
     """Attention to a key/value cache with lengths, a block table, or both; no gradients."""
     problem = call.problem
-    causal, left, right = gpu.flash_band(call, tensors)
+    causal, left, right = gpu.flash_band(call)
     lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
     assert lengths is not None, "a paged problem carries the lengths"
     paged = call.pages is not None
@@ -76,7 +76,7 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         causal=causal,
         window_size=(left, right),
         softcap=call.softcap or 0.0,
-        alibi_slopes=_slopes(call, tensors),
+        alibi_slopes=_slopes(tensors),
         return_softmax_lse=True,
     )
     fixed = gpu.fix_empty_rows(out, lse, call.normal_form(tensors.q))
@@ -84,7 +84,7 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
 
 
 def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
-    causal, left, right = gpu.flash_band(call, tensors)
+    causal, left, right = gpu.flash_band(call)
     return {
         "dropout_p": 0.0,
         "softmax_scale": call.scale,
@@ -92,9 +92,9 @@ def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
         "window_size_left": left,
         "window_size_right": right,
         "softcap": call.softcap or 0.0,
-        "alibi_slopes": _slopes(call, tensors),
+        "alibi_slopes": _slopes(tensors),
     }
 
 
-def _slopes(call: Call, tensors: Tensors) -> Tensor | None:
+def _slopes(tensors: Tensors) -> Tensor | None:
     return None if tensors.alibi_slopes is None else tensors.alibi_slopes.float().contiguous()

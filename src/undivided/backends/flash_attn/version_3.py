@@ -30,7 +30,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
     q, k, v = gpu.clean_views(call, tensors)
     cu = gpu.packing(call, tensors)
-    out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, tensors, "causal"))
+    out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, "causal"))
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
@@ -61,15 +61,15 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
         lse,
         **cu,
         **grads,
-        **_settings(call, tensors, "is_causal"),
+        **_settings(call, "is_causal"),
         deterministic=problem.deterministic,
     )
     dq, dk, dv = (layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in grads.values())
     return dq, dk, dv, None, None, None
 
 
-def _settings(call: Call, tensors: Tensors, causal_name: str) -> dict[str, Any]:
-    causal, left, right = gpu.flash_band(call, tensors)
+def _settings(call: Call, causal_name: str) -> dict[str, Any]:
+    causal, left, right = gpu.flash_band(call)
     return {
         "softmax_scale": call.scale,
         causal_name: causal,

@@ -30,7 +30,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     q, k, v = gpu.clean_views(call, tensors)
     cu = gpu.packing(call, tensors)
     out, lse, *_ = _package()._flash_attn_fwd(
-        q, k, v, **cu, **_settings(call, tensors), softcap=call.softcap, learnable_sink=tensors.sinks, return_lse=True
+        q, k, v, **cu, **_settings(call), softcap=call.softcap, learnable_sink=tensors.sinks, return_lse=True
     )
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
@@ -63,7 +63,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
         grad.contiguous(),
         lse,
         **cu,
-        **_settings(call, tensors),
+        **_settings(call),
         softcap=call.softcap or 0.0,
         deterministic=problem.deterministic,
         learnable_sink=tensors.sinks,
@@ -76,8 +76,8 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     return dq, dk, dv, None, rest[0] if "sinks_grad" in problem.features else None, None
 
 
-def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
-    left, right = gpu.band(call, tensors)
+def _settings(call: Call) -> dict[str, Any]:
+    left, right = call.mask.band
     causal = left is None and right == 0
     return {
         "softmax_scale": call.scale,

@@ -122,13 +122,13 @@ class Native(Backend):
         """One call for the sequences that the query blocks become."""
         problem, (tensors, _) = call.problem, with_addresses(tensors)
         virtual = blocks.VirtualSequences.of_call(call, tensors, pairs, joins_heads=True)
-        found = self.forward(*virtual.paged_call())
+        result = self.forward(*virtual.paged_call())
         out = torch.zeros_like(_new_output(problem, tensors.q))
-        virtual.rows.put_heads(found.out, layout.heads_first(out, problem.layout).transpose(1, 2))
-        if found.lse is UNREAD:
+        virtual.rows.put_heads(result.out, layout.heads_first(out, problem.layout).transpose(1, 2))
+        if result.lse is UNREAD:
             return Result(out, UNREAD)
         lse = out.new_full((problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=torch.float32)
-        virtual.rows.put_heads(found.lse[..., None], lse.transpose(1, 2)[..., None])
+        virtual.rows.put_heads(result.lse[..., None], lse.transpose(1, 2)[..., None])
         return Result(out, lse)
 
     def backward(

@@ -117,13 +117,17 @@ def plain_record(
     if strides is None:
         strides = Strides(*tensors[:3], call.problem.layout, call.pages is not None)
     # repeated calls pack 14 values instead of 30
-    sizes, of_q, of_k, of_v, of_out, of_lse = strides.packed or _pack(strides, call.problem, out, lse)
+    sizes, q_strides, k_strides, v_strides, out_strides, lse_strides = strides.packed or _pack(
+        strides, call.problem, out, lse
+    )
     if not (out_at := out.data_ptr()):
         require_memory(out)  # of fake memory, under a mode
     q_at, k_at, v_at = at
     lse_at = 0 if lse is UNREAD else lse.data_ptr()
     options = torch.get_num_threads(), call.scale, call.softcap or 0.0
-    head = _PACK_TENSORS(sizes, *options, q_at, of_q, k_at, of_k, v_at, of_v, out_at, of_out, lse_at, of_lse)
+    head = _PACK_TENSORS(
+        sizes, *options, q_at, q_strides, k_at, k_strides, v_at, v_strides, out_at, out_strides, lse_at, lse_strides
+    )
     checked, mask = call.checked_mask, call.mask
     if checked is not None:
         ranges = checked.packed or _pack_ranges(call, tensors)
@@ -139,9 +143,9 @@ def _pack(strides: Strides, problem: Problem, out: Tensor, lse: Tensor) -> tuple
     and lse."""
     _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = problem[:10]
     sizes = _PACK_SIZES(_SIZE, DTYPES[dtype], batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim)
-    of_out = STRIDES[layout](out.stride())
-    of_lse = (0, 0) if lse is UNREAD else lse.stride()[:2]
-    rows = [_PACK_STRIDES(*steps) for steps in (strides.q, strides.k, strides.v, of_out, (*of_lse, 0))]
+    out_strides = STRIDES[layout](out.stride())
+    lse_strides = (0, 0) if lse is UNREAD else lse.stride()[:2]
+    rows = [_PACK_STRIDES(*steps) for steps in (strides.q, strides.k, strides.v, out_strides, (*lse_strides, 0))]
     strides.packed = (sizes, *rows[:4], rows[4][:16])
     return strides.packed
 
@@ -154,9 +158,7 @@ def _pack_ranges(call: Call, tensors: Tensors) -> bytes:
     return packed
 
 
-def record(
-    call: Call, tensors: Tensors, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: float
-) -> bytes:
+def record(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: float) -> bytes:
     """The C record; `rest` are its fields from `ranges` on. The kernel does not write lse if it is `UNREAD`."""
     problem = call.problem
     q_b, q_h, q_s, _ = q.stride()
@@ -292,13 +294,13 @@ class Records:
 
     def record(self, rows: slice) -> bytes:
         """The record for these rows. What it points to stays alive until the next record is created."""
-        call, tensors = self.call, self.tensors
+        call = self.call
         q, k, v, out, lse = self.views
         q, out, lse = q[:, :, rows], out[:, :, rows], lse if lse is UNREAD else lse[:, :, rows]
         bias, slopes, keys, dropout = _NO_BIAS, _NO_SLOPES, _NO_KEYS, _NO_DROPOUT
         if self.bias is not None:
-            some = self.bias[:, :, rows]
-            bias = (some.data_ptr(), DTYPES[some.dtype], *some.stride())
+            part = self.bias[:, :, rows]
+            bias = (part.data_ptr(), DTYPES[part.dtype], *part.stride())
         if self.slopes is not None:
             slope, at = self.slopes[:, :, rows], self.row_position[:, rows]
             slopes = (slope.data_ptr(), *slope.stride(), at.data_ptr(), batch_stride(at))
@@ -307,20 +309,18 @@ class Records:
         if call.dropout_p:
             dropout = self._dropout(rows)
         sinks = 0 if self.sinks is None else self.sinks.data_ptr()
-        masked = self._ranges(rows), self._dense(rows)
         return record(
             call,
-            tensors,
             q,
             k,
             v,
             out,
             lse,
-            *masked[0],
+            *self._ranges(rows),
             *self.pages,
             sinks,
             *bias,
-            *masked[1],
+            *self._dense(rows),
             *slopes,
             *keys,
             *dropout,

@@ -85,16 +85,16 @@ def _plain(
     grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
     lse = None if grad_lse is None else _unit_last(grad_lse.float())
     inputs = (tensors.q, tensors.k, tensors.v)
-    found = [_gradient_buffer(x, False, dtype) if n else None for x, n in zip(inputs, call.needs, strict=False)]
+    buffers = [_gradient_buffer(x, False, dtype) if n else None for x, n in zip(inputs, call.needs, strict=False)]
     strides = STRIDES[problem.layout]
     grad_fields = (grad.data_ptr(), *strides(grad.stride()))
-    gradient_fields = [_NO_TENSOR if x is None else (x.data_ptr(), *strides(x.stride())) for x in found]
+    gradient_fields = [_NO_TENSOR if x is None else (x.data_ptr(), *strides(x.stride())) for x in buffers]
     attempt: int | None = 0
     while attempt is not None:
         attempt = library.backward(
             problem_record, _record(problem, DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields), attempt
         )
-    return [*found, None, None, None]
+    return [*buffers, None, None, None]
 
 
 def _record(
@@ -198,7 +198,7 @@ class _Gradients:
     def finish(self) -> list[Tensor | None]:
         """The gradients in the order, shapes and dtypes of the inputs."""
         tensors = self._tensors
-        found: list[Tensor | None] = [None if x is None else x.to(self._call.problem.dtype) for x in self._qkv]
+        gradients: list[Tensor | None] = [None if x is None else x.to(self._call.problem.dtype) for x in self._qkv]
         bias = sinks = slopes = None
         if self._bias is not None:
             assert tensors.bias is not None
@@ -208,8 +208,8 @@ class _Gradients:
         if self._slopes is not None:
             slopes = self._sum_of_slopes(self._slopes)
         for tensor, x in ((tensors.bias, bias), (tensors.sinks, sinks), (tensors.alibi_slopes, slopes)):
-            found.append(None if x is None or tensor is None else x.to(tensor.dtype))
-        return found
+            gradients.append(None if x is None or tensor is None else x.to(tensor.dtype))
+        return gradients
 
     def _sum_of_slopes(self, rows: Tensor) -> Tensor:
         slopes = self._tensors.alibi_slopes

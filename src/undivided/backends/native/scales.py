@@ -11,9 +11,9 @@ def contiguous_groups(call: Call) -> Call:
     k_scale, v_scale = call.k_scale, call.v_scale
     assert k_scale is not None and v_scale is not None
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        kept = require_memory(scale)
-        if call.problem.quantized == "int4" and kept.stride(-1) != 1:
-            kept = kept.contiguous()
-        if kept is not scale:
-            call = call.with_problem(call.problem, **{name: kept})
+        readable = require_memory(scale)
+        if call.problem.quantized == "int4" and readable.stride(-1) != 1:
+            readable = readable.contiguous()
+        if readable is not scale:
+            call = call.with_problem(call.problem, **{name: readable})
     return call

@@ -180,8 +180,8 @@ def _blocks(
         for h in range(0, problem.heads, step):
             q_heads = slice(h, min(h + step, problem.heads))
             kv_heads = slice(h // group, (q_heads.stop - 1) // group + 1)
-            most = SCORES_PER_BLOCK // ((q_heads.stop - h) * batches)
-            for rows, keys in _row_blocks(problem, normal, batch, most, ends):
+            max_pairs = SCORES_PER_BLOCK // ((q_heads.stop - h) * batches)
+            for rows, keys in _row_blocks(problem, normal, batch, max_pairs, ends):
                 yield Block(batch, q_heads, kv_heads, rows, keys)
 
 
@@ -196,17 +196,17 @@ def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) 
 
 
 def _row_blocks(
-    problem: Problem, normal: NormalForm | None, batch: slice, most: int, ends: list[int]
+    problem: Problem, normal: NormalForm | None, batch: slice, max_pairs: int, ends: list[int]
 ) -> Iterator[tuple[slice, slice]]:
-    """(rows, keys) with at most about `most` pairs each, but at least MIN_ROWS rows unless one of `ends` is there."""
-    start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= most // 4 else MAX_ROWS)
+    """(rows, keys) with about `max_pairs` pairs each, but at least MIN_ROWS rows unless one of `ends` is there."""
+    start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= max_pairs // 4 else MAX_ROWS)
     while start < problem.q_len:
         end = ends[bisect.bisect_right(ends, start)]
         rows = slice(start, min(start + size, end))
         keys = _keys(normal, problem, batch, rows)
         pairs = (rows.stop - rows.start) * (keys.stop - keys.start)
-        if pairs > most and rows.stop - rows.start > MIN_ROWS:
-            size = max(most // (keys.stop - keys.start), MIN_ROWS)
+        if pairs > max_pairs and rows.stop - rows.start > MIN_ROWS:
+            size = max(max_pairs // (keys.stop - keys.start), MIN_ROWS)
             rows = slice(start, min(start + size, end))
             keys = _keys(normal, problem, batch, rows)
         yield rows, keys
@@ -372,11 +372,11 @@ class Reference(Backend):
                 for g, o in zip(inner, _slices(block, call, outer), strict=True)
                 if g is not None and g.requires_grad and o is not None
             ]
-            found = leaf_gradients([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
-            sums.add(block, found[: len(leaves)])
-            layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(found[len(leaves)])
+            gradients = leaf_gradients([g for g, _ in pairs], [o for _, o in pairs], [*leaves, *grads])
+            sums.add(block, gradients[: len(leaves)])
+            layout.heads_first(for_grad_out, problem.layout)[where] = _or_zero(gradients[len(leaves)])
             if for_grad_lse is not None:
-                for_grad_lse[where] = _or_zero(found[len(leaves) + 1])
+                for_grad_lse[where] = _or_zero(gradients[len(leaves) + 1])
         return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
 
 

@@ -44,7 +44,7 @@ def find_runs(
     used = (*of_rows, *of_keys) if tensors.bias is None else (*of_rows, *of_keys, tensors.bias)
     if not readable(*used) or all(bool(torch.isfinite(t).all()) for t in (*of_rows, *of_keys)):
         return None
-    rows, keys = _spoilt(of_rows), _spoilt(of_keys)
+    rows, keys = _nonfinite_tokens(of_rows), _nonfinite_tokens(of_keys)
     ends, by_head = [], False
     for b in range(call.problem.batch):
         cuts = [0]
@@ -55,7 +55,7 @@ def find_runs(
     return Runs(ends, by_head) if by_head or any(len(end) > 1 for end in ends) else None
 
 
-def _spoilt(tensors: Sequence[Tensor]) -> Tensor:
+def _nonfinite_tokens(tensors: Sequence[Tensor]) -> Tensor:
     """Which tokens have a NaN or an infinity in one of the tensors [B, H, S, D], bool [B, S]."""
     return torch.stack([~torch.isfinite(t).all(-1).all(1) for t in tensors]).any(0)
 
@@ -79,14 +79,14 @@ def _allowed(call: Call, tensors: Tensors, b: int) -> Iterator[tuple[int, Tensor
         yield start, pairs
 
 
-def _cuts(allowed: Tensor, spoilt_rows: Tensor, spoilt_keys: Tensor) -> list[int]:
+def _cuts(allowed: Tensor, nonfinite_rows: Tensor, nonfinite_keys: Tensor) -> list[int]:
     """The rows that must not be in one block with the row before them.
 
     >>> causal = torch.ones(1, 1, 4, 4).tril().bool()
     >>> _cuts(causal, torch.tensor([False] * 4), torch.tensor([False, False, True, False]))
     [2]
     """
-    spoilt = spoilt_rows & allowed.any(-1).any(1)[0]  # rows without keys are cleared
-    seen = allowed[0][..., spoilt_keys]
-    apart = (seen[:, 1:] != seen[:, :-1]).any(-1).any(0) | spoilt[1:] | spoilt[:-1]
+    alone = nonfinite_rows & allowed.any(-1).any(1)[0]  # rows without keys are cleared
+    seen = allowed[0][..., nonfinite_keys]
+    apart = (seen[:, 1:] != seen[:, :-1]).any(-1).any(0) | alone[1:] | alone[:-1]
     return [int(i) + 1 for i in apart.nonzero().flatten()]

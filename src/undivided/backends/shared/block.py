@@ -71,9 +71,9 @@ def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     if some_key.shape[1] > 1:
         some_key = some_key.unflatten(1, (k.shape[1], -1)).any(2)
     some_key = some_key.unsqueeze(-1)
-    look = allowed.device.type == "cpu" and not is_traced()
-    if not (look and bool(some_key.all())):
+    reads_values = allowed.device.type == "cpu" and not is_traced()
+    if not (reads_values and bool(some_key.all())):
         k, v = torch.where(some_key, k, 0.0), torch.where(some_key, v, 0.0)
-    if look and bool(some_row.all()):
+    if reads_values and bool(some_row.all()):
         return q, k, v, None
     return torch.where(some_row, q, 0.0), k, v, some_row

@@ -26,14 +26,14 @@ def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST, *, pla
         return [f"cuDNN {format_version(oldest)} or later is not installed"]
     if capability is None:
         return []
-    found = _version_reasons(version, capability, oldest)
-    found += _length_reasons(problem, version) + _one_query_reasons(problem, version, capability)
-    found += _head_dim_reasons(problem, version, capability)
-    found += _packed_reasons(problem, version, capability)
+    reasons = _version_reasons(version, capability, oldest)
+    reasons += _length_reasons(problem, version) + _one_query_reasons(problem, version, capability)
+    reasons += _head_dim_reasons(problem, version, capability)
+    reasons += _packed_reasons(problem, version, capability)
     if plain:
-        return found
-    found += _mask_reasons(problem, version, capability)
-    return found + _determinism_reasons(problem, version, capability)
+        return reasons
+    reasons += _mask_reasons(problem, version, capability)
+    return reasons + _determinism_reasons(problem, version, capability)
 
 
 def cudnn_name(version: Version) -> str:
@@ -47,35 +47,35 @@ def capability_name(capability: Capability) -> str:
 
 
 def _version_reasons(version: Version, capability: Capability, oldest: Version) -> list[str]:
-    found = []
+    reasons = []
     if version < oldest:
-        found.append(f"{cudnn_name(version)} (min {format_version(oldest)})")
+        reasons.append(f"{cudnn_name(version)} (min {format_version(oldest)})")
     if version[:3] in _BROKEN:
-        found.append(f"{cudnn_name(version)} computes wrong attention ({_BROKEN[version[:3]]} fixes it)")
+        reasons.append(f"{cudnn_name(version)} computes wrong attention ({_BROKEN[version[:3]]} fixes it)")
     if capability >= (10, 0) and version < (9, 7):
-        found.append(f"{cudnn_name(version)} on {capability_name(capability)} (min 9.7)")
+        reasons.append(f"{cudnn_name(version)} on {capability_name(capability)} (min 9.7)")
     elif capability >= (12, 0) and version < (9, 18, 1):
-        found.append(f"{cudnn_name(version)} on {capability_name(capability)} (min 9.18.1)")
-    return found
+        reasons.append(f"{cudnn_name(version)} on {capability_name(capability)} (min 9.18.1)")
+    return reasons
 
 
 def _length_reasons(problem: Problem, version: Version) -> list[str]:
-    found = []
+    reasons = []
     if version < (9, 0) and not problem.packed:
         for name, length in (("query", problem.q_len), ("key", problem.kv_len)):
             if length % 64:
-                found.append(
+                reasons.append(
                     f"{name} length {length} is not a multiple of 64 ({cudnn_name(version)}; any length from 9.0)"
                 )
     if "gqa" in problem.features and version < (8, 9, 7):
-        found.append(f"fewer key/value heads than query heads ({cudnn_name(version)}; from 8.9.7)")
+        reasons.append(f"fewer key/value heads than query heads ({cudnn_name(version)}; from 8.9.7)")
     if problem.q_len == 1 and version <= (9, 9, 0) and problem.mask.right is not None:
-        found.append(f"query length 1 under a causal mask or window ({cudnn_name(version)}; after 9.9.0)")
+        reasons.append(f"query length 1 under a causal mask or window ({cudnn_name(version)}; after 9.9.0)")
     if problem.q_len == 1 and problem.kv_len == 1 and "backward" in problem.features:
-        found.append("gradients for query and key length 1 (min 2)")
+        reasons.append("gradients for query and key length 1 (min 2)")
     if problem.kv_len == 1 and not problem.packed:
-        found.append("key length 1 (min 2)")
-    return found
+        reasons.append("key length 1 (min 2)")
+    return reasons
 
 
 def _one_query_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
@@ -139,26 +139,28 @@ def _inference_limit(problem: Problem, version: Version, capability: Capability)
 
 
 def _mask_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
-    mask, found = problem.mask, []
+    mask, reasons = problem.mask, []
     padded = bool(mask.kinds & {"lengths", "documents"})
     if problem.align == "bottom_right" and mask.right is not None:
-        found += _bottom_right_reasons(problem, version, padded)
+        reasons += _bottom_right_reasons(problem, version, padded)
         at_stake = mask.left is not None and (problem.q_len == problem.kv_len or padded)
         if capability[0] == 9 and version <= (9, 9, 0) and at_stake:
-            found.append(f"a bottom-right window on {capability_name(capability)} ({cudnn_name(version)}; after 9.9.0)")
+            reasons.append(
+                f"a bottom-right window on {capability_name(capability)} ({cudnn_name(version)}; after 9.9.0)"
+            )
     if "window" not in mask.kinds:
-        return found
+        return reasons
     if version < (9, 2):
-        found.append(f"a sliding window ({cudnn_name(version)}; from 9.2)")
+        reasons.append(f"a sliding window ({cudnn_name(version)}; from 9.2)")
     elif version < (9, 6) and padded:
-        found.append(f"a sliding window with per-sequence lengths ({cudnn_name(version)}; from 9.6)")
+        reasons.append(f"a sliding window with per-sequence lengths ({cudnn_name(version)}; from 9.6)")
     elif mask.right != 0 and version < (9, 10, 2):
-        found.append(f"a window that is not causal ({cudnn_name(version)}; from 9.10.2)")
+        reasons.append(f"a window that is not causal ({cudnn_name(version)}; from 9.10.2)")
     if not padded and problem.q_len > problem.kv_len:
-        found.append("a sliding window with more queries than keys (at most as many)")
+        reasons.append("a sliding window with more queries than keys (at most as many)")
     if version[:3] == (9, 14, 0) and mask.right != 0 and problem.kv_len > 1024:
-        found.append("a window that is not causal over more than 1024 keys (cuDNN 9.14.0; 9.14.1 fixes it)")
-    return found
+        reasons.append("a window that is not causal over more than 1024 keys (cuDNN 9.14.0; 9.14.1 fixes it)")
+    return reasons
 
 
 def _bottom_right_reasons(problem: Problem, version: Version, padded: bool) -> list[str]:
@@ -166,20 +168,20 @@ def _bottom_right_reasons(problem: Problem, version: Version, padded: bool) -> l
         return [f"bottom-right alignment ({cudnn_name(version)}; from 9.3)"]
     if padded and version < (9, 6):
         return [f"bottom-right alignment with per-sequence lengths ({cudnn_name(version)}; from 9.6)"]
-    found = []
+    reasons = []
     q_len, kv_len = problem.q_len, problem.kv_len
     if problem.documents is not None and None not in problem.documents:
         q_len, kv_len = problem.documents[1] or 0, problem.documents[2] or 0
     if q_len > kv_len:
-        found.append("bottom-right alignment with more queries than keys (at most as many)")
+        reasons.append("bottom-right alignment with more queries than keys (at most as many)")
     if version < (9, 7):
         for name, length in (("query", q_len), ("key", kv_len)):
             if length % 64:
-                found.append(
+                reasons.append(
                     f"{name} length {length} is not a multiple of 64 under bottom-right alignment "
                     f"({cudnn_name(version)}; any length from 9.7)"
                 )
-    return found
+    return reasons
 
 
 def _packed_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:
@@ -187,16 +189,16 @@ def _packed_reasons(problem: Problem, version: Version, capability: Capability) 
         if problem.mask.kinds & {"lengths", "q_lengths"} and version < (8, 9, 6):
             return [f"per-sequence lengths ({cudnn_name(version)}; from 8.9.6)"]
         return []
-    found = []
+    reasons = []
     if capability < (9, 0):
-        found.append(f"packed documents on {capability_name(capability)} (min 9.0)")
+        reasons.append(f"packed documents on {capability_name(capability)} (min 9.0)")
     if capability >= (12, 0):  # statistics cannot be packed there
-        found.append(f"packed documents on {capability_name(capability)} (9.0 to 11.0)")
+        reasons.append(f"packed documents on {capability_name(capability)} (9.0 to 11.0)")
     if version < (9, 1):
-        found.append(f"packed documents ({cudnn_name(version)}; from 9.1)")
+        reasons.append(f"packed documents ({cudnn_name(version)}; from 9.1)")
     elif version < (9, 6):  # before 9.6 offsets and statistics have the layout of a padded batch
-        found.append(f"packed documents ({cudnn_name(version)}; this library writes them for 9.6 and later)")
-    return found
+        reasons.append(f"packed documents ({cudnn_name(version)}; this library writes them for 9.6 and later)")
+    return reasons
 
 
 def _determinism_reasons(problem: Problem, version: Version, capability: Capability) -> list[str]:

@@ -16,55 +16,55 @@ _NO_DROPOUT = {"dropout": "it draws its own pattern"}
 
 def extra_reasons_2(problem: Problem, machine: Machine) -> list[str]:
     """The rules of version 2 that `LIMITS_2` cannot express."""
-    found = gpu.large_head_reasons(problem, machine)
+    reasons = gpu.large_head_reasons(problem, machine)
     version, capability = machine.version("flash_attn"), machine.compute_capability
     if capability is not None and capability >= (10, 0) and version is not None and version < (2, 8):
-        found.append(
+        reasons.append(
             f"compute capability {gpu.capability_text(machine)} (flash_attn before 2.8 is built for 8.x and 9.0)"
         )
     cached = problem.mask.kinds & {"lengths"} or "paged" in problem.features
     if cached and "backward" in problem.features:
-        found.append(
+        reasons.append(
             "gradients with per-sequence lengths (its backward has no argument for them; pack them as documents)"
         )
     if problem.page_size is not None and problem.page_size % 256:
-        found.append(f"page_size={problem.page_size} (must be a multiple of 256)")
+        reasons.append(f"page_size={problem.page_size} (must be a multiple of 256)")
     if "paged" in problem.features and problem.packed:
-        found.append("paged keys with packed queries (dense queries only)")
-    return found
+        reasons.append("paged keys with packed queries (dense queries only)")
+    return reasons
 
 
 def extra_reasons_3(problem: Problem, machine: Machine) -> list[str]:
     """The rules of version 3 that `LIMITS_3` cannot express."""
-    found = []
+    reasons = []
     qk, v = problem.qk_dim, problem.v_dim
     if qk != v and not ((128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512)):
-        found.append(f"head_dim={qk} with value_dim={v} (129 to 192 with 97 to 128, or up to 64 with up to 512)")
+        reasons.append(f"head_dim={qk} with value_dim={v} (129 to 192 with 97 to 128, or up to 64 with up to 512)")
     if qk > 256 or qk == v > 256:
-        found.append(f"head_dim={qk} (max 256)")
+        reasons.append(f"head_dim={qk} (max 256)")
     if qk != v and "backward" in problem.features:
-        found.append(f"gradients for head_dim={qk} with value_dim={v} (equal sizes only)")
+        reasons.append(f"gradients for head_dim={qk} with value_dim={v} (equal sizes only)")
     if problem.deterministic and "backward" in problem.features and max(qk, v) > 192:
-        found.append(f"deterministic gradients for head_dim={max(qk, v)} (max 192)")
-    return found
+        reasons.append(f"deterministic gradients for head_dim={max(qk, v)} (max 192)")
+    return reasons
 
 
 def extra_reasons_4(problem: Problem, machine: Machine) -> list[str]:
     """The rules of version 4 that `LIMITS_4` cannot express."""
-    found = _sizes_4(problem, machine)
+    reasons = _sizes_4(problem, machine)
     major = (machine.compute_capability or (0, 0))[0]
     backward = "backward" in problem.features
     on = gpu.capability_text(machine)
     if backward and major == 8:
-        found.append(f"gradients on compute capability {on} (min 9.0)")
+        reasons.append(f"gradients on compute capability {on} (min 9.0)")
     if backward and problem.deterministic and major == 12:
-        found.append(f"deterministic gradients on compute capability {on} (below 12.0)")
+        reasons.append(f"deterministic gradients on compute capability {on} (below 12.0)")
     if "sinks" in problem.features:
         if backward and major == 12:
-            found.append(f"gradients with sinks on compute capability {on} (9.x, 10.x and 11.x)")
+            reasons.append(f"gradients with sinks on compute capability {on} (9.x, 10.x and 11.x)")
         if problem.features & {"lse", "lse_grad"}:
-            found.append("the log-sum-exp returned with sinks (its own contains them)")
-    return found
+            reasons.append("the log-sum-exp returned with sinks (its own contains them)")
+    return reasons
 
 
 def _sizes_4(problem: Problem, machine: Machine) -> list[str]:

@@ -98,18 +98,13 @@ def capability_text(machine: Machine) -> str:
     return format_version(machine.compute_capability or ())
 
 
-def band(call: Call, tensors: Tensors) -> tuple[int | None, int | None]:
-    """(left, right) of the mask's window; None is unbounded."""
-    return call.mask.band
-
-
-def flash_band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
+def flash_band(call: Call) -> tuple[bool, int, int]:
     """(causal, left, right) in the convention of flash-attn: -1 is unbounded, causal is the window (-1, 0)."""
-    left, right = band(call, tensors)
+    left, right = call.mask.band
     return (left is None and right == 0), -1 if left is None else left, -1 if right is None else right
 
 
-def documents(call: Call, tensors: Tensors) -> Documents | None:
+def documents(call: Call) -> Documents | None:
     """The packed documents of the mask; None if there are none."""
     return next((part for part in call.mask.parts if isinstance(part, Documents)), None)
 
@@ -128,24 +123,24 @@ def longest(problem: Problem) -> tuple[int, int]:
 def packing(call: Call, tensors: Tensors) -> dict[str, Any]:
     """Cumulative and longest lengths of packed documents, as flash-attn names them; empty for dense sequences."""
     problem = call.problem
-    found = documents(call, tensors)
-    if found is None:
+    packed = documents(call)
+    if packed is None:
         return {}
     max_q, max_k = longest(problem)
-    cu_q, cu_k = offsets(found.cu_seqlens_q, tensors.q), offsets(found.cu_seqlens_kv, tensors.q)
+    cu_q, cu_k = offsets(packed.cu_seqlens_q, tensors.q), offsets(packed.cu_seqlens_kv, tensors.q)
     return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
 def views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v as [B, S, H, D], or as [T, H, D] if documents are packed."""
     problem = call.problem
-    found = tuple(layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
-    return found if documents(call, tensors) is None else tuple(t[0] for t in found)
+    tokens = tuple(layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    return tokens if documents(call) is None else tuple(t[0] for t in tokens)
 
 
 def clean_views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """`views` with 0 where no pair reads them; see `clean_tensors`."""
-    if documents(call, tensors) is None:
+    if documents(call) is None:
         return views(call, tensors)
     return tuple(t[0] for t in clean_tensors(call, tensors, call.normal_form(tensors.q)))
 
@@ -231,7 +226,7 @@ def clean_tensors(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tenso
     """
     problem = call.problem
     q, k, v = (layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
-    if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _nothing_to_clear(call, tensors):
+    if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _nothing_to_clear(call):
         return q, k, v
     unused = ~used_keys(form)[..., None, None]
     return clear_rows(q, form), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
@@ -257,16 +252,16 @@ def clear_tail_(grad: Tensor, cu_seqlens: Tensor) -> Tensor:
     return grad.masked_fill_(tail[:, None, None], 0.0)
 
 
-def _nothing_to_clear(call: Call, tensors: Tensors) -> bool:
+def _nothing_to_clear(call: Call) -> bool:
     """Whether every token is in a document with as many queries as keys; known only if the lengths are on the CPU.
 
     Otherwise a document may have queries and no keys; its rows may hold garbage and share a tile with other documents.
     """
     problem = call.problem
-    found = documents(call, tensors)
-    if found is None or problem.mask.kinds & (_MAY_HOLD_GARBAGE - {"documents"}):
+    packed = documents(call)
+    if packed is None or problem.mask.kinds & (_MAY_HOLD_GARBAGE - {"documents"}):
         return False
-    cu_q, cu_kv = found.cu_seqlens_q, found.cu_seqlens_kv
+    cu_q, cu_kv = packed.cu_seqlens_q, packed.cu_seqlens_kv
     if cu_q.device.type != "cpu" or cu_kv.device.type != "cpu":
         return False
     same = cu_q is cu_kv or torch.equal(cu_q, cu_kv)
@@ -287,7 +282,7 @@ def deterministic(problem: Problem) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-_ALIGNMENT = 16
+_LOAD_BYTES = 16
 """Bytes that cuDNN's kernels load at once, without checking strides or addresses (`align`)."""
 
 
@@ -299,7 +294,7 @@ def align(tensor: Tensor) -> Tensor:
     misaligned addresses.
     """
     steps = [stride for stride, size in zip(tensor.stride(), tensor.shape[:-1], strict=False) if size > 1]
-    misaligned = any(step * tensor.element_size() % _ALIGNMENT for step in steps)
-    if misaligned or tensor.data_ptr() % _ALIGNMENT:
+    misaligned = any(step * tensor.element_size() % _LOAD_BYTES for step in steps)
+    if misaligned or tensor.data_ptr() % _LOAD_BYTES:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor

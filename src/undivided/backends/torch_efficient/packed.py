@@ -42,17 +42,17 @@ class Packing(NamedTuple):
     def from_call(call: Call, tensors: Tensors) -> Packing | None:
         """The packing of this call; None for dense sequences."""
         problem = call.problem
-        found = gpu.packing(call, tensors)
-        if not found:
+        offsets = gpu.packing(call, tensors)
+        if not offsets:
             return None
-        cu_q, cu_k = found["cu_seqlens_q"], found["cu_seqlens_k"]
+        cu_q, cu_k = offsets["cu_seqlens_q"], offsets["cu_seqlens_k"]
         causal = "causal" in problem.mask.kinds
         if causal and problem.align == "bottom_right":
             cu_q, cu_k = _split_rows_without_keys(cu_q, cu_k)
-        documents = gpu.documents(call, tensors)
+        documents = gpu.documents(call)
         assert documents is not None
         same = documents.cu_seqlens_q is documents.cu_seqlens_kv
-        return Packing(cu_q, cu_k, found["max_seqlen_q"], found["max_seqlen_k"], one_split=not (same or causal))
+        return Packing(cu_q, cu_k, offsets["max_seqlen_q"], offsets["max_seqlen_k"], one_split=not (same or causal))
 
     @property
     def documents(self) -> int:

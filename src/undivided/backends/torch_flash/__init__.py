@@ -164,7 +164,7 @@ class TorchFlash(Backend):
             rows = (kernel_call.block.batch, slice(None), kernel_call.block.rows)
             keys = (kernel_call.block.batch, slice(None), kernel_call.block.keys)
             lse = result.lse[rows]
-            part_q, part_k, part_v = _backward(
+            part_dq, part_dk, part_dv = _backward(
                 part.without_empty(grad_BHSD[rows], 0.0),
                 part.q,
                 part.k,
@@ -176,9 +176,9 @@ class TorchFlash(Backend):
                 attn_mask=part.mask,
                 scale=call.scale,
             )
-            dq[rows] += part_q
-            dk[keys] += part_k
-            dv[keys] += part_v
+            dq[rows] += part_dq
+            dk[keys] += part_dk
+            dv[keys] += part_dv
         return [*(total.to(problem.dtype) for total in sums), None, None, None]
 
 

@@ -76,10 +76,10 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     impl = machine.flash_impl
     if impl is not None:
         return common + _activated_reasons(impl, problem, machine)
-    found = limit_reasons(LIMITS, problem, machine) + common
+    reasons = limit_reasons(LIMITS, problem, machine) + common
     if {"alibi", "backward"} <= problem.features:
-        found.append("gradients with ALiBi slopes (PyTorch's backward operator has no argument for them)")
-    return found + gpu.large_head_reasons(problem, machine)
+        reasons.append("gradients with ALiBi slopes (PyTorch's backward operator has no argument for them)")
+    return reasons + gpu.large_head_reasons(problem, machine)
 
 
 def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[str]:
@@ -89,10 +89,10 @@ def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[st
             "(torch.nn.attention.restore_flash_attention_impl() deactivates it)"
         ]
     limits, extra_reasons = ACTIVATED[impl]
-    found = limit_reasons(limits, problem, machine)
+    reasons = limit_reasons(limits, problem, machine)
     if machine.compute_capability is not None:
-        found += extra_reasons(problem, machine)
-    return [f"{impl}, which is active: {reason}" for reason in found]
+        reasons += extra_reasons(problem, machine)
+    return [f"{impl}, which is active: {reason}" for reason in reasons]
 
 
 def rank(problem: Problem, machine: Machine) -> float:
@@ -103,7 +103,7 @@ def rank(problem: Problem, machine: Machine) -> float:
 def forward(call: Call, tensors: Tensors) -> Result:
     """Attention by ``aten::_flash_attention_forward``."""
     problem = call.problem
-    causal, left, right = _band(call, tensors)
+    causal, left, right = _band(call)
     slopes = tensors.alibi_slopes
     form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
     q, k, v = _tensors(call, tensors)
@@ -129,7 +129,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients by ``aten::_flash_attention_backward``."""
     problem = call.problem
-    causal, left, right = _band(call, tensors)
+    causal, left, right = _band(call)
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
     out, grad, lse = (
@@ -167,10 +167,10 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     return dq, dk, dv, None, None, None
 
 
-def _band(call: Call, tensors: Tensors) -> tuple[bool, int, int]:
+def _band(call: Call) -> tuple[bool, int, int]:
     """(causal, left, right); an activated version gets a causal mask by its flag alone, as in FlashAttention 4's
     interface."""
-    causal, left, right = gpu.flash_band(call, tensors)
+    causal, left, right = gpu.flash_band(call)
     return causal, left, -1 if causal and active_flash_impl() is not None else right
 
 
@@ -187,7 +187,7 @@ _Packing = tuple[Tensor | None, Tensor | None, int, int]
 def _pack(call: Call, tensors: Tensors) -> _Packing:
     """(cu_q, cu_k, max_q, max_k); cu_q and cu_k are None for dense sequences."""
     problem = call.problem
-    found = gpu.packing(call, tensors)
-    if not found:
+    packing = gpu.packing(call, tensors)
+    if not packing:
         return None, None, problem.q_len, problem.kv_len
-    return found["cu_seqlens_q"], found["cu_seqlens_k"], found["max_seqlen_q"], found["max_seqlen_k"]
+    return packing["cu_seqlens_q"], packing["cu_seqlens_k"], packing["max_seqlen_q"], packing["max_seqlen_k"]

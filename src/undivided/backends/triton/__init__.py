@@ -15,7 +15,7 @@ from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
 from undivided.backends.triton import invariant
-from undivided.backends.triton.inputs import Inputs, Rows, processors, strides
+from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, processors, strides
 from undivided.kernels.triton import config
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -106,10 +106,10 @@ def _evaluated(problem: Problem) -> str:
 
     A layout decides in which order a row is added, and depends on strides, which depend on the lengths of a call.
     """
-    found = sorted(problem.mask.kinds & {"dense", "predicate", "tree", "blocks"})
-    found += ["bias"] if problem.bias is not None else []
-    found += ["two unions"] if [name for name, *_ in problem.mask.detail].count("global") > 1 else []
-    return ", ".join(found)
+    words = sorted(problem.mask.kinds & {"dense", "predicate", "tree", "blocks"})
+    words += ["bias"] if problem.bias is not None else []
+    words += ["two unions"] if [name for name, *_ in problem.mask.detail].count("global") > 1 else []
+    return ", ".join(words)
 
 
 def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
@@ -138,9 +138,8 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         tiles_b=strides(tables)[0],
         places=tables if places is None else places,
         places_b=0 if places is None else strides(places)[0],
-        kv_heads=problem.kv_heads,
         value_steps=value_steps,
-        **_strides(q=q, k=inputs.k, v=inputs.v),
+        **axis_strides(q=q, k=inputs.k, v=inputs.v),
         **_paging(inputs),
         **inputs.scales(),
         out_z=parts.stride(0),
@@ -189,10 +188,10 @@ def _blocks(inputs: Inputs, rows: Rows, value_steps: int) -> _Blocks:
     group = heads_per_kv = problem.heads // problem.kv_heads
     if problem.batch_invariant:
         tile = inputs.tile("forward")
-        found = invariant.blocks(
+        blocks = invariant.blocks(
             inputs.form if inputs.masked else None, problem, rows.span, tile, group, inputs.q.device
         )
-        return _Blocks(tile, group, found.number, 1, found.runs, found.places)
+        return _Blocks(tile, group, blocks.number, 1, blocks.runs, blocks.places)
     decoding = length * heads_per_kv <= MAX_DECODE_ROWS and rows.span.start == 0
     group = heads_per_kv if decoding else 1
     tile = inputs.tile("decode" if decoding else "forward")
@@ -231,15 +230,6 @@ def _splits(kv_len: int, programs: int, processors: int) -> int:
     """Number of splits of the keys, a power of two: up to two programs per processor, with enough keys in each."""
     splits = min(2 * processors // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
     return 1 << max(splits, 1).bit_length() - 1
-
-
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    """name_b, name_h and name_s of [B, H, S, D] tensors."""
-    return {
-        f"{name}_{axis}": stride
-        for name, tensor in tensors.items()
-        for axis, stride in zip("bhs", tensor.stride()[:3], strict=True)
-    }
 
 
 def _paging(inputs: Inputs) -> dict[str, Any]:

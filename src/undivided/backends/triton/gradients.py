@@ -9,7 +9,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends.triton import tables as _triton_tables
-from undivided.backends.triton.inputs import Inputs, Rows
+from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, batch_stride
 from undivided.kernels.triton.config import Config
 from undivided.request.result import Result, sink_factor
 
@@ -47,14 +47,14 @@ class _Backward:
             if dq is not None:
                 self._rows(rows, layout.heads_first(dq, self.problem.layout))
             if dk is not None and dv is not None:
-                of_k, of_v = (layout.heads_first(t, self.problem.layout) for t in (dk, dv))
-                self._keys(rows, of_k, of_v, add=len(parts) > 1)
+                dk_BHSD, dv_BHSD = (layout.heads_first(t, self.problem.layout) for t in (dk, dv))
+                self._keys(rows, dk_BHSD, dv_BHSD, add=len(parts) > 1)
             if dbias is not None:
                 self._pairs(rows, dbias)
-        found = (dq, dk, dv, self._bias(dbias), self._sinks(), self._slopes())
+        gradients = (dq, dk, dv, self._bias(dbias), self._sinks(), self._slopes())
         return [
             None if gradient is None or tensor is None or not needed else gradient.to(tensor.dtype)
-            for gradient, tensor, needed in zip(found, tensors, self.needs, strict=True)
+            for gradient, tensor, needed in zip(gradients, tensors, self.needs, strict=True)
         ]
 
     def _arguments(self, rows: Rows, tile: Config, block_m: int, block_n: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class _Backward:
             "factor": self.delta if self.factor is None else self.factor,
             "grad_lse": self.delta if self.grad_lse is None else self.grad_lse,
             "tiles": tables.rows[:, first_block:],
-            "tiles_b": _batch_stride(tables.rows),
+            "tiles_b": batch_stride(tables.rows),
             "heads": problem.heads,
             "row_values": problem.q_len,
             "BLOCK_M": block_m,
@@ -82,14 +82,13 @@ class _Backward:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
-        for name, tensor in (("q", q), ("k", inputs.k), ("v", inputs.v), ("g", g)):
-            arguments |= _strides(name, tensor)
+        arguments |= axis_strides(q=q, k=inputs.k, v=inputs.v, g=g)
         return arguments | inputs.pointers(rows) | inputs.switches(rows)
 
     def _descriptors(self, arguments: dict[str, Any], tile: Config, first: str, second: str) -> dict[str, Any]:
         """The two tensors that a pass loops over, as tensor descriptors if possible."""
-        found = self.inputs.descriptors(tile, arguments[first], arguments[second], tile.block_n)
-        return {"TMA": False} if found is None else {"TMA": True, first: found[0], second: found[1]}
+        descriptors = self.inputs.descriptors(tile, arguments[first], arguments[second], tile.block_n)
+        return {"TMA": False} if descriptors is None else {"TMA": True, first: descriptors[0], second: descriptors[1]}
 
     def _rows(self, rows: Rows, dq: Tensor) -> None:
         from undivided.kernels.triton import backward
@@ -104,7 +103,7 @@ class _Backward:
             dq=dq,
             dslope=self.delta if self.row_slopes is None else self.row_slopes,
             steps=steps,
-            **_strides("dq", dq),
+            **axis_strides(dq=dq),
             **arguments,
             BIAS=self.inputs.bias is not None,
             CLEAN=self.inputs.clean,
@@ -120,23 +119,22 @@ class _Backward:
         steps = max(-(-problem.qk_dim // arguments["DIM_STEP"]), -(-problem.v_dim // arguments["VALUE_STEP"]))
         arguments |= self._descriptors(arguments, tile, "q", "g")
         whole = rows.span == slice(0, problem.q_len)
-        found = self.inputs.tiles(block_m, block_n, columns=whole)
-        columns = found.columns
+        tables = self.inputs.tiles(block_m, block_n, columns=whole)
+        columns = tables.columns
         if columns is None:  # not all rows: the table of these rows' blocks, numbered from 0
             first, last = rows.span.start // block_m, -(-rows.span.stop // block_m)
-            columns = _triton_tables.column_table(found.rows[:, first:last], -(-problem.kv_len // block_n))
+            columns = _triton_tables.column_table(tables.rows[:, first:last], -(-problem.kv_len // block_n))
         for with_k, with_v in ((True, False), (False, True)) if tile.split_gradients else ((True, True),):
             backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
                 dk=dk,
                 dv=dv,
                 columns=columns,
-                columns_b=_batch_stride(columns),
+                columns_b=batch_stride(columns),
                 steps=steps,
                 ADD=add,
                 WITH_K=with_k,
                 WITH_V=with_v,
-                **_strides("dk", dk),
-                **_strides("dv", dv),
+                **axis_strides(dk=dk, dv=dv),
                 **arguments,
                 BIAS=self.inputs.bias is not None,
                 GAPLESS=whole and self.inputs.gapless,
@@ -193,11 +191,3 @@ class _Backward:
         sequence = self.inputs.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
         total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
         return total.index_add_(0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1))
-
-
-def _batch_stride(table: Tensor) -> int:
-    return table.stride(0) if table.shape[0] > 1 else 0
-
-
-def _strides(name: str, tensor: Tensor) -> dict[str, int]:
-    return dict(zip((f"{name}_b", f"{name}_h", f"{name}_s"), tensor.stride()[:3], strict=True))

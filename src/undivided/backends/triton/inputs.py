@@ -72,6 +72,20 @@ def _descriptor(tensor: Tensor, rows: int) -> Any:
     return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, rows, sizes[-1]])
 
 
+def batch_stride(table: Tensor) -> int:
+    """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
+    return table.stride(0) if table.shape[0] > 1 else 0
+
+
+def axis_strides(**tensors: Tensor) -> dict[str, int]:
+    """The arguments name_b, name_h and name_s of [B, H, S, D] tensors."""
+    return {
+        f"{name}_{axis}": stride
+        for name, tensor in tensors.items()
+        for axis, stride in zip("bhs", tensor.stride()[:3], strict=True)
+    }
+
+
 def strides(tensor: Tensor) -> tuple[int, ...]:
     """The strides, with 0 for axes of length 1, so that broadcast axes are read in place."""
     return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -196,7 +210,7 @@ class Inputs:
         if rows.dense is not None:
             dense = dense.expand(-1, -1, rows.span.stop - rows.span.start, self.problem.kv_len)
         slopes = nothing if self.slopes is None else self.slopes
-        found: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "ranges": self.ranges,
             "bias": bias,
             "dense": dense,
@@ -208,36 +222,36 @@ class Inputs:
             "position": nothing,
         }
         if form is not None and self.problem.features & {"alibi", "dropout"}:
-            found["key_at"] = form.kv_position.contiguous()
-            found["position"] = form.q_position.contiguous()
-            found["row_at"] = (form.q_position + form.shift).contiguous()
-            found["sequence"] = form.sequence_number.contiguous()
+            arguments["key_at"] = form.kv_position.contiguous()
+            arguments["position"] = form.q_position.contiguous()
+            arguments["row_at"] = (form.q_position + form.shift).contiguous()
+            arguments["sequence"] = form.sequence_number.contiguous()
         for name in ("ranges", "row_at", "key_at", "sequence", "position"):
-            found[f"{name}_b"] = found[name].stride(0) if found[name].dim() > 1 and found[name].shape[0] > 1 else 0
+            arguments[f"{name}_b"] = batch_stride(arguments[name]) if arguments[name].dim() > 1 else 0
         for name, tensor in (("bias", bias), ("dense", dense)):
             steps = strides(tensor) if tensor.dim() == 4 else (0, 0, 0, 0)
-            found |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), steps, strict=True))
+            arguments |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), steps, strict=True))
         steps = slopes.stride() if self.slopes is not None else (0, 0, 0)
-        return found | dict(zip(("slopes_b", "slopes_h", "slopes_q"), steps, strict=True))
+        return arguments | dict(zip(("slopes_b", "slopes_h", "slopes_q"), steps, strict=True))
 
     def scales(self) -> dict[str, Any]:
         """The arguments of quantised keys and values, for the forward."""
         call, problem = self.call, self.problem
-        found: dict[str, Any] = {"FORMAT": config.FORMATS[problem.quantized]}
+        arguments: dict[str, Any] = {"FORMAT": config.FORMATS[problem.quantized]}
         for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-            of_batch = of_head = of_key = of_page = 0
+            step_b = step_h = step_s = 0
             if scale is None:
                 scale = self._nothing()
             else:
                 if problem.quantized == "int4" and scale.stride(-1) != 1:
                     scale = scale.contiguous()
                 axes = layout.STRIDES["bshd" if call.pages is not None else problem.layout]
-                of_batch, of_head, of_key = axes(scale.stride())
-                of_page = of_batch  # the first axis of a pool
-            numbers = (scale, of_batch, of_head, of_key, of_page)
+                step_b, step_h, step_s = axes(scale.stride())
+            # the first axis of a pool has the pages
+            numbers = (scale, step_b, step_h, step_s, step_b)
             names = (name, *(f"{name}_{axis}" for axis in ("b", "h", "s", "page")))
-            found |= dict(zip(names, numbers, strict=True))
-        return found
+            arguments |= dict(zip(names, numbers, strict=True))
+        return arguments
 
     def switches(self, rows: Rows) -> dict[str, Any]:
         """Sizes, scalars, and compile-time switches."""
@@ -282,7 +296,7 @@ class Inputs:
         kinds = self.problem.mask.kinds
         if kinds & _HOLES or self.bias is not None:
             return 2
-        documents = gpu.documents(self.call, self.tensors)
+        documents = gpu.documents(self.call)
         if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
             # a document may have keys that none of its queries uses; they lie between keys of other documents
             return 2
@@ -311,8 +325,8 @@ class Inputs:
             return None
         if problem.batch_invariant:  # whether TMA can read them depends on where they lie in memory
             return None
-        found = [_descriptor(tensor, rows) for tensor in (first, second)]
-        return None if None in found else (found[0], found[1])
+        descriptors = _descriptor(first, rows), _descriptor(second, rows)
+        return None if None in descriptors else descriptors
 
     def uses_warp_specialisation(self, tile: config.Config, has_descriptors: bool) -> bool:
         """Whether loads, products and softmax run on separate warps (warp specialisation).
@@ -329,7 +343,7 @@ class Inputs:
         size = max(problem.qk_dim, problem.v_dim)
         tile = config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))
         # dequantised keys and values need registers too
-        rich = self.always_masked or bool(problem.features & {"dropout", "quantized"})
+        more_values = self.always_masked or bool(problem.features & {"dropout", "quantized"})
         # the pass over keys has two accumulators, and no registers for a second value per pair
-        rich = rich or (name == "keys" and bool(problem.features & {"alibi", "softcap"}))
-        return config.with_fewer_pairs(tile) if rich else tile
+        more_values = more_values or (name == "keys" and bool(problem.features & {"alibi", "softcap"}))
+        return config.with_fewer_pairs(tile) if more_values else tile

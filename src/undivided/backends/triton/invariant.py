@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
     runs: Tensor
 
 
-_known: WeakKeyDictionary[NormalForm, dict[object, Blocks]] = WeakKeyDictionary()
+_cached: WeakKeyDictionary[NormalForm, dict[object, Blocks]] = WeakKeyDictionary()
 
 
 def blocks(
@@ -52,27 +52,27 @@ def blocks(
         device: device of the tables.
     """
     if form is None:
-        places = _uniform(problem.q_len * group, tile.block_m, device)
+        places = _uniform_places(problem.q_len * group, tile.block_m, device)
         runs = torch.zeros(1, places.shape[1], 8, dtype=torch.int32, device=device)
         runs[..., 1:4] = -(-problem.kv_len // tile.block_n)
         return Blocks(places.shape[1], places, runs)
-    memory = _known.setdefault(form, {})
+    memory = _cached.setdefault(form, {})
     key = (rows.start, rows.stop, tile.block_m, tile.block_n, group)
-    found = memory.get(key)
-    if found is None:
-        found = _blocks(form, problem, rows, tile, group)
+    cached = memory.get(key)
+    if cached is None:
+        cached = _blocks(form, problem, rows, tile, group)
         if not is_traced():
-            memory[key] = found
-    return found
+            memory[key] = cached
+    return cached
 
 
 def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group: int) -> Blocks:
     ends = None if form.geometry is None else form.geometry.q_slot_ends
     device = form.ranges.device
     if ends is None:
-        places = _uniform((rows.stop - rows.start) * group, tile.block_m, device)
+        places = _uniform_places((rows.stop - rows.start) * group, tile.block_m, device)
     else:
-        places = _of_documents(ends, rows, problem.q_len, group, tile.block_m)
+        places = _document_places(ends, rows, problem.q_len, group, tile.block_m)
     first, end = places[..., 0].long(), places[..., 1].long()
     inside = first[..., None] + torch.arange(tile.block_m, device=device)  # [1, P, M]
     real = inside < end[..., None]
@@ -91,13 +91,13 @@ def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group
     return Blocks(places.shape[1], places, torch.cat((runs[0], runs[-1]), -1).contiguous())
 
 
-def _uniform(rows: int, block_m: int, device: torch.device) -> Tensor:
+def _uniform_places(rows: int, block_m: int, device: torch.device) -> Tensor:
     """Places of blocks of equal size, [1, P, 3]."""
     first = torch.arange(0, max(rows, 1), block_m, dtype=torch.int32, device=device)
     return torch.stack((first, torch.full_like(first, rows), torch.zeros_like(first)), -1)[None]
 
 
-def _of_documents(ends: Tensor, rows: slice, q_len: int, group: int, block_m: int) -> Tensor:
+def _document_places(ends: Tensor, rows: slice, q_len: int, group: int, block_m: int) -> Tensor:
     """Places of blocks that begin at the first row of each document, [1, P, 3]; the last ones may be empty."""
     stop = ends.clone()
     stop[-1] = q_len  # rows after all documents have results too: 0
@@ -105,14 +105,14 @@ def _of_documents(ends: Tensor, rows: slice, q_len: int, group: int, block_m: in
     start, stop = ((bound.clamp(rows.start, rows.stop) - rows.start) * group for bound in (start, stop))
     counts = -(-(stop - start) // block_m)
     last = counts.cumsum(0)
-    most = -(-(rows.stop - rows.start) * group // block_m) + ends.numel()
-    number = torch.arange(most, device=ends.device)
+    max_blocks = -(-(rows.stop - rows.start) * group // block_m) + ends.numel()
+    number = torch.arange(max_blocks, device=ends.device)
     document = torch.searchsorted(last, number, right=True)
     exists = document < ends.numel()
     document = document.clamp(max=ends.numel() - 1)
     first = start[document] + (number - (last - counts)[document]) * block_m
-    found = torch.stack((first, stop[document], torch.zeros_like(first)), -1)
-    return (found * exists[:, None]).to(torch.int32)[None]
+    places = torch.stack((first, stop[document], torch.zeros_like(first)), -1)
+    return (places * exists[:, None]).to(torch.int32)[None]
 
 
 def _run(start: Tensor, stop: Tensor, real: Tensor, origin: Tensor, block_n: int) -> Tensor:

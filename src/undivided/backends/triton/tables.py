@@ -41,7 +41,7 @@ MAX_PLAIN_TABLES = 64
 """Cached tables of calls without a mask: a few lengths per kind of layer, 32 bytes per block of rows."""
 
 _plain: dict[object, Tables] = {}
-_known: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary()
+_cached: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary()
 
 
 def cached_tables(
@@ -65,29 +65,29 @@ def cached_tables(
     """
     if normal is None:
         return _every_pair(q_len * group, kv_len, block_m, block_n, device, always_masked, columns)
-    memory = _known.setdefault(normal, {})
+    memory = _cached.setdefault(normal, {})
     key = (block_m, block_n, group, always_masked, columns)
-    found = memory.get(key)
-    if found is None:
+    tables = memory.get(key)
+    if tables is None:
         rows = _row_table(normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact)
-        found = Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
+        tables = Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
         if not is_traced():
-            memory[key] = found
-    return found
+            memory[key] = tables
+    return tables
 
 
 def _every_pair(
     rows: int, kv_len: int, block_m: int, block_n: int, device: torch.device, always_masked: bool, columns: bool
 ) -> Tables:
     key = (-(-rows // block_m), -(-kv_len // block_n), 0 if always_masked else kv_len // block_n, device, columns)
-    found = None if is_traced() else _plain.get(key)
-    if found is None:
-        found = _plain_tables(*key)
+    tables = None if is_traced() else _plain.get(key)
+    if tables is None:
+        tables = _plain_tables(*key)
         if not is_traced():
-            _plain[key] = found
+            _plain[key] = tables
             if len(_plain) > MAX_PLAIN_TABLES:
                 _plain.pop(next(iter(list(_plain))), None)  # another thread may have removed it
-    return found
+    return tables
 
 
 def _plain_tables(blocks: int, tiles: int, whole: int, device: torch.device, columns: bool) -> Tables:
@@ -160,16 +160,16 @@ def column_table(rows: Tensor, tiles: int) -> Tensor:
     batch, blocks, _ = rows.shape
     index = torch.arange(blocks, device=rows.device, dtype=torch.int32)[None, None, :]
     a, fa, fa_end, a_end, b, fb, fb_end, b_end = (x[:, None, :] for x in rows.unbind(-1))
-    found = []
+    parts = []
     step = max(PAIRS_AT_ONCE // max(blocks * batch, 1), 1)
     for start in range(0, tiles, step):
         t = torch.arange(start, min(start + step, tiles), device=rows.device, dtype=torch.int32)[None, :, None]
         whole = ((t >= fa) & (t < fa_end)) | ((t >= fb) & (t < fb_end))
         part = (((t >= a) & (t < a_end)) | ((t >= b) & (t < b_end))) & ~whole
-        found.append(torch.stack((*_hull(part, index), *_hull(whole, index)), -1))
-    if not found:
+        parts.append(torch.stack((*_hull(part, index), *_hull(whole, index)), -1))
+    if not parts:
         return rows.new_zeros((batch, 0, 4))
-    return torch.cat(found, 1).to(torch.int32).contiguous()
+    return torch.cat(parts, 1).to(torch.int32).contiguous()
 
 
 def _hull(needed: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

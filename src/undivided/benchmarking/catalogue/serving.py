@@ -56,12 +56,12 @@ class Step:
     def mask(self) -> Mask:
         """Causal within each sequence, or its tree; the new tokens are its last ones."""
         new, cached = ([0, *accumulate(counts)] for counts in (self.new, self.cached))
-        of_each = masks.causal("bottom_right")
+        within_sequence = masks.causal("bottom_right")
         if self.tree is not None:
-            of_each = masks.tree([parent for count in self.new for parent in self.tree[:count]])
+            within_sequence = masks.tree([parent for count in self.new for parent in self.tree[:count]])
         if self.chosen is not None:
-            of_each = of_each & masks.pages([list(self.chosen)] * len(self.new), self.page_size or PAGE)
-        return masks.documents(new, cached) & of_each
+            within_sequence = within_sequence & masks.pages([list(self.chosen)] * len(self.new), self.page_size or PAGE)
+        return masks.documents(new, cached) & within_sequence
 
     def benchmark(self, name: str, dtype: torch.dtype) -> Benchmark:
         """The problem with its goal, and the same problem without the features that `within` is about."""

@@ -51,8 +51,8 @@ def groups(prepared: Prepared) -> list[Group]:
 
     >>> from undivided.benchmarking.catalogue import benchmarks
     >>> from undivided.benchmarking.competitors import prepare
-    >>> found = groups(prepare(next(one for one in benchmarks("serving") if "drafts-2" in one.name)))
-    >>> [(group.q.shape, group.lengths[0]) for group in found]
+    >>> grouped = groups(prepare(next(one for one in benchmarks("serving") if "drafts-2" in one.name)))
+    >>> [(group.q.shape, group.lengths[0]) for group in grouped]
     [(torch.Size([8, 2, 32, 128]), 4096)]
     """
     q, (k, v) = prepared.tensors.q.detach(), prepared.floating_keys
@@ -66,14 +66,14 @@ def groups(prepared: Prepared) -> list[Group]:
             [pool[row.long()].flatten(0, 1)[:length] for row, length in zip(pages, cached, strict=True)]
             for pool in (k, v)
         )
-    found, at, first = [], 0, 0
+    grouped, at, first = [], 0, 0
     for count, run in groupby(new):
         size = len(list(run))
         rows, tokens = slice(first, first + size), slice(at, at + size * count)
         tree = None if trees is None else trees[tokens].view(size, count)
-        found.append(Group(q[tokens].unflatten(0, (size, count)), keys[rows], values[rows], first, tree))
+        grouped.append(Group(q[tokens].unflatten(0, (size, count)), keys[rows], values[rows], first, tree))
         at, first = at + size * count, first + size
-    return found
+    return grouped
 
 
 def _chosen_pages(prepared: Prepared) -> Tensor | None:
@@ -83,16 +83,19 @@ def _chosen_pages(prepared: Prepared) -> Tensor | None:
 
 def _read_groups(prepared: Prepared) -> list[Group]:
     """`groups`, with only the keys and values of the chosen pages, for implementations that cannot choose."""
-    found, chosen = groups(prepared), _chosen_pages(prepared)
+    all_groups, chosen = groups(prepared), _chosen_pages(prepared)
     if chosen is None:
-        return found
+        return all_groups
     page = torch.arange(prepared.tensors.k.shape[1])
 
-    def of_pages(tensors: list[Tensor], first: int) -> list[Tensor]:
+    def chosen_tokens(tensors: list[Tensor], first: int) -> list[Tensor]:
         rows = [(pages[:, None] * len(page) + page).flatten() for pages in chosen[first:]]
         return [x[index[index < len(x)]] for x, index in zip(tensors, rows, strict=False)]
 
-    return [group._replace(k=of_pages(group.k, group.first), v=of_pages(group.v, group.first)) for group in found]
+    return [
+        group._replace(k=chosen_tokens(group.k, group.first), v=chosen_tokens(group.v, group.first))
+        for group in all_groups
+    ]
 
 
 Part = Callable[[], Tensor]
@@ -111,11 +114,11 @@ def _competitor(name: str, label: str, prepared: Prepared, parts: Sequence[Part]
 
 def _separate(prepared: Prepared) -> Competitor:
     """Our own calls, one for each group, of a dense batch."""
-    found = groups(prepared)
-    if len(found) == 1 and found[0].q.shape[0] == 1:
+    all_groups = groups(prepared)
+    if len(all_groups) == 1 and all_groups[0].q.shape[0] == 1:
         raise Absent("the batch is one sequence")
     k, v = _copied_keys(prepared)
-    parts = [_dense(prepared, one, k, v) for one in found]
+    parts = [_dense(prepared, one, k, v) for one in all_groups]
     return _competitor("separate", "undivided, one call per group", prepared, parts)
 
 
@@ -170,10 +173,10 @@ def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, tree: Tensor | None) -> Part:
 
 def _causal_groups(prepared: Prepared) -> list[Group]:
     """`_read_groups`, for operators without masks."""
-    found = _read_groups(prepared)
-    if any(group.tree is not None for group in found):
+    all_groups = _read_groups(prepared)
+    if any(group.tree is not None for group in all_groups):
         raise Absent("its operator is causal, without trees")
-    return found
+    return all_groups
 
 
 def _onnxruntime(prepared: Prepared) -> Competitor:
@@ -188,23 +191,23 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
         for rows in range(len(group.k)) if follows else [slice(None)]:
             rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
             try:
-                made = onnx.group_query_attention(prepared.call.scale, group.q[rows], group.k[rows], group.v[rows])
+                attend = onnx.group_query_attention(prepared.call.scale, group.q[rows], group.k[rows], group.v[rows])
             except onnx.Unavailable as why:
                 raise Absent(str(why)) from None
-            parts.append(made.out)
-            label = made.label
+            parts.append(attend.out)
+            label = attend.label
     return _competitor("onnxruntime", label, prepared, parts)
 
 
 def _vllm(prepared: Prepared) -> Competitor:
     """vLLM's operator for CPUs on the packed batch, with pages of its own format."""
-    found = _causal_groups(prepared)
+    all_groups = _causal_groups(prepared)
     try:
         attend = vllm.attention(
-            torch.cat([group.q.flatten(0, 1) for group in found]),
-            [k for group in found for k in group.k],
-            [v for group in found for v in group.v],
-            [group.q.shape[1] for group in found for _ in group.k],
+            torch.cat([group.q.flatten(0, 1) for group in all_groups]),
+            [k for group in all_groups for k in group.k],
+            [v for group in all_groups for v in group.v],
+            [group.q.shape[1] for group in all_groups for _ in group.k],
             prepared.call.scale,
         )
     except vllm.Unavailable as why:
@@ -221,9 +224,9 @@ def _cache(prepared: Prepared) -> Competitor:
         raise Absent("it stores values beside the latents")
     if case.shared_pages:
         raise Absent("its sequences are appended one by one, and share nothing")
-    found = groups(prepared)
-    keys, values = ([x for group in found for x in getattr(group, name)] for name in "kv")
-    new = [group.q.shape[1] for group in found for _ in group.k]
+    all_groups = groups(prepared)
+    keys, values = ([x for group in all_groups for x in getattr(group, name)] for name in "kv")
+    new = [group.q.shape[1] for group in all_groups for _ in group.k]
     past = [len(k) - count for k, count in zip(keys, new, strict=True)]
     page = prepared.tensors.k.shape[1]
     _, kv_heads, dim = keys[0].shape
@@ -240,8 +243,8 @@ def _cache(prepared: Prepared) -> Competitor:
         quantize=case.quantized,
     )
     mask = None
-    if found[0].tree is not None:
-        mask = masks.tree(torch.cat([group.tree.flatten() for group in found if group.tree is not None]))
+    if all_groups[0].tree is not None:
+        mask = masks.tree(torch.cat([group.tree.flatten() for group in all_groups if group.tree is not None]))
     if (chosen := _chosen_pages(prepared)) is not None:
         mask = masks.pages(chosen[:, None], page)
 

@@ -56,7 +56,7 @@ def attention(
         scale: factor of the scores.
 
     Raises:
-        Unavailable: the library is not there, or lacks this head size.
+        Unavailable: the library is not available, or lacks this head size.
     """
     operators = _operators()
     if q.shape[2] != HEAD_DIM:

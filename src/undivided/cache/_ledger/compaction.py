@@ -20,13 +20,13 @@ def checked_indices(argument: str, indices: object, drafted: int) -> list[int]:
     values = indices.tolist() if isinstance(indices, Tensor) else indices
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise InputError(argument, "be a list of ints", type(indices).__name__)
-    found = [as_integer(f"{argument}[{n}]", value, 0) for n, value in enumerate(values)]
-    for n, index in enumerate(found):
+    checked = [as_integer(f"{argument}[{n}]", value, 0) for n, value in enumerate(values)]
+    for n, index in enumerate(checked):
         if index >= drafted:
             raise InputError(f"{argument}[{n}]", f"be one of the {drafted} tokens that were appended last", index)
-        if n and index <= found[n - 1]:
-            raise InputError(argument, "ascend, as a path from the root does", found)
-    return found
+        if n and index <= checked[n - 1]:
+            raise InputError(argument, "ascend, as a path from the root does", checked)
+    return checked
 
 
 class Compaction(NamedTuple, Generic[L]):

@@ -105,12 +105,12 @@ def _levels(names: Sequence[str]) -> tuple[str, ...]:
 
 def _two_backends() -> None:
     """Refuse a machine, or an environment, in which there is nothing to compare."""
-    found = selectable_backends("cpu")
-    if len(found) < 2 or _measured.architecture("cpu", Machine.this("cpu")) is None:
+    backends = selectable_backends("cpu")
+    if len(backends) < 2 or _measured.architecture("cpu", Machine.this("cpu")) is None:
         raise InputError(
             "--measure",
             "have two backends to compare on the CPU",
-            ", ".join(found) or "none",
+            ", ".join(backends) or "none",
             hint="`undivided doctor` shows why the others cannot run",
         )
     allowed = os.environ.get("UNDIVIDED_BACKENDS", "").strip()
@@ -133,8 +133,8 @@ def _cases_to_continue(report: Path) -> list[dict[str, Any]]:
         InputError: it is not a report, or it was measured with another processor, level, version or thread count.
     """
     try:
-        found = json.loads(report.read_text(encoding="utf-8"))
-        machine, cases = found["machine"], found["cases"]
+        earlier = json.loads(report.read_text(encoding="utf-8"))
+        machine, cases = earlier["machine"], earlier["cases"]
         theirs = {name: machine[name] for name in SAME}
         names = [case["name"] for case in cases]
     except FileNotFoundError:
@@ -164,22 +164,22 @@ def _measure_here(
     complain(f"level {level}, {threads} thread{'s' * (threads != 1)}: at most {seconds:g} s")
     with progress(total, plain=True) as step:
         source = report.name if report else SOURCE
-        found = measure(seconds, filter, source=source, earlier=earlier, step=step)
-    if report is not None and found.table:
-        report.write_text(json.dumps(found.report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        measurement = measure(seconds, filter, source=source, earlier=earlier, step=step)
+    if report is not None and measurement.table:
+        report.write_text(json.dumps(measurement.report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         complain(f"written {report}")
-    _summarise(found)
-    return found.table, 1 if found.wrong else 0
+    _summarise(measurement)
+    return measurement.table, 1 if measurement.wrong else 0
 
 
-def _summarise(found: Measurement) -> None:
-    complain(f"{found.measured} places measured in {found.seconds:.0f} s")
-    for text in found.wrong:
+def _summarise(measurement: Measurement) -> None:
+    complain(f"{measurement.measured} places measured in {measurement.seconds:.0f} s")
+    for text in measurement.wrong:
         complain(text)
-    for why, names in found.left_out.items():
+    for why, names in measurement.left_out.items():
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         complain(f"{len(names)} problems left out, {why}: {shown}")
-    if found.busy:
+    if measurement.busy:
         complain("other processes used the processor meanwhile; measure again when it is idle")
 
 

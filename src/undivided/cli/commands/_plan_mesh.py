@@ -131,7 +131,7 @@ def show_meshes(
     as_json: bool,
 ) -> int:
     """Print the plan; the exit code is 1 if no mesh fits."""
-    found = plan_training(
+    plan = plan_training(
         sizes,
         cluster,
         seq_len,
@@ -146,49 +146,49 @@ def show_meshes(
         placement=placement or "zigzag",  # type: ignore[arg-type]
     )
     if as_json:
-        print_json(_facts(found))
+        print_json(_facts(plan))
     else:
-        _show(found)
-    return 0 if found.best else 1
+        _show(plan)
+    return 0 if plan.best else 1
 
 
-def _show(found: TrainingPlan) -> None:
-    screen, cluster, model = console(), found.cluster, found.model
+def _show(plan: TrainingPlan) -> None:
+    screen, cluster, model = console(), plan.cluster, plan.model
     screen.print(
         Text(
-            f"{human(model.parameters)} parameters, {found.batch} sequences of {found.seq_len:,} tokens per step, "
+            f"{human(model.parameters)} parameters, {plan.batch} sequences of {plan.seq_len:,} tokens per step, "
             f"{cluster.nodes} nodes of {cluster.gpus} GPUs with {human(cluster.memory, 'B')}",
             "bold",
         )
     )
     columns = ("mesh", "context by", "recompute", "network", "intra", "memory", "longest", "step")
-    made = table(*columns, right=columns[3:])
-    for option in found.options[:ROWS]:
-        style = "bold green" if option is found.best else "" if option.fits else "dim"
-        made.add_row(*_cells(option), style=style)
-    print_table(screen, made, indent=0)
-    more = f" The first {ROWS} of {len(found.options)}." if len(found.options) > ROWS else ""
+    rows = table(*columns, right=columns[3:])
+    for option in plan.options[:ROWS]:
+        style = "bold green" if option is plan.best else "" if option.fits else "dim"
+        rows.add_row(*_cells(option), style=style)
+    print_table(screen, rows, indent=0)
+    more = f" The first {ROWS} of {len(plan.options)}." if len(plan.options) > ROWS else ""
     note = (
         "mesh: data x context x tensor ranks. network, intra: bytes that a rank sends per step between and within "
         f"nodes. memory: of a rank, of which {human(cluster.memory - cluster.reserve, 'B')} are available. longest: "
         f"tokens of a sequence that fit. step: an estimate at {human(cluster.flops, 'FLOP/s')}.{more}"
     )
     screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
-    if found.best is None:
-        _show_no_fit(found)
+    if plan.best is None:
+        _show_no_fit(plan)
         return
-    screen.print(Padding(Text(f"Recommended: {_reason(found, found.best)}"), (0, 2, 1, 2), expand=False))
-    print_table(screen, _axes(found.best))
-    print_table(screen, _memory(found.best), before=1)
+    screen.print(Padding(Text(f"Recommended: {_reason(plan, plan.best)}"), (0, 2, 1, 2), expand=False))
+    print_table(screen, _axes(plan.best))
+    print_table(screen, _memory(plan.best), before=1)
 
 
-def _show_no_fit(found: TrainingPlan) -> None:
-    option, cluster = found.smallest, found.cluster
+def _show_no_fit(plan: TrainingPlan) -> None:
+    option, cluster = plan.smallest, plan.cluster
     text = (
-        f"No mesh fits {found.seq_len:,} tokens: {option.mesh} needs least, {human(option.memory.total, 'B')} of "
+        f"No mesh fits {plan.seq_len:,} tokens: {option.mesh} needs least, {human(option.memory.total, 'B')} of "
         f"{human(cluster.memory - cluster.reserve, 'B')}."
     )
-    longest = found.longest
+    longest = plan.longest
     if longest.longest:
         again = " with recomputed activations" if longest.recompute else ""
         text += f" {longest.longest:,} tokens fit on {longest.mesh}{again}."
@@ -198,14 +198,14 @@ def _show_no_fit(found: TrainingPlan) -> None:
     screen.print(Padding(Text(text), (0, 2), expand=False))
 
 
-def _reason(found: TrainingPlan, best: MeshOption) -> str:
-    tokens = found.batch * found.seq_len / best.seconds
+def _reason(plan: TrainingPlan, best: MeshOption) -> str:
+    tokens = plan.batch * plan.seq_len / best.seconds
     text = f"{best.data} data x {best.context} context x {best.tensor} tensor ranks, {human(tokens)} tokens/s"
     if best.context > 1:
         text += f", context by {best.strategy} ({best.placement})"
     if best.recompute:
         text += ", recomputed activations"
-    longest = found.longest
+    longest = plan.longest
     return f"{text}. Longest sequence on this cluster: {longest.longest:,} tokens on {longest.mesh}."
 
 
@@ -228,11 +228,11 @@ def _axes(best: MeshOption) -> Table:
         "context": "keys, values and their gradients",
         "tensor": "hidden states",
     }
-    made = table("axis", "ranks", "sends", "bytes", "network", "time", right=("ranks", "bytes", "network", "time"))
+    rows = table("axis", "ranks", "sends", "bytes", "network", "time", right=("ranks", "bytes", "network", "time"))
     for axis in best.axes:
         row = (axis.name, str(axis.size), words[axis.name], human(axis.sent, "B"), human(axis.network, "B"))
-        made.add_row(*row, f"{axis.seconds:.3g} s")
-    return made
+        rows.add_row(*row, f"{axis.seconds:.3g} s")
+    return rows
 
 
 def _memory(best: MeshOption) -> Table:
@@ -243,13 +243,13 @@ def _memory(best: MeshOption) -> Table:
         "attention": "one layer at its fullest moment",
         "logits": "logits, their softmax and gradient",
     }
-    made = table("memory", "bytes", "what", right=("bytes",))
+    rows = table("memory", "bytes", "what", right=("bytes",))
     for name, count in best.memory._asdict().items():
-        made.add_row(name, human(count, "B"), words[name])
-    return made
+        rows.add_row(name, human(count, "B"), words[name])
+    return rows
 
 
-def _facts(found: TrainingPlan) -> dict[str, Any]:
+def _facts(plan: TrainingPlan) -> dict[str, Any]:
     options = [
         {
             "mesh": {"data": one.data, "context": one.context, "tensor": one.tensor},
@@ -265,13 +265,13 @@ def _facts(found: TrainingPlan) -> dict[str, Any]:
             "memory": one.memory._asdict() | {"total": one.memory.total},
             "axes": [vars(axis) for axis in one.axes],
         }
-        for one in found.options
+        for one in plan.options
     ]
     return {
-        "model": vars(found.model) | {"parameters": found.model.parameters},
-        "cluster": vars(found.cluster),
-        "seq_len": found.seq_len,
-        "batch": found.batch,
-        "fits": found.best is not None,
+        "model": vars(plan.model) | {"parameters": plan.model.parameters},
+        "cluster": vars(plan.cluster),
+        "seq_len": plan.seq_len,
+        "batch": plan.batch,
+        "fits": plan.best is not None,
         "options": options,
     }

@@ -58,12 +58,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     Exit code 1 if the self-check fails, 2 if an environment variable is invalid.
     """
     policy()  # raises if a variable is invalid
-    found = findings() | {"self_check": _self_check()}
+    report = findings() | {"self_check": _self_check()}
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        _show(console(), found)
-    if not found["self_check"]["ok"]:
+        _show(console(), report)
+    if not report["self_check"]["ok"]:
         raise typer.Exit(1)
 
 
@@ -97,27 +97,27 @@ def _machine() -> dict[str, str]:
 def _ranks() -> dict[str, Any]:
     """Whether the backends were measured at the level of this process; a command if not. A GPU has its own table."""
     level = measured.architecture("cpu", Machine.this("cpu"))
-    found = measured.count_places(level or "")
+    places = measured.count_places(level or "")
     path = str(measured.users_path())
     return {
         "level": level,
-        **found._asdict(),
+        **places._asdict(),
         "file": path,
-        "command": None if found.users or found.ours else "undivided ranks --measure",
+        "command": None if places.users or places.ours else "undivided ranks --measure",
     }
 
 
-def _rank_words(found: dict[str, Any]) -> str:
-    if found["users"]:
-        also = f", then the package's with {found['ours']}" if found["ours"] else ""
+def _rank_words(ranks: dict[str, Any]) -> str:
+    if ranks["users"]:
+        also = f", then the package's with {ranks['ours']}" if ranks["ours"] else ""
         return (
-            f"level {found['level']}: your table of {found['when']} with {found['users']} places{also}; {found['file']}"
+            f"level {ranks['level']}: your table of {ranks['when']} with {ranks['users']} places{also}; {ranks['file']}"
         )
-    if found["ours"]:
-        return f"level {found['level']}: the package's table with {found['ours']} places"
+    if ranks["ours"]:
+        return f"level {ranks['level']}: the package's table with {ranks['ours']} places"
     return (
-        f"no table for level {found['level']}: backends are tried in the order of their default ranks. "
-        f"`{found['command']}` measures them in under three minutes and writes {found['file']}"
+        f"no table for level {ranks['level']}: backends are tried in the order of their default ranks. "
+        f"`{ranks['command']}` measures them in under three minutes and writes {ranks['file']}"
     )
 
 
@@ -197,11 +197,11 @@ def _show(screen: Console, findings: dict[str, Any]) -> None:
 
 
 def _pairs(rows: Any) -> Table:
-    made = table("", "")
-    made.show_header = False
+    pairs = table("", "")
+    pairs.show_header = False
     for name, value in rows:
-        made.add_row(Text(name, "dim"), value)
-    return made
+        pairs.add_row(Text(name, "dim"), value)
+    return pairs
 
 
 def _section(screen: Console, title: str, body: Table | Text) -> None:

@@ -25,11 +25,11 @@ def init_example(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Copy an example to the current folder, ready to run. Existing files are never overwritten."""
-    found = examples()
+    paths = examples()
     if name is None:
-        _show(found, as_json)
+        _show(paths, as_json)
         return
-    path = _find(name, found)
+    path = _find(name, paths)
     target = Path(path.name)
     try:
         with target.open("x", encoding="utf-8") as file:
@@ -51,21 +51,21 @@ def examples() -> dict[str, Path]:
         InputError: the installation has none.
     """
     for folder in FOLDERS:
-        if found := {path.stem: path for path in sorted(folder.glob("[0-9]*.py"))}:
-            return found
+        if paths := {path.stem: path for path in sorted(folder.glob("[0-9]*.py"))}:
+            return paths
     raise InputError("init-example", "find the examples of the package", f"none in {FOLDERS[0]}", hint="reinstall it")
 
 
-def _find(name: str, found: dict[str, Path]) -> Path:
-    wanted = name.removesuffix(".py")
-    matches = [path for stem, path in found.items() if wanted in (stem, re.sub(r"^\d+_", "", stem))]
+def _find(name: str, paths: dict[str, Path]) -> Path:
+    requested = name.removesuffix(".py")
+    matches = [path for stem, path in paths.items() if requested in (stem, re.sub(r"^\d+_", "", stem))]
     if not matches:
-        raise InputError("NAME", f"be one of {', '.join(found)}", repr(name), hint="undivided init-example lists them")
+        raise InputError("NAME", f"be one of {', '.join(paths)}", repr(name), hint="undivided init-example lists them")
     return matches[0]
 
 
-def _show(found: dict[str, Path], as_json: bool) -> None:
-    titles = {name: _title(path) for name, path in found.items()}
+def _show(paths: dict[str, Path], as_json: bool) -> None:
+    titles = {name: _title(path) for name, path in paths.items()}
     if as_json:
         print_json(titles)
         return

@@ -73,9 +73,9 @@ def read_report(flag: str, path: Path) -> dict[str, Any]:
     from undivided.benchmarking import markdown
 
     try:
-        found: dict[str, Any] = read_json(path)
-        markdown(found)  # reads every field
+        contents: dict[str, Any] = read_json(path)
+        markdown(contents)  # reads every field
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         got = f"{path} ({reason_of(error)})"
         raise InputError(flag, "be a report that `undivided bench --json` wrote", got) from None
-    return found
+    return contents

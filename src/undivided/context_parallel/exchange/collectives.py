@@ -230,14 +230,16 @@ class _RankErrors:
         if not isinstance(error, RuntimeError) or isinstance(error, RankError):
             return
         rank, world = self.comm.rank, self.comm.world
-        peers, why, found = self.peers, first_line(error), None
+        peers, why, reported = self.peers, first_line(error), None
         if self.is_collective:
             peers = failed_ranks(self.group, rank, world, f"rank {rank} of {world}: {self.step} failed: {why}") or peers
         text = f"rank {rank} of {world}: {self.step} with {rank_names(peers, rank)} failed: {why}"
         if not self.is_collective:
-            found = find_cause(self.group, rank, peers, text)
-        cause = "" if found is None else f"\n  CAUSE: rank {found[0]}, by the report of another rank: {found[1]}"
-        waited_for = peers if found is None else [found[0]]
+            reported = find_cause(self.group, rank, peers, text)
+        cause = (
+            "" if reported is None else f"\n  CAUSE: rank {reported[0]}, by the report of another rank: {reported[1]}"
+        )
+        waited_for = peers if reported is None else [reported[0]]
         process, *others = (self.processes[peer] for peer in (rank, *waited_for))
         if (further := find_process(process, others, text)) is not None:
             cause = f"\n  CAUSE: process {further[0]}, by the report of another process: {further[1]}"

@@ -139,7 +139,7 @@ def describe_sizes(**sizes: object) -> str:
 
 def describe_mask(mask: Mask) -> str:
     """A text that differs between different masks, except in values on a GPU and in what predicates compute."""
-    return mask.cached(("words",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
+    return mask.cached(("description",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
 
 
 def bit_sum(tensor: Tensor) -> int:
@@ -178,9 +178,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _value_digest(mask: Mask) -> int:
     """A hash of the values of the mask's tensors on the CPU, and of the shapes of all its tensors."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for tensor in mask.tensors:
-        found.update(str(tuple(tensor.shape)).encode())
+        hasher.update(str(tuple(tensor.shape)).encode())
         if tensor.device.type == "cpu":
-            found.update(str(int(_mixed(tensor.detach().reshape(-1).to(torch.int64)))).encode())
-    return int.from_bytes(found.digest(), "little")
+            hasher.update(str(int(_mixed(tensor.detach().reshape(-1).to(torch.int64)))).encode())
+    return int.from_bytes(hasher.digest(), "little")

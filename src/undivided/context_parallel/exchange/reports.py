@@ -82,8 +82,8 @@ def _read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int
 
     def read(store: Any) -> dict[int, Report]:
         deadline = time.monotonic() + patience
-        found = {rank: _read(store, rank, deadline) for rank in ranks}
-        return {rank: report for rank, report in found.items() if report is not None}
+        reports = {rank: _read(store, rank, deadline) for rank in ranks}
+        return {rank: report for rank, report in reports.items() if report is not None}
 
     return _with_store(group, read, {})
 
@@ -144,11 +144,11 @@ def _is_closed(group: Any, peer: int) -> bool:
 
 def _with_store(group: Any, function: Callable[[Any], T], default: T) -> T:
     """The function's result for the store of a group; the default if the store has ended with its process."""
-    found: list[T] = []
+    results: list[T] = []
 
     def work() -> None:
         try:
-            found.append(function(group.get_group_store()))
+            results.append(function(group.get_group_store()))
         except (AttributeError, RuntimeError, ValueError):
             return
 
@@ -156,7 +156,7 @@ def _with_store(group: Any, function: Callable[[Any], T], default: T) -> T:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(2 * PATIENCE)
-    return found[0] if found else default
+    return results[0] if results else default
 
 
 def _follow(store: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:

@@ -23,7 +23,7 @@ def adopt_timeout(group: Any) -> datetime.timedelta | None:
         group: of torch.distributed.
 
     Returns:
-        The timeout of the group; None if PyTorch does not tell it.
+        The timeout of the group; None if PyTorch does not say.
     """
     own, default = _timeout(group), _timeout(distributed.group.WORLD)
     if own is None or default is None or own not in _DEFAULTS or own <= default:
@@ -36,7 +36,7 @@ def _timeout(group: Any) -> datetime.timedelta | None:
     """The timeout of a group's first backend."""
     try:
         backend = group._get_backend(group._device_types[0])
-        found: datetime.timedelta = backend.options._timeout
+        timeout: datetime.timedelta = backend.options._timeout
     except (AttributeError, IndexError, RuntimeError):  # no public name, and not every backend has one
         return None
-    return found
+    return timeout

@@ -41,8 +41,8 @@ class RanksOfPages:
         """See `PageRanks.agree`."""
 
         def prepared() -> tuple[T, SharedArguments]:
-            found = prepare()
-            return found, shared(found)
+            value = prepare()
+            return value, shared(value)
 
         return prepare_on_all_ranks(self._axes, self._check, prepared)
 
@@ -64,8 +64,8 @@ class RanksOfPages:
                     raise InputError(name, must, list(tensor.shape), hint=hint)
             return list(tensors.values())
 
-        def shared(found: list[Tensor]) -> dict[str, object]:
-            sizes = [(*t.shape[:axis], *t.shape[axis + 1 :], t.dtype) for t in found]
+        def shared(checked: list[Tensor]) -> dict[str, object]:
+            sizes = [(*t.shape[:axis], *t.shape[axis + 1 :], t.dtype) for t in checked]
             return {name: (layout, length, *size) for name, size in zip(tensors, sizes, strict=True)}
 
         return [self.unshard(tensor, axis, length) for tensor in self.agree(check, shared)]

@@ -21,14 +21,14 @@ from undivided.masks import NormalForm
 def count_arrivals(form: NormalForm, placement: Placement, ranks: Ranks) -> Tensor:
     """The keys that each ring position needs from every other, int64 [R, R] (receiver, sender); 0 on the diagonal."""
     owner = placement.kv_owner.div(ranks.group_size, rounding_mode="floor")
-    arrivals = torch.zeros((ranks.ring, ranks.ring), dtype=torch.int64)
-    if ranks.ring == 1:
+    arrivals = torch.zeros((ranks.ring_world, ranks.ring_world), dtype=torch.int64)
+    if ranks.ring_world == 1:
         return arrivals
-    runs = OwnerRuns(owner, ranks.ring) if form.exact else None
+    runs = OwnerRuns(owner, ranks.ring_world) if form.exact else None
     for place, rows in enumerate(ranks.group_rows):
         if runs is None:
             needed = form.shard(rows, torch.arange(form.kv_len)).keys_allowed
-            arrivals[place] = torch.bincount(owner[needed], minlength=ranks.ring)
+            arrivals[place] = torch.bincount(owner[needed], minlength=ranks.ring_world)
         else:
             arrivals[place] = runs.count(*disjoint_ranges(form.ranges.index_select(1, rows)))
     return arrivals.fill_diagonal_(0)

@@ -52,11 +52,11 @@ class Work:
 
     def __init__(self, ranks: Ranks, per_head: Tensor) -> None:
         self.ranks, self._key_heads = ranks, ranks.key_heads
-        world = ranks.ring * ranks.group_size
+        world = ranks.ring_world * ranks.group_size
         self.pairs, self.shares, self.entries, self.largest = _zeros(4, world)
         self.rows_sent, self.rows_received, self.rows_kept, self.exchanges = _zeros(4, world)
         self.keys_sent, self.keys_received, self.keys_kept = _zeros(3, world)
-        for place in range(ranks.ring):
+        for place in range(ranks.ring_world):
             shares = [(m, share) for m in range(ranks.group_size) for share in ranks.share_ranges(place, m)]
             if shares:
                 self._count_work(place, shares, per_head)
@@ -137,14 +137,14 @@ class Counts:
     @cached_property
     def received(self) -> Tensor:
         """The keys that each ring position receives per round, int64 [R, rounds]: in round t from position - t."""
-        place = torch.arange(self.work.ranks.ring)
-        return self.arrivals.gather(1, (place[:, None] - place) % self.work.ranks.ring)
+        place = torch.arange(self.work.ranks.ring_world)
+        return self.arrivals.gather(1, (place[:, None] - place) % self.work.ranks.ring_world)
 
     @cached_property
     def sent(self) -> Tensor:
         """The keys that each ring position sends per round, int64 [R, rounds]: in round t to position + t."""
-        place = torch.arange(self.work.ranks.ring)
-        return self.arrivals[(place[:, None] + place) % self.work.ranks.ring, place[:, None]]
+        place = torch.arange(self.work.ranks.ring_world)
+        return self.arrivals[(place[:, None] + place) % self.work.ranks.ring_world, place[:, None]]
 
     @property
     def head_groups(self) -> int:
@@ -154,7 +154,7 @@ class Counts:
     @property
     def shape(self) -> tuple[int, int]:
         """The mesh [ring, heads]."""
-        return self.work.ranks.ring, self.work.ranks.group_size
+        return self.work.ranks.ring_world, self.work.ranks.group_size
 
     @property
     def pairs(self) -> Tensor:

@@ -159,10 +159,10 @@ def plan(
             these sizes.
 
     >>> from undivided import masks
-    >>> found = plan(4096, 8, 64, masks.window(255, 0), world=4, strategy="ring", placement="contiguous")
-    >>> found.best.forward.tolist()  # 255 keys of 8 heads of 2 x 64 bfloat16; the last sends nothing
+    >>> ring = plan(4096, 8, 64, masks.window(255, 0), world=4, strategy="ring", placement="contiguous")
+    >>> ring.best.forward.tolist()  # 255 keys of 8 heads of 2 x 64 bfloat16; the last sends nothing
     [522240, 522240, 522240, 0]
-    >>> found.best.pairs.tolist()
+    >>> ring.best.pairs.tolist()
     [1836032, 2097152, 2097152, 2097152]
     """
     sizes = Sizes(batch, heads, heads if kv_heads is None else kv_heads, head_dim, value_dim or head_dim, dtype)

@@ -140,7 +140,7 @@ ENTRIES = (
         id="flash-shape",
         title="flash-attn: key or value does not have the shape that the query implies",
         patterns=(
-            r"\b(?P<name>q|k|v|out|dout|kcache|vcache) must have shape \((?P<want>(?:batch_size|total_)[\w, ]+)\)",
+            r"\b(?P<name>q|k|v|out|dout|kcache|vcache) must have shape \((?P<expected>(?:batch_size|total_)[\w, ]+)\)",
         ),
         example="RuntimeError: k must have shape (batch_size, seqlen_k, num_heads_k, head_size)",
         cause="""k and v differ in length or heads (a cache updated for only one of them), their batch differs from
@@ -153,7 +153,7 @@ ENTRIES = (
             out = undivided.attention(q, k, v, layout="bshd")
             """,
         source="Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp",
-        reads=lambda match, text: [f"{match['name']} should be ({match['want']})."],
+        reads=lambda match, text: [f"{match['name']} should be ({match['expected']})."],
     ),
     Entry(
         id="flash-illegal-access",

@@ -8,7 +8,7 @@ from undivided.diagnosis import _values
 from undivided.diagnosis._entry import PRECISE, Entry
 
 
-def _reasons(match: re.Match[str], text: str) -> list[str]:
+def _hint(match: re.Match[str], text: str) -> list[str]:
     hint = re.search(r"HINT: (.{1,200}?)(?= Traceback|$)", text)
     return [f"Its HINT: {hint[1]}."] if hint else []
 
@@ -34,7 +34,7 @@ ENTRIES = (
             """,
         source="undivided.errors.NoBackendError",
         weight=PRECISE,
-        reads=_reasons,
+        reads=_hint,
     ),
     Entry(
         id="undivided-input",

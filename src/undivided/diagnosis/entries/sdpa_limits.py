@@ -135,7 +135,7 @@ ENTRIES = (
         id="mha-mask-shape",
         title="nn.MultiheadAttention: the mask does not fit",
         patterns=(
-            r"The shape of the (?P<rank>[23])D attn_mask is .{0,60}? but should be (?P<want>\([\d, ]+\))",
+            r"The shape of the (?P<rank>[23])D attn_mask is .{0,60}? but should be (?P<expected>\([\d, ]+\))",
             r"Expected key_padded_mask\.shape\[\d\] to be \d+, but got \d+",
         ),
         example="RuntimeError: The shape of the 2D attn_mask is torch.Size([3, 3]), but should be (4, 4).",

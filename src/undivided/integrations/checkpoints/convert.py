@@ -174,16 +174,16 @@ def from_transformer_engine(
 
 
 def _in_arrangement_of(model: torch.nn.Module, state: dict[str, Tensor], source: bool | None) -> dict[str, Tensor]:
-    for found in projections(model):
-        layer = found.layer
-        state |= arranged(state, found, source, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
+    for projection in projections(model):
+        layer = projection.layer
+        state |= arranged(state, projection, source, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
     return state
 
 
 def _separate(model: torch.nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the model with a weight each for queries, keys and values."""
-    for found in projections(model):
-        state |= arranged(state, found, found.layer.qkv_weight_interleaved, False, False)
+    for projection in projections(model):
+        state |= arranged(state, projection, projection.layer.qkv_weight_interleaved, False, False)
     return state
 
 

@@ -68,32 +68,32 @@ def projections(model: torch.nn.Module) -> Iterator[Projection]:
 
 
 def arranged(
-    state: dict[str, Tensor], found: Projection, source: bool | None, fused: bool, interleaved: bool
+    state: dict[str, Tensor], projection: Projection, source: bool | None, fused: bool, interleaved: bool
 ) -> dict[str, Tensor]:
     """The entries of a map in one arrangement; it takes those of the other one out of the state.
 
     Args:
         state: of the model; entries are removed.
-        found: the map.
+        projection: the map.
         source: whether one weight in the state is interleaved; None if that is unknown.
         fused, interleaved: the arrangement of the result: one weight, and its order.
     """
     result: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
-        one, several = f"{found.name}{kind}", [f"{found.name}{part}_{kind}" for part in found.parts]
+        one, several = f"{projection.name}{kind}", [f"{projection.name}{part}_{kind}" for part in projection.parts]
         if one in state:
-            if source is None and len(found.parts) > 1:
+            if source is None and len(projection.parts) > 1:
                 hint = "True is TransformerEngine's default: for each key head its queries, its key and its value"
                 raise InputError(
                     "qkv_weight_interleaved", f"be True or False, because state has {one!r}", None, hint=hint
                 )
             weight = state.pop(one)
-            if weight.shape[0] != found.rows:
-                raise InputError(f"state[{one!r}]", f"have {found.rows} rows", list(weight.shape))
-            weights = found.split(weight, bool(source))
+            if weight.shape[0] != projection.rows:
+                raise InputError(f"state[{one!r}]", f"have {projection.rows} rows", list(weight.shape))
+            weights = projection.split(weight, bool(source))
         elif all(name in state for name in several):
             weights = [state.pop(name) for name in several]
         else:
             continue
-        result |= {one: found.join(weights, interleaved)} if fused else dict(zip(several, weights, strict=True))
+        result |= {one: projection.join(weights, interleaved)} if fused else dict(zip(several, weights, strict=True))
     return result

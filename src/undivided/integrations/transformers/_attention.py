@@ -223,18 +223,18 @@ def _selected_keys(
     module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int
 ) -> list[Tensor]:
     """The keys that a layer selected for its queries, bool ``[B, 1|H, Sq, Sk]``."""
-    found = []
+    selected = []
     if indices is not None:
         none = torch.zeros((*indices.shape[:2], kv_len), dtype=torch.bool, device=indices.device)
-        found.append(none.scatter(-1, indices.long(), True)[:, None])
+        selected.append(none.scatter(-1, indices.long(), True)[:, None])
     if blocks is not None:
         size: int = module.indexer.block_size  # type: ignore[union-attr, assignment]
         count = -(-kv_len // size)
         none = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool, device=blocks.device)
         kept = none.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
         kept = kept.repeat_interleave(size, dim=-1)[..., :kv_len]
-        found.append(kept.repeat_interleave(heads // blocks.shape[1], dim=1))
-    return found
+        selected.append(kept.repeat_interleave(heads // blocks.shape[1], dim=1))
+    return selected
 
 
 def _with_token_sinks(

@@ -95,9 +95,10 @@ def takes_booleans(config_class: type) -> bool:
 
         classes, supported = [PreTrainedModel], []
         while classes:
-            classes += (one := classes.pop()).__subclasses__()
-            if one.config_class is config_class:
-                supported.append(one._supports_sdpa or one._supports_flex_attn or one._supports_attention_backend)
+            classes += (model_class := classes.pop()).__subclasses__()
+            if model_class.config_class is config_class:
+                takes = model_class._supports_sdpa or model_class._supports_flex_attn
+                supported.append(takes or model_class._supports_attention_backend)
         known = any(supported)
         if not supported:  # its model is not imported yet
             return True

@@ -105,8 +105,8 @@ def read(fn: MaskFunction) -> Pattern:
     (3, 0, ())
     """
     reader = _readers.get(getattr(fn, "__code__", None))  # type: ignore[arg-type]
-    found = None if reader is None else reader(_closure(fn))
-    return Pattern(rest=(fn,)) if found is None else found
+    known = None if reader is None else reader(_closure(fn))
+    return Pattern(rest=(fn,)) if known is None else known
 
 
 Closure = Mapping[str, Any]

@@ -110,7 +110,7 @@ def _compare(model: Any) -> None:
         model.set_attn_implementation("eager")
         exact = model.double()(text).logits
         model.to(dtype)
-    errors = {name: float((found - exact).norm() / exact.norm()) for name, found in results.items()}
+    errors = {name: float((result - exact).norm() / exact.norm()) for name, result in results.items()}
     wrong = [name for name, error in errors.items() if not error <= 2 * errors["eager"]]
     if wrong:
         raise RuntimeError(f"errors of the logits {errors}: {wrong} exceed twice eager's, so nothing is timed")

@@ -122,7 +122,7 @@ def rows_kernel(
                 keep = True
                 if DROPOUT:
                     keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
-                                DROPOUT == 2, BLOCK_M, BLOCK_N)
+                                DROPOUT == 2, BLOCK_N)
                 _, ds, allowed, rate, distance = score_gradient(
                     qk, gv, allowed, o_n[None, :], ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
                     key_at + b * key_at_b, keep, base2, f, d, g_lse, scale, softcap, survivor,
@@ -197,9 +197,9 @@ def keys_kernel(
     ok_n = o_n < kv_len
     keys = o_n.to(tl.int64)
     k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
-    hull = columns + b * columns_b + tile * 4
+    blocks = columns + b * columns_b + tile * 4
     part_first, part_last, whole_first, whole_last = (
-        tl.load(hull), tl.load(hull + 1), tl.load(hull + 2), tl.load(hull + 3),
+        tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3),
     )
     seed_value = 0
     if DROPOUT:
@@ -209,8 +209,8 @@ def keys_kernel(
     k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
     v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
 
-    for of_group in range(0, HEADS_PER_KV):
-        h = n_head * HEADS_PER_KV + of_group
+    for member in range(0, HEADS_PER_KV):
+        h = n_head * HEADS_PER_KV + member
         q_head, g_head = k_head, v_head  # unused placeholders with TMA
         if not TMA:
             q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
@@ -271,7 +271,7 @@ def keys_kernel(
                         keep = True
                         if DROPOUT:
                             keep = tl.trans(dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
-                                                 seed_value, threshold, DROPOUT == 2, BLOCK_M, BLOCK_N))
+                                                 seed_value, threshold, DROPOUT == 2, BLOCK_N))
                         w, ds, allowed, rate, _ = score_gradient(
                             kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len,
                             (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :], bias_k,
@@ -360,7 +360,7 @@ def pairs_kernel(
             keep = True
             if DROPOUT:
                 keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
-                            DROPOUT == 2, BLOCK_M, BLOCK_N)
+                            DROPOUT == 2, BLOCK_N)
             _, ds, _, _, _ = score_gradient(
                 qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len,
                 (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None], bias_k,

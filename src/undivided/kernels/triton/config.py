@@ -170,11 +170,11 @@ def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
     tuned = _tuned(tuned_path()).get(_key(architecture, name, itemsize, width))
     if tuned is not None:
         return tuned
-    found = _TABLE[name, itemsize, width]
-    found = _BY_ARCHITECTURE.get(architecture, {}).get((name, itemsize, width), found)
+    key = (name, itemsize, width)
+    tile = _BY_ARCHITECTURE.get(architecture, {}).get(key, _TABLE[key])
     if architecture in _LITTLE_SHARED and width >= WIDEST:
-        found = found._replace(stages=max(found.stages - 1, 1))
-    return found
+        tile = tile._replace(stages=max(tile.stages - 1, 1))
+    return tile
 
 
 def with_fewer_pairs(tile: Config) -> Config:
@@ -186,15 +186,15 @@ def with_fewer_pairs(tile: Config) -> Config:
 
 def candidates(name: str, architecture: str) -> tuple[Config, ...]:
     """The tile sizes that `undivided tune` tries for a pass."""
-    found = CANDIDATES
+    tiles = CANDIDATES
     if name == "decode":
-        few = (one for one in CANDIDATES if one.block_m == 16 and one.block_n >= 32)
-        found += tuple(one._replace(descriptors=True) for one in few)
+        few_rows = (tile for tile in CANDIDATES if tile.block_m == 16 and tile.block_n >= 32)
+        tiles += tuple(tile._replace(descriptors=True) for tile in few_rows)
     if name == "keys":
-        found += tuple(one._replace(split_gradients=True) for one in CANDIDATES if one.block_m >= 64)
+        tiles += tuple(tile._replace(split_gradients=True) for tile in CANDIDATES if tile.block_m >= 64)
     if name in ("forward", "rows") and architecture in SPECIALISING:
-        found += tuple(one._replace(specialise=True) for one in CANDIDATES if one.descriptors)
-    return found
+        tiles += tuple(tile._replace(specialise=True) for tile in CANDIDATES if tile.descriptors)
+    return tiles
 
 
 _trials: dict[str, Config] = {}
@@ -222,7 +222,7 @@ def tuned_path() -> Path:
 def _checked(tile: Config) -> Config:
     numbers, switches = tile[:4], tile[4:]
     if not all(type(n) is int and 0 < n <= 1024 for n in numbers) or not all(type(s) is bool for s in switches):
-        raise ValueError(f"no tile: {list(tile)}")
+        raise ValueError(f"{list(tile)} are not tile sizes")
     return tile
 
 
@@ -235,20 +235,22 @@ def _tuned(path: Path) -> Mapping[str, Config]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())
         warnings.warn(
-            f"no tiles of `undivided tune` in {path} ({why}); the package's own are used", RuntimeWarning, stacklevel=2
+            f"the tile sizes of `undivided tune` in {path} cannot be read ({why}); the package's own are used",
+            RuntimeWarning,
+            stacklevel=2,
         )
         return {}
 
 
-def remember(architecture: str, found: Mapping[tuple[str, int, int], Config], path: Path | None = None) -> Path:
+def remember(architecture: str, measured: Mapping[tuple[str, int, int], Config], path: Path | None = None) -> Path:
     """Add measured tile sizes to the file, and return its path; later calls use them.
 
     Args:
-        found: (pass, bytes of an element, largest head size) -> tile sizes.
+        measured: (pass, bytes of an element, largest head size) -> tile sizes.
     """
     path = path or tuned_path()
     tiles = {key: list(value) for key, value in _tuned(path).items()}
-    for (name, itemsize, width), tile in found.items():
+    for (name, itemsize, width), tile in measured.items():
         tiles[_key(architecture, name, itemsize, width)] = list(tile)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")

@@ -55,7 +55,7 @@ def forward_kernel(
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_z, out_b, out_h, out_s, lse_z, lse_b, lse_h, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
     sequence_b, position_b, places, places_b, pages_b, k_page, v_page, num_pages, k_scale_b, k_scale_h, k_scale_s, k_scale_page,
-    v_scale_b, v_scale_h, v_scale_s, v_scale_page, q_len, kv_len, kv_heads, value_steps, first_row,
+    v_scale_b, v_scale_h, v_scale_s, v_scale_page, q_len, kv_len, value_steps, first_row,
     scale, softcap, threshold, survivor, drop_head,
     GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
@@ -185,7 +185,7 @@ def forward_kernel(
                 m = m_new
                 if DROPOUT:
                     keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
-                                DROPOUT == 2, BLOCK_M, BLOCK_N)
+                                DROPOUT == 2, BLOCK_N)
                     p = tl.where(keep, p * survivor, 0.0)
                 if TMA:
                     v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)

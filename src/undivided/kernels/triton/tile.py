@@ -235,9 +235,7 @@ def _philox(c0, c1, c2, c3, seed):
 
 
 @triton.jit
-def dropout_keep(
-    o_n, kv_len, key_at, i_m, h_m, b_m, seed, threshold, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr
-):
+def dropout_keep(o_n, kv_len, key_at, i_m, h_m, b_m, seed, threshold, ALIGNED: tl.constexpr, N: tl.constexpr):
     """Which weights survive dropout, [M, N]: a function of seed, sequence, head and the two positions only.
 
     ALIGNED: the position of a key is its index, so that one generator call serves eight keys; otherwise one per key.

@@ -176,10 +176,10 @@ class NormalForm:
                 ends = self.ranges[..., side].reshape(-1).to(torch.int64)
                 edges.scatter_add_(0, ends, torch.full_like(ends, -1 if side % 2 else 1))
             return edges.cumsum(0)[:-1] > 0
-        found = torch.zeros(self.kv_len, dtype=torch.bool, device=self.ranges.device)
+        allowed_keys = torch.zeros(self.kv_len, dtype=torch.bool, device=self.ranges.device)
         for rows in self._row_blocks():
-            found |= self.allowed(ALL, rows, ALL, ALL).any((0, 1, 2))
-        return found
+            allowed_keys |= self.allowed(ALL, rows, ALL, ALL).any((0, 1, 2))
+        return allowed_keys
 
     def _row_blocks(self) -> Iterator[slice]:
         """Slices of rows whose exact pairs, for all keys and all distinct heads, fit in a block."""
@@ -204,9 +204,9 @@ class NormalForm:
         key_cuts = torch.tensor(key_edges, device=self.ranges.device)
         cell = torch.searchsorted(row_cuts, torch.arange(self.q_len, device=row_cuts.device), right=True) - 1
         if (single := self._single_ranges()) is not None:
-            found = sum(count_in_cells(one, cell, len(row_edges) - 1, key_cuts) for one in single)
-            assert isinstance(found, Tensor)
-            return found[:, None]
+            counts = sum(count_in_cells(one, cell, len(row_edges) - 1, key_cuts) for one in single)
+            assert isinstance(counts, Tensor)
+            return counts[:, None]
         total: Tensor | None = None
         for rows in self._row_blocks():
             running = torch.nn.functional.pad(self.allowed(ALL, rows, ALL, ALL).cumsum(-1), (1, 0))
@@ -234,11 +234,11 @@ class NormalForm:
         >>> NormalForm(torch.tensor([[[0, 1], [0, 2]]], dtype=torch.int32), kv_len=2, heads=4).pairs
         12
         """
-        found = self.counts([0, self.q_len], [0, self.kv_len])
+        counts = self.counts([0, self.q_len], [0, self.kv_len])
         broadcast = [
-            size // have if have else 0 for size, have in zip((self.batch, self.heads), found.shape, strict=False)
+            size // have if have else 0 for size, have in zip((self.batch, self.heads), counts.shape, strict=False)
         ]
-        return int(found.sum()) * math.prod(broadcast)
+        return int(counts.sum()) * math.prod(broadcast)
 
     def tiles(self, block_q: int, block_k: int) -> Tensor:
         """The kind of each tile: empty (0), partial (1) or full (2).

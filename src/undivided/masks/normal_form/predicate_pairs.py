@@ -89,9 +89,9 @@ def _evaluated_indices(real: Tensor | None) -> Tensor | None:
         return None
     index = torch.arange(real.shape[1], device=real.device)
     first = torch.where(real, index, real.shape[1]).amin(1, keepdim=True)
-    found = torch.where(real, index, torch.where(first < real.shape[1], first, -1))
-    same = readable(found) and bool((found == found[:1]).all())
-    return found[:1] if same else found
+    positions = torch.where(real, index, torch.where(first < real.shape[1], first, -1))
+    same = readable(positions) and bool((positions == positions[:1]).all())
+    return positions[:1] if same else positions
 
 
 def _index_at(table: Tensor | None, n: int, index: Tensor) -> Tensor:
@@ -99,5 +99,5 @@ def _index_at(table: Tensor | None, n: int, index: Tensor) -> Tensor:
 
 
 def _largest_indices(q_idx: Tensor, kv_idx: Tensor) -> str:
-    found = [f"{name} up to {int(at.max())}" for name, at in (("q_idx", q_idx), ("kv_idx", kv_idx)) if at.numel()]
-    return ", ".join(found)
+    limits = [f"{name} up to {int(at.max())}" for name, at in (("q_idx", q_idx), ("kv_idx", kv_idx)) if at.numel()]
+    return ", ".join(limits)

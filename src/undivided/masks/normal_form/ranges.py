@@ -101,8 +101,8 @@ def build(
         elif isinstance(part, Chunk):
             base = _within(base, *_chunk(geometry, part))
         elif isinstance(part, DocumentIds):
-            found, whole, pairs = _same_ids(part, batch, device)
-            base = _within_raw(geometry, base, found)
+            raw, whole, pairs = _same_ids(part, batch, device)
+            base = _within_raw(geometry, base, raw)
             if not readable(whole) or not bool(whole.all()):
                 extras.append(pairs)
         elif isinstance(part, Tree):
@@ -208,22 +208,22 @@ def _same_ids(part: DocumentIds, batch: int, device: torch.device) -> tuple[Rang
         return (0, 0), torch.ones_like(ids_q, dtype=torch.bool), pairs
     ids, order = ids_kv.sort(dim=1, stable=True)
     low, high = torch.searchsorted(ids, ids_q), torch.searchsorted(ids, ids_q, right=True)
-    found = (high > low) & (ids_q >= 0)
+    has_keys = (high > low) & (ids_q >= 0)
     first = order.gather(1, low.clamp(max=ids.shape[1] - 1))
     last = order.gather(1, (high - 1).clamp(min=0)) + 1
-    start, stop = torch.where(found, first, 0), torch.where(found, last, 0)
-    return (start, stop), ~found | (stop - start == high - low), pairs
+    start, stop = torch.where(has_keys, first, 0), torch.where(has_keys, last, 0)
+    return (start, stop), ~has_keys | (stop - start == high - low), pairs
 
 
 def _evaluated_parts(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
     """The parts whose ranges are unknown until they are evaluated."""
-    found: list[Extra] = []
+    extras: list[Extra] = []
     for part in parts:
         if isinstance(part, Dense):
-            found.append(DensePairs(part.tensor.to(geometry.device)))
+            extras.append(DensePairs(part.tensor.to(geometry.device)))
         elif isinstance(part, Predicate):
-            found.append(PredicatePairs.for_call(part.fn, geometry))
-    return found
+            extras.append(PredicatePairs.for_call(part.fn, geometry))
+    return extras
 
 
 def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Range:

@@ -72,8 +72,8 @@ class TreePairs:
         if isinstance(keys, slice):
             return _pairs_of_slice(first, ancestors, keys)[:, None]
         node = index_tensor(keys, first.device) - first
-        found = ancestors.gather(2, node.clamp(0, ancestors.shape[2] - 1))
-        return ((node < 0) | (found & (node < ancestors.shape[2])))[:, None]
+        is_ancestor = ancestors.gather(2, node.clamp(0, ancestors.shape[2] - 1))
+        return ((node < 0) | (is_ancestor & (node < ancestors.shape[2])))[:, None]
 
 
 def _pairs_of_slice(first: Tensor, ancestors: Tensor, keys: slice) -> Tensor:

@@ -18,7 +18,7 @@ from undivided.arguments.layout import Layout
 from undivided.errors import InputError
 
 FORMATS: tuple[Layout, ...] = ("sbhd", "bshd", "thd")
-_OTHER: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
+OTHER_FORMAT: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
 _WHICH = (
     "'sbhd' is [seq, batch, heads, head_dim] (Megatron's order, and TransformerEngine's default), "
     "'bshd' is [batch, seq, heads, head_dim], 'thd' is [tokens, heads, head_dim] of packed sequences"
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
 
     def other_format_hint(self, batch: int) -> str | None:
         """A hint if the other dense format would give `batch` sequences; otherwise None."""
-        other = _OTHER.get(self.format)
+        other = OTHER_FORMAT.get(self.format)
         if other is None or batch == self.batch or layout.sizes(self.q.shape, other)[0] != batch:
             return None
         return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
@@ -218,7 +218,7 @@ def _check_lengths(inputs: Inputs) -> None:
         )
     batch = layout.sizes(k.shape, format)[0]
     if batch != inputs.batch:
-        other = _OTHER[format]
+        other = OTHER_FORMAT[format]
         hint = None
         if layout.sizes(k.shape, other)[0] == layout.sizes(q.shape, other)[0]:
             hint = f"these shapes would fit qkv_format={other!r}"

@@ -19,11 +19,10 @@ from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
-from undivided.nn.arguments.formats import FORMATS
+from undivided.nn.arguments.formats import FORMATS, OTHER_FORMAT
 from undivided.nn.arguments.sequences import differ
 
 _AXES = {"sbhd": "[seq, batch, hidden]", "bshd": "[batch, seq, hidden]", "thd": "[tokens, hidden]"}
-_OTHER: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
 
 
 class Sizes(NamedTuple):
@@ -118,15 +117,15 @@ def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_evidence(x: Tensor, format: Layout, argument: str, found: Iterator[Evidence]) -> None:
+def check_evidence(x: Tensor, format: Layout, argument: str, implied: Iterator[Evidence]) -> None:
     """Raise InputError if an argument contradicts the format and fits the other one.
 
     Other checks report what fits neither format.
     """
     if format == "thd" or x.shape[0] == x.shape[1]:
         return
-    here, there = sizes(x, format), sizes(x, _OTHER[format])
-    for evidence in found:
+    here, there = sizes(x, format), sizes(x, OTHER_FORMAT[format])
+    for evidence in implied:
         if not evidence.fits(here) and evidence.fits(there):
             raise _swapped(x, format, argument, str(evidence))
 
@@ -135,7 +134,7 @@ def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> 
     """Raise InputError unless hidden states and encoder output have the same number of sequences."""
     if format == "thd" or sizes(x, format).batch == sizes(encoder, format).batch:
         return
-    other = _OTHER[format]
+    other = OTHER_FORMAT[format]
     if sizes(x, other).batch == sizes(encoder, other).batch:
         raise _swapped(x, format, argument, f"encoder_output {list(encoder.shape)}")
     batch = sizes(x, format).batch
@@ -161,7 +160,7 @@ def check_no_encoder(encoder: object, mask: object, cu_seqlens_q: Tensor | None,
 
 def _swapped(x: Tensor, format: Layout, argument: str, evidence: str) -> InputError:
     batch, length = sizes(x, format)
-    other = _OTHER[format]
+    other = OTHER_FORMAT[format]
     return InputError(
         argument,
         f"agree with {evidence}: in {format!r} hidden_states {list(x.shape)} are {batch} sequences of {length}",

@@ -41,10 +41,10 @@ def check_entries(metadata: Metadata, sizes: Mapping[str, torch.Size | None], pa
         needed = {name for name in sizes if name.startswith(prefix)}
         if argument == "optimizer" and not needed:
             continue
-        found = {name for name in saved if name.startswith(prefix)}
-        if argument == "optimizer" and not found:
+        stored_names = {name for name in saved if name.startswith(prefix)}
+        if argument == "optimizer" and not stored_names:
             raise InputError(argument, f"be None, because {path.name} has no optimizer state", "an optimizer")
-        _check_names(argument, prefix, needed, found, path.name)
+        _check_names(argument, prefix, needed, stored_names, path.name)
         _check_sizes(argument, prefix, {name: sizes[name] for name in sorted(needed)}, saved, path.name)
 
 
@@ -69,8 +69,10 @@ def check_files(metadata: Metadata, path: Path) -> None:
         raise InputError("folder", f"have all files of {path.name}", f"damaged: {listed(wrong)}", hint=hint)
 
 
-def _check_names(argument: str, prefix: str, needed: set[str], found: set[str], checkpoint: str) -> None:
-    absent, other = (sorted(name.removeprefix(prefix) for name in names) for names in (needed - found, found - needed))
+def _check_names(argument: str, prefix: str, needed: set[str], stored_names: set[str], checkpoint: str) -> None:
+    absent, other = (
+        sorted(name.removeprefix(prefix) for name in names) for names in (needed - stored_names, stored_names - needed)
+    )
     if not absent and not other:
         return
     parts = [f"{len(absent)} that the checkpoint lacks: {listed(absent)}"] if absent else []
@@ -84,7 +86,7 @@ def _check_names(argument: str, prefix: str, needed: set[str], found: set[str], 
         "build the optimizer of the checkpoint: the same class and options" if argument == "optimizer" else _HINTS[hint]
     )
     what = "tensors" if argument == "optimizer" else "parameters"
-    raise InputError(argument, f"have the {len(found)} {what} of {checkpoint}", "; ".join(parts), hint=text)
+    raise InputError(argument, f"have the {len(stored_names)} {what} of {checkpoint}", "; ".join(parts), hint=text)
 
 
 def _check_sizes(

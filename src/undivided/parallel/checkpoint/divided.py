@@ -129,8 +129,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The tensor of an item."""
         tensor = self.divided.get(index.fqn)
-        found: Tensor = super().lookup_tensor(index) if tensor is None else tensor.find(index)
-        return found
+        view: Tensor = super().lookup_tensor(index) if tensor is None else tensor.find(index)
+        return view
 
 
 def _local(part: Tensor) -> tuple[Tensor, list[int]]:

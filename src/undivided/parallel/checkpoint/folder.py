@@ -23,13 +23,13 @@ def unfinished(folder: Path, step: int) -> Path:
 
 def complete(folder: Path) -> dict[int, Path]:
     """The complete checkpoints of a folder by step, in the order of the steps."""
-    found: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     paths = sorted(folder.iterdir()) if folder.is_dir() else []  # a replaced one is last, and counts if it is alone
     for path in paths:
         name = _NAME.fullmatch(path.name)
         if name and (path / ".metadata").is_file():
-            found.setdefault(int(name[1]), path)
-    return dict(sorted(found.items()))
+            checkpoints.setdefault(int(name[1]), path)
+    return dict(sorted(checkpoints.items()))
 
 
 def begin(folder: Path, step: int) -> None:
@@ -57,9 +57,9 @@ def finish(folder: Path, step: int, keep: int | None) -> None:
     _write_to_disk(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     if keep is not None:
-        earlier = [found for number, found in complete(folder).items() if number <= step]
-        for found in earlier[:-keep]:
-            shutil.rmtree(found, ignore_errors=True)
+        earlier = [path for number, path in complete(folder).items() if number <= step]
+        for path in earlier[:-keep]:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def on_first_rank(action: Callable[[], Value]) -> Value:
@@ -68,18 +68,18 @@ def on_first_rank(action: Callable[[], Value]) -> Value:
     Raises:
         OSError: the function raised one.
     """
-    answer: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     is_parallel = distributed.is_available() and distributed.is_initialized()
     if not is_parallel or distributed.get_rank() == 0:
         try:
-            answer[0] = action()
+            outcome[0] = action()
         except OSError as error:
-            answer[1] = error
+            outcome[1] = error
     if is_parallel:
-        distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    value: Value = answer[0]
+        distributed.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    value: Value = outcome[0]
     return value
 
 

@@ -78,5 +78,5 @@ class Reader(FileSystemReader):
         return metadata
 
 
-def _damaged(folder: Path, found: str) -> InputError:
-    return InputError("folder", f"have the contents of a checkpoint in {folder.name}/.metadata", found)
+def _damaged(folder: Path, got: str) -> InputError:
+    return InputError("folder", f"have the contents of a checkpoint in {folder.name}/.metadata", got)

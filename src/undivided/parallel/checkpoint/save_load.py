@@ -129,12 +129,14 @@ def load_checkpoint(
     folder = _checked_folder(folder)
     _check_training(model, optimizer)
     with rank_errors("finding the checkpoint to load"):
-        found = folders.on_first_rank(lambda: folders.complete(folder))
-    if step is not None and _checked_step(step) not in found:
-        raise InputError("step", f"be that of a complete checkpoint ({', '.join(map(str, found)) or 'none'})", step)
-    if not found:
+        checkpoints = folders.on_first_rank(lambda: folders.complete(folder))
+    if step is not None and _checked_step(step) not in checkpoints:
+        raise InputError(
+            "step", f"be that of a complete checkpoint ({', '.join(map(str, checkpoints)) or 'none'})", step
+        )
+    if not checkpoints:
         return None
-    path = found[max(found) if step is None else step]
+    path = checkpoints[max(checkpoints) if step is None else step]
     reader = Reader(path)
     metadata = reader.read_metadata()
     state = training_state(model, optimizer)

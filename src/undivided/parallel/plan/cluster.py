@@ -23,8 +23,8 @@ def bytes_per_second(argument: str, text: str) -> float:
     >>> bytes_per_second("link", "400gbit"), bytes_per_second("intra", "900GB/s")
     (50000000000.0, 900000000000.0)
     """
-    found = _QUANTITY.fullmatch(text)
-    rate = _amount(found) if found else 0.0
+    quantity = _QUANTITY.fullmatch(text)
+    rate = _amount(quantity) if quantity else 0.0
     if not 0 < rate < math.inf:
         raise InputError(argument, "be a rate in bits or bytes per second, such as 400gbit or 50GB/s", repr(text))
     return rate
@@ -39,16 +39,16 @@ def bytes_in(argument: str, text: str) -> int:
     >>> bytes_in("memory", "80GiB")
     85899345920
     """
-    found = _QUANTITY.fullmatch(text)
-    size = _amount(found) if found and found[3] == "B" and not found[4] else 0.0
+    quantity = _QUANTITY.fullmatch(text)
+    size = _amount(quantity) if quantity and quantity[3] == "B" and not quantity[4] else 0.0
     if not 1 <= size < math.inf:
         raise InputError(argument, "be a size in bytes, such as 141GB or 80GiB", repr(text))
     return int(size)
 
 
-def _amount(found: re.Match[str]) -> float:
-    scale = _SCALES.get(found[2].lower(), 0.0)
-    return float(found[1]) * scale / (8 if found[3] == "bit" else 1)
+def _amount(quantity: re.Match[str]) -> float:
+    scale = _SCALES.get(quantity[2].lower(), 0.0)
+    return float(quantity[1]) * scale / (8 if quantity[3] == "bit" else 1)
 
 
 @dataclass(frozen=True)

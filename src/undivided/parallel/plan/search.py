@@ -162,26 +162,26 @@ def plan_training(
 
     >>> from undivided import masks
     >>> from undivided.parallel.plan.model import PRESETS
-    >>> found = plan_training(PRESETS["8b"], Cluster(1, 8), 4096, mask=masks.causal())
-    >>> found.best.mesh, found.best.memory.total < 74e9
+    >>> plan = plan_training(PRESETS["8b"], Cluster(1, 8), 4096, mask=masks.causal())
+    >>> plan.best.mesh, plan.best.memory.total < 74e9
     ('8x1x1', True)
     """
     sequences = cluster.ranks if batch is None else batch
-    for name, number, most in (("seq_len", seq_len, MAX_LENGTH), ("batch", sequences, 1 << 32)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
-            raise InputError(name, f"be an integer from 1 to {most}", repr(number))
+    for name, number, largest in (("seq_len", seq_len, MAX_LENGTH), ("batch", sequences, 1 << 32)):
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= largest:
+            raise InputError(name, f"be an integer from 1 to {largest}", repr(number))
     for name, value in (("data", data), ("context", context), ("tensor", tensor)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(name, "be a positive integer or None", repr(value))
     planner = _Planner(model, cluster, seq_len, sequences, mask, dtype, strategy, placement)
-    wanted = {"data": data, "context": context, "tensor": tensor}
+    requested = {"data": data, "context": context, "tensor": tensor}
     meshes = [
         mesh
         for mesh in planner.meshes()
-        if all(value is None or value == size for value, size in zip(wanted.values(), mesh, strict=True))
+        if all(value is None or value == size for value, size in zip(requested.values(), mesh, strict=True))
     ]
     if not meshes:
-        planner.refuse({name: value for name, value in wanted.items() if value is not None})
+        planner.refuse({name: value for name, value in requested.items() if value is not None})
     tried = (False, True) if recompute is None else (recompute,)
     options = [planner.option(*mesh, again) for mesh in meshes for again in tried]
     options.sort(key=lambda one: (not one.fits, one.seconds if one.fits else one.memory.total, one.memory.total))
@@ -229,16 +229,16 @@ class _Planner:
         """Whether groups of consecutive ranks lie within a node, or cover whole nodes."""
         return self.cluster.gpus % ranks == 0 or ranks % self.cluster.gpus == 0
 
-    def refuse(self, wanted: dict[str, int]) -> None:
+    def refuse(self, requested: dict[str, int]) -> None:
         """Raise InputError: there is no mesh."""
         model, cluster = self.model, self.cluster
-        asked = ", ".join(f"{name}={size}" for name, size in wanted.items()) or f"batch={self.batch}"
+        text = ", ".join(f"{name}={size}" for name, size in requested.items()) or f"batch={self.batch}"
         raise InputError(
-            ", ".join(wanted) or "batch",
+            ", ".join(requested) or "batch",
             f"fit a mesh of {cluster.ranks} ranks: tensor divides the {cluster.gpus} GPUs of a node, {model.heads} "
             f"heads ({model.kv_heads} of keys) and {model.ffn} features, data divides the {self.batch} sequences, and "
             f"context is at most {MAX_CONTEXT}",
-            asked,
+            text,
             hint="leave out a size of the mesh, or choose another batch",
         )
 
@@ -247,7 +247,7 @@ class _Planner:
         model, cluster, e = self.model, self.cluster, self.dtype.itemsize
         tokens = -(-self.seq_len // context)
         micro = self.batch // data
-        attention = self._attend(context, tensor)
+        attention = self._attention_option(context, tensor)
         shared = data * context
         tensor_sent = micro * model.layers * _traffic.tensor_bytes(model, tokens, tensor, e, recompute=recompute).both
         layer_sent = float((attention.forward * (1 + recompute) + attention.backward).max())
@@ -279,7 +279,7 @@ class _Planner:
             memory.total <= available,
         )
 
-    def _attend(self, context: int, tensor: int) -> Option:
+    def _attention_option(self, context: int, tensor: int) -> Option:
         """Context parallelism of one layer with one sequence."""
         key = context, tensor
         if key not in self._attention:

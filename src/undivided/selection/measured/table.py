@@ -105,17 +105,17 @@ def read(path: Path) -> Table:
         raise InputError(str(path), "be a table of ranks, as `undivided ranks` writes it", detail) from None
 
 
-def _parsed(found: Any) -> Table:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"a JSON document of another type ({type(found).__name__})")
-    if found["schema"] != SCHEMA:
-        raise ValueError(f"schema {found['schema']} (this version reads {SCHEMA})")
-    runs = {name: Run(**fields) for name, fields in found["runs"].items()}
+def _parsed(contents: Any) -> Table:
+    if not isinstance(contents, Mapping):
+        raise ValueError(f"a JSON document of another type ({type(contents).__name__})")
+    if contents["schema"] != SCHEMA:
+        raise ValueError(f"schema {contents['schema']} (this version reads {SCHEMA})")
+    runs = {name: Run(**fields) for name, fields in contents["runs"].items()}
     for name, run in runs.items():
         if not all(isinstance(field, str) for field in run):
             raise ValueError(f"run {name} has a field that is not text")
     table: dict[str, dict[tuple[int, int], Entry]] = {}
-    for kind, places in found["rates"].items():
+    for kind, places in contents["rates"].items():
         for at, (run, rates) in places.items():
             length, size = map(int, at.split("/"))
             rates = {str(name): float(rate) for name, rate in rates.items()}

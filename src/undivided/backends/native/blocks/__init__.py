@@ -79,23 +79,23 @@ def gradients(
     dq = torch.zeros(q.shape) if call.needs[0] else None
     for one in virtual.parts():
         part = one.part
-        found = plain_fp32(
+        dq_part, *dkv_part = plain_fp32(
             virtual.virtual_call(one.form, None),
             Tensors(q[part], one.k, one.v, None, None, None),
             Result(out[part], lse[part]),
             grad[part],
             None if lse_gradient is None else lse_gradient[part],
         )
-        if dq is not None and found[0] is not None:
-            dq[part] = found[0]
-        for total, gradient in zip(sums, found[1:3], strict=True):
+        if dq is not None and dq_part is not None:
+            dq[part] = dq_part
+        for total, gradient in zip(sums, dkv_part[:2], strict=True):
             if total is not None and gradient is not None:
                 total.add(one, gradient)
     results = [None if x is None else x.tokens(like) for x, like in zip(sums, inputs[1:], strict=True)]
     if dq is not None:
-        of_q = torch.zeros_like(inputs[0], memory_format=torch.contiguous_format)
-        virtual.rows.put_heads(dq, of_q)
-        results.insert(0, of_q)
+        dq_BSHD = torch.zeros_like(inputs[0], memory_format=torch.contiguous_format)
+        virtual.rows.put_heads(dq, dq_BSHD)
+        results.insert(0, dq_BSHD)
     else:
         results.insert(0, None)
     restored = [None if x is None else layout.from_heads_first(x.transpose(1, 2), problem.layout) for x in results]

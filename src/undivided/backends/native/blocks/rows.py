@@ -89,10 +89,10 @@ class Rows:
         rows = rows.view(self.sequences, self.blocks, self.size, self.units, self.group, rows.shape[-1])
         return rows.permute(0, 3, 1, 4, 2, 5).reshape(-1, self.group, self.size, rows.shape[-1])
 
-    def put_heads(self, found: Tensor, out_BSHD: Tensor) -> None:
+    def put_heads(self, heads_VGLD: Tensor, out_BSHD: Tensor) -> None:
         """Writes ``[V, G, size, D]`` to the caller's rows ``[B, Sq, H, D]``; rows of no sequence stay."""
-        shape = (self.sequences, self.units, self.blocks, self.group, self.size, found.shape[-1])
-        rows = found.view(shape).permute(0, 2, 4, 1, 3, 5).reshape(self.sequences, -1, *out_BSHD.shape[2:])
+        shape = (self.sequences, self.units, self.blocks, self.group, self.size, heads_VGLD.shape[-1])
+        rows = heads_VGLD.view(shape).permute(0, 2, 4, 1, 3, 5).reshape(self.sequences, -1, *out_BSHD.shape[2:])
         if self.index is None:
             out_BSHD.copy_(rows[:, : self.q_len])
         elif self._is_every_row:

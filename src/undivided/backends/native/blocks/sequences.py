@@ -107,15 +107,15 @@ class VirtualSequences:
         heads, units = self.rows.key_heads, self.rows.units
         head = (torch.arange(units) * problem.kv_heads // units)[:, None, None]
         places = torch.broadcast_tensors(first, token, head)
-        found = find_pools(operands, (page, heads), places)
-        if found is None:
-            found = find_pools([with_padding(x, page) for x in operands], (page, heads), places)
-            assert found is not None
-        pools, index = found
+        in_place = find_pools(operands, (page, heads), places)
+        if in_place is None:
+            in_place = find_pools([with_padding(x, page) for x in operands], (page, heads), places)
+            assert in_place is not None
+        pools, index = in_place
         table = index.reshape(-1, index.shape[-1]).to(torch.int32).contiguous()
         k_scale, v_scale = pools[2:] if len(pools) > 2 else (None, None)
-        made = self.virtual_call(self.form, page, pages=table, k_scale=k_scale, v_scale=v_scale)
-        return made, Tensors(self.heads(self.tensors.q), pools[0], pools[1], None, None, None)
+        paged = self.virtual_call(self.form, page, pages=table, k_scale=k_scale, v_scale=v_scale)
+        return paged, Tensors(self.heads(self.tensors.q), pools[0], pools[1], None, None, None)
 
     def parts(self) -> Iterator[VirtualPart]:
         """The virtual sequences in parts whose copied keys take at most `GATHERED_BYTES`."""

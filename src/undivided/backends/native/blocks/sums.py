@@ -35,9 +35,9 @@ class BlockSums:
         batch, keys = like_BSND.shape[:2]
         if geometry.real_keys is None and geometry.kv_slot_ends is None:
             return sums.view(batch, -1, self._kv_heads, dim)[:, :keys]
-        found = torch.zeros(batch, keys, *sums.shape[1:], dtype=sums.dtype)
+        gradient = torch.zeros(batch, keys, *sums.shape[1:], dtype=sums.dtype)
         real = torch.ones(1, keys, dtype=torch.bool) if geometry.real_keys is None else geometry.real_keys
         real, position = real.expand(batch, keys), geometry.kv_position.expand(batch, keys)
         row = self._first[geometry.kv_sequence.expand(batch, keys)] * self._size + position
-        found[real] = sums[row[real]]
-        return found
+        gradient[real] = sums[row[real]]
+        return gradient

@@ -206,8 +206,8 @@ class _Hooks:
         if not self.token_ranks or not hasattr(module, COEFFICIENT):
             return
         config: Any = module.config
-        wanted = options.get("output_router_logits")
-        if not (config.output_router_logits if wanted is None else wanted):
+        requested = options.get("output_router_logits")
+        if not (config.output_router_logits if requested is None else requested):
             return
         as_output = options.get("return_dict")
         if not (getattr(config, "return_dict", True) if as_output is None else as_output):

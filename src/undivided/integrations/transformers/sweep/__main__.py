@@ -24,15 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     register()
     transformers.logging.set_verbosity(logging.ERROR)
-    found = {}
+    outcomes_by_model = {}
     for name in options.types or sorted(CONFIG_MAPPING.keys()):
-        found[name] = outcomes = _compare.compare(name)
+        outcomes_by_model[name] = outcomes = _compare.compare(name)
         states = ", ".join(f"{case or 'build'} {one.state}" for case, one in outcomes.items())
         reason = _table.explanation(name, outcomes) if _table.kind(outcomes) == "unequal" else ""
         print(f"{name}: {states}" + (f" ({reason})" if reason else ""), flush=True)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
     limits = {"tolerance": f"{_compare.TOLERANCE:.0e}", "exact": f"{_compare.EXACT:.0e}"}
-    text = _table.page(found, versions, limits)
+    text = _table.page(outcomes_by_model, versions, limits)
     if options.write:
         options.write.write_text(text)
     print(text[text.index("| architectures") : text.index("## ")].strip())

@@ -46,15 +46,15 @@ def compare(model_type: str) -> dict[str, Outcome]:
             if unused and variant.layers == VARIANTS[0].layers:
                 continue  # with more layers, one may have attention
             try:
-                found = _cases(model_type, variant)
+                outcomes = _cases(model_type, variant)
             except Exception as error:  # the library raises many kinds for sizes that do not fit together
                 first = first or Outcome("unbuilt", _in_a_line(error))
                 if isinstance(error, Unbuildable | ImportError):
                     break
                 continue
-            if any(outcome.state != "unused" for outcome in found.values()):
-                return found
-            unused = unused or found
+            if any(outcome.state != "unused" for outcome in outcomes.values()):
+                return outcomes
+            unused = unused or outcomes
     return unused or {"": first or Outcome("unbuilt")}
 
 
@@ -65,7 +65,7 @@ def _in_a_line(error: Exception) -> str:
 
 def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
     eager, ours = build(model_type, "eager", variant), None
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     seen: list[str] = []
     for case in CASES:
         try:
@@ -80,12 +80,12 @@ def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
         seen.append(case_key)
         try:
             ours = ours or build(model_type, "undivided", variant)
-            found[case] = _outcome(eager, ours, inputs, case, expected)
+            outcomes[case] = _outcome(eager, ours, inputs, case, expected)
         except Exception as error:
-            found[case] = Outcome("fails", _in_a_line(error))
-        if found[case].state == "unused":
+            outcomes[case] = Outcome("fails", _in_a_line(error))
+        if outcomes[case].state == "unused":
             break
-    return found
+    return outcomes
 
 
 def _is_noise(value: object) -> bool:
@@ -97,16 +97,16 @@ def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expec
         words = difference(step(ours, inputs, case), expected, TOLERANCE)
     if not words:
         return Outcome("equal" if calls else "unused")
-    found = step(ours, inputs, case)
-    if not difference(found, expected, AMPLIFIED):
+    actual = step(ours, inputs, case)
+    if not difference(actual, expected, AMPLIFIED):
         exact = {name: v.double() if _is_noise(v) else v for name, v in inputs.items()}
         try:
-            found, expected = (step(one.double(), exact, case) for one in (ours, eager))
+            actual, expected = (step(one.double(), exact, case) for one in (ours, eager))
         except RuntimeError:  # a model that creates float32 tensors itself
             return Outcome("differs", words)
         finally:
             ours.float(), eager.float()
-        if not difference(found, expected, EXACT):
+        if not difference(actual, expected, EXACT):
             return Outcome("equal", f"in float64; in float32 {words}")
     return Outcome("differs", words)
 
@@ -147,31 +147,31 @@ def step(network: nn.Module, inputs: Inputs, case: str) -> dict[str, Tensor]:
     """The outputs of the real tokens, and the gradients of their sum with random weights."""
     torch.manual_seed(0)
     real = real_tokens(case) if "attention_mask" in inputs else None
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     loss = torch.zeros(())
     generator = torch.Generator().manual_seed(2)
     for label, tensor in output_tensors(network(**inputs)):
         if real is not None and tensor.shape[0] == len(real) and tensor.dim() > 1 and tensor.shape[1] >= LENGTH:
             keep = torch.nn.functional.pad(real.bool(), (0, tensor.shape[1] - LENGTH), value=True)
             tensor = tensor[keep]  # tokens that a model adds come after the text
-        found[label] = tensor
+        results[label] = tensor
         if tensor.requires_grad:
             loss = loss + (tensor * torch.randn(tensor.shape, generator=generator).to(tensor)).sum()
     if loss.requires_grad:
         weights = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [p for _, p in weights], allow_unused=True)
-        found |= {f"grad {name}": g for (name, _), g in zip(weights, gradients, strict=True) if g is not None}
-    return {name: tensor.detach() for name, tensor in found.items()}
+        results |= {f"grad {name}": g for (name, _), g in zip(weights, gradients, strict=True) if g is not None}
+    return {name: tensor.detach() for name, tensor in results.items()}
 
 
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
     """A description of the tensor that differs most; empty if all agree."""
-    if found.keys() != expected.keys():
-        return f"other results: {sorted(found.keys() ^ expected.keys())[:3]}"
+    if actual.keys() != expected.keys():
+        return f"other results: {sorted(actual.keys() ^ expected.keys())[:3]}"
     scale = max((float(t.norm()) for name, t in expected.items() if name.startswith("grad")), default=0.0)
     worst, words = 1.0, ""
     for name, other in expected.items():
-        one, size = found[name], float(other.double().norm())
+        one, size = actual[name], float(other.double().norm())
         if one.shape != other.shape:
             return f"{name}: shape {list(one.shape)} instead of {list(other.shape)}"
         floor = FLOOR * tolerance / TOLERANCE * (scale if name.startswith("grad") else 1e-2)

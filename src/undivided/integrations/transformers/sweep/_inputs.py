@@ -52,18 +52,18 @@ def _text(network: Any, parameters: Signature, case: str) -> Inputs:
     ids = torch.randint(3, 10, (BATCH, LENGTH), generator=generator)
     real = real_tokens(case)
     ids = _like_a_tokenizer(network.config, ids, real)
-    found: Inputs = {"input_ids": ids, **_decoder(network, parameters)}
+    inputs: Inputs = {"input_ids": ids, **_decoder(network, parameters)}
     if real is not None and "attention_mask" in parameters:
-        found["attention_mask"] = real
+        inputs["attention_mask"] = real
     if case == "packed" and "position_ids" in parameters:
         documents = ((4, 7), (1, 10), (6, 5))
-        found["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+        inputs["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
     if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        found["use_cache"] = False
+        inputs["use_cache"] = False
     if "bbox" in parameters:
         corner = torch.randint(0, 20, (BATCH, LENGTH, 2), generator=generator)
-        found["bbox"] = torch.cat((corner, corner + 5), -1)
-    return found
+        inputs["bbox"] = torch.cat((corner, corner + 5), -1)
+    return inputs
 
 
 def _like_a_tokenizer(config: Any, ids: Tensor, real: Tensor | None) -> Tensor:
@@ -90,13 +90,13 @@ def _sequences(network: Any, parameters: Signature, case: str) -> Iterator[Input
     width = _field(network.config, 32, "hidden_size", "d_model")
     for name in ("inputs_embeds", "hidden_states"):
         if name in parameters and "grid_thw" not in parameters:
-            found: Inputs = {name: _noise(BATCH, LENGTH, width)}
+            inputs: Inputs = {name: _noise(BATCH, LENGTH, width)}
             real = real_tokens(case)
             if real is not None and "attention_mask" in parameters:
-                found["attention_mask"] = real
+                inputs["attention_mask"] = real
             if "encoder_hidden_states" in parameters:
-                found["encoder_hidden_states"] = _noise(BATCH, 6, width)
-            yield found
+                inputs["encoder_hidden_states"] = _noise(BATCH, 6, width)
+            yield inputs
 
 
 def _images(network: Any, parameters: Signature) -> Iterator[Inputs]:
@@ -135,11 +135,11 @@ def _sounds(network: Any, parameters: Signature) -> Iterator[Inputs]:
             continue
         for width in dict.fromkeys((bins, 16, 32, 80, 128)):
             for shape in ((BATCH, width, 40), (BATCH, 40, width), (BATCH, width, 128), (BATCH, 1, 40, width)):
-                found: Inputs = {name: _noise(*shape)}
-                yield found
+                inputs: Inputs = {name: _noise(*shape)}
+                yield inputs
                 if "input_features_mask" in parameters:
                     time = max(shape[1:], key=lambda size: size != width)
-                    yield {**found, "input_features_mask": torch.ones(BATCH, time, dtype=torch.bool)}
+                    yield {**inputs, "input_features_mask": torch.ones(BATCH, time, dtype=torch.bool)}
         yield {name: _noise(BATCH, 3200)}
         yield {name: _noise(BATCH, 1, 3200)}
         yield {name: _noise(BATCH, LENGTH, _field(network.config, 32, "hidden_size"))}

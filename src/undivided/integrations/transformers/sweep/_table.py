@@ -38,11 +38,11 @@ Cases that ran on Undivided: {cases}, of which {equal_cases} are equal.
 CLASS_TABLE = "transformers picks its attention class from a table that has no place for registered names"
 
 
-def page(found: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Mapping[str, str]) -> str:
+def page(outcomes_by_model: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Mapping[str, str]) -> str:
     """The page for these outcomes, in Markdown."""
-    kinds = {name: kind(outcomes) for name, outcomes in found.items()}
+    kinds = {name: kind(outcomes) for name, outcomes in outcomes_by_model.items()}
     count = Counter(kinds.values())
-    states = Counter(outcome.state for outcomes in found.values() for outcome in outcomes.values())
+    states = Counter(outcome.state for outcomes in outcomes_by_model.values() for outcome in outcomes.values())
     text = INTRODUCTION.format(
         **versions,
         **limits,
@@ -50,12 +50,20 @@ def page(found: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Map
         unequal=count["unequal"],
         unused=count["unused"],
         unbuilt=count["unbuilt"],
-        all=len(found),
+        all=len(outcomes_by_model),
         cases=states["equal"] + states["differs"] + states["fails"],
         equal_cases=states["equal"],
     )
-    rows = [f"| `{name}` | {explanation(name, found[name])} |" for name in found if kinds[name] == "unequal"]
-    unbuilt = [f"| `{name}` | {_short(found[name][''].detail)} |" for name in found if kinds[name] == "unbuilt"]
+    rows = [
+        f"| `{name}` | {explanation(name, outcomes_by_model[name])} |"
+        for name in outcomes_by_model
+        if kinds[name] == "unequal"
+    ]
+    unbuilt = [
+        f"| `{name}` | {_short(outcomes_by_model[name][''].detail)} |"
+        for name in outcomes_by_model
+        if kinds[name] == "unbuilt"
+    ]
     return "\n".join(
         [
             text,
@@ -67,14 +75,14 @@ def page(found: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Map
             "",
             "## Equal",
             "",
-            _names(found, kinds, "equal"),
+            _names(outcomes_by_model, kinds, "equal"),
             "",
             "## Not running on Undivided",
             "",
             "Their attention does not go through the library's interface, or they have none: they "
             "run as they do with `eager`.",
             "",
-            _names(found, kinds, "unused"),
+            _names(outcomes_by_model, kinds, "unused"),
             "",
             "## Not built or not run",
             "",
@@ -104,9 +112,9 @@ def explanation(name: str, outcomes: Outcomes) -> str:
     return f"{', '.join(bad)}: {why}"
 
 
-def _names(found: Mapping[str, Outcomes], kinds: Mapping[str, str], requested: str) -> str:
+def _names(outcomes_by_model: Mapping[str, Outcomes], kinds: Mapping[str, str], requested: str) -> str:
     return textwrap.fill(
-        ", ".join(f"`{name}`" for name in found if kinds[name] == requested),
+        ", ".join(f"`{name}`" for name in outcomes_by_model if kinds[name] == requested),
         140,
         break_on_hyphens=False,
         break_long_words=False,
