@@ -33,8 +33,8 @@ class _Part(NamedTuple):
     device: torch.device
 
 
-@checked_call
 @torch.no_grad()
+@checked_call
 def clip_grad_norm_(
     module: torch.nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
