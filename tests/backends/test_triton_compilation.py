@@ -63,7 +63,7 @@ def test_tuned_tile_sizes_are_read_back_and_others_are_kept(tmp_path: Path, monk
     assert config.config("rows", 2, 128, "sm90") == config._HOPPER["rows", 2, 128]
     (tmp_path / "deep" / "tiles.json").write_text("not json")
     config._tuned.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"no tiles of `undivided tune` in .*tiles\.json"):
+    with pytest.warns(RuntimeWarning, match=r"tile sizes of `undivided tune` in .*tiles\.json cannot be read"):
         assert config.config("forward", 2, 128, "sm90") == before
 
 
