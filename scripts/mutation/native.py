@@ -40,7 +40,6 @@ from undivided.kernels import cpu
 SOURCES = Path("src/undivided/kernels/cpu")
 MUTATED = ("abi/check.cc", "schedule/*.cc")
 TESTS = ("tests/backends/native/test_native*.py", "tests/backends/native/test_batch_invariant.py")
-NOT_TESTS = "test_native_library.py"  # most of its tests start processes, which load the library of the checkout
 CASES, SLOW = 16, 0.6
 ALL_CASES = "test_native_records"  # quick, and each case is another line of abi/check.cc
 TEAM_TESTS = ("test_thread_team.py", "test_native_library.py")
@@ -184,7 +183,7 @@ def failing_process_test(mutant: Mutant, library: Path, folder: Path) -> str:
     (package / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Scikit' not in type(f).__name__]\n"
     )
-    tests = [f"tests/backends/native/{name}" for name in TEAM_TESTS]
+    tests = [f"tests/backends/native/library/{name}" for name in TEAM_TESTS]
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     command += ["-k", "unit_runs_once or fork or child"]
     environment = os.environ | {"PYTHONPATH": str(package)}
@@ -249,7 +248,7 @@ def main() -> int:
     builder = Builder(options.build)
     sys.path.insert(0, "tests/support/native")  # pytest does so too, but later
     choose_levels(builder)
-    tests = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern)) if path.name != NOT_TESTS]
+    tests = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern))]
     plugin = Sample(builder, iter(found), options)
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[plugin]))
 

@@ -17,7 +17,7 @@ from typing import IO
 
 from undivided.kernels import cpu
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 LEVELS = ("generic", "neon", "neon_bf16")
 _FORWARD, _BACKWARD, _SHARED_KEYS, _PARTS = 1, 2, 3, 16

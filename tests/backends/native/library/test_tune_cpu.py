@@ -21,7 +21,7 @@ import pytest
 
 from undivided.kernels import cpu
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TOOL = ROOT / "scripts/tuning"
 SOURCES = ROOT / "src/undivided/kernels/cpu"
 HEADER = SOURCES / "abi/tuning.h"

@@ -21,7 +21,7 @@ from undivided.backends import native
 from undivided.kernels import cpu
 from undivided.kernels.cpu import _install
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SOURCES = cpu.path().parent
 LIBRARY = cpu.load()
 needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
