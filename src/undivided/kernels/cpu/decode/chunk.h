@@ -177,14 +177,14 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
 }
 
 // Whether the own values of row r of the n-th head of a chunk explain every NaN in its sums (see forward/own_values.h).
-static inline bool is_explained(const KeyChunk& chunk, int64_t n, int64_t r, const float* sums, char* room) {
+static inline bool is_explained(const KeyChunk& chunk, int64_t n, int64_t r, const float* sums, char* scratch) {
   const Attention& a = *chunk.problem;
   const int64_t kv_head = chunk.kv_head + n, head = kv_head * (a.heads / a.kv_heads) + r / a.q_len;
   bool explained = false;
   with_number(a, [&](auto type) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
-    explained = explains_nan<T>(a, chunk.batch, kv_head, head, r % a.q_len, chunk.key, chunk.key + chunk.keys, sums,
-                                (float*)room);
+    explained =
+        explains_nan<T>(a, chunk.batch, kv_head, head, r % a.q_len, chunk.key, chunk.key + chunk.keys, sums, scratch);
   });
   return explained;
 }

@@ -58,7 +58,7 @@ class Block {
     else run_key_blocks();
     if (kParts<Mode> > 1 && range_check_.out_of_range()) return false;
     for (int64_t r = 0; any_non_finite_ && r < block_.rows; r++)
-      if (w_.non_finite[r] && !explains_nan<T>(a_, block_, r, from_, to_, (float*)w_.rest)) recompute_row(r);
+      if (w_.non_finite[r] && !explains_nan<T>(a_, block_, r, from_, to_, w_.rest)) recompute_row(r);
     return true;
   }
 

@@ -7,6 +7,7 @@
 
 #include "mask/pages.h"
 #include "mask/scores.h"
+#include "simd/arithmetic.h"
 
 namespace {
 
@@ -59,29 +60,31 @@ INLINE bool covers_nan(const T* row, const R* result, int64_t dim, float* sums) 
   return !any(missing);
 }
 
-// Whether the values of keys [start, stop) that a row sees explain every NaN in its result. room: for as many floats as
-// a row of V has, rounded up to whole vectors.
+// Whether the values of keys [start, stop) that a row sees explain every NaN in its result. scratch: for as many floats
+// as a row of V has, rounded up to whole vectors; other arrays may have been laid out in it before.
 template <class T, class R>
 static bool explains_nan(const Attention& a, int64_t batch, int64_t kv_head, int64_t head, int64_t row, int64_t start,
-                         int64_t stop, const R* result, float* room) {
+                         int64_t stop, const R* result, char* scratch) {
   if (a.format) return false;
   const Rows<T> v = value_rows<T>(a, batch, kv_head);
-  memset(room, 0, (size_t)round_up(a.v_dim, kLanes) * 4);
+  const int64_t bytes = round_up(a.v_dim, kLanes) * 4;
+  float* const sums = (float*)Arena{scratch}.allocate(bytes);
+  memset(sums, 0, (size_t)bytes);
   if (!has_nan(result, a.v_dim)) return true;
   for (int64_t j = start; j < stop; j++)
-    if (sees(a, batch, head, row, j) && has_non_finite(v(j), a.v_dim) && covers_nan(v(j), result, a.v_dim, room))
+    if (sees(a, batch, head, row, j) && has_non_finite(v(j), a.v_dim) && covers_nan(v(j), result, a.v_dim, sums))
       return true;
   return false;
 }
 template <class T>
 static bool explains_nan(const Attention& a, const undivided::RowBlock& block, int64_t r, int64_t start, int64_t stop,
-                         float* room) {
+                         char* scratch) {
   const int64_t at = block.row + r, head = block.first_head + at / a.q_len, row = at % a.q_len;
   if (block.partials)
     return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop,
-                           block.partials + r * round_up(a.v_dim + 2, 16), room);
+                           block.partials + r * round_up(a.v_dim + 2, 16), scratch);
   return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop,
-                         (const T*)a.out + block.batch * a.out_b + head * a.out_h + row * a.out_s, room);
+                         (const T*)a.out + block.batch * a.out_b + head * a.out_h + row * a.out_s, scratch);
 }
 
 }  // namespace

@@ -101,7 +101,7 @@ class ShortBlock {
     if (streams_) _mm_sfence();
     if (P > 1 && range_check_.out_of_range()) return false;
     for (int64_t r = 0; any_non_finite_ && r < block_.rows; r++)
-      if (w_.non_finite[r] && !explains_nan<T>(a_, block_, r, 0, a_.kv_len, (float*)w_.rest)) recompute_row(r);
+      if (w_.non_finite[r] && !explains_nan<T>(a_, block_, r, 0, a_.kv_len, w_.rest)) recompute_row(r);
     return true;
   }
 
