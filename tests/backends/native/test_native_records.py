@@ -75,6 +75,16 @@ GOOD: list[dict[str, Any]] = [
 ]
 
 
+# The largest numbers that are taken, in a record without queries, of which no kernel runs.
+LARGEST = {"kv_len": (1 << 31) - 1, "q_len": (1 << 31) - 1, "qk_dim": 1 << 20, "v_dim": 1 << 20, "threads": 1 << 16}
+
+
+@pytest.mark.parametrize(("name", "largest"), LARGEST.items())
+def test_the_largest_sizes_are_taken_and_one_more_is_refused(name: str, largest: int) -> None:
+    assert status(fields(batch=0, q=0, **{name: largest})[0]) == 0
+    assert status(fields(batch=0, q=0, **{name: largest + 1})[0]) == BAD_RECORD
+
+
 @pytest.mark.parametrize("changed", GOOD, ids=str)
 def test_good_records_run(changed: dict[str, Any]) -> None:
     record, held = fields(**changed)
@@ -113,6 +123,7 @@ BAD: list[dict[str, Any]] = [
     {"pages": "TABLE", "page_size": 0, "page_count": 1},
     {"pages": "TABLE", "page_size": 5, "page_count": -1},
     {"pages": "TABLE", "page_size": 5, "page_count": 0},
+    ONE_PAGE | {"pages_b": -1},
     {"bias": "TABLE", "bias_dtype": 7},
     {"slopes": "TABLE"},
     {"dropout": 1 << 17},
@@ -139,6 +150,9 @@ BAD: list[dict[str, Any]] = [
     FIRST | {"first_key": "FIRST_[0, 1, 5]", "batch_invariant": 0},
     FIRST | {"first_key": "FIRST_[0, 1, 5]", "ranges": 0},
     FIRST | {"first_key": "FIRST_[0, 1, 5]", "first_key_b": -1, "batch": 2},
+    # strides of tensors that are absent
+    {"band": 1, "first": -3, "last": 1, "ranges_b": -(1 << 62)},
+    *({name: -1} for name in ("ranges_b", "first_key_b", "lse_b", "lse_h", "k_scale_s", "v_scale_h")),
 ]
 
 

@@ -67,7 +67,9 @@ bool has_valid_sizes(const Attention& a) {
 
 // outer, inner: the sizes of the first axis of k, and of its axis of keys.
 bool has_valid_scales(const Attention& a, int64_t outer, int64_t inner) {
-  if (a.format == kNotQuantized) return !a.k_scale && !a.v_scale;
+  if (a.format == kNotQuantized)
+    return !a.k_scale && !a.v_scale && fits(a.batch, a.k_scale_b, a.kv_heads, a.k_scale_h, a.kv_len, a.k_scale_s, 1) &&
+           fits(a.batch, a.v_scale_b, a.kv_heads, a.v_scale_h, a.kv_len, a.v_scale_s, 1);
   if (a.format < kNotQuantized || a.format > kInt4 || (a.kv_len && (!a.k_scale || !a.v_scale))) return false;
   const bool has_groups = a.format == kInt4;
   if (has_groups && (a.qk_dim % kGroupSize || a.v_dim % kGroupSize)) return false;
@@ -137,7 +139,8 @@ bool has_valid_options(const Attention& a) {
          Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(keys, a.dense_k).fits() &&
          Reach().axis(b, a.slopes_b).axis(h, a.slopes_h).axis(rows, a.slopes_q).fits() &&
          Reach().axis(b, a.row_position_b).axis(b, a.key_position_b).fits() &&
-         Reach().axis(b, a.dropout_row_b).axis(b, a.dropout_sequence_b).fits();
+         Reach().axis(b, a.lse_b).axis(h, a.lse_h).fits() && Reach().axis(b, a.ranges_b).fits() &&
+         Reach().axis(b, a.first_key_b).fits() && Reach().axis(b, a.dropout_row_b).axis(b, a.dropout_sequence_b).fits();
 }
 
 void bound(std::initializer_list<int64_t*> strides) {
