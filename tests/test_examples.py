@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,9 +39,16 @@ def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in EXAMPLES if path.stem not in NUMBERS_ARE_TESTED], ids=lambda path: path.stem
-)
+SLOW_EXAMPLES = {"11_sentence_embeddings"}
+
+
+def _examples() -> Iterator[Any]:
+    for path in EXAMPLES:
+        if path.stem not in NUMBERS_ARE_TESTED:
+            yield pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW_EXAMPLES))
+
+
+@pytest.mark.parametrize("path", list(_examples()))
 def test_example_runs(path: Path) -> None:
     done = _run(["-W", "error", str(path)])
     assert done.returncode == 0, done.stderr

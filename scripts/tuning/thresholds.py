@@ -150,11 +150,11 @@ DECODING = (
         _decoding((1, 8), 4096, BOTH))),
     Threshold("kDecodeStepBytes", "keys and values of all heads of a step", (64 * KIB, 128 * KIB, 256 * KIB), tuple(
         map(_token_heads, _decoding((1, 8), 4096, BOTH)))),
-    Threshold("decode_prefetch", "the cache that keys are prefetched to, 3 is L1", (2, 3), tuple(
-        map(_token_heads, _decoding((1, 8), 16384, BOTH)))),
-    Threshold("kMinDotRows", "rows from which on bf16 is decoded by dot products", (2, 3, 5, 9), tuple(
+    *(Threshold(name, "the cache that keys are prefetched to, 3 is L1", (2, 3), tuple(
+        map(_token_heads, _decoding((1, 8), 16384, BOTH)))) for name in ("decode_prefetch", "decode_prefetch_zen5")),
+    *(Threshold(name, "rows from which on bf16 is decoded by dot products", (2, 3, 5, 9), tuple(
         problem for heads in (16, 32, 64) for problem in _decoding((1,), 16384, (BFLOAT,), heads)),
-        levels=(*DOT, *AMX)),
+        levels=(*DOT, *AMX)) for name in ("min_dot_rows", "min_dot_rows_zen4")),
     Threshold("kOneHead.min_bytes", "keys and values of a chunk of decoding", _CHUNK_BYTES, tuple(
         _decoding((1, 4), 4096, BOTH)), threads=0),
     Threshold("kOneHead.max_keys", "keys of a chunk of decoding", _CHUNK_KEYS, tuple(

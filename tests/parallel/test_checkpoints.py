@@ -104,7 +104,7 @@ def alone(way: str, folder: Path, steps: int) -> list[float]:
     return train(way, (1, 1, 1), str(folder), range(steps), save=False)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "tp_group")) for way in WAYS])
 def test_training_goes_on_from_two_tensor_ranks_to_one_and_back(way: str, tmp_path: Path) -> None:
     found = in_turn(way, tmp_path, (1, 1, 2), (1, 1, 1), (1, 1, 2))
     assert found == pytest.approx(alone(way, tmp_path, 6), rel=1e-5)

@@ -14,14 +14,17 @@ struct CpuFeatures {
   uint32_t eax7_1 = 0;                              // leaf 7, subleaf 1
   uint32_t ecx_extended = 0;                        // leaf 0x80000001
   uint32_t xcr0 = 0;                                // the registers that the operating system saves
-  bool intel = false;                               // the vendor
+  bool intel = false, amd = false;                  // the vendor
+  uint32_t family = 0;                              // of its processors
 
   static CpuFeatures read() {
     CpuFeatures f;
     uint32_t a, b, c, d;
-    if (__get_cpuid(0, &a, &b, &c, &d))
+    if (__get_cpuid(0, &a, &b, &c, &d)) {
       f.intel = b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e;  // GenuineIntel
-    if (__get_cpuid(1, &a, &b, &c, &d)) f.ecx1 = c;
+      f.amd = b == 0x68747541 && d == 0x69746e65 && c == 0x444d4163;    // AuthenticAMD
+    }
+    if (__get_cpuid(1, &a, &b, &c, &d)) f.ecx1 = c, f.family = (a >> 8 & 0xf) + (a >> 20 & 0xff);
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.ebx7 = b, f.ecx7 = c, f.edx7 = d;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) f.eax7_1 = a;
     if (__get_cpuid(0x80000001, &a, &b, &c, &d)) f.ecx_extended = c;

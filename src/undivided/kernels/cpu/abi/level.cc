@@ -84,6 +84,15 @@ bool is_intel() {
 #endif
 }
 
+uint32_t amd_family() {
+#ifdef UNDIVIDED_X86
+  static const CpuFeatures cpu = CpuFeatures::read();
+  return cpu.amd ? cpu.family : 0;
+#else
+  return 0;
+#endif
+}
+
 const char* lost_level() { return highest_level(), lost; }
 
 const char* level_name(int level) { return level < 0 || level > highest_level() ? nullptr : kLevels[level]->name; }

@@ -61,10 +61,17 @@ struct Tuning {
   // tune-cpu: backward_rows, backward_rows_three_parts
   int64_t backward_rows = 128, backward_rows_three_parts = 128;
 
-  // Decoding: the cache that the next step is prefetched to, for __builtin_prefetch: 3 is L1, 2 is L2. (Zen 5, 16k keys
-  // of 8 heads, L1 against L2: bf16 1.05 to 1.2, int8 1.1.) On AMX only L2 was measured.
-  // tune-cpu: decode_prefetch
-  int64_t decode_prefetch = 3;
+  // Decoding: the cache that the next step is prefetched to, for __builtin_prefetch: 3 is L1, 2 is L2. (L2 against L1,
+  // 16k keys of 8 heads: Zen 4, fp32 1.3 to 1.95, bf16 1.3 to 1.8; Zen 5, bf16 0.85 to 0.95, int8 0.9. On AMX only L2 was
+  // measured, on other processors nothing.)
+  // tune-cpu: decode_prefetch, decode_prefetch_zen5
+  int64_t decode_prefetch = 2, decode_prefetch_zen5 = 3;
+  // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
+  // half as many instructions. (Zen 5, 16k keys of 8 heads: one row 1.1 to 1.25, two 0.9 to 1.0, four 0.7 to 0.9, eight
+  // 1.05 to 1.2; 1k keys, in L3: one row 0.8 to 1.0, four 1.0, eight 1.3. Zen 4, 32k keys: two rows 0.9 to 0.95, four 1.1;
+  // 1k keys, in L3: two rows 1.2 to 1.3, four 1.5 to 1.6.)
+  // tune-cpu: min_dot_rows, min_dot_rows_zen4
+  int64_t min_dot_rows = 5, min_dot_rows_zen4 = 3;
 };
 
 // The levels, as differences from others. On ARM nothing was measured.
@@ -89,7 +96,6 @@ constexpr Tuning amx() {
   t.max_row_bytes = 1 << 20;  // 4 to 6 % faster than 512 KiB
   t.max_small_forward_fp16 = 16;
   t.backward_rows = 256;
-  t.decode_prefetch = 2;
   return t;
 }
 constexpr Tuning kAmx = amx();
@@ -263,12 +269,6 @@ constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 
 // in L2.
 // tune-cpu: kDecodeStepKeys, kDecodeStepBytes
 constexpr int64_t kDecodeStepKeys = 64, kDecodeStepBytes = 128 << 10;
-// bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
-// half as many instructions, but whether memory keeps up depends on the pattern of reads. (Zen 5, 16k keys of 8 heads:
-// one row 1.1 to 1.25, two 0.9 to 1.0, four 0.7 to 0.9, eight 1.05 to 1.2; 1k keys, in L3: one row 0.8 to 1.0, four
-// 1.0, eight 1.3.)
-// tune-cpu: kMinDotRows
-constexpr int64_t kMinDotRows = 5;
 
 // With batch_invariant: bytes of a step of keys, and of values, of all heads.
 // tune-cpu: kInvariantKeyBytes, kInvariantValueBytes

@@ -2,13 +2,13 @@
 // two products. The products are in vectors.h, pairs.h and amx.h.
 #pragma once
 
+#include "abi/level.h"
 #include "forward/block.h"
 #include "simd/quantized.h"
 
 namespace {
 
 constexpr int64_t kMaxDecodeRows = 8;
-constexpr int kPrefetchedTo = (int)kTuning.decode_prefetch;  // a constant even without optimization
 // numbers per row, rounded up to whole vectors
 constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;
 // steps start at multiples of it, except at the start of a segment; one tile of keys
@@ -108,11 +108,10 @@ class StepPrefetch {
 
   inline __attribute__((always_inline)) void step() {
     if (left_ < lines_) return step_across();
-    for (const char* stop = at_ + lines_ * 64; at_ < stop; at_ += kLinesAtOnce * 64) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at_ + i * 64, 0, kPrefetchedTo);
-    }
-    left_ -= lines_;
+    const char* stop = at_ + lines_ * 64;
+    if (to_l1_) prefetch_lines<3>(at_, stop);
+    else prefetch_lines<2>(at_, stop);
+    at_ = stop, left_ -= lines_;
   }
 
  private:
@@ -120,7 +119,20 @@ class StepPrefetch {
   const Region *next_, *end_;
   int64_t lines_ = 0, left_ = 0;
   const char* at_ = nullptr;
+  bool to_l1_ = prefetches_to_l1();
 
+  static bool prefetches_to_l1() {
+    const bool zen5 = undivided::amd_family() == undivided::kZen5;
+    return (zen5 ? kTuning.decode_prefetch_zen5 : kTuning.decode_prefetch) == 3;
+  }
+  // Prefetches whole groups of lines to the cache that __builtin_prefetch calls `Locality`.
+  template <int Locality>
+  INLINE void prefetch_lines(const char* at, const char* stop) {
+    for (; at < stop; at += kLinesAtOnce * 64) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at + i * 64, 0, Locality);
+    }
+  }
   void begin() { at_ = next_->at, left_ = next_->lines, next_++; }
   void __attribute__((noinline)) step_across() {
     for (int64_t lines_wanted = lines_; lines_wanted > 0;) {
@@ -129,7 +141,10 @@ class StepPrefetch {
         begin();
       }
       const int64_t count = smaller_of(lines_wanted, left_);
-      for (int64_t i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, kPrefetchedTo);
+      for (int64_t i = 0; i < count; i++) {
+        if (to_l1_) __builtin_prefetch(at_ + i * 64, 0, 3);
+        else __builtin_prefetch(at_ + i * 64, 0, 2);
+      }
       at_ += count * 64, left_ -= count, lines_wanted -= count;
     }
   }
