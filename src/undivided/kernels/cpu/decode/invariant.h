@@ -13,8 +13,7 @@
 // K of a key block before its V, while the next part is prefetched. A unit has all keys of its heads.
 #pragma once
 
-#include "decode/invariant_parts.h"
-#include "decode/invariant_products.h"
+#include "decode/invariant_keys.h"
 
 namespace {
 
@@ -25,37 +24,19 @@ INLINE bool fits_invariant(const Attention& a) {
   return kMaxFewRows > 0 && rows_of_group(a) <= kMaxFewRows && a.qk_dim % step == 0 && a.v_dim % step == 0;
 }
 
-// The rows of some heads of a sequence, `rows` per key/value head, as a unit of work. Mode is that of the caller's
-// memory; quantised keys have one byte per element of memory.
+// The rows of some heads of a sequence, `rows` per key/value head, as a unit of work.
 template <class Mode, bool kQuantized>
 class InvariantUnit {
  public:
   typedef typename Mode::T T;
-  typedef std::conditional_t<kQuantized && Mode::kConvertsK, Direct, Mode> Products;  // prefill's, on the same numbers
+  typedef InvariantKeys<Mode, kQuantized> Keys;
+  typedef typename Keys::PartRows PartRows;
+  typedef typename Keys::Key Key;
+  typedef typename Keys::Products Products;
   typedef typename Products::Arith Arith;
-  typedef typename Products::T Number;
-  typedef std::conditional_t<kQuantized, Int8, T> Key;
 
   InvariantUnit(const Attention& a, int64_t heads, int64_t rows, char* scratch)
-      : a_(a), heads_(heads), rows_(rows), padded_(padded_rows(rows)), scales_rows_(kQuantized && has_row_scales(a)),
-        reads_bytes_(kWidens && scales_rows_ && a.qk_dim % (4 * kLanes) == 0),
-        sum_stride_(kWidens && Arith::kPairs && scales_rows_ ? round_up(a.v_dim, 4 * kLanes) : a.v_dim) {
-    Arena arena{scratch};
-    const auto floats = [&](int64_t count) { return (float*)arena.allocate(count * 4); };
-    const int64_t all = heads * padded_;
-    panel_ = (Panel*)arena.allocate((int64_t)sizeof(Panel));
-    q_ = floats(all * depth()), scores_ = floats(all * kScoreStride);
-    sums_ = floats(all * sum_stride_), block_sums_ = floats(all * sum_stride_);
-    step_weights_ = floats(kQuantized ? padded_ * kWeightStride : 0);
-    max_score_ = floats(all), total_ = floats(all), row_ = floats(a.v_dim);
-    steps_ = (PartRows*)arena.allocate(2 * (int64_t)sizeof(PartRows));
-    transposed_ = floats(kQuantized || padded_ > 4 ? 2 * kLanes * depth() : 0);
-    numbers_ = (Number*)arena.allocate(
-        kQuantized ? kDecodeStepKeys * larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(Number) : 0);
-    non_finite_ = (uint8_t*)arena.allocate(checks_finite() ? heads * rows : 0);
-    bytes = arena.bytes, rest_ = scratch ? scratch + bytes : nullptr;
-    if (checks_finite()) bytes += InvariantUnit(a, 1, 1, nullptr).bytes;
-  }
+      : InvariantUnit(a, heads, rows, scratch, Arena{scratch}) {}
 
   // first_row: of its rows in each group.
   void run(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first_row = 0) {
@@ -64,7 +45,7 @@ class InvariantUnit {
     for (int64_t n = 0; n < heads_; n++) load_queries(n);
     for (int64_t i = 0; i < heads_ * padded_; i++) max_score_[i] = -kInfinity, total_[i] = 0;
     memset(sums_, 0, (size_t)(heads_ * padded_ * sum_stride_) * 4);
-    const int64_t bytes_of_key = heads_ * larger_of(stored_of(a_.qk_dim), stored_of(a_.v_dim)) * (int64_t)sizeof(Key);
+    const int64_t bytes_of_key = heads_ * keys_.stored() * (int64_t)sizeof(Key);
     const auto keys_of = [&](int64_t bytes, int64_t min) {
       return larger_of(min, smaller_of(kDecodeStepKeys, bytes / bytes_of_key / min * min));
     };
@@ -73,13 +54,13 @@ class InvariantUnit {
     const KeyParts parts(*panel_, chunk.key, chunk.key + chunk.keys, score_keys, value_keys);
     PartRows *current = steps_, *following = steps_ + 1;
     KeyPart part = parts.first();
-    if (part.keys > 0) find(chunk, part, *current);
+    if (part.keys > 0) keys_.find(chunk, part, *current);
     while (part.keys > 0) {
       const KeyPart next = parts.after(part);
       following->rows.lines = following->rows.regions = 0;
-      if (next.keys > 0) find(chunk, next, *following);
+      if (next.keys > 0) keys_.find(chunk, next, *following);
       else if (next_chunk && next_chunk->keys > 0)
-        find(*next_chunk, {next_chunk->key, smaller_of(next_chunk->keys, score_keys), false, 0, 0}, *following);
+        keys_.find(*next_chunk, {next_chunk->key, smaller_of(next_chunk->keys, score_keys), false, 0, 0}, *following);
       if (part.values) add_values(part, *current, following->rows);
       else multiply_scores(part, *current, following->rows);
       if (!part.values && next.values) finish_scores(next.key, part.key + part.keys);
@@ -93,38 +74,27 @@ class InvariantUnit {
   int64_t bytes;
 
  private:
+  InvariantUnit(const Attention& a, int64_t heads, int64_t rows, char* scratch, Arena arena)
+      : a_(a), heads_(heads), rows_(rows), padded_(padded_rows(rows)), keys_(a, kQuantized || padded_ > 4, arena),
+        sum_stride_(Keys::kWidens && Arith::kPairs && keys_.scales_rows ? round_up(a.v_dim, 4 * kLanes) : a.v_dim) {
+    const auto floats = [&](int64_t count) { return (float*)arena.allocate(count * 4); };
+    const int64_t all = heads * padded_;
+    panel_ = (Panel*)arena.allocate((int64_t)sizeof(Panel));
+    q_ = floats(all * depth()), scores_ = floats(all * kScoreStride);
+    sums_ = floats(all * sum_stride_), block_sums_ = floats(all * sum_stride_);
+    step_weights_ = floats(kQuantized ? padded_ * kWeightStride : 0);
+    max_score_ = floats(all), total_ = floats(all), row_ = floats(a.v_dim);
+    steps_ = (PartRows*)arena.allocate(2 * (int64_t)sizeof(PartRows));
+    non_finite_ = (uint8_t*)arena.allocate(checks_finite() ? heads * rows : 0);
+    bytes = arena.bytes, rest_ = scratch ? scratch + bytes : nullptr;
+    if (checks_finite()) bytes += InvariantUnit(a, 1, 1, nullptr).bytes;
+  }
+
   static constexpr int64_t kScoreStride = kBlockKeys + 2 * kLanes;
   static constexpr int64_t kWeightStride = kDecodeStepKeys / (Arith::kPairs ? 2 : 1);  // of the weights of a part
-#if defined(__AVX512BF16__)
-  static constexpr bool kWidens = kQuantized;  // numbers of 8 bits in registers
-#else
-  static constexpr bool kWidens = kQuantized && !Arith::kPairs;
-#endif
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
   // Whether rows may have a weight of 0 for keys that other rows see.
   bool checks_finite() const { return a_.q_len > 1 && rows_ > 1 && (a_.ranges || a_.band); }
-
-  struct PartRows {
-    StepRows<Key> rows;
-    std::conditional_t<kQuantized, StepRows<float>, char> scales;
-  };
-  // Bytes of a quantised row of `dim` numbers, or its elements; and its scales.
-  int64_t stored_of(int64_t dim) const { return a_.format == kInt4 ? dim / 2 : dim; }
-  int64_t scales_in(int64_t dim) const { return a_.format == kInt4 ? dim / kGroupSize : 1; }
-
-  void find(const KeyChunk& chunk, const KeyPart& part, PartRows& to) const {
-    const Attention& a = *chunk.problem;
-    const int64_t b = chunk.batch, h = chunk.kv_head, others = chunk.kv_heads - 1;
-    const bool values = part.values;
-    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), part.key, part.keys,
-                 values ? others * a.v_h + stored_of(a.v_dim) : others * a.k_h + stored_of(a.qk_dim));
-    if constexpr (kQuantized) {
-      to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), part.key, part.keys,
-                     values ? others * a.v_scale_h + scales_in(a.v_dim) : others * a.k_scale_h + scales_in(a.qk_dim));
-      if (scales_rows_) to.scales.prefetch_all();  // as in decode/chunk.h
-      else to.rows.prefetch_with(to.scales);
-    }
-  }
 
   // Row r of a group: its query head, and its place there.
   int64_t head_of(int64_t n, int64_t r) const {
@@ -147,8 +117,8 @@ class InvariantUnit {
   void multiply_scores(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
     const int64_t vectors_of_keys = (part.keys + kLanes - 1) / kLanes;
     StepPrefetch prefetch(following,
-                          heads_ * (reads_bytes_ ? (vectors_of_keys + 1) / 2 * (a_.qk_dim / kBytesPerPrefetch)
-                                                 : vectors_of_keys * (depth() / kLanes)));
+                          heads_ * (keys_.reads_bytes ? (vectors_of_keys + 1) / 2 * (a_.qk_dim / kBytesPerPrefetch)
+                                                      : vectors_of_keys * (depth() / kLanes)));
     const int64_t at = part.key % kBlockKeys;
     for (int64_t j = 0, vectors; j < part.keys; j += vectors * kLanes) {
       vectors = kQuantized && part.keys - j > kLanes ? 2 : 1;
@@ -159,27 +129,27 @@ class InvariantUnit {
           float* scores = scores_ + n * padded_ * kScoreStride + at + j;
           if constexpr (!kQuantized && R <= 4) {
             score_key_vector<Products, R>(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
-          } else if (reads_bytes_) {
+          } else if (keys_.reads_bytes) {
             score_bytes_of<R>(q, current, j, vectors, n, scores, prefetch);
           } else {
-            transpose_part(current, j, vectors, n, prefetch);
+            const float* keys = keys_.transpose(current, j, vectors, n, prefetch);
             const auto multiply = vectors == 2 ? score_transposed<Arith, R, 2> : score_transposed<Arith, R, 1>;
-            multiply(q, transposed_, depth(), scores, kScoreStride);
+            multiply(q, keys, depth(), scores, kScoreStride);
           }
           if constexpr (kQuantized)
-            if (scales_rows_) scale_scores(current, j, vectors, n, scores);
+            if (keys_.scales_rows) scale_scores(current, j, vectors, n, scores);
         });
     }
   }
   template <int R>
   void score_bytes_of(const float* q, const PartRows& from, int64_t j, int64_t vectors, int64_t n, float* scores,
                       StepPrefetch& prefetch) {
-    if constexpr (kWidens) {
-      transpose_bytes(from.rows.row + j, n * a_.k_h, a_.qk_dim, vectors, transposed_);
-      with_row_format([&](auto type) {
+    if constexpr (Keys::kWidens) {
+      const float* keys = keys_.transpose_stored(from, j, vectors, n);
+      keys_.with_row_format([&](auto type) {
         typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
         const auto multiply = vectors == 2 ? score_bytes<Arith, Byte, R, 2> : score_bytes<Arith, Byte, R, 1>;
-        multiply(q, transposed_, a_.qk_dim / 4, scores, kScoreStride, prefetch);
+        multiply(q, keys, a_.qk_dim / 4, scores, kScoreStride, prefetch);
       });
     }
   }
@@ -192,45 +162,6 @@ class InvariantUnit {
         store(s, load(s) * load(scale));
       }
     }
-  }
-  // As with_format, for the formats with one scale per row.
-  template <class F>
-  void with_row_format(F f) const {
-    if (a_.format == kInt8) f((const Int8*)nullptr);
-    else if (a_.format == kFloat8E4M3) f((const Float8E4M3*)nullptr);
-    else f((const Float8E5M2*)nullptr);
-  }
-  // `vectors` vectors of keys of the n-th head.
-  void transpose_part(const PartRows& from, int64_t j, int64_t vectors, int64_t n, StepPrefetch& prefetch) {
-    const int64_t offset = n * a_.k_h;
-    if constexpr (!kQuantized) {
-      transpose_keys<Products>(from.rows.row + j, offset, depth(), vectors, transposed_, prefetch);
-    } else {
-      [[maybe_unused]] const float* const* scale = from.scales.row + j;
-      const int64_t scale_offset = n * a_.k_scale_h;
-#if defined(__AVX512BF16__)
-      if constexpr (Arith::kPairs)
-        return transpose_quantized(a_.format, from.rows.row + j, offset, scale, scale_offset, depth(), vectors,
-                                   transposed_, prefetch);
-#endif
-      const auto [row, first] = dequantized(from, j, vectors * kLanes, offset, scale_offset, a_.qk_dim);
-      transpose_keys<Products>(row, first, depth(), vectors, transposed_, prefetch);
-    }
-  }
-  // The rows of values of the n-th head, and where they begin there.
-  struct NumberRows {
-    const Number* const* row;
-    int64_t offset;
-  };
-  NumberRows values_of(const PartRows& from, int64_t keys, int64_t n) {
-    if constexpr (!kQuantized) return {from.rows.row, n * a_.v_h};
-    else return dequantized(from, 0, keys, n * a_.v_h, n * a_.v_scale_h, a_.v_dim);
-  }
-  NumberRows dequantized(const PartRows& from, int64_t j, int64_t keys, int64_t offset, int64_t scale_offset,
-                         int64_t columns) {
-    dequantize_step(a_.format, from.rows.row + j, offset, from.scales.row + j, scale_offset, keys, columns, numbers_);
-    for (int64_t i = 0; i < keys; i++) number_row_[i] = numbers_ + i * columns;
-    return {number_row_, 0};
   }
 
   // Turns the scores of a key block into weights, and sets the factors of the earlier sums. [start, stop): from the
@@ -293,15 +224,15 @@ class InvariantUnit {
       total = total * decay_of(first_row + r) + sum[r];
       float* to = scores_ + (first_row + r) * kScoreStride;
       if constexpr (Arith::kPairs)
-        for (int64_t j = first; j < last && !scales_rows_; j += kLanes)
+        for (int64_t j = first; j < last && !keys_.scales_rows; j += kLanes)
           store_from_float((BFloat16*)(void*)to + j, load(to + j));
     }
   }
 
   void add_values(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
     constexpr int64_t keys_per_prefetch = Arith::kPairs ? 2 : kKeysPerPrefetch, width = kColumns * kLanes;
-    if constexpr (kWidens && Arith::kPairs)
-      if (scales_rows_) return add_byte_pairs(part, current, following);
+    if constexpr (Keys::kWidens && Arith::kPairs)
+      if (keys_.scales_rows) return add_byte_pairs(part, current, following);
     const int64_t passes = (a_.v_dim / width + a_.v_dim % width / kNarrow) * (padded_ > 4 ? 2 : 1);
     StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_prefetch), 1));
     const int64_t first = part.key % kBlockKeys;
@@ -309,7 +240,7 @@ class InvariantUnit {
       const float* weights = scores_ + n * padded_ * kScoreStride;
       int64_t stride = kScoreStride, at = first;
       if constexpr (kQuantized)
-        if (scales_rows_) at = scale_weights(part, current, n), weights = step_weights_, stride = kWeightStride;
+        if (keys_.scales_rows) at = scale_weights(part, current, n), weights = step_weights_, stride = kWeightStride;
       const auto add = [&](const auto* const* row, int64_t offset) {
         for (int64_t r = 0; r < padded_; r += 4)
           with_padded_rows(smaller_of(padded_, 4), [&](auto rows) {
@@ -324,12 +255,12 @@ class InvariantUnit {
                                                              part.keys, sums + d, a_.v_dim, prefetch);
           });
       };
-      if constexpr (kWidens && !Arith::kPairs)
-        if (scales_rows_) {
-          with_row_format([&](auto type) { add((decltype(type)*)(const void*)current.rows.row, n * a_.v_h); });
+      if constexpr (Keys::kWidens && !Arith::kPairs)
+        if (keys_.scales_rows) {
+          keys_.with_row_format([&](auto type) { add((decltype(type)*)(const void*)current.rows.row, n * a_.v_h); });
           continue;
         }
-      const auto [row, offset] = values_of(current, part.keys, n);
+      const auto [row, offset] = keys_.values(current, part.keys, n);
       add(row, offset);
     }
   }
@@ -355,7 +286,7 @@ class InvariantUnit {
   // add_values for numbers of 8 bits on bf16 dot products.
   void add_byte_pairs(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
 #if defined(__AVX512BF16__)
-    with_row_format([&](auto type) {
+    keys_.with_row_format([&](auto type) {
       typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
       typedef PairFormat<Byte> Format;
       static_assert(kWeightStride == kStepPairs);
@@ -414,7 +345,7 @@ class InvariantUnit {
     const float* sums = sums_ + i * sum_stride_;
 #if defined(__AVX512BF16__)
     if constexpr (Arith::kPairs) {
-      const auto restore = scales_rows_ ? PairFormat<Int8>::restore_sums : PairFormat<BFloat16>::restore_sums;
+      const auto restore = keys_.scales_rows ? PairFormat<Int8>::restore_sums : PairFormat<BFloat16>::restore_sums;
       restore(sums, a_.v_dim, to), sums = to;
     }
 #endif
@@ -445,16 +376,13 @@ class InvariantUnit {
 
   const Attention& a_;
   const int64_t heads_, rows_, padded_;  // rows of a head, and rows that are computed
-  const bool scales_rows_,
-      reads_bytes_;  // scales multiply scores and weights; keys are transposed before they are widened
+  Keys keys_;
   const int64_t sum_stride_;
   int64_t batch_ = 0, head_ = 0, first_row_ = 0;
   Panel* panel_;
   float *q_, *scores_, *sums_, *block_sums_, *max_score_, *total_, *row_;
   PartRows* steps_;
-  float *transposed_, *step_weights_;  // keys of one head, and weights of one part
-  Number* numbers_;                    // dequantised keys or values of one head
-  const Number* number_row_[kQuantized ? kDecodeStepKeys : 1];
+  float* step_weights_;  // of one part
   uint8_t* non_finite_;
   char* rest_;
 };
