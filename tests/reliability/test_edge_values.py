@@ -71,8 +71,8 @@ def test_an_extreme_value_has_the_effect_of_the_definition(
         except NoBackendError:
             assert (run, mask) == ("torch_flash", "lengths")
             return
-        # PyTorch's 16-bit kernel gives a row with an infinite score finite numbers
-        if (run, dtype, operand) == ("torch_flash", torch.bfloat16, "k") and "inf" in value:
+        # PyTorch's 16-bit kernel gives a row with an infinite score finite numbers (of q: on AVX2, beside masked keys)
+        if (run, dtype) == ("torch_flash", torch.bfloat16) and operand in "qk" and "inf" in value:
             return
         for quantity in {"out", "lse"} & set(found):
             goal = expected[quantity].to(found[quantity].dtype)
