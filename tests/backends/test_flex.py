@@ -59,7 +59,7 @@ def of_one_query(name: str, kv_len: int) -> dict[str, Any]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "kv_len"), [("causal", 1), ("causal", 600), ("window-prefix", 9), ("alibi-bias", 9)])
+@pytest.mark.parametrize(("name", "kv_len"), [("causal", 1), ("causal", 601), ("window-prefix", 9), ("alibi-bias", 9)])
 def test_flex_on_the_cpu_with_one_query(name: str, kv_len: int) -> None:
     """Inductor failed with an internal error: it was handed the columns of the row ranges as views of one buffer."""
     q, k, v = (t.float() for t in tensors(1, kv_len))
@@ -81,6 +81,14 @@ def test_flex_on_the_cpu_gives_reasons() -> None:
     assert "backend='flex'" in (flex.BACKEND.only_when_asked(problem, cpu) or "")
     wide = problem_of(*(torch.zeros(1, 4, 2, 8, dtype=torch.float64),) * 3, layout="bshd")
     assert any("float64" in reason for reason in flex.BACKEND.reasons(wide, cpu))
+
+
+@pytest.mark.parametrize(("isa", "kv_len", "refused"), [("AVX2", 24, True), ("AVX2", 25, False), ("AVX512", 24, False)])
+def test_key_lengths_that_flex_computes_wrong_are_refused(isa: str, kv_len: int, refused: bool) -> None:
+    """Rows are wrong, with and without a mask, if the last 16 keys are 8: plain calls of flex_attention show it too."""
+    q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, kv_len, 2, 8)
+    reasons = flex.BACKEND.reasons(problem_of(q, k, k, layout="bshd"), Machine(isa=isa))
+    assert [f"key length {kv_len} on AVX2" in reason for reason in reasons] == [True] * refused
 
 
 def test_flex_needs_a_compiler_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
 
-Q_LENGTHS, KV_LENGTHS = [5, 0, 7], [4, 3, 6]  # of at most 9 queries and 8 keys
-Q_LEN, KV_LEN = 9, 8
+Q_LENGTHS, KV_LENGTHS = [5, 0, 7], [4, 3, 6]  # of at most 9 queries and 7 keys
+Q_LEN, KV_LEN = 9, 7
 TEXT_TIME, MEDIA_TIME = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 1, 2, 2])
 MISSING = flex._no_compiler(Machine.this())
 BACKENDS = [
@@ -171,7 +171,7 @@ def test_sequences_without_any_token_are_not_evaluated(batch: int) -> None:
 
 def test_a_tensor_that_is_too_short_is_named() -> None:
     q, k, v = tensors(Q_LEN, KV_LEN, KV_LEN)
-    message = r"fn must be defined for every real query and key \(q_idx up to 8, kv_idx up to 7\), got IndexError"
+    message = r"fn must be defined for every real query and key \(q_idx up to 8, kv_idx up to 6\), got IndexError"
     with pytest.raises(InputError, match=message) as caught:
         undivided.attention(q, k, v, layout="bshd", mask=masks.predicate(flamingo))
     assert "masks.lengths(kv, q) & masks.predicate(fn)" in str(caught.value)

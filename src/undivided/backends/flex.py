@@ -88,6 +88,9 @@ class Flex(Backend):
         if problem.device == "cpu":
             reasons += [_cpu_reason(name) for name in _CPU_NOTES if name in problem.features and name != "sinks"]
             reasons += [missing] if (missing := _no_compiler(machine)) else []
+            if machine.isa == "AVX2" and problem.kv_len % 16 == 8:
+                note = "FlexAttention's CPU kernel returns wrong rows then, torch 2.13"
+                reasons.append(f"key length {problem.kv_len} on AVX2, which is 8 above a multiple of 16 ({note})")
         if problem.device == "cuda":
             reasons += gpu.hip_reasons(problem, machine)
             if "triton" not in machine.packages:
