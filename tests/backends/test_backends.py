@@ -46,6 +46,13 @@ LAYOUT_CASES = [
 SLOW_IN_THE_INTERPRETER = {"one-short-of-tiles-511-by-1023"}
 
 
+def _is_slow(backend: Backend, case: Case, dtype: torch.dtype) -> bool:
+    """Whether a test runs only where all do: Triton's interpreter takes seconds for each, and 16-bit types run the same
+    code as fp32, of which a few cases are enough."""
+    half = dtype != torch.float32 and torch.float32 in case.dtypes and case.name not in contract.SAMPLE
+    return backend.name == "triton" and (half or case.name in SLOW_IN_THE_INTERPRETER)
+
+
 def _named(value: object) -> str | None:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
@@ -60,7 +67,7 @@ def _problems() -> Iterator[Any]:
             for backend in BACKENDS:
                 sample = SAMPLED.get(backend.name)
                 if sample is None or (case.name in sample and dtype == torch.float32):
-                    marks = [pytest.mark.slow] * (backend.name == "triton" and case.name in SLOW_IN_THE_INTERPRETER)
+                    marks = [pytest.mark.slow] * _is_slow(backend, case, dtype)
                     yield pytest.param(case, dtype, backend, id=f"{case}-{_named(dtype)}-{backend.name}", marks=marks)
 
 
@@ -136,7 +143,11 @@ def _refuses(built: Inputs, backend: Backend) -> bool:
     return decision.chosen is not backend
 
 
-@pytest.mark.parametrize("backend", FAST_HERE, ids=_named)
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(backend, marks=[pytest.mark.slow] * (backend.name == "triton")) for backend in FAST_HERE],
+    ids=_named,
+)
 @pytest.mark.parametrize("case", LAYOUT_CASES, ids=str)
 def test_a_layout_is_only_strides(case: Case, backend: Backend) -> None:
     """The same numbers in bshd, sbhd and bhsd give the same result, forward and backward.

@@ -72,8 +72,15 @@ def run(folder: Path, arguments: tuple[str, ...], env: dict[str, str], monkeypat
     return CliRunner().invoke(app, list(arguments), env=env, catch_exceptions=False)
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("name", COMMANDS)
+REQUESTS = [
+    pytest.param(name, situation, marks=[pytest.mark.slow] * (name == "report" and situation in {"200", "no-colour"}))
+    for name in COMMANDS
+    for situation in SITUATIONS
+]
+"""A report takes seconds: where not all tests run, each kind of output is shown once."""
+
+
+@pytest.mark.parametrize(("name", "situation"), REQUESTS)
 def test_command_behaves_as_the_tables_say(
     name: str, situation: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
