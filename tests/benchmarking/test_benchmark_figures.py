@@ -147,6 +147,14 @@ class TestFigures:
         assert fraction["short"] == pytest.approx(1 - ours["fraction"] / 0.9)
         assert (faster["what"], faster["met"], faster["short"]) == ("x sdpa", True, 0.0)
 
+    def test_a_speedup_that_needs_more_than_the_peak_is_no_goal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        goal, operations = Goal(faster=(("sdpa", 2.0),)), 4 * 24 * 24 * 16 * 2
+        for share_of_peak, goals in ((0.4, 1), (0.6, 0)):
+            sdpa = operations / (share_of_peak * 1e9)
+            case = self.run(tiny(goal=goal), monkeypatch, undivided=sdpa, sdpa=sdpa, math=sdpa)
+            assert entries(case)["sdpa"]["fraction"] == pytest.approx(share_of_peak)
+            assert len(case["goals"]) == goals
+
     def test_decoding_is_held_against_reads_that_took_turns_with_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = replace(QUIET, what="read", turn=lambda: None, work=3e6)
         monkeypatch.setattr(peak, "reading", lambda size, device, clock: reads)

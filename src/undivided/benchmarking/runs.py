@@ -265,7 +265,7 @@ def _goals(case: TimedCase, benchmark: Benchmark) -> list[dict[str, Any]]:
         what = "reads" if benchmark.reads else "peak"
         results.append(_goal(what, goal.fraction, ours["fraction"]))
     for name, factor in goal.faster:
-        if name in entries:
+        if name in entries and factor * (entries[name].get("fraction") or 0) <= 1:
             results.append(_goal(f"x {name}", factor, entries[name]["of_ours"]))
     if goal.within is not None and "without" in entries:
         results.append(

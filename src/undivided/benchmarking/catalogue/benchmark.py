@@ -21,7 +21,8 @@ class Goal:
 
     Attributes:
         fraction: of the peak, or of the read rate.
-        faster: (competitor, speedup over it).
+        faster: (competitor, speedup over it). It counts only on machines where it needs no more than the peak: the
+            speedups were set with AVX-512, and with AVX2 PyTorch is nearer to its peak.
         within: largest ratio to the time of the same problem without its feature.
         allowance: (largest ratio to PyTorch's time, seconds on top).
         pairs: largest ratio to the time of the problem without its mask, scaled by the pairs that the mask allows.
