@@ -255,6 +255,7 @@ DENIED = {
     "assembler": ("0xe6", [], 4, "this build has no AMX: its assembler did not know it, or the system is not Linux"),
     "zmm": ("6", ["-DUNDIVIDED_AMX"], 2, "the operating system does not save vector registers that this processor has"),
     "ymm": ("0", ["-DUNDIVIDED_AMX"], 1, "the operating system does not save vector registers that this processor has"),
+    "left out": ("0xe6", ["-DUNDIVIDED_LEVELS=2"], 2, "this build leaves out the levels above"),
 }
 
 

@@ -25,9 +25,21 @@ bool request_tile_permission() {
 const char* lost = nullptr;
 
 #ifdef UNDIVIDED_X86
+#ifndef UNDIVIDED_LEVELS  // how many were built, if not all (UNDIVIDED_HIGHEST_LEVEL in cmake/CMakeLists.txt)
+#define UNDIVIDED_LEVELS 6
+#endif
 const Kernels* const kLevels[] = {
-    &kernels_generic,  &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16,
-#ifdef UNDIVIDED_AMX
+    &kernels_generic,
+#if UNDIVIDED_LEVELS > 1
+    &kernels_avx2,
+#endif
+#if UNDIVIDED_LEVELS > 2
+    &kernels_avx512,
+#endif
+#if UNDIVIDED_LEVELS > 3
+    &kernels_avx512_bf16,
+#endif
+#if defined(UNDIVIDED_AMX)
     &kernels_amx_bf16, &kernels_amx,
 #endif
 };
@@ -69,7 +81,11 @@ int find_highest() {
 #endif
 
 int highest_level() {
-  static const int highest = find_highest();
+  static const int highest = [] {
+    const int supported = find_highest(), built = sizeof kLevels / sizeof *kLevels - 1;
+    if (supported > built) lost = "this build leaves out the levels above";
+    return supported < built ? supported : built;
+  }();
   return highest;
 }
 
