@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+import quick_interpreter
 
 from undivided import functional, sdpa, set_backends
 from undivided.run import autograd
@@ -39,6 +40,8 @@ QUICK = {
     "test_signatures": "",
 }
 """The tests of --quick: a test file (without .py), and a regular expression that its tests' names must match."""
+
+quick_interpreter.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
