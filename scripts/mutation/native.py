@@ -3,10 +3,10 @@
 `scripts/mutate native` runs it. A mutant differs in one token of the scheduling files or of the check of records: a
 comparison, a sign, an integer, `&&`, `||`, `min`, `max`, `true`, `false`. CMake builds the levels of this processor
 once, and those of AMX, emulated in C++, if it can run that; of a mutant only its file is compiled, and mutants that do
-not compile are drawn again. The tests run at the best level of this machine, and those of all levels also at the emulated one,
-whose paths the others do not have. At most CASES cases of each test function run, chosen by --seed (of ALL_CASES all),
-and none that takes longer than SLOW; those that take little time come first. Mutants of the threads also run with the
-tests of forks.
+not compile are drawn again. The tests run at the best level of this machine, and those of all levels also at the
+emulated one, whose paths the others do not have. At most CASES cases of each test function run, chosen by --seed (of
+ALL_CASES all), and none that takes longer than SLOW; those that take little time come first. Mutants of the threads
+also run with the tests of forks.
 
 A mutant is killed if a test fails, if the process dies, does not end, or needs more than three times --seconds of the
 processor. It survives if no test fails, or if its tests take more than --seconds ("no time": undecided).
