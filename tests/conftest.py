@@ -1,5 +1,6 @@
 """What every test file has: Triton's interpreter, the option --quick, and fixtures."""
 
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ QUICK = {
 """The tests of --quick: a test file (without .py), and a regular expression that its tests' names must match."""
 
 quick_interpreter.install()
+# Garbage is collected more rarely: each collection looks through all collected tests, a sixth of the time.
+gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

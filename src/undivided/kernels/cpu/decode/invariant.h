@@ -284,7 +284,8 @@ class InvariantUnit {
     return place;
   }
   // add_values for numbers of 8 bits on bf16 dot products.
-  void add_byte_pairs(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
+  void add_byte_pairs([[maybe_unused]] const KeyPart& part, [[maybe_unused]] const PartRows& current,
+                      [[maybe_unused]] const StepRows<Key>& following) {
 #if defined(__AVX512BF16__)
     keys_.with_row_format([&](auto type) {
       typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
