@@ -17,10 +17,10 @@ run_with() { # library, command...
   env PYTHONPATH="$build:$build/src:$PWD" "$@"
 }
 
-# The highest level of this machine that a build can end with, for cmake's UNDIVIDED_HIGHEST_LEVEL; empty: all are needed.
-highest_level() {
-  .venv/bin/python -c '
-from undivided.kernels import cpu
-level = cpu.load().levels[-1]
-print("" if level.startswith(("amx", "neon")) else level)'
+# The levels of this machine, the lowest first.
+levels_here() { .venv/bin/python -c 'from undivided.kernels import cpu; print(*cpu.load().levels)'; }
+
+# The highest of these levels, for cmake's UNDIVIDED_HIGHEST_LEVEL; empty if nothing can be left out above it.
+highest_of() { # "LEVEL..."
+  case "${1##* }" in amx* | neon*) ;; *) echo "${1##* }" ;; esac
 }

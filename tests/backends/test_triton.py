@@ -24,6 +24,30 @@ from undivided.machine import Machine
 HERE = Machine.this("cpu")
 
 
+def test_the_quick_interpreter_gives_the_bits_of_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """quick_interpreter.py leaves out work that Triton repeats; no result may depend on it."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch_builtin, looked = interpreter._patch_builtin, [0]
+
+    def counted(*arguments: Any) -> None:
+        looked[0] += 1
+        patch_builtin(*arguments)
+
+    def results() -> tuple[int, list[Tensor]]:
+        looked[0], leaves = 0, [x.clone().requires_grad_() for x in (q, k, k)]
+        out = undivided.attention(*leaves, layout="bshd", mask=masks.window(9, 0), backend="triton")
+        return looked[0], [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", counted)
+    q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
+    few, quick = results()
+    for name in ("_patch_lang", "_get_np_dtype"):
+        monkeypatch.setattr(interpreter, name, getattr(interpreter, name).__wrapped__)
+    many, own = results()
+    assert 5 * few < many
+    assert all(torch.equal(a, b) for a, b in zip(quick, own, strict=True))
+
+
 MASKS = {
     "causal": masks.causal(),
     "window": masks.window(7, 3),

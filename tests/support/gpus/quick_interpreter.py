@@ -1,24 +1,26 @@
 """Triton's interpreter without the work that it repeats.
 
 Each call of a helper within a kernel looks through all of `triton.language` to replace its functions by interpreted
-ones, although the launch has done so, and each conversion of a type builds the table of all types. Both are a third of
-the time of an interpreted kernel, and change no number (Triton 3.4 to 3.8, `triton/runtime/interpreter.py`).
+ones, although the launch has done so, and each conversion of a type builds the table of all types. Without both,
+kernels take less than half of the time, and their results have the same bits. Source:
+`triton/runtime/interpreter.py` of Triton 3.7.1.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 
 def install() -> None:
     """Replace both functions in this process; nothing happens without Triton, or with one that has them no more."""
-    try:
-        from triton import language
-        from triton.runtime import interpreter
-    except ImportError:
+    if importlib.util.find_spec("triton") is None:
         return
+    from triton import language
+    from triton.runtime import interpreter
+
     replace: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     if replace is None or not hasattr(interpreter, "_LangPatchScope") or hasattr(replace, "__wrapped__"):
         return
@@ -44,6 +46,7 @@ def install() -> None:
     in_numpy = interpreter._get_np_dtype
     known = functools.cache(in_numpy)
 
+    @functools.wraps(in_numpy)
     def known_in_numpy(kind: Any) -> Any:
         element = kind.element_ty if isinstance(kind, language.block_type) else kind
         return known(element) if type(element) is language.dtype else in_numpy(element)
