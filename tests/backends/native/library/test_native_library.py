@@ -276,6 +276,20 @@ def test_a_level_that_the_system_or_the_build_denies_is_named(name: str, tmp_pat
     assert found == [why, *cpu.LEVELS[:levels]]
 
 
+DECODE = """
+import torch, undivided
+q, k = torch.randn(1, 1, 8, 128), torch.randn(1, 4096, 2, 128)
+out, same = (undivided.attention(q, k, k, layout="bshd", backend=name) for name in ("native", "reference"))
+print((out - same).abs().max().item() < 1e-5)
+"""
+
+
+@needs_library
+def test_the_first_call_of_a_process_has_memory_to_decode_one_sequence() -> None:
+    """A thread keeps its scratch memory, so a size that is too small shows in its first call only."""
+    assert python(DECODE).stdout == "True\n"
+
+
 CALL = """
 import torch, undivided
 q = torch.randn(1, 4, 2, 8)
