@@ -131,6 +131,13 @@ class TestReport:
         assert found["Decoding"].columns[:3] == ("case", "time", "reads")
         assert found["Forward"].columns == ("case", "time", "peak", "sdpa", "math", "goal")
 
+    def test_products_and_reads_in_one_table_have_their_own_units(self, small_report: dict[str, Any]) -> None:
+        by_suite = {case["suite"]: {**case, "suite": "serving"} for case in small_report["cases"]}
+        reads = {**by_suite["decode"], "rate": {**by_suite["decode"]["rate"], "what": "a read", "unit": "B/s"}}
+        serving = benchmarking.tables({**small_report, "cases": [by_suite["forward"], reads]})[0]
+        assert serving.columns[2] == "peak"
+        assert serving.notes[1] == "Peaks: a rate 1 GFLOP/s, a read 1 GB/s."
+
     def test_a_goal_that_is_missed_says_by_how_much(self, small_report: dict[str, Any]) -> None:
         goal = benchmarking.tables(small_report)[0].rows[0][-1]
         assert goal.tone == "bad"

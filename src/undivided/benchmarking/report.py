@@ -144,15 +144,14 @@ def _case_table(suite: str, cases: Sequence[TimedCase]) -> Table:
     """The table of a suite of single problems."""
     others = dict.fromkeys(entry["name"] for case in cases for entry in case["entries"])
     others.pop("undivided", None)
-    reads = any(case["bytes"] for case in cases)
-    columns = ("case", "time", "reads" if reads else "peak", *map(_short, others), "goal")
+    fraction = "reads" if all(case["bytes"] for case in cases) else "peak"  # serving has both in one table
+    columns = ("case", "time", fraction, *map(_short, others), "goal")
     rows = tuple(_row(case, others) for case in cases)
-    peaks = dict.fromkeys(case["rate"]["what"] for case in cases)
+    peaks = {case["rate"]["what"]: case["rate"]["unit"] for case in cases}
     best = {what: max(case["rate"]["used"] for case in cases if case["rate"]["what"] == what) for what in peaks}
-    unit = "B/s" if reads else "FLOP/s"
     ratios = f"; {', '.join(map(_short, others))}: their time / our time" if others else ""
     notes = [f"{columns[2]}: fraction of the peak below{ratios}."]
-    notes += [f"Peaks: {', '.join(f'{what} {human(rate, unit)}' for what, rate in best.items())}."]
+    notes += [f"Peaks: {', '.join(f'{what} {human(rate, peaks[what])}' for what, rate in best.items())}."]
     return Table(TITLES[suite], columns, rows, (*notes, *_contention_note(cases)))
 
 
