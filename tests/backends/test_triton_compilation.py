@@ -75,9 +75,9 @@ def test_tune_measures_only_correct_candidates_and_stores_the_best(
     found = list(tuning.tune("cpu", [torch.float32], [64], length=40, turns=1, candidates=(right, wrong)))
     assert [(one.name, one.tried) for one in found] == [(name, 1) for name in PASSES]
     monkeypatch.setattr(tuning.tune, "__kwdefaults__", tuning.tune.__kwdefaults__ | {"candidates": (right,)})
-    from undivided.cli._app import app
+    from undivided.cli._app import application
 
-    app(
+    application("tune")(
         ["tune", "--device", "cpu", "--dtype", "fp32", "--head-dim", "64", "--length", "20", "--turns", "1", "--json"],
         standalone_mode=False,
     )
@@ -88,7 +88,7 @@ def test_tune_measures_only_correct_candidates_and_stores_the_best(
 
 
 def test_tune_requires_a_gpu_and_a_known_head_size() -> None:
-    from undivided.cli._app import app
+    from undivided.cli._app import application
 
     for arguments, message in (
         (["--head-dim", "80"], "--head-dim must be one of"),
@@ -96,7 +96,7 @@ def test_tune_requires_a_gpu_and_a_known_head_size() -> None:
         (["--device", "tpu"], "--device must be a CUDA device of this machine, got 'tpu'"),
         (["--device", "cuda:99"], "--device must be a CUDA device of this machine, got 'cuda:99'"),
     ):
-        done = CliRunner().invoke(app, ["tune", *arguments])
+        done = CliRunner().invoke(application("tune"), ["tune", *arguments])
         assert done.exit_code == 2
         assert message in done.stderr
 

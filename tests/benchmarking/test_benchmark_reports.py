@@ -18,7 +18,7 @@ from undivided import benchmarking, masks
 from undivided._units import span
 from undivided.benchmarking import competitors, memory, peak, suites
 from undivided.benchmarking.catalogue import Goal
-from undivided.cli._app import app
+from undivided.cli._app import application
 
 
 @pytest.fixture
@@ -208,7 +208,9 @@ class TestMemory:
 
 
 def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "120"}, catch_exceptions=False)
+    return CliRunner().invoke(
+        application("bench"), ["bench", *arguments], env={"COLUMNS": "120"}, catch_exceptions=False
+    )
 
 
 @pytest.mark.usefixtures("quiet")

@@ -206,7 +206,7 @@ class TestBenchmarks:
     ) -> None:
         case = {
             "suite": "forward",
-            "rate": {"what": "a rate", "used": 1.0, "contended": False},
+            "rate": {"what": "a rate", "unit": "FLOP/s", "used": 1.0, "contended": False},
             "bytes": None,
             "entries": [{"name": "triton", "label": "triton", "ok": False, "errors": {}, "note": "raised"}],
         }

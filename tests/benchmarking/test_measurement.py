@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from undivided.benchmarking import measurement, runs, suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.measurement import SOURCE, measure, order_is_steady, replaced
-from undivided.cli._app import app
+from undivided.cli._app import application
 from undivided.cli.commands import _measure_ranks
 from undivided.kernels import cpu
 from undivided.machine import Machine
@@ -48,7 +48,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False)
+    return CliRunner().invoke(
+        application(*arguments[:1]), list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False
+    )
 
 
 def level() -> str:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import undivided
 from undivided import masks
-from undivided.cli._app import app
+from undivided.cli._app import application
 from undivided.context_parallel import Traffic, plan, simulate
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.masks import Mask
@@ -167,6 +167,6 @@ class TestCommand:
 
 
 def command(*arguments: str, code: int = 0, columns: int = 120) -> str:
-    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+    done = CliRunner().invoke(application("plan"), ["plan", *arguments], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
     assert done.exit_code == code, done.output
     return done.output

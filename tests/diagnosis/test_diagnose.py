@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from typer.testing import CliRunner
 
 import undivided
-from undivided.cli._app import app
+from undivided.cli._app import application
 from undivided.diagnosis.entries import TABLE
 
 
@@ -72,7 +72,7 @@ class TestDiagnose:
 class TestCommand:
     def run(self, *arguments: str, text: str | None = None) -> Any:
         return CliRunner().invoke(
-            app, ["diagnose", *arguments], input=text, env={"COLUMNS": "80"}, catch_exceptions=False
+            application("diagnose"), ["diagnose", *arguments], input=text, env={"COLUMNS": "80"}, catch_exceptions=False
         )
 
     def test_argument(self) -> None:

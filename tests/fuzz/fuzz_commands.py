@@ -28,9 +28,10 @@ import torch
 from typer.testing import CliRunner
 
 from undivided import InputError
-from undivided.cli._app import app
+from undivided.cli._app import application
 from undivided.cli._mask_words import parse
 
+COMMAND_LINE = application()
 HOSTILE = "<script>alert(1)</script>\"'&{{7*7}}[red]"
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 1.5, 2**63, 10**400, "", "x", HOSTILE, "\x00", [], {}, [[]], float("nan"))
 """Values that take the place of another one in a JSON document."""
@@ -140,7 +141,7 @@ def training() -> Any:
 
 def command(*arguments: str, code: tuple[int, ...] = (0, 2)) -> str:
     """The standard output of a command that may end with these codes."""
-    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+    done = CliRunner().invoke(COMMAND_LINE, list(arguments), env={"COLUMNS": "100"})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code in code, f"exit code {done.exit_code}: {done.output[-500:]}"

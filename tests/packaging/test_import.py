@@ -7,12 +7,12 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import undivided
 
-SOURCE = Path(undivided.__file__)
 AT_FIRST_USE = ("benchmarking", "cache", "cli", "context_parallel", "diagnosis", "integrations", "nn", "verification")
 
 
@@ -83,9 +83,34 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         exec("from undivided import attention_of_all")
 
 
-def test_type_checkers_see_the_names_that_are_imported_at_first_use() -> None:
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+def test_the_parallel_layers_are_imported_at_first_use() -> None:
+    printed = _run(
+        "import sys, undivided.parallel.plan\n"
+        "print('undivided.parallel.tensor' in sys.modules, 'torch.distributed.checkpoint' in sys.modules)\n"
+        "from undivided.parallel import *\n"
+        "print(parallelize.__name__, all(hasattr(undivided.parallel, name) for name in dir(undivided.parallel)))\n"
+    )
+    assert printed.splitlines() == ["False False", "parallelize True"]
+    with pytest.raises(AttributeError, match=r"module 'undivided\.parallel' has no attribute 'parallel'"):
+        undivided.parallel.parallel  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("first", "imported"), [("explain", ["explain"]), ("init-example", ["init_example"]), ("--version", [])]
+)
+def test_the_command_line_imports_the_command_that_runs(first: str, imported: list[str]) -> None:
+    printed = _run(
+        "import sys; from undivided.cli._app import COMMANDS, application\n"
+        f"application({first!r})\n"
+        "print([name for name in COMMANDS if f'undivided.cli.commands.{name}' in sys.modules])\n"
+    )
+    assert printed == f"{imported}\n"
+
+
+@pytest.mark.parametrize("package", [undivided, undivided.parallel], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_that_are_imported_at_first_use(package: ModuleType) -> None:
+    tree = ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen == {name: f"undivided.{module}" for name, module in undivided._LAZY.items()}
+    assert seen == {name: f"undivided.{module}" for name, module in package._LAZY.items()}

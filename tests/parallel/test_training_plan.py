@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import undivided
 from undivided import InputError, TransformerLayer, masks
-from undivided.cli._app import app
+from undivided.cli._app import application
 from undivided.parallel import parallelize
 from undivided.parallel.plan import PRESETS, Cluster, Model, bytes_in, bytes_per_second, plan_training
 from undivided.parallel.plan.memory import layer_activations, logit_bytes
@@ -319,7 +319,9 @@ class TestCommand:
 
     @staticmethod
     def run(*words: str, columns: str = "80") -> Any:
-        return CliRunner().invoke(app, list(words), env={"COLUMNS": columns}, catch_exceptions=False)
+        return CliRunner().invoke(
+            application(*words[:1]), list(words), env={"COLUMNS": columns}, catch_exceptions=False
+        )
 
     def test_prints_the_meshes_the_best_one_and_its_costs(self) -> None:
         done = self.run(*self.SMALL)

@@ -14,14 +14,16 @@ from typer.testing import CliRunner
 
 from undivided.benchmarking import execute, plan
 from undivided.benchmarking.runs import Settings
-from undivided.cli._app import app
+from undivided.cli._app import application
 from undivided.report import compare, figures, plots
 from undivided.report.page import render
 from undivided.verification import Report, Row
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"}, catch_exceptions=False)
+    return CliRunner().invoke(
+        application(*arguments[:1]), list(arguments), env={"COLUMNS": "100"}, catch_exceptions=False
+    )
 
 
 @pytest.fixture(scope="session")

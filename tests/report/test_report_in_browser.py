@@ -11,7 +11,7 @@ import pytest
 from mask_expressions import FIXED, exact, generated
 from typer.testing import CliRunner
 
-from undivided.cli._app import app
+from undivided.cli._app import application
 
 pytestmark = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "none")
 
@@ -24,7 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of a report, with charts if the repository has a benchmark report."""
     out = tmp_path_factory.mktemp("report") / "report.html"
     bench = ["--bench", str(BENCHMARKS[0])] if BENCHMARKS else ["--no-bench"]
-    done = CliRunner().invoke(app, ["report", "--out", str(out), *bench], catch_exceptions=False)
+    done = CliRunner().invoke(application("report"), ["report", "--out", str(out), *bench], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return out.as_uri()
 

@@ -21,7 +21,7 @@ from undivided.benchmarking.catalogue import GPU_SUITES, benchmarks
 from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.runs import Settings
 from undivided.benchmarking.suites import empty_report
-from undivided.cli._app import app
+from undivided.cli._app import application
 from undivided.cli.commands import bench
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
@@ -56,7 +56,9 @@ def report(*cases: dict[str, Any]) -> dict[str, Any]:
 
 
 def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False)
+    return CliRunner().invoke(
+        application(*arguments[:1]), list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False
+    )
 
 
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:

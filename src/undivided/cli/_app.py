@@ -6,6 +6,7 @@ Exit codes: 0 success; 1 a negative result (no backend, a failed verification); 
 from __future__ import annotations
 
 import errno
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -13,19 +14,23 @@ from typer.core import TyperGroup
 
 from undivided._version import __version__
 from undivided.cli._terminal import complain
-from undivided.cli.commands.bench import bench
-from undivided.cli.commands.demo import demo
-from undivided.cli.commands.diagnose import diagnose
-from undivided.cli.commands.doctor import doctor
-from undivided.cli.commands.explain import explain
-from undivided.cli.commands.init_example import init_example
-from undivided.cli.commands.mask import mask
-from undivided.cli.commands.plan import plan
-from undivided.cli.commands.ranks import ranks
-from undivided.cli.commands.report import report
-from undivided.cli.commands.tune import tune
-from undivided.cli.commands.verify import verify
 from undivided.errors import InputError, NoBackendError
+
+COMMANDS = (
+    "demo",
+    "doctor",
+    "explain",
+    "verify",
+    "bench",
+    "report",
+    "ranks",
+    "mask",
+    "plan",
+    "diagnose",
+    "tune",
+    "init_example",
+)
+"""In the order of the help. Each is a function in the module of its name in `undivided.cli.commands`."""
 
 
 class _Group(TyperGroup):
@@ -61,14 +66,22 @@ def _common(
     """Options of the command itself."""
 
 
-app = typer.Typer(
-    cls=_Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
-)
+def application(first: str = "") -> typer.Typer:
+    """The command line, with the commands that it may need.
 
-app.callback(help=app.info.help)(_common)
-for command in (demo, doctor, explain, verify, bench, report, ranks, mask, plan, diagnose, tune, init_example):
-    app.command()(command)
+    Args:
+        first: the first word of the user. If it is a command, only that one is imported, because all of them together
+            take longer than PyTorch.
+    """
+    app = typer.Typer(
+        cls=_Group,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
+    )
+    app.callback(help=app.info.help)(_common)
+    wanted = first.replace("-", "_")
+    for name in () if first == "--version" else (wanted,) if wanted in COMMANDS else COMMANDS:
+        app.command()(getattr(import_module(f"undivided.cli.commands.{name}"), name))
+    return app

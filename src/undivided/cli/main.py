@@ -26,8 +26,8 @@ def _run() -> None:
         extras = EXTRAS.get(sys.argv[1] if len(sys.argv) > 1 else "", "cli")
         print(f"undivided: the command line needs {missing.name}: pip install 'undivided[{extras}]'", file=sys.stderr)
         raise SystemExit(2) from None
-    from undivided.cli._app import app
+    from undivided.cli._app import application
     from undivided.cli._terminal import print_whatever_the_encoding
 
     print_whatever_the_encoding()
-    app(prog_name="undivided")
+    application(*sys.argv[1:2])(prog_name="undivided")

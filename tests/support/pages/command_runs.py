@@ -7,12 +7,13 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from undivided.cli._app import app
+from undivided.cli._app import application
 
 QUICK = ["demo", "--documents", "5", "--longest", "128", "--rounds", "0"]
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> Any:
+    app = application(*arguments[:1])
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", **(env or {})}, catch_exceptions=False)
 
 
