@@ -269,6 +269,16 @@ class TestScript:
         }
         assert "torch_flash" in (tmp_path / "out/machine.txt").read_text()
 
+    def test_it_uses_all_cores_however_many_threads_a_process_has(self, tmp_path: Path) -> None:
+        """nproc prints OMP_NUM_THREADS, which the script sets to 1."""
+        for name, text in (("nproc", "echo ${OMP_NUM_THREADS:-7}"), ("python", "echo $@")):
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python", "OMP_NUM_THREADS": "1"}
+        command = [str(ROOT / "scripts/gpu-check"), str(tmp_path), "--device", "cpu", "--only", "contract"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, check=False)
+        assert "-m undivided.verification.contract --device cpu --jobs 7 " in done.stdout
+
     def test_without_a_gpu_it_says_so(self, tmp_path: Path) -> None:
         done = gpu_check(str(tmp_path))
         assert (done.returncode, "no torch that finds a GPU" in done.stderr) == (3, True)
