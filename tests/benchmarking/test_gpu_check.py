@@ -138,6 +138,13 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return install
 
 
+def test_a_cpu_is_not_asked_about_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal with --device cpu called every backend wrong, because torch had no CUDA."""
+    monkeypatch.setattr(capture, "available", lambda device: [])
+    assert {task.case.partition("/")[0] for task in capture.tasks("cpu")} == {"compile"}
+    assert {task.case.partition("/")[0] for task in capture.tasks("cuda")} == set(capture.CHECKS)
+
+
 @pytest.mark.parametrize("problem", capture.PROBLEMS)
 @pytest.mark.parametrize("check", ["graph", "no-sync"])
 def test_the_checks_of_a_captured_call_pass_where_it_is_right(
