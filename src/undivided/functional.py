@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
-from undivided.arguments.signature import checked_call, missing_as_required, unknown_arguments
+from undivided.arguments.signature import checked_call, missing_as_required, raise_as_type_error, unknown_arguments
 from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -165,10 +165,7 @@ def attention(
     torch.Size([10, 8, 64])
     """
     if unknown or more:
-        error = _unknown_keywords("attention", unknown, _ARGUMENTS) if unknown else _too_many(more)
-        if torch.compiler.is_compiling():  # torch.compile cannot create a class
-            raise error
-        raise error.as_also(TypeError)  # the type of Python's own error
+        raise_as_type_error(_unknown_or_too_many, unknown, more)
     if autograd.any_autocast():
         q, k, v = autograd.autocast(q, k, v, k_scale)
     options = new_tuple(
@@ -263,6 +260,11 @@ def explain(
         return context.explain(request, machine, device)
     allowed = policy(backend, deterministic, batch_invariant=batch_invariant)
     return decide_request(request, machine, allowed, device)
+
+
+def _unknown_or_too_many(unknown: Mapping[str, object], more: Sequence[object]) -> InputError:
+    """The error for what `attention` was given beyond its arguments, by keyword or by position."""
+    return _unknown_keywords("attention", unknown, _ARGUMENTS) if unknown else _too_many(more)
 
 
 def _unknown_keywords(function: str, keywords: Mapping[str, object], known: Collection[str]) -> InputError:

@@ -18,7 +18,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.shapes import broadcast_hint, broadcasts
-from undivided.arguments.signature import missing_as_required, unknown_arguments
+from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
 from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
@@ -84,10 +84,7 @@ def scaled_dot_product_attention(
     """
     if unknown:
         hint = did_you_mean(min(unknown), _NAMES)
-        error = unknown_arguments("scaled_dot_product_attention", unknown, _NAMES, hint)
-        if torch.compiler.is_compiling():
-            raise error
-        raise error.as_also(TypeError)
+        raise_as_type_error(unknown_arguments, "scaled_dot_product_attention", unknown, _NAMES, hint)
     query, key, value = autograd.autocast(query, key, value)
     try:
         _check_flags(is_causal, enable_gqa)

@@ -13,7 +13,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -126,6 +126,19 @@ def wrong_call(
     hint = _form(text, parameters) + (f"\n        {missing[0]}: {meaning}" if meaning else "")
     must = f"be given to {text}{_allowed(function, missing[0])}"
     return InputError(missing[0], must, REQUIRED, hint).as_also(TypeError)
+
+
+def raise_as_type_error(describe: Callable[..., InputError], *arguments: object) -> NoReturn:
+    """Raise what `describe` returns for these arguments, as an error that is also a TypeError.
+
+    torch.compile leaves its graph for it: it cannot create a class, and with PyTorch 2.11 it fails on an error that
+    exists already.
+    """
+    if torch.compiler.is_compiling():
+        from undivided.arguments import _graph_break
+
+        _graph_break.call(raise_as_type_error, (describe, *arguments), {})
+    raise describe(*arguments).as_also(TypeError)
 
 
 def unknown_arguments(function: str, unknown: Iterable[str], known: Iterable[str], hint: str | None) -> InputError:

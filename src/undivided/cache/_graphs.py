@@ -20,7 +20,7 @@ def outside_of_graphs(function: F) -> F:
     @functools.wraps(function)
     def method(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            from undivided.cache import _graph_break
+            from undivided.arguments import _graph_break
 
             return _graph_break.call(function, arguments, options)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-@torch.compiler.disable(reason="the lengths of a cache are numbers on the host")  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="it reads numbers on the host, or raises an error")  # type: ignore[untyped-decorator]
 def call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The result of the function, which runs outside of the graph."""
     return function(*arguments, **options)
