@@ -76,7 +76,8 @@ class Builder:
             {one.target for one in self._commands if one.target.startswith("level_")} - wanted - {"level_"}
         )
         self._used = [one for one in self._commands if one.target not in self._stubs]
-        text = "".join(_without_comments(path.read_text("utf-8")) for path in sorted(SOURCES.glob("*/*.[hc]*")))
+        paths = sorted(path for path in SOURCES.glob("*/*") if path.suffix in (".h", ".cc"))
+        text = "".join(_without_comments(path.read_text("utf-8")) for path in paths)
         self._sources = hashlib.sha256(f"{text}{self._used}{optimize}".encode()).hexdigest()
 
     def values(self, names: Iterable[str]) -> dict[str, int]:
