@@ -70,8 +70,8 @@ def application(first: str = "") -> typer.Typer:
     """The command line, with the commands that it may need.
 
     Args:
-        first: the first word of the user. If it is a command, only that one is imported, because all of them together
-            take longer than PyTorch.
+        first: the first word of the user. If it is a command, only that one is imported: all of them together take
+            a second.
     """
     app = typer.Typer(
         cls=_Group,

@@ -187,7 +187,7 @@ def _verdict(check: str, problem: str, name: str, device: str) -> tuple[str, tup
 
 def tasks(device: str) -> list[Task]:
     """One task for every check of every problem, with all backends of the machine. A CPU has only those of
-    torch.compile: the others are about a GPU's own clock and graphs."""
+    torch.compile: the others ask whether a call waits for a GPU, and about its graphs."""
     checks = CHECKS if torch.device(device).type == "cuda" else ["compile"]
     names = [backend.name for backend in available(device) if backend.name not in ("reference", *COMPILES)]
     return [
