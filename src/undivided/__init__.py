@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from undivided import _interpreter as _interpreter  # isort: skip  (first: it raises before PyTorch is imported)
-from undivided import masks
+from undivided import _lazy, masks
 from undivided._version import __version__ as __version__
 from undivided.backends._table import backends
 from undivided.errors import InputError, NoBackendError
@@ -89,13 +89,9 @@ if not TYPE_CHECKING:  # or type checkers would accept every name
 
     def __getattr__(name: str) -> object:
         """A public name, or a package of this one, that is imported at first use."""
-        if name in _LAZY:
-            value = getattr(importlib.import_module(f"undivided.{_LAZY[name]}"), name)
-            globals()[name] = value
-            return value
         if name in _LAZY_PACKAGES:
             return importlib.import_module(f"undivided.{name}")
-        raise AttributeError(f"module 'undivided' has no attribute {name!r}")
+        return _lazy.first_use(__name__, _LAZY, name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """Tensor parallelism of the layers on PyTorch's `DeviceMesh` and `DTensor`, and checkpoints of training."""
 
-import importlib
 from typing import TYPE_CHECKING
+
+from undivided import _lazy
 
 if TYPE_CHECKING:
     from undivided.context_parallel.exchange.failures import rank_errors
@@ -40,13 +41,9 @@ if not TYPE_CHECKING:  # or type checkers would accept every name
 
     def __getattr__(name: str) -> object:
         """A public name, which is imported at first use."""
-        if name not in _LAZY:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"undivided.{_LAZY[name]}"), name)
-        globals()[name] = value
-        return value
+        return _lazy.first_use(__name__, _LAZY, name)
 
 
 def __dir__() -> list[str]:
     """The names of this package, including those that are imported at first use."""
-    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "importlib"})
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING"})
