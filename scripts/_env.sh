@@ -16,15 +16,22 @@ make_venv() {
   return 1
 }
 
-# The folder counts too: an environment that was moved or copied still points at the old sources.
-# So do the native library's sources: a change builds it anew.
-stamp() { { pwd && cat pyproject.toml constraints.txt cmake/CMakeLists.txt src/undivided/kernels/cpu/*/*.{h,cc}; } | cksum; }
+# What the environment depends on besides the packages: the folder, because a moved or copied one points at the old sources;
+# the native library's sources; and what this processor can run, because the library has no levels beyond it.
+stamp() {
+  {
+    pwd
+    cat pyproject.toml constraints.txt cmake/CMakeLists.txt src/undivided/kernels/cpu/*/*.{h,cc}
+    grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2>/dev/null || true
+  } | cksum
+}
 
 set_up() {
   [ "$(cat .venv/undivided-stamp 2>/dev/null)" = "$(stamp)" ] && return
   .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
   say "installing the package, torch and the development tools into .venv (minutes the first time)"
-  .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,docs]" </dev/null >&2
+  .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,docs]" \
+    -C cmake.define.UNDIVIDED_HIGHEST_LEVEL=native </dev/null >&2
   stamp >.venv/undivided-stamp
 }
 

@@ -19,8 +19,3 @@ run_with() { # library, command...
 
 # The levels of this machine, the lowest first.
 levels_here() { .venv/bin/python -c 'from undivided.kernels import cpu; print(*cpu.load().levels)'; }
-
-# The highest of these levels, for cmake's UNDIVIDED_HIGHEST_LEVEL; empty if nothing can be left out above it.
-highest_of() { # "LEVEL..."
-  case "${1##* }" in amx* | neon*) ;; *) echo "${1##* }" ;; esac
-}

@@ -255,7 +255,8 @@ DENIED = {
     "assembler": ("0xe6", [], 4, "this build has no AMX: its assembler did not know it, or the system is not Linux"),
     "zmm": ("6", ["-DUNDIVIDED_AMX"], 2, "the operating system does not save vector registers that this processor has"),
     "ymm": ("0", ["-DUNDIVIDED_AMX"], 1, "the operating system does not save vector registers that this processor has"),
-    "left out": ("0xe6", ["-DUNDIVIDED_LEVELS=2"], 2, "this build leaves out the levels above"),
+    "left out above avx512_bf16": ("0xe6", ["-DUNDIVIDED_LEVELS=4"], 4, "this build leaves out the levels above"),
+    "left out above avx2": ("0xe6", ["-DUNDIVIDED_LEVELS=2"], 2, "this build leaves out the levels above"),
 }
 
 
@@ -274,6 +275,29 @@ def test_a_level_that_the_system_or_the_build_denies_is_named(name: str, tmp_pat
     subprocess.run([*command, program, SOURCES / "abi" / "level.cc", "-o", binary], check=True, timeout=120)
     found = subprocess.run([binary], capture_output=True, text=True, check=True).stdout.splitlines()
     assert found == [why, *cpu.LEVELS[:levels]]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86")
+@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="no cmake or c++ in PATH")
+def test_a_build_for_this_machine_leaves_out_what_it_cannot_run_and_the_rest_compiles(tmp_path: Path) -> None:
+    """scripts/test compiles the levels of its machine only; the compiler's front end checks the others."""
+    levels = {highest: _level_commands(tmp_path / f"highest-{highest}", highest) for highest in ("", "native")}
+    if isinstance(LIBRARY, cpu.Library) and LIBRARY.lost_level is None:
+        assert {"amx" if "amx" in level else level for level in LIBRARY.levels} == levels["native"].keys()
+    for level in levels[""].keys() - levels["native"].keys():
+        command = [*levels[""][level], "-fsyntax-only"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), level
+
+
+def _level_commands(folder: Path, highest: str) -> dict[str, list[str]]:
+    """The compiler's command for each level of a build that leaves out the levels above `highest`."""
+    options = ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DUNDIVIDED_HIGHEST_LEVEL={highest}"]
+    configure = ["cmake", "-S", ROOT / "cmake", "-B", folder, *options]
+    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    commands = [entry["command"] for entry in json.loads((folder / "compile_commands.json").read_text("utf-8"))]
+    levels = [re.search(r"-DUNDIVIDED_LEVEL=(\w+)", command) for command in commands]
+    return {level[1]: shlex.split(command) for level, command in zip(levels, commands, strict=True) if level}
 
 
 DECODE = """

@@ -24,6 +24,8 @@ bool request_tile_permission() {
 // Why a level that the processor has cannot be used; null if every one can.
 const char* lost = nullptr;
 
+const char* const kLeftOut = "this build leaves out the levels above";
+
 #ifdef UNDIVIDED_X86
 #ifndef UNDIVIDED_LEVELS  // how many were built, if not all (UNDIVIDED_HIGHEST_LEVEL in cmake/CMakeLists.txt)
 #define UNDIVIDED_LEVELS 6
@@ -51,7 +53,9 @@ int find_highest() {
   if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;
   if (cpu.has_amx_bf16()) lost = "the operating system denied this process the tile registers of AMX";
 #else
-  if (cpu.has_amx_bf16()) lost = "this build has no AMX: its assembler did not know it, or the system is not Linux";
+  if (cpu.has_amx_bf16())
+    lost = UNDIVIDED_LEVELS < 6 ? kLeftOut
+                                : "this build has no AMX: its assembler did not know it, or the system is not Linux";
 #endif
   if (cpu.has_denied_vectors()) lost = "the operating system does not save vector registers that this processor has";
   return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
@@ -83,7 +87,7 @@ int find_highest() {
 int highest_level() {
   static const int highest = [] {
     const int supported = find_highest(), built = sizeof kLevels / sizeof *kLevels - 1;
-    if (supported > built) lost = "this build leaves out the levels above";
+    if (supported > built) lost = kLeftOut;
     return supported < built ? supported : built;
   }();
   return highest;
