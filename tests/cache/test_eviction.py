@@ -125,6 +125,8 @@ def test_masks_that_may_show_a_key_again_are_refused(mask: Mask) -> None:
     assert torch.equal(cache.block_table, before[0])
     assert cache.free_pages == before[1]
     assert cache.evict(masks.causal()) == 0
+    with pytest.raises(InputError, match="mask must be the mask of all later calls, got None"):
+        cache.evict(None)  # type: ignore[arg-type]
 
 
 def test_forks_share_what_one_of_them_evicts() -> None:

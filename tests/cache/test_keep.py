@@ -100,6 +100,8 @@ def test_wrong_indices_are_refused_and_change_nothing(kind: str) -> None:
         ([[1, 1], [], []], r"indices\[0\] must ascend"),
         ([[0], [-1], []], r"indices\[1\]\[0\] must be at least 0"),
         ([[0], "01", []], r"indices\[1\] must be a list of ints"),
+        (3, "indices must be a list of lists of ints, got int"),
+        (torch.tensor(3), "indices must be a list of lists of ints, got Tensor"),
     ]:
         with pytest.raises(InputError, match=message):
             cache.keep(wrong)  # type: ignore[arg-type]

@@ -98,6 +98,9 @@ def test_one_rank_sends_nothing_and_wrong_sizes_are_refused() -> None:
         cached_step(0, 3, 2, 8)
     with pytest.raises(InputError, match="cached must be an integer of at least 0, got -1"):
         cached_step(1, -1, 2, 8)
+    for name in ("kv_heads", "value_dim"):
+        with pytest.raises(InputError, match=f"{name} must be an integer of at least 1, got 0"):
+            cached_step(1, 3, 2, 8, **{name: 0})  # type: ignore[arg-type]
 
 
 def test_the_command_prints_both_ways() -> None:

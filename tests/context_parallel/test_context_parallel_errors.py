@@ -122,6 +122,34 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "be bound: 9 tokens are not a multiple of 2 ranks",
     ),
     "axis": (lambda: undivided.ContextParallel(rank=0, world=2).shard(torch.ones(8)), "layout must be given"),
+    "axis-beyond-the-last": (
+        lambda: undivided.ContextParallel(rank=0, world=2).shard(torch.ones(8, 4), dim=2),
+        "dim must be an axis of the tensor, -2 to 1, got 2",
+    ),
+    "axis-before-the-first": (
+        lambda: undivided.ContextParallel(rank=0, world=2).shard(torch.ones(8, 4), dim=-3),
+        "dim must be an axis of the tensor, -2 to 1, got -3",
+    ),
+    "axis-of-the-layout": (
+        lambda: undivided.ContextParallel(rank=0, world=2).shard(torch.ones(8), "bshd"),
+        r"tensor must have an axis 1, that of the tokens in layout 'bshd', got \[8\]",
+    ),
+    "tensor": (
+        lambda: undivided.ContextParallel(rank=0, world=2).shard(8, dim=0),  # type: ignore[arg-type]
+        "tensor must be a torch.Tensor, got int",
+    ),
+    "no-parts": (
+        lambda: undivided.ContextParallel(rank=0, world=2).unshard([], dim=0),
+        "shards must be a tensor, or the parts of all 2 ranks, got 0 parts",
+    ),
+    "parts": (
+        lambda: undivided.ContextParallel(rank=0, world=2).unshard(8, dim=0),  # type: ignore[arg-type]
+        "shards must be a tensor, or the parts of all 2 ranks, got int",
+    ),
+    "part": (
+        lambda: undivided.ContextParallel(rank=0, world=2).unshard([torch.ones(4), 8], dim=0),  # type: ignore[list-item]
+        r"shards\[1\] must be a torch.Tensor, got int",
+    ),
     "of": (
         lambda: undivided.ContextParallel(rank=0, world=2).bind(8).shard(torch.ones(8), dim=0, of="k"),  # type: ignore[arg-type]
         "of must be 'q' or 'kv'",

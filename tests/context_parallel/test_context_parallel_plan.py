@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,22 @@ def test_a_mesh_of_two_axes_is_omitted_if_impossible() -> None:
 def test_bad_sizes_are_refused(arguments: tuple[object, ...], text: str) -> None:
     with pytest.raises(undivided.InputError, match=text):
         plan(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"value_dim": 0}, "value_dim must be a positive number, got 0"),
+        ({"flops": 0}, "flops must be a positive number, got 0"),
+        ({"bandwidth": float("nan")}, "bandwidth must be a positive number, got nan"),
+        ({"mask": 3}, "mask must be an undivided.masks.Mask or None, got int"),
+        ({"dtype": "bfloat16"}, "dtype must be a torch.dtype, got 'bfloat16'"),
+    ],
+    ids=["value-size", "flops", "bandwidth", "mask", "dtype"],
+)
+def test_bad_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(undivided.InputError, match=text):
+        plan(8, 4, 8, **options)
 
 
 def test_key_heads_must_divide_heads() -> None:

@@ -344,6 +344,8 @@ class Cache(SequenceCache, ABC):
     def _compaction(self, indices: Sequence[Sequence[int] | Tensor]) -> Compaction[Ledger]:
         if self._last is None:
             raise InputError("indices", "be given directly after append", "no append, or another change since it")
+        if not isinstance(indices, Sequence) and not (isinstance(indices, Tensor) and indices.dim()):
+            raise InputError("indices", "be a list of lists of ints", type(indices).__name__)
         if len(indices) != self.batch:
             raise InputError("indices", f"be one list for each of the {self.batch} sequences", len(indices))
         kept = {

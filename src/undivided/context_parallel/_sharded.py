@@ -136,14 +136,15 @@ class ShardedTokens:
             A tensor of the same dtype and device, with this rank's tokens along that axis, in ascending order.
 
         Raises:
-            InputError: neither or both of layout and dim are given, or the length is not the bound one.
+            InputError: neither or both of layout and dim are given, the tensor lacks the axis, or the length is not the
+                bound one.
 
         >>> import torch, undivided
         >>> cp = undivided.ContextParallel(rank=0, world=2)
         >>> cp.shard(torch.arange(8), dim=0).tolist()
         [0, 1, 6, 7]
         """
-        axis = sequence_axis(tensor, layout, dim)
+        axis = sequence_axis("tensor", tensor, layout, dim)
         placement = self._placement_for_length(tensor.shape[axis], of, layout)
         return tensor.index_select(axis, placement.rows(checked_side(of))[self.rank].to(tensor.device))
 
@@ -164,26 +165,34 @@ class ShardedTokens:
             A tensor of the same dtype and device, with all tokens along the axis, in the order of the sequence.
 
         Raises:
-            InputError: neither or both of layout and dim are given, a length does not fit the placement, or there is no
-                group to gather from.
+            InputError: neither or both of layout and dim are given, a part lacks the axis, the number of parts or a
+                length does not fit the placement, or there is no group to gather from.
 
         >>> import torch, undivided
         >>> ranks = [undivided.ContextParallel(rank=r, world=3).bind(7) for r in range(3)]
         >>> ranks[0].unshard([cp.shard(torch.arange(7), dim=0) for cp in ranks], dim=0).tolist()
         [0, 1, 2, 3, 4, 5, 6]
         """
-        first = shards if isinstance(shards, Tensor) else shards[0]
-        axis = sequence_axis(first, layout, dim)
         if isinstance(shards, Tensor):
+            axis = sequence_axis("shards", shards, layout, dim)
             placement = self.bound or self._placement_for_length(self.world * shards.shape[axis], of, layout)
             if self._axes is None:
                 raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
             counts = [rows.numel() for rows in placement.rows(checked_side(of))]
             parts = list(GatherParts.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
         else:
-            parts = list(shards)
+            parts = self._checked_parts(shards)
+            for number, part in enumerate(parts):
+                axis = sequence_axis(f"shards[{number}]", part, layout, dim)
             placement = self.bound or self._placement_for_length(sum(p.shape[axis] for p in parts), of, layout)
-        return torch.cat(parts, axis).index_select(axis, placement.order[checked_side(of)].to(first.device))
+        return torch.cat(parts, axis).index_select(axis, placement.order[checked_side(of)].to(parts[0].device))
+
+    def _checked_parts(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of all ranks, as a list; raises InputError unless there is one for each rank."""
+        if not isinstance(shards, Sequence) or len(shards) != self.world:
+            got = f"{len(shards)} parts" if isinstance(shards, Sequence) else type(shards).__name__
+            raise InputError("shards", f"be a tensor, or the parts of all {self.world} ranks", got)
+        return list(shards)
 
     def _bound_placement(self) -> Placement:
         if self.bound is None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import as_integer
 from undivided.arguments.layout import Layout
 from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 from undivided.context_parallel.sharding import Side
@@ -37,14 +38,24 @@ class GatherParts(torch.autograd.Function):
         return None, None, None, None, grads[ctx.rank]
 
 
-def sequence_axis(tensor: Tensor, layout: Layout | None, dim: int | None) -> int:
-    """The axis of the tokens, from the layout or from `dim`; raises InputError unless exactly one is given."""
+def sequence_axis(argument: str, tensor: Tensor, layout: Layout | None, dim: int | None) -> int:
+    """The axis of the tokens, from the layout or from `dim`; raises InputError unless exactly one is given, and unless
+    the tensor, which errors call `argument`, has that axis."""
     if (layout is None) == (dim is None):
         raise InputError("layout", "be given, or dim instead of it", f"layout={layout!r}, dim={dim!r}")
+    if not isinstance(tensor, Tensor):
+        raise InputError(argument, "be a torch.Tensor", type(tensor).__name__)
     if dim is not None:
-        return dim % tensor.dim()
+        axis, rank = as_integer("dim", dim), tensor.dim()
+        if not -rank <= axis < rank:
+            raise InputError("dim", f"be an axis of the tensor, {-rank} to {rank - 1}", axis)
+        return axis % rank
     check_layout(layout)
-    return SEQUENCE_AXIS[str(layout)]
+    axis = SEQUENCE_AXIS[str(layout)]
+    if axis >= tensor.dim():
+        must = f"have an axis {axis}, that of the tokens in layout {layout!r}"
+        raise InputError(argument, must, list(tensor.shape))
+    return axis
 
 
 def checked_side(of: Side) -> Side:

@@ -26,6 +26,8 @@ Ranges = Sequence[tuple[int, int]]
 
 def evict(ledger: Pages, mask: Mask) -> int:
     """Release every full page whose keys `mask` hides from all later queries; the number of pages of all sequences."""
+    if mask is None:
+        raise InputError("mask", "be the mask of all later calls", None)
     check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
     for n, ranges in enumerate(visible(mask, ledger.lengths)):

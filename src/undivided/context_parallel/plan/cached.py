@@ -75,7 +75,7 @@ def cached_step(
     >>> cached_step(1, 1_000_000, 32, 128, 4, kv_heads=8, sharded=False).sent
     49536
     """
-    kv_heads, value_dim = kv_heads or heads, value_dim or head_dim
+    kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     sizes = {"new": new, "heads": heads, "head_dim": head_dim, "world": world, "kv_heads": kv_heads}
     for name, value in (sizes | {"value_dim": value_dim, "batch": batch, "page_size": page_size}).items():
         if not isinstance(value, int) or value < 1:
@@ -86,18 +86,19 @@ def cached_step(
     row = batch * heads * (value_dim + 1) * lse_dtype(dtype).itemsize
     cache = held(cached + new, page_size, 0, world) * token
     if not sharded:
-        return CachedStep(False, 0, 0, _merged(new * row, batch * new * heads, world, by), cache)
+        return CachedStep(False, 0, 0, _merge_bytes(new * row, batch * new * heads, world, by), cache)
     counts = [rows.numel() for rows in Placement.of("zigzag", world, new, None).q]
     query = batch * heads * head_dim * dtype.itemsize
     steps = [(own * (world - 1) * query, own * (world - 1) * token, (new - own) * row) for own in counts]
     return CachedStep(True, *max(steps, key=sum), cache)
 
 
-def _merged(size: int, rows: int, world: int, by: MergeMethod | None) -> int:
+def _merge_bytes(size: int, rows: int, world: int, by: MergeMethod | None) -> int:
     """Bytes that a rank sends to merge its `rows` partial results of `size` bytes; see `ContextParallel.decode`."""
     if world == 1:
         return 0
     if (by or ("ring" if size >= RING_BYTES else "all_gather")) == "all_gather":
         return (world - 1) * size
-    most = -(-rows // world)  # rank 0 merges as many rows as any other, and sends each other rank theirs and its own
-    return (rows - most + most * (world - 1)) * (size // rows)
+    # rank 0, which merges the most rows, sends the other rows to the ranks that merge them, and its own to all of them
+    merged = -(-rows // world)
+    return (rows - merged + merged * (world - 1)) * (size // rows)

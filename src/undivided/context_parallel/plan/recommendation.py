@@ -10,13 +10,13 @@ Legend: W ranks, [ring, heads] the mesh, S tokens, H query heads, N key heads, D
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from undivided import masks
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel._schedule import STRATEGIES, Ranks, Strategy
 from undivided.context_parallel.plan.arrivals import count_arrivals
@@ -32,6 +32,7 @@ from undivided.context_parallel.sharding import (
 )
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.checks import checked_mask
 
 FLOPS, BANDWIDTH = 4e14, 5e10
 """Defaults per rank: attention on an H100 (about 400 TFLOP/s in bf16), and one network port of 400 Gb/s."""
@@ -155,8 +156,8 @@ def plan(
         A `Plan`: ``.options`` with exact counts for every rank, ``.best``, ``.reason``, and a table as text.
 
     Raises:
-        InputError: a size is not a positive number, the mask does not fit the sizes, or the strategy has no mesh for
-            these sizes.
+        InputError: a size or a rate is not a positive number, the mask does not fit the sizes, or the strategy has no
+            mesh for these sizes.
 
     >>> from undivided import masks
     >>> ring = plan(4096, 8, 64, masks.window(255, 0), world=4, strategy="ring", placement="contiguous")
@@ -165,10 +166,14 @@ def plan(
     >>> ring.best.pairs.tolist()
     [1836032, 2097152, 2097152, 2097152]
     """
-    sizes = Sizes(batch, heads, heads if kv_heads is None else kv_heads, head_dim, value_dim or head_dim, dtype)
+    kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
+    sizes = Sizes(batch, heads, kv_heads, head_dim, value_dim, dtype)
     keys = seq_len if kv_len is None else kv_len
     _check(seq_len, keys, world, sizes, strategy, placement)
-    mask = masks.FULL if mask is None else mask
+    for rate_name, rate in (("flops", flops), ("bandwidth", bandwidth)):
+        if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            raise InputError(rate_name, "be a positive number", repr(rate))
+    mask = checked_mask(mask)
     mask.check(batch, heads, seq_len, keys, packed=False, device=torch.device("cpu"))
     form = mask.normal_form(batch, heads, seq_len, keys, "cpu")
     shapes = {
@@ -198,7 +203,7 @@ def plan(
 
 
 def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, placement: object) -> None:
-    """Raise InputError for a size, strategy or placement that is wrong."""
+    """Raise InputError for a size, dtype, strategy or placement that is wrong."""
     named = {
         "seq_len": q_len,
         "kv_len": kv_len,
@@ -214,6 +219,8 @@ def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, 
             raise InputError(name, "be a positive number", repr(value))
     if sizes.heads % sizes.kv_heads:
         raise InputError("kv_heads", f"divide heads ({sizes.heads})", sizes.kv_heads)
+    if not isinstance(sizes.dtype, torch.dtype):
+        raise InputError("dtype", "be a torch.dtype", repr(sizes.dtype))
     if strategy is not None and strategy not in STRATEGIES:
         raise InputError("strategy", f"be one of {', '.join(map(repr, STRATEGIES))}, or None", repr(strategy))
     if placement is not None and placement not in PLACEMENTS:
