@@ -26,13 +26,24 @@ stamp() {
   } | cksum
 }
 
-set_up() {
-  [ "$(cat .venv/undivided-stamp 2>/dev/null)" = "$(stamp)" ] && return
+is_current() { [ "$(cat .venv/undivided-stamp 2>/dev/null)" = "$(stamp)" ]; }
+
+install() {
+  local stamp
+  stamp="$(stamp)"
   .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
   say "installing the package, torch and the development tools into .venv (minutes the first time)"
   .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,docs]" \
     -C cmake.define.UNDIVIDED_HIGHEST_LEVEL=native </dev/null >&2
-  stamp >.venv/undivided-stamp
+  printf '%s\n' "$stamp" >.venv/undivided-stamp
+}
+
+set_up() {
+  is_current && return
+  ( # of two scripts at a time, one installs and the other waits for it
+    if command -v flock >/dev/null; then flock 9; fi
+    is_current || install
+  ) 9<pyproject.toml
 }
 
 set_up
