@@ -13,11 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from undivided.benchmarking import execute, plan
+from undivided.benchmarking.competitors import OTHERS
 from undivided.benchmarking.runs import Settings
 from undivided.cli._app import application
+from undivided.functional import attention, explain
 from undivided.report import compare, figures, plots
 from undivided.report.page import render
 from undivided.verification import Report, Row
+from undivided.verification.case import Case
+from undivided.verification.inputs import build
 
 
 def run(*arguments: str) -> Any:
@@ -101,6 +105,15 @@ def test_points_have_the_sizes_of_their_problems(measured: dict[str, Any]) -> No
         assert 0 < point.intensity < 1e5
 
 
+def test_the_roofline_counts_values_and_output_by_their_own_head_size() -> None:
+    """Values of another head size were counted as wide as the keys."""
+    case = Case("sizes", layout="bshd", batch=1, q_len=5, kv_len=7, heads=4, kv_heads=2, qk_dim=8, v_dim=3)
+    arguments = build(case).arguments
+    tensors = [arguments[name] for name in "qkv"] + [attention(**arguments)]
+    problem = str(explain(**arguments).problem)
+    assert figures._sizes(problem) == (7, sum(tensor.numel() for tensor in tensors))
+
+
 @pytest.mark.parametrize("ratio", [2.76, 2.78, 2.82, 2.93])
 def test_a_group_of_one_case_has_a_ratio_without_a_range(measured: dict[str, Any], ratio: float) -> None:
     """The geometric mean of one number may differ from it by a rounding, and an error bar must not be negative."""
@@ -152,6 +165,15 @@ class TestCompare:
     def test_a_change_that_the_competitors_share_is_noise(self, measured: dict[str, Any]) -> None:
         assert self.verdicts(measured, ours=1.2, others=1.3) == {"same"}
         assert self.verdicts(measured, ours=1.4, others=1.3) == {"slower"}
+
+    @pytest.mark.parametrize("name", OTHERS)
+    def test_every_other_implementation_is_such_a_competitor(self, measured: dict[str, Any], name: str) -> None:
+        """vLLM's operator counted as a backend of this library, whose code may have changed."""
+        old = self.scaled(measured, 1.0)
+        for case in old["cases"]:
+            next(entry for entry in case["entries"] if entry["name"] == "sdpa")["name"] = name
+        new = self.scaled(old, ours=1.2, others=1.3)
+        assert {change.verdict for change in compare.changes(old, new)} == {"same"}
 
     def test_a_disturbed_case_never_counts(self, measured: dict[str, Any]) -> None:
         assert self.verdicts(measured, ours=3.0, contended=True) == {"disturbed"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from undivided._units import span
+from undivided.benchmarking.competitors import OTHERS
 from undivided.benchmarking.report import BenchmarkReport, Cell, Table, TimedCase, tables
 from undivided.benchmarking.timing import DRIFT
 
@@ -75,8 +76,8 @@ def changes(old: BenchmarkReport, new: BenchmarkReport) -> list[Change]:
         now, then = times
         shared = (now.keys() & then.keys()) - {"undivided", "without"}
         ours = {name for one in (case, earlier) for name in _ours(one)}
-        moved = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in shared - ours]
-        noise = max([DRIFT, *moved, _drift(case), _drift(earlier)])
+        changes_of_others = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in shared - ours]
+        noise = max([DRIFT, *changes_of_others, _drift(case), _drift(earlier)])
         disturbed = case["rate"]["contended"] or earlier["rate"]["contended"]
         name = f"{case['suite']}/{case['name']}"
         common.append(Change(name, then["undivided"], now["undivided"], noise, disturbed))
@@ -122,8 +123,7 @@ def _times(case: TimedCase) -> dict[str, float]:
 
 def _ours(case: TimedCase) -> set[str]:
     """The names of our backends that were timed in addition; their code may have changed."""
-    others = ("sdpa", "math", "onnxruntime", "flex")
-    return {entry["name"] for entry in case["entries"] if entry["name"] not in others}
+    return {entry["name"] for entry in case["entries"] if entry["name"] not in OTHERS}
 
 
 def _drift(case: TimedCase) -> float:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from undivided.benchmarking.report import BenchmarkReport
 
-SIZES = re.compile(r"(q|kv) ([0-9]+(?:x[0-9]+)+)(?: \(([BSHDT](?:x[BSHDT])+)\))?(?:, v dim (\d+))?")
+SIZES = re.compile(r"q (\d+x\d+x\d+x\d+) \(BxSxHxD\), kv (\d+x\d+x\d+x\d+)(?:/(\d+))?")
+"""The sizes in the text of a `Problem`: of q, of k, and the head size of v if it has its own."""
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OURS = "undivided"
 
@@ -56,13 +57,12 @@ def points(report: BenchmarkReport) -> list[Point]:
 
 def _sizes(problem: str) -> tuple[int, int] | None:
     """(keys, elements of q, k, v and the output), from the text of a problem."""
-    sizes = {match[1]: match for match in SIZES.finditer(problem)}
-    if "q" not in sizes or not sizes["q"][3]:
+    match = SIZES.search(problem)
+    if match is None:
         return None
-    axes = sizes["q"][3].split("x")
-    q: dict[str, int] = dict(zip(axes, map(int, sizes["q"][2].split("x")), strict=False))
-    kv: dict[str, int] = dict(zip(axes, map(int, sizes["kv"][2].split("x")), strict=False)) if "kv" in sizes else q
-    return kv.get("S", kv.get("T", 0)), 2 * math.prod(q.values()) + 2 * math.prod(kv.values())
+    q, k = ([int(size) for size in text.split("x")] for text in (match[1], match[2]))
+    heads_of_tokens = math.prod(q[:-1]) + math.prod(k[:-1])  # each has a row of q or k, and one of the output or v
+    return k[1], heads_of_tokens * (q[-1] + int(match[3] or q[-1]))
 
 
 def ratios(report: BenchmarkReport) -> dict[str, dict[str, list[float]]]:
