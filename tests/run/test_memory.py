@@ -15,8 +15,10 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.backends import reference
+from undivided.backends import reference, torch_flash
 from undivided.masks.normal_form import pairs
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
 
 pytestmark = pytest.mark.usefixtures("seen_inside")
 
@@ -129,6 +131,16 @@ def test_torch_flash_creates_no_tensor_of_the_squared_length(name: str) -> None:
     with Largest() as seen:
         forward_and_backward(x, backend="torch_flash", **FLASH[name])
     assert seen.bytes <= MIB, seen.bytes
+
+
+def test_torch_flash_divides_a_batch_with_slopes_whose_mask_alone_is_small() -> None:
+    """How a call is divided is cached in its mask; the division without slopes, whose mask has no heads, served calls
+    with slopes."""
+    q, mask = torch.zeros(8, 512, 8, 8), masks.causal() | masks.prefix(3)
+    for slopes, batches in ((None, {8}), (torch.ones(8, 8), {1})):
+        request = Request.from_keywords(q, q, q, layout="bshd", mask=mask, alibi_slopes=slopes)
+        calls = list(torch_flash._calls(*normalise(request)))
+        assert {call.block.batch.stop - call.block.batch.start for call in calls} == batches
 
 
 def test_torch_flash_with_a_window_costs_in_proportion_to_the_length() -> None:

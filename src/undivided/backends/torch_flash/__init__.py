@@ -14,7 +14,6 @@ It has no gradient for its mask or through its lse; such problems are refused.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -111,6 +110,7 @@ class TorchFlash(Backend):
             return Result(layout.from_heads_first(out, problem.layout).contiguous(), lse)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
         out_BSHD = layout.empty(problem.layout, shape, tensors.q, zero=True)
+        out_BHSD = out_BSHD.transpose(1, 2)
         lse = torch.full(
             (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
         )
@@ -119,12 +119,9 @@ class TorchFlash(Backend):
             part_out, part_lse = _forward(
                 part.q, part.k, part.v, 0.0, kernel_call.causal, attn_mask=part.mask, scale=call.scale
             )
-            out_BSHD[kernel_call.block.batch, kernel_call.block.rows] = part.without_empty(part_out, 0.0).transpose(
-                1, 2
-            )
-            lse[kernel_call.block.batch, :, kernel_call.block.rows] = part.without_empty(
-                part_lse.unsqueeze(-1), -torch.inf
-            ).squeeze(-1)
+            rows = (kernel_call.block.batch, slice(None), kernel_call.block.rows)
+            out_BHSD[rows] = part.without_empty(part_out, 0.0)
+            lse[rows] = part.without_empty(part_lse.unsqueeze(-1), -torch.inf).squeeze(-1)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
     def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
@@ -200,8 +197,8 @@ def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
     problem = call.problem
     biased = tensors.bias is not None or tensors.alibi_slopes is not None
     heads = slice(0, problem.heads), slice(0, problem.kv_heads)
-    read = functools.partial(_sequences, problem, call.mask)
-    sequences, rest = call.mask.cached(("sequences", problem.batch, problem.q_len, problem.kv_len), read)
+    key = ("sequences", problem.batch, problem.q_len, problem.kv_len, _mask_heads(problem))
+    sequences, rest = call.mask.cached(key, _sequences, problem, call.mask)
     for batch, q, k in sequences:
         if not (q.stop > q.start and k.stop > k.start):
             continue
@@ -225,7 +222,7 @@ def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
 def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
     """(batch, queries, keys) of every sequence, and the kinds of mask that apply within each."""
     kinds = set(problem.mask.kinds)
-    whole = [(slice(0, problem.batch), slice(0, problem.q_len), slice(0, problem.kv_len))]
+    batch, rows, keys = slice(0, problem.batch), slice(0, problem.q_len), slice(0, problem.kv_len)
     documents, _ = mask.take("documents")
     if documents is not None:
         q = _spans(documents.cu_seqlens_q, documents.padded_q)
@@ -237,17 +234,21 @@ def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, s
         kv = _runs(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
         rest = kinds - {"lengths", "q_lengths", "starts"}
         return [(slice(b, b + 1), *spans) for b, spans in enumerate(zip(q, kv, strict=True))], rest
-    one = problem.q_len * _entries(problem, *whole[0][::2])
-    if kinds & {"dense", "predicate", "tree", "blocks", "document_ids", "global", "prefix"} and one > MASK_ENTRIES:
-        return [(slice(b, b + 1), *whole[0][1:]) for b in range(problem.batch)], kinds
-    return whole, kinds
+    entries = problem.q_len * _entries(problem, batch, keys)
+    if kinds & {"dense", "predicate", "tree", "blocks", "document_ids", "global", "prefix"} and entries > MASK_ENTRIES:
+        return [(slice(b, b + 1), rows, keys) for b in range(problem.batch)], kinds
+    return [(batch, rows, keys)], kinds
 
 
 def _entries(problem: Problem, batch: slice, keys: slice) -> int:
     """Upper bound of the entries of one query row's additive mask."""
-    heads = problem.heads if problem.bias is not None or "alibi" in problem.features else 1
-    entries: int = (batch.stop - batch.start) * heads * (keys.stop - keys.start)
+    entries: int = (batch.stop - batch.start) * _mask_heads(problem) * (keys.stop - keys.start)
     return max(1, entries)
+
+
+def _mask_heads(problem: Problem) -> int:
+    """Upper bound of the heads of the additive mask: 1 unless a bias or slopes may give each head its own."""
+    return problem.heads if problem.bias is not None or "alibi" in problem.features else 1
 
 
 def _spans(cu_seqlens: Tensor, padded: Tensor | None) -> list[slice]:
