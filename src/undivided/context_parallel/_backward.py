@@ -25,6 +25,7 @@ from undivided.context_parallel._call import (
     ShareTensors,
     arrivals,
     heads_in_share,
+    kv_heads_in_round,
     piece_call,
     piece_tensors,
     round_heads,
@@ -64,11 +65,12 @@ class Backward:
         self.precision = lse_dtype(call.problem.dtype)
         needs = call.whole.needs
         rounds = call.schedule.rounds
-        pieces = [piece.share for round_ in rounds for piece in round_.pieces]
-        single = len(pieces) == 1 and not any(round_.sends for round_ in rounds)
+        piece_shares = [piece.share for round_ in rounds for piece in round_.pieces]
+        single = len(piece_shares) == 1 and not any(round_.sends for round_ in rounds)
         self.dk, self.dv = (GradientSum(t, single) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
         self.dq = [
-            GradientSum(share.q, pieces.count(n) == 1) if needs[0] else None for n, share in enumerate(self.shares)
+            GradientSum(share.q, piece_shares.count(n) == 1) if needs[0] else None
+            for n, share in enumerate(self.shares)
         ]
         self.dbias = [self._zeros(share.bias) if needs[3] else None for share in self.shares]
         self.dsinks, self.dslopes = (
@@ -162,7 +164,7 @@ class Backward:
             None if grad_lse is None else grad_lse[:, heads, piece.rows],
         )
         dq, dk, dv, dbias, _, dslopes = gradients
-        kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
+        kv_heads = kv_heads_in_round(round_, piece)
         for gradient_sum, part, rows, part_heads in (
             (self.dq[piece.share], dq, piece.rows, heads),
             (key_sums[0], dk, piece.keys, kv_heads),
@@ -213,19 +215,21 @@ class Backward:
         if bias_has_rows and bias is not None:
             row_specs.append(self._spec(bias.transpose(1, 2), "bhsd"))
         key_specs = [self._spec(_layout.canonical(t, layout), layout) for t in (k, v) if t is not None]
-        shares = [
-            [total.pop() for total in [self.dq[n]] if total is not None]
-            + [t.transpose(1, 2) for t in [self.dbias[n]] if t is not None and bias_has_rows]
-            for n in range(len(self.shares))
-        ]
+        row_sums = [self._pop_row_gradients(n, bias_has_rows) for n in range(len(self.shares))]
         key_sums = [total.pop() for total in (self.dk, self.dv) if total is not None]
-        wait_rows = schedule.queries.from_shares(heads, shares, row_specs)
+        wait_rows = schedule.queries.from_shares(heads, row_sums, row_specs)
         wait_keys = schedule.keys.from_shares(heads, [key_sums], key_specs)
         row_grads, key_grads = wait_rows(), wait_keys()
         dq = None if q is None else _layout.restore(row_grads[0], layout)
         dk, dv = (None if t is None else _layout.restore(key_grads.pop(0), layout) for t in (k, v))
         dbias = row_grads[-1].transpose(1, 2) if bias_has_rows else self._broadcast_bias_gradient()
         return dq, dk, dv, dbias, *map(_round_to, (self.dsinks, self.dslopes), self.shapes[4:])
+
+    def _pop_row_gradients(self, share: int, bias_has_rows: bool) -> list[Tensor]:
+        """The gradients of a share that return to the owners of its rows: of q and of the bias, if they are needed."""
+        dq, dbias = self.dq[share], self.dbias[share]
+        gradients = [] if dq is None else [dq.pop()]
+        return gradients if dbias is None or not bias_has_rows else [*gradients, dbias.transpose(1, 2)]
 
     def _spec(self, like: Tensor, layout: Layout) -> TensorSpec:
         batch, rows, heads, size = like.shape

@@ -60,7 +60,7 @@ class ShareTensors(NamedTuple):
 def to_shares(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[ShareTensors], Tensor, Tensor]:
     """The tensors of this rank's shares, and the keys and values of its heads, after the all-to-all exchange."""
     layout, schedule = call.problem.layout, call.schedule
-    q, k, v = (_with_contiguous_rows(_layout.canonical(t, layout)) for t in inputs[:3] if t is not None)
+    q, k, v = (with_contiguous_rows(_layout.canonical(t, layout)) for t in inputs[:3] if t is not None)
     bias, sinks, slopes = inputs[3:]
     row_tensors = [q] if bias is None or not call.bias_has_rows else [q, bias.transpose(1, 2)]
     wait_rows = schedule.queries.to_shares(call.heads, row_tensors)
@@ -77,7 +77,7 @@ def to_shares(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[Sha
     return shares, k, v
 
 
-def _with_contiguous_rows(tensor: Tensor) -> Tensor:
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
     """The tensor with contiguous rows, which the problems of the pieces promise."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
@@ -134,6 +134,12 @@ def heads_in_share(call: RankCall, piece: Piece) -> slice:
     return slice(piece.heads.start - first, piece.heads.stop - first)
 
 
+def kv_heads_in_round(round_: Round, piece: Piece) -> slice:
+    """The piece's key heads, numbered within those of the round."""
+    first = round_.kv_heads.start
+    return slice(piece.kv_heads.start - first, piece.kv_heads.stop - first)
+
+
 def piece_call(call: RankCall, piece: Piece, problem: Problem) -> Call:
     """The call of a backend for one piece, without its tensors."""
     needs = call.whole.needs
@@ -145,8 +151,7 @@ def piece_tensors(
     call: RankCall, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor
 ) -> Tensors:
     """The tensors of one piece, [B, S, H, D]: views of the share's tensors and of the round's keys and values."""
-    heads = heads_in_share(call, piece)
-    kv_heads = slice(piece.kv_heads.start - round_.kv_heads.start, piece.kv_heads.stop - round_.kv_heads.start)
+    heads, kv_heads = heads_in_share(call, piece), kv_heads_in_round(round_, piece)
     bias = share.bias
     if bias is not None:
         bias = take_unless_broadcast(take_unless_broadcast(bias, 1, heads), 2, piece.rows)

@@ -1,4 +1,4 @@
-"""Indices along an axis: slices where the indices are consecutive, so that reading them is a view and not a copy."""
+"""Indices along an axis: slices if the indices are consecutive, so that reading them is a view and not a copy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 Index = slice | Tensor
+
+HASH_FACTOR, _HASH_INCREMENT = 6364136223846793005, 1442695040888963407
+"""Of Knuth's linear congruential generator: they spread the bits of an index."""
 
 
 def as_index(index: Tensor) -> Index:
@@ -89,3 +92,9 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     """The tensor, contiguous and not a view of a larger one."""
     tensor = tensor.contiguous()
     return tensor if owns_storage(tensor) else tensor.clone()
+
+
+def hash_entries(values: Tensor) -> Tensor:
+    """A hash of int64 [n] that depends on their order, as a 0-d int64 tensor."""
+    factors = torch.arange(values.numel(), device=values.device) * HASH_FACTOR + _HASH_INCREMENT
+    return ((values + 1) * (factors ^ (factors >> 29))).sum()

@@ -16,7 +16,7 @@ from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_all
-from undivided.context_parallel.exchange.handshake import describe_mask, describe_sizes
+from undivided.context_parallel.exchange.handshake import describe_mask, describe_queries, describe_sizes
 from undivided.context_parallel.sharding import Placement, Side
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -156,8 +156,7 @@ def _check_length(name: str, tensor: Tensor, layout: Layout, placement: Placemen
 
 
 def _bias_has_rows(bias: Tensor | None, rows: int, placement: Placement) -> bool | None:
-    """Whether the bias has one row per query of this rank; None if its one row may be this rank's only row or be
-    broadcast."""
+    """Whether the bias has one row per query of this rank, and not one row for all queries; None if that is unknown."""
     if bias is None or bias.dim() < 2:
         return False
     if bias.shape[-2] not in (1, rows):
@@ -232,14 +231,7 @@ def shared_arguments(request: GlobalRequest, strategy: Strategy) -> dict[str, ob
     call, problem, placement = request.call, request.problem, request.placement
     seed = call.dropout_seed
     return {
-        "q": describe_sizes(
-            layout=problem.layout,
-            batch=problem.batch,
-            tokens=problem.q_len,
-            heads=problem.heads,
-            head_size=problem.qk_dim,
-            dtype=problem.dtype,
-        ),
+        "q": describe_queries(problem),
         "k": describe_sizes(tokens=problem.kv_len, heads=problem.kv_heads, value_size=problem.v_dim),
         "mask": describe_mask(call.mask),
         "strategy": strategy,

@@ -23,13 +23,24 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.backends._base import Backend
-from undivided.context_parallel._call import piece_problem
-from undivided.context_parallel._index import as_index, take_unless_broadcast
+from undivided.context_parallel._call import piece_problem, with_contiguous_rows
+from undivided.context_parallel._index import take_unless_broadcast
 from undivided.context_parallel._pieces import Piece, simplest_mask
-from undivided.context_parallel._request import check_local, check_values, resized_meta, select_backend
+from undivided.context_parallel._request import (
+    check_local,
+    check_values,
+    resized_meta,
+    select_backend,
+    with_four_bias_axes,
+)
 from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven
-from undivided.context_parallel.exchange.handshake import SharedArguments, describe_mask, describe_sizes
+from undivided.context_parallel.exchange.handshake import (
+    SharedArguments,
+    describe_mask,
+    describe_queries,
+    describe_sizes,
+)
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
@@ -77,14 +88,7 @@ def prepare_step(
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), part, mask)
     local = _local_work(request.tensors, piece, whole, allowed) if count else None
     shared: SharedArguments = {
-        "q": describe_sizes(
-            layout=layout,
-            batch=problem.batch,
-            tokens=problem.q_len,
-            heads=problem.heads,
-            head_size=problem.qk_dim,
-            dtype=problem.dtype,
-        ),
+        "q": describe_queries(problem),
         "k": describe_sizes(heads=problem.kv_heads, value_size=problem.v_dim),
         "kv_len": kv_len,
         "mask": describe_mask(whole.mask),
@@ -179,12 +183,10 @@ def _as_result(rows: Tensor) -> Result:
 
 def _local_work(tensors: Tensors, piece: Piece, whole: Call, allowed: Policy) -> tuple[Backend, Call, Tensors]:
     """The backend, call and tensors of the attention over this rank's keys."""
-    q, k, v = (_layout.canonical(t, whole.problem.layout) for t in tensors[:3])
-    bias = tensors.bias
+    q, k, v = (with_contiguous_rows(_layout.canonical(t, whole.problem.layout)) for t in tensors[:3])
+    bias = with_four_bias_axes(tensors).bias
     if bias is not None:
-        assert piece.form.key_index is not None
-        bias = take_unless_broadcast(bias[(None,) * (4 - bias.dim())], 3, as_index(piece.form.key_index))
-    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
+        bias = take_unless_broadcast(bias, 3, piece.key_index)
     backend, problem = select_backend(piece_problem(whole.problem, piece), Machine.this(q.device), allowed)
     call = whole.with_problem(problem, mask=piece.mask, checked_mask=None)
     return backend, call, Tensors(q, k, v, bias, None, tensors.alibi_slopes)

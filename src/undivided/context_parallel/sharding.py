@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from undivided.context_parallel._index import HASH_FACTOR, hash_entries
 from undivided.masks import Mask, NormalForm
 from undivided.masks._parts import Blocks, Dense, DocumentIds, Lengths
 
@@ -39,8 +40,6 @@ MAX_IMBALANCE = 1.01
 
 MAX_CHUNKS = 64
 """Chunks per rank in the finest cut of `balanced`: more chunks are more, and shorter, ranges of keys to send."""
-
-_MIX = (6364136223846793005, 1442695040888963407)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +138,7 @@ class Placement:
         """A hash of the placement."""
         total = torch.zeros((), dtype=torch.int64)
         for owner in (self.q_owner, self.kv_owner):
-            index = torch.arange(owner.numel()) * _MIX[0] + _MIX[1]
-            total = total * _MIX[0] + ((owner + 1) * (index ^ (index >> 29))).sum() + owner.numel()
+            total = total * HASH_FACTOR + hash_entries(owner) + owner.numel()
         return int(total)
 
 

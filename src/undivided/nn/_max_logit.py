@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
-from undivided.backends import reference
 from undivided.context_parallel import ContextParallel
+from undivided.context_parallel.max_logit import update_maxima
 from undivided.masks import Mask
 from undivided.request.normalise import normalise
 from undivided.request.request import Options, Request, Tensors
@@ -55,14 +55,10 @@ def max_logit(
     with torch.no_grad():
         inputs, options = Tensors(q, k, k, bias, None, alibi_slopes), Options(layout, mask, scale, softcap)
         call, inputs = normalise(Request(inputs, options))
-        largest = q.new_full((call.problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
-        if q.is_meta:
-            return largest
-        for block, score in reference.score_blocks(call, inputs):
-            if score.shape[-1]:
-                block_maxima = largest[block.heads]
-                torch.maximum(block_maxima, score.amax((0, 2, 3)), out=block_maxima)
-        return largest
+        maxima = q.new_full((call.problem.heads,), -torch.inf, dtype=lse_dtype(q.dtype))
+        if not q.is_meta:
+            update_maxima(maxima, call, inputs)
+        return maxima
 
 
 @torch.library.impl(_library, "max_logit", "CompositeExplicitAutograd")

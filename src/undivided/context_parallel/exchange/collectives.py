@@ -94,7 +94,7 @@ class Communicator(Protocol):
 class CountingCommunicator:
     """A communicator that skips empty tensors and counts the others.
 
-    strategy: the name that errors have before the step; empty for none.
+    strategy: errors name it before the step; empty if there is none.
     """
 
     comm: Communicator
@@ -118,13 +118,13 @@ class CountingCommunicator:
         for tensors in sends.values():
             self.traffic.messages += len(tensors)
             self.traffic.bytes_sent += sum(t.numel() * t.element_size() for t in tensors)
-        return self.comm.exchange(sends, receives, self._named(step))
+        return self.comm.exchange(sends, receives, self._step_name(step))
 
     def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """`Communicator.gather`, which is not counted."""
-        return self.comm.gather(tensor, self._named(step))
+        return self.comm.gather(tensor, self._step_name(step))
 
-    def _named(self, step: str) -> str:
+    def _step_name(self, step: str) -> str:
         return f"strategy {self.strategy!r}: {step}" if self.strategy else step
 
 
@@ -160,7 +160,8 @@ class ProcessGroup:
         self.ranks: list[int] = dist.get_process_group_ranks(self._group)
         self._on_cpu = "gloo" in str(dist.get_backend(self._group))
         timeout = adopt_timeout(self._group)
-        # gloo's receives need it: they wait for the first timeout of the group. NCCL's would stop the host
+        # without it, gloo's receives wait for the timeout with which the group was created; on NCCL, a wait with a
+        # timeout blocks the host
         self._wait_arguments = (timeout,) if self._on_cpu and timeout is not None else ()
 
     def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
@@ -189,9 +190,9 @@ class ProcessGroup:
     def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """All-gather; through the GPU if the group has no CPU backend.
 
-        On gloo an all-to-all, in which every rank sends to every other. It takes a fraction of the time of `exchange`
-        if ranks share a core. An all-gather is as fast, but a rank that is in another all-gather of more bytes, such as
-        one of FSDP2, would end the process.
+        On gloo it is an all-to-all, which takes a fraction of the time of `exchange` if ranks share a core. gloo's
+        all-gather is as fast, but would end the process if another rank is in an all-gather of more bytes, such as one
+        of FSDP2.
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
         if not others or not tensor.numel():
@@ -251,7 +252,7 @@ class _RankErrors:
 
 
 def first_line(error: RuntimeError) -> str:
-    """The first line of an error's text, without gloo's place in its source and its advice; its repr without a text."""
+    """The first line of an error's text, without gloo's source line and advice; the repr if there is no text."""
     line = str(error).splitlines()[0] if str(error) else repr(error)
     return re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", line).partition(". This is typically caused")[0]
 

@@ -55,7 +55,8 @@ class rank_errors:  # a context manager that reads as a phrase, like contextlib.
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and is_communication_error(error) and distributed.is_initialized():
-            raise _described(self.step, distributed.group.WORLD if self.group is None else self.group, error) from error
+            group = distributed.group.WORLD if self.group is None else self.group
+            raise _rank_error(self.step, group, error) from error
 
 
 def is_communication_error(error: RuntimeError) -> bool:
@@ -69,7 +70,7 @@ def is_communication_error(error: RuntimeError) -> bool:
     return isinstance(error, _ERRORS) or any(words in str(error) for words in _GLOO)
 
 
-def _described(step: str, group: Any, error: RuntimeError) -> RankError:
+def _rank_error(step: str, group: Any, error: RuntimeError) -> RankError:
     """The error of this rank, with the failed ranks as far as they can be found."""
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     start, why = f"rank {rank} of {world}: {step} failed", first_line(error)

@@ -18,9 +18,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from undivided.context_parallel._index import hash_entries
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, RankError, gather_all
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.problem import Problem
 
 TEXT_BYTES = 480
 """Length of each text that a rank sends if the ranks differ; longer texts are cut."""
@@ -137,6 +139,18 @@ def describe_sizes(**sizes: object) -> str:
     return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
 
+def describe_queries(problem: Problem) -> str:
+    """The sizes and the dtype of the queries of a problem, as an error shows them."""
+    return describe_sizes(
+        layout=problem.layout,
+        batch=problem.batch,
+        tokens=problem.q_len,
+        heads=problem.heads,
+        head_size=problem.qk_dim,
+        dtype=problem.dtype,
+    )
+
+
 def describe_mask(mask: Mask) -> str:
     """A text that differs between different masks, except in values on a GPU and in what predicates compute."""
     return mask.cached(("description",), lambda: f"{mask!r} ({_value_digest(mask):016x})")
@@ -163,13 +177,7 @@ def digest(tensor: Tensor) -> int:
     """
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    return int(_mixed(bits)) & (2**64 - 1)
-
-
-def _mixed(values: Tensor) -> Tensor:
-    """The sum of int64 [n], each with a factor of its place."""
-    factors = torch.arange(values.numel(), device=values.device) * 6364136223846793005 + 1442695040888963407
-    return ((values + 1) * (factors ^ (factors >> 29))).sum()
+    return int(hash_entries(bits)) & (2**64 - 1)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -182,5 +190,5 @@ def _value_digest(mask: Mask) -> int:
     for tensor in mask.tensors:
         hasher.update(str(tuple(tensor.shape)).encode())
         if tensor.device.type == "cpu":
-            hasher.update(str(int(_mixed(tensor.detach().reshape(-1).to(torch.int64)))).encode())
+            hasher.update(str(int(hash_entries(tensor.detach().reshape(-1).to(torch.int64)))).encode())
     return int.from_bytes(hasher.digest(), "little")

@@ -21,13 +21,13 @@ was closed, which gloo also does when the other rank has met a timeout and is ab
 _POLL_SECONDS, _FRESH_SECONDS = 0.05, 60.0
 
 _PROBE_TAG = 0x7FFF0001
-"""Of messages that nobody receives."""
+"""The tag of messages that no rank receives."""
 
 T = TypeVar("T")
 
 
 class Report(NamedTuple):
-    """What a rank writes after a failure: the ranks that have failed by its knowledge, and its error."""
+    """What a rank writes after a failure: the ranks that it knows to have failed, and its error."""
 
     failed: list[int]
     text: str
@@ -88,8 +88,8 @@ def _read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int
     return _with_store(group, read, {})
 
 
-def _named_by_others(group: Any, ranks: Sequence[int]) -> list[int]:
-    """The failed ranks that the reports of these ranks name; they write them when they know them."""
+def _failed_by_reports(group: Any, ranks: Sequence[int]) -> list[int]:
+    """The failed ranks that the reports of these ranks name. A rank adds them to its report once it knows them."""
 
     def read(store: Any) -> list[int]:
         deadline = time.monotonic() + PATIENCE + CLOSED_PATIENCE  # they write after at most the first of these
@@ -118,7 +118,7 @@ def failed_ranks(group: Any, rank: int, world: int, text: str) -> list[int]:
     reports = _read_reports(group, candidates or peers, PATIENCE if timed_out else CLOSED_PATIENCE)
     failed = [peer for peer in candidates if peer not in reports]
     if not failed:  # those that it cannot reach have met the failure of another one
-        failed = _named_by_others(group, candidates or peers)
+        failed = _failed_by_reports(group, candidates or peers)
     _write_report(group, rank, Report(failed, text))
     return failed
 
@@ -167,7 +167,7 @@ def _follow(store: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int
         seen.add(peers[0])
         answer = _read(store, peers[0], deadline)
         if answer is None:
-            return cause if cause is None else (cause, report)
+            return None if cause is None else (cause, report)
         peers, report = answer.failed, answer.text
         cause = peers[0] if len(peers) == 1 else None
     return None

@@ -24,7 +24,7 @@ from undivided.context_parallel.exchange.collectives import Communicator
 from undivided.context_parallel.exchange.handshake import (
     SharedArguments,
     describe_mask,
-    describe_sizes,
+    describe_queries,
     prepare_on_all_ranks,
 )
 from undivided.errors import InputError
@@ -102,11 +102,7 @@ def attend(
 
     axes, check: as for `prepare_on_all_ranks`. rows: the queries of each rank, whose results it gets; None: all.
     """
-
-    def prepared() -> tuple[_Step, SharedArguments]:
-        return _prepare(prepare(), rank, world)
-
-    step = prepare_on_all_ranks(axes, check, prepared)
+    step = prepare_on_all_ranks(axes, check, lambda: _prepare(prepare(), rank, world))
     part = autograd.forward(step.backend, step.call, step.tensors)
     problem = step.call.problem
     part = Result(_layout.canonical(part.out, problem.layout), part.lse)
@@ -142,9 +138,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
         partial = problem.batch * q_len * heads * (problem.v_dim + 1) * 4
         by = "ring" if partial >= RING_BYTES else "all_gather"
     shared: SharedArguments = {
-        "q": describe_sizes(
-            layout=layout, batch=problem.batch, tokens=q_len, heads=heads, head_size=problem.qk_dim, dtype=problem.dtype
-        ),
+        "q": describe_queries(problem),
         "cache": f"lengths {cached.lengths}, pages {cached.digest:016x}",
         "q_lengths": call.q_counts,
         "mask": describe_mask(mask),

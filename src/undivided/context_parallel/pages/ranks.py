@@ -40,11 +40,11 @@ class RanksOfPages:
     def agree(self, prepare: Callable[[], T], shared: Callable[[T], Mapping[str, object]]) -> T:
         """See `PageRanks.agree`."""
 
-        def prepared() -> tuple[T, SharedArguments]:
+        def prepare_with_shared() -> tuple[T, SharedArguments]:
             value = prepare()
             return value, shared(value)
 
-        return prepare_on_all_ranks(self._axes, self._check, prepared)
+        return prepare_on_all_ranks(self._axes, self._check, prepare_with_shared)
 
     def attend(self, prepare: Callable[[], CachedCall], sharded: int | None = None) -> Output:
         """See `PageRanks.attend`."""

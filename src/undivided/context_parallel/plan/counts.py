@@ -163,7 +163,7 @@ class Counts:
 
     @property
     def flops_per_pair(self) -> float:
-        """FLOP of one allowed pair, forward and backward: 2 and 5 matrix products of 2 FLOP per entry."""
+        """FLOP of one allowed pair: of 2 matrix products forward and 5 backward, 3.5 times the forward pass in all."""
         return 2 * (self.sizes.qk_dim + self.sizes.v_dim) * 3.5
 
     @property

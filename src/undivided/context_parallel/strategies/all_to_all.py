@@ -102,7 +102,7 @@ def _split_heads(unit: int, end: int, world: int, group: int) -> list[tuple[int,
 
 
 def _row_at_fraction(work: Tensor, part: int, parts: int) -> int:
-    """The row at which part / parts of the work is done; ``work`` is a cumulative sum."""
+    """The number of rows that do part / parts of the work; ``work`` is a cumulative sum."""
     rows = work.numel()
     if part in (0, parts) or not rows or not float(work[-1]):
         return rows * part // parts
