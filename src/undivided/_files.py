@@ -1,4 +1,4 @@
-"""Where a user's own measurements are kept, and how their files are read."""
+"""Where a user's own measurements are kept, and how their files are read and replaced."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file, or replace it: a reader finds the old text or the new one, and so does an interrupt."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from undivided._files import replace_text
 from undivided.benchmarking import markdown, plan
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
 from undivided.benchmarking.competitors import selectable_backends
@@ -107,11 +108,9 @@ def _report(options: argparse.Namespace, fresh: dict[str, Any]) -> dict[str, Any
 
 
 def _write(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Replace the file atomically."""
+    """Replace the file, if there is one."""
     if path is not None:
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        replace_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def _ours(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:

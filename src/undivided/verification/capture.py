@@ -11,11 +11,9 @@ Each check runs for every backend that can compute the problem, and for the back
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from undivided.errors import NoBackendError
 from undivided.functional import attention
 from undivided.machine import Machine
 from undivided.verification.contract import COMPILES, available
-from undivided.verification.lines import Line, Lines, Task, in_processes, pending
+from undivided.verification.lines import Line, Lines, Task, command_parser, in_processes, pending
 
 CHOSEN = "chosen"
 TASK_SECONDS = 240.0
@@ -197,22 +195,16 @@ def tasks(device: str) -> list[Task]:
 
 def main() -> int:
     """Run the command; the exit code is 1 if anything was wrong, 2 if something was not run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--filter", default="", help="run only checks whose check/problem contains this text")
+    parser = command_parser(__doc__, "run only checks whose check/problem contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit")
-    parser.add_argument("--json", type=Path, help="write every line to this file as it arrives")
-    parser.add_argument("--resume", action="store_true", help="keep the lines of the file and run the rest")
     arguments = parser.parse_args()
     print(f"{Machine.this(arguments.device)}", flush=True)
     planned = [task for task in tasks(arguments.device) if arguments.filter in task.case]
     report = Lines(arguments.json, arguments.resume)
     left = pending(planned, report.lines)
-    for line in in_processes(
-        left, task_lines, jobs=arguments.jobs, seconds=arguments.seconds, task_seconds=TASK_SECONDS
-    ):
-        report.add(line)
+    report.add_all(
+        in_processes(left, task_lines, jobs=arguments.jobs, seconds=arguments.seconds, task_seconds=TASK_SECONDS)
+    )
     return report.end(planned)
 
 

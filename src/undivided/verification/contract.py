@@ -15,7 +15,6 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -26,7 +25,7 @@ from undivided.machine import Machine
 from undivided.verification import inputs, runs
 from undivided.verification.cases import CASES, Case
 from undivided.verification.inputs import DIFFERENTIABLE, Inputs
-from undivided.verification.lines import Line, Lines, Task, in_processes, pending
+from undivided.verification.lines import Line, Lines, Task, command_parser, in_processes, pending
 
 COMPILES = frozenset({"flex"})
 """Backends that compile for seconds for every new shape: they run only the cases of `SAMPLE`."""
@@ -38,12 +37,13 @@ TASK_SECONDS = 180.0
 
 def build_trial(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Inputs, runs.Trial]:
     """The tensors of a case, with NaN in all memory that must not be read, and the trial for the backends."""
-    built = inputs.build(case, dtype, device=device, poison=True)
-    rest = dict(built.arguments)
+    call_inputs = inputs.build(case, dtype, device=device, poison=True)
+    rest = dict(call_inputs.arguments)
     tensors = {name: rest.pop(name, None) for name in DIFFERENTIABLE}
     layout = rest.pop("layout")
     gradients = case.needs is None or bool(case.needs)
-    return built, runs.build_trial(tensors, layout, rest, gradients, (built.grad_out, built.grad_lse))
+    grads = (call_inputs.grad_out, call_inputs.grad_lse)
+    return call_inputs, runs.build_trial(tensors, layout, rest, gradients, grads)
 
 
 def available(device: str) -> tuple[Backend, ...]:
@@ -107,14 +107,9 @@ def _verdict(backend: Backend, trial: Callable[[], runs.Trial]) -> tuple[str, tu
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser = command_parser(__doc__, "run only cases whose names contain this text")
     parser.add_argument("--backend", action="append", help="run only this backend; may be repeated")
-    parser.add_argument("--filter", default="", help="run only cases whose names contain this text")
-    parser.add_argument("--jobs", type=int, default=0, help="number of processes; 0 runs in this process")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit, with --jobs")
-    parser.add_argument("--json", type=Path, help="write every line to this file as it arrives")
-    parser.add_argument("--resume", action="store_true", help="keep the lines of the file and run the rest")
+    parser.add_argument("--jobs", type=int, default=0, help="number of processes; 0 runs in this one, without limit")
     return parser
 
 
@@ -132,11 +127,7 @@ def main() -> int:
         if arguments.jobs
         else (line for task in left for line in task_lines(task))
     )
-    try:
-        for line in lines:
-            report.add(line)
-    finally:
-        report.write()
+    report.add_all(lines)
     return report.end(planned)
 
 

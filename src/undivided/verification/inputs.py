@@ -119,8 +119,8 @@ class _Draw:
         if self.device.type == "cuda" and math.prod(shape) >= _LARGE:
             if self._large is None:
                 self._large = torch.Generator(self.device).manual_seed(self._seed)
-            drawn = torch.randn(shape, generator=self._large, dtype=torch.float32, device=self.device)
-            return drawn.mul_(scale).to(dtype or self.dtype)
+            values = torch.randn(shape, generator=self._large, dtype=torch.float32, device=self.device)
+            return values.mul_(scale).to(dtype or self.dtype)
         values = torch.randn(shape, generator=self._generator, dtype=torch.float64, device="cpu") * scale
         return values.to(dtype or self.dtype).to(self.device)
 

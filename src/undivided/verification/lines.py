@@ -3,6 +3,7 @@ arrive."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections import Counter
@@ -10,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from undivided._files import replace_text
 from undivided.verification import workers
 
-__all__ = ["Line", "Lines", "Task", "in_processes", "pending"]
+__all__ = ["Line", "Lines", "Task", "command_parser", "in_processes", "pending"]
 
 WRITE_EVERY = 2.0
 """Seconds between two writes of the file."""
@@ -74,6 +76,17 @@ def pending(planned: Iterable[Task], known: Iterable[Line]) -> list[Task]:
     return [task for task in left if task.backends]
 
 
+def command_parser(description: str | None, filter_help: str) -> argparse.ArgumentParser:
+    """A parser with the options of every command that writes lines; each adds its own ``--jobs``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--filter", default="", help=filter_help)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit of the processes")
+    parser.add_argument("--json", type=Path, help="write every line to this file as it arrives")
+    parser.add_argument("--resume", action="store_true", help="keep the lines of the file and run the rest")
+    return parser
+
+
 class Lines:
     """The lines so far: wrong ones are printed as they arrive, all are written to a file."""
 
@@ -91,17 +104,22 @@ class Lines:
         if time.monotonic() > self._written + WRITE_EVERY:
             self.write()
 
+    def add_all(self, lines: Iterable[Line]) -> None:
+        """Add lines as they arrive; if an interrupt or an error ends them, the file has those before it."""
+        try:
+            for line in lines:
+                self.add(line)
+        finally:
+            self.write()
+
     def write(self) -> None:
-        """Replace the file atomically."""
+        """Replace the file."""
         self._written = time.monotonic()
         if self.path is not None:
-            fresh = self.path.with_suffix(".new")
-            fresh.write_text(json.dumps([line._asdict() for line in self.lines], indent=1) + "\n")
-            fresh.replace(self.path)
+            replace_text(self.path, json.dumps([line._asdict() for line in self.lines], indent=1) + "\n")
 
     def end(self, planned: Iterable[Task]) -> int:
-        """Write the file and print counts; the result is 1 if anything was wrong, 2 if something was not run."""
-        self.write()
+        """Print counts; the result is 1 if anything was wrong, 2 if something was not run."""
         counts = Counter((line.backend, line.verdict) for line in self.lines)
         for name in sorted({line.backend for line in self.lines}):
             print(f"{name}: " + ", ".join(f"{counts[name, word]} {word}" for word in ("right", "wrong", "refused")))

@@ -1,6 +1,6 @@
 """Attention by its definition: dense, without code of any backend, and in fp64 the right answer (the oracle).
 
-Gradients come from torch's autograd. `plain` uses the same definition in low precision.
+Gradients come from torch's autograd. `plain_attention` uses the same definition in low precision.
 
 Legend: B batch, H query heads, N key/value heads, R query rows of a piece, K keys, D head size.
 """

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from undivided._files import read_json, users_file
+from undivided._files import read_json, replace_text, users_file
 from undivided.quantization import Format
 
 
@@ -253,8 +253,6 @@ def remember(architecture: str, measured: Mapping[tuple[str, int, int], Config],
     for (name, itemsize, width), tile in measured.items():
         tiles[_key(architecture, name, itemsize, width)] = list(tile)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps({"tiles": tiles}, indent=1) + "\n")
-    fresh.replace(path)
+    replace_text(path, json.dumps({"tiles": tiles}, indent=1) + "\n")
     _tuned.cache_clear()
     return path

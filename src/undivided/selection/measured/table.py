@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from undivided._files import read_json, users_file
+from undivided._files import read_json, replace_text, users_file
 from undivided.errors import InputError
 
 SCHEMA = 1
@@ -139,9 +139,7 @@ def write(path: Path, table: Table) -> None:
     listed = ",\n".join(f"  {json.dumps(names[run])}: {json.dumps(run._asdict())}" for run in runs)
     text = f'{{\n "schema": {SCHEMA},\n "runs": {{\n{listed}\n }},\n "rates": {{\n' + ",\n".join(kinds) + "\n }\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+    replace_text(path, text)
 
 
 def merged(old: Table, new: Table) -> Table:
