@@ -33,9 +33,9 @@ def check_quantized(
         if tensor.device != q.device:
             hint = f"{name}.to(q.device)"
             raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device), hint=hint)
-    for name, scale, of, values in (("k_scale", k_scale, "k", k), ("v_scale", v_scale, "v", v)):
+    for name, scale, operand, values in (("k_scale", k_scale, "k", k), ("v_scale", v_scale, "v", v)):
         assert scale is not None
-        check_scale(name, scale, of, values)
+        check_scale(name, scale, operand, values)
     if any(needs):
         names = [name for name, need in zip(_DIFFERENTIABLE, needs, strict=True) if need]
         _refuse_gradients(", ".join(names))

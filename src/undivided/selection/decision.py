@@ -111,8 +111,8 @@ class Decision:
             return f"{rank if compared else ''}{verdict.estimate}"
         if self.policy.forced is not None or self.policy.allowed is not None:
             return ""
-        on = _measured.architecture(self.problem.device, self.machine) or "this machine"
-        return f"default rank: not measured on {on}"
+        architecture = _measured.architecture(self.problem.device, self.machine) or "this machine"
+        return f"default rank: not measured on {architecture}"
 
     def _verdict(self, backend: Backend) -> Verdict:
         reasons = tuple(_objections(backend, self.problem, self.machine, self.policy))
@@ -299,7 +299,7 @@ def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Po
         from_policy.append(f"not among {policy.allowed_by}={','.join(policy.allowed)}")
     from_policy += [f"switched off by {who}" for word, who in policy.disabled if has_name(backend, word)]
     reasons = from_policy + backend.reasons(problem, machine)
-    named = is_forced or (policy.allowed is not None and backend.name in policy.allowed)
-    if not reasons and not named and (why := backend.only_when_asked(problem, machine)):
+    is_named = is_forced or (policy.allowed is not None and backend.name in policy.allowed)
+    if not reasons and not is_named and (why := backend.only_when_asked(problem, machine)):
         reasons.append(why)
     return reasons

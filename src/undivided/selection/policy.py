@@ -148,11 +148,11 @@ class use_backends:
         return block
 
     def __enter__(self) -> use_backends:
-        around = _current_setting()
-        setting = _Setting(self._names or None, "use_backends", (), around.batch_invariant)
+        enclosing = _current_setting()
+        setting = _Setting(self._names or None, "use_backends", (), enclosing.batch_invariant)
         if self._disabled is not None:
             disabled = tuple((name, "use_backends.disable") for name in self._disabled)
-            setting = around._replace(disabled=around.disabled + disabled)
+            setting = enclosing._replace(disabled=enclosing.disabled + disabled)
         _block.set(_Block(setting, _block.get()))
         return self
 

@@ -27,11 +27,17 @@ _DEFAULT_ORDERS = ([1, 2, 0, 3, 4], [3, 1, 2, 0, 4])
 
 def read() -> str:
     """The current state of the switches; inside torch.compile, the state during tracing."""
-    on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())
+    # in the order of `_SWITCHES`
+    state = (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
     order = torch._C._get_sdp_priority_order()
-    if all(on) and order in _DEFAULT_ORDERS:
+    if all(state) and order in _DEFAULT_ORDERS:
         return ""
-    off = "".join(letter for (letter, *_), is_on in zip(_SWITCHES, on, strict=True) if not is_on)
+    off = "".join(letter for (letter, *_), is_on in zip(_SWITCHES, state, strict=True) if not is_on)
     return off + ":" + ("" if order in _DEFAULT_ORDERS else "".join(map(str, order)))
 
 

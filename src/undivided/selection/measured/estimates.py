@@ -44,22 +44,22 @@ class Estimate(NamedTuple):
 
 def nearest(problem: Problem, machine: Machine) -> Entry | None:
     """The entry of the nearest measured problem of this kind, within `NEAR` in key length and work, or None."""
-    at = place(problem, machine)
-    if at is None:
+    own = place(problem, machine)
+    if own is None:
         return None
     for rates in table.tables():
-        entries = rates.get(at.kind, {})
-        near = [(distance, one) for one in entries if (distance := _distance(at, *one)) is not None]
+        entries = rates.get(own.kind, {})
+        near = [(distance, sizes) for sizes in entries if (distance := _distance(own, *sizes)) is not None]
         if near:
             return entries[min(near)[1]]
     return None
 
 
-def _distance(at: Place, length: int, work: int) -> int | None:
+def _distance(own: Place, length: int, work: int) -> int | None:
     """The powers of two between a place and a measured one; None if there are more than `NEAR`."""
-    longer, more = abs(length - at.length), abs(work - at.work)
-    reach = NEAR[0] if min(length, at.length) > SHORT.bit_length() else 0
-    return longer + more if longer <= reach and more <= NEAR[1] else None
+    length_steps, work_steps = abs(length - own.length), abs(work - own.work)
+    reach = NEAR[0] if min(length, own.length) > SHORT.bit_length() else 0
+    return length_steps + work_steps if length_steps <= reach and work_steps <= NEAR[1] else None
 
 
 def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | None:
@@ -101,5 +101,6 @@ def fastest_first(names: Sequence[str], rates: Mapping[str, float], tie: float =
     left = list(names)
     while left:
         best = max(rates[name] for name in left)
-        yield (found := next(name for name in left if rates[name] >= (1 - tie) * best))
-        left.remove(found)
+        first = next(name for name in left if rates[name] >= (1 - tie) * best)
+        yield first
+        left.remove(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from undivided.arguments.tensors import dtype_name
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.request.problem import Problem
@@ -44,15 +45,15 @@ def architecture(device: str, machine: Machine) -> str | None:
 
 def place(problem: Problem, machine: Machine) -> Place | None:
     """The place of this problem; None on an architecture that has no name."""
-    on = architecture(problem.device, machine)
-    if on is None:
+    hardware = architecture(problem.device, machine)
+    if hardware is None:
         return None
     rounded = problem._replace(q_len=_up(problem.q_len), kv_len=_up(problem.kv_len))
     if problem.documents is not None:
         count, longest_q, longest_kv = problem.documents
         rounded = rounded._replace(documents=(_up(count), _up(longest_q), _up(longest_kv)))
-    dtype, width = str(problem.dtype).removeprefix("torch."), max(32, _up(max(problem.qk_dim, problem.v_dim)))
-    kind = f"{on}/{dtype}/{pass_of(problem)}/{width}/{_structure(problem)}"
+    width = max(32, _up(max(problem.qk_dim, problem.v_dim)))
+    kind = f"{hardware}/{dtype_name(problem.dtype)}/{pass_of(problem)}/{width}/{_structure(problem)}"
     _, longest = _longest(rounded)
     return Place(kind, longest.bit_length(), int(work(rounded)).bit_length())
 
@@ -109,12 +110,13 @@ def _pairs(problem: Problem, q_len: int, kv_len: int) -> int:
     """Number of pairs in the band of one sequence and head."""
     left, right = problem.mask.left, problem.mask.right
     shift = kv_len - q_len if problem.align == "bottom_right" else 0
-    above = 0 if left is None else _keys_before(shift - left, q_len, kv_len)
-    return (q_len * kv_len if right is None else _keys_before(shift + right + 1, q_len, kv_len)) - above
+    before_band = 0 if left is None else _keys_before(shift - left, q_len, kv_len)
+    up_to_its_end = q_len * kv_len if right is None else _keys_before(shift + right + 1, q_len, kv_len)
+    return up_to_its_end - before_band
 
 
 def _keys_before(first: int, q_len: int, kv_len: int) -> int:
     """Number of keys before ``row + first``, summed over the rows."""
-    some = min(max(-first, 0), q_len)
-    whole = min(max(kv_len - first, some), q_len)
-    return (whole - some) * (some + whole - 1) // 2 + (whole - some) * first + (q_len - whole) * kv_len
+    start = min(max(-first, 0), q_len)  # the rows before it have no such key
+    stop = min(max(kv_len - first, start), q_len)  # the rows from it on have all keys
+    return (stop - start) * (start + stop - 1) // 2 + (stop - start) * first + (q_len - stop) * kv_len

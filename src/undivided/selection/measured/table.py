@@ -76,14 +76,14 @@ class PlaceCounts(NamedTuple):
     when: str
 
 
-def count_places(on: str) -> PlaceCounts:
+def count_places(architecture: str) -> PlaceCounts:
     """What the tables hold on an architecture, such as "amx".
 
     >>> count_places("no such level")
     PlaceCounts(users=0, ours=0, when='')
     """
     *users, ours = [
-        [entry for kind, places in table.items() if kind.split("/")[0] == on for entry in places.values()]
+        [entry for kind, places in table.items() if kind.split("/")[0] == architecture for entry in places.values()]
         for table in tables()
     ]
     own = [entry for entries in users for entry in entries]
@@ -116,11 +116,11 @@ def _parsed(contents: Any) -> Table:
             raise ValueError(f"run {name} has a field that is not text")
     table: dict[str, dict[tuple[int, int], Entry]] = {}
     for kind, places in contents["rates"].items():
-        for at, (run, rates) in places.items():
-            length, size = map(int, at.split("/"))
+        for place, (run, rates) in places.items():
+            length, size = map(int, place.split("/"))
             rates = {str(name): float(rate) for name, rate in rates.items()}
             if not all(0 < rate < math.inf for rate in rates.values()):
-                raise ValueError(f"a rate that is not a positive number in {kind} {at}")
+                raise ValueError(f"a rate that is not a positive number in {kind} {place}")
             table.setdefault(kind, {})[length, size] = Entry(runs[run], rates)
     return table
 
