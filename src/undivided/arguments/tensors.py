@@ -56,6 +56,11 @@ def span(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def batch_stride(table: Tensor) -> int:
+    """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
+    return table.stride(0) if table.shape[0] > 1 else 0
+
+
 def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
     """(bytes needed, bytes of the storage) if the storage is too small; None if it is large enough.
 

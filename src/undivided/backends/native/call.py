@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import STRIDES, Strides
+from undivided.arguments.tensors import batch_stride
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks import FULL
@@ -393,8 +394,3 @@ def _alibi(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
         row_slopes = slopes[normal.q_sequence.clamp(0, slopes.shape[0] - 1).long()].transpose(1, 2)
     row_slopes = row_slopes.expand(problem.batch, problem.heads, problem.q_len)
     return row_slopes, (normal.q_position + normal.shift).contiguous()
-
-
-def batch_stride(table: Tensor) -> int:
-    """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
-    return table.stride(0) if table.shape[0] > 1 else 0

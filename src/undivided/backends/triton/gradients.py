@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.tensors import batch_stride
 from undivided.backends.triton import tables as _triton_tables
-from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, batch_stride
+from undivided.backends.triton.inputs import Inputs, Rows, axis_strides
 from undivided.kernels.triton.config import Config
 from undivided.request.result import Result, sink_factor
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.tensors import batch_stride
 from undivided.backends.shared import gpu
 from undivided.backends.triton import tables
 from undivided.kernels import philox
@@ -70,11 +71,6 @@ def _descriptor(tensor: Tensor, rows: int) -> Any:
     if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
         return None
     return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, rows, sizes[-1]])
-
-
-def batch_stride(table: Tensor) -> int:
-    """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
-    return table.stride(0) if table.shape[0] > 1 else 0
 
 
 def axis_strides(**tensors: Tensor) -> dict[str, int]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from undivided.arguments.tensors import batch_stride
 from undivided.masks.normal_form.bounds import count_in_cells, overlap, tidy
 from undivided.masks.normal_form.pairs import Extra, RangePairs, SelectedPairs, all_pairs, narrow, row_blocks, select
 from undivided.masks.normal_form.positions import Geometry
@@ -85,7 +86,7 @@ class NormalForm:
     def table_place(self) -> tuple[int, int, int]:
         """Address of `table`, its batch stride (0 if it is broadcast), and its columns."""
         table = self.table
-        return table.data_ptr(), table.stride(0) if table.shape[0] > 1 else 0, table.shape[2]
+        return table.data_ptr(), batch_stride(table), table.shape[2]
 
     @_first_value
     def first_key(self) -> Tensor | None:

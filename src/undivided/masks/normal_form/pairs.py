@@ -65,7 +65,7 @@ class DensePairs:
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
         """Allowed pairs, bool ``[b|1, h|1, r|1, k|1]``."""
-        return _at(_at(narrow(narrow(self.tensor, 0, batch), 1, heads), 2, rows), 3, keys)
+        return _take(_take(narrow(narrow(self.tensor, 0, batch), 1, heads), 2, rows), 3, keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class SelectedPairs:
 def select(extra: Extra, rows: Tensor, keys: Tensor, heads: slice) -> Extra:
     """An extra for some rows, keys and heads. A dense tensor is cut, because kernels read it in place."""
     if isinstance(extra, DensePairs):
-        return DensePairs(_at(_at(narrow(extra.tensor, 1, heads), 2, rows), 3, keys))
+        return DensePairs(_take(_take(narrow(extra.tensor, 1, heads), 2, rows), 3, keys))
     return SelectedPairs(extra, rows, keys, heads.start)
 
 
@@ -120,7 +120,8 @@ def index_tensor(index: Index, device: torch.device, dtype: torch.dtype = torch.
     return torch.arange(index.start, index.stop, dtype=dtype, device=device)
 
 
-def _at(tensor: Tensor, dim: int, index: Index) -> Tensor:
+def _take(tensor: Tensor, dim: int, index: Index) -> Tensor:
+    """``tensor`` at ``index`` along ``dim``; all of it if that dimension is broadcast."""
     if isinstance(index, slice) or tensor.shape[dim] == 1:
         return narrow(tensor, dim, index if isinstance(index, slice) else slice(None))
     return tensor.index_select(dim, index)

@@ -45,7 +45,7 @@ class PredicatePairs:
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
         """Allowed pairs, bool ``[b|1, h|1, r|1, k|1]``."""
         q_idx, kv_idx = (index_tensor(index, self.device) for index in (rows, keys))
-        if all(at is None or at.shape[0] == 1 for at in (self.rows, self.keys)):
+        if all(table is None or table.shape[0] == 1 for table in (self.rows, self.keys)):
             return self._block(batch, heads, _index_at(self.rows, 0, q_idx), _index_at(self.keys, 0, kv_idx))
         if batch.start >= batch.stop:
             return torch.zeros((0, 1, 1, 1), dtype=torch.bool, device=self.device)
@@ -56,7 +56,7 @@ class PredicatePairs:
         return torch.cat(torch.broadcast_tensors(*blocks))
 
     def _block(self, batch: slice, heads: slice, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if any(bool((at[:1] < 0).any()) for at in (q_idx, kv_idx) if readable(at)):  # no real token
+        if any(bool((index[:1] < 0).any()) for index in (q_idx, kv_idx) if readable(index)):  # no real token
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         b, h = (index_tensor(index, self.device) for index in (batch, heads))
         b, h, q_idx = b[:, None, None, None], h[None, :, None, None], q_idx[None, None, :, None]
@@ -99,5 +99,5 @@ def _index_at(table: Tensor | None, n: int, index: Tensor) -> Tensor:
 
 
 def _largest_indices(q_idx: Tensor, kv_idx: Tensor) -> str:
-    limits = [f"{name} up to {int(at.max())}" for name, at in (("q_idx", q_idx), ("kv_idx", kv_idx)) if at.numel()]
-    return ", ".join(limits)
+    named = (("q_idx", q_idx), ("kv_idx", kv_idx))
+    return ", ".join(f"{name} up to {int(index.max())}" for name, index in named if index.numel())
