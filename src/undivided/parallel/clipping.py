@@ -25,7 +25,11 @@ Groups = tuple[Any, ...]
 
 
 class _Part(NamedTuple):
-    """What this rank holds of a parameter's gradient, None without one; `memory` is to be scaled, `values` counted."""
+    """This rank's part of a parameter's gradient.
+
+    memory: the local tensor, which is scaled in place. values: what counts in the norm: `memory`, with partial sums
+    added up over ranks. Both are None if there is no gradient. groups: the process groups that divide it.
+    """
 
     memory: Tensor | None
     values: Tensor | None
@@ -47,7 +51,7 @@ def clip_grad_norm_(
     Args:
         module: a module after ``backward()``. Divided parameters are those of undivided's layers and all DTensors.
         max_norm: the largest norm, at least 0. ``math.inf`` only measures.
-        norm_type: the exponent p of the norm (sum |g|^p)^(1/p), greater than 0; ``math.inf`` for the largest |g|.
+        norm_type: the exponent p of the norm (sum |g|^p)^(1/p), at least 0.001; ``math.inf`` for the largest |g|.
         error_if_nonfinite: whether a norm that is NaN or infinite is an error, which waits for the device.
 
     Returns:
@@ -120,5 +124,5 @@ def _norm(parts: list[_Part], norm_type: float) -> Tensor:
     if not sums:
         return torch.zeros(())
     device = parts[0].device
-    every = torch.stack([total.to(device) for total in sums.values()])
-    return every.amax() if norm_type == math.inf else every.sum() ** (1 / norm_type)
+    totals = torch.stack([total.to(device) for total in sums.values()])
+    return totals.amax() if norm_type == math.inf else totals.sum() ** (1 / norm_type)

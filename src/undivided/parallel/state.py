@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -14,16 +15,31 @@ from undivided.nn.blocks.linear import Linear, OutputLinear
 from undivided.nn.blocks.projections import kv_parts, qkv_parts
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 
-Division = tuple[str, int, tuple[int, ...], TensorRanks]
-"""Name of a parameter, its divided axis, the sizes of this rank's parts of it (of q, k and v, say), and the ranks."""
-
-_Own = tuple[str, int, tuple[int, ...]]
-"""The same without the ranks."""
 _LAYERS = (DotProductAttention, MultiheadAttention, TransformerLayer)
-_FULL = (
+_STATE_HINT = (
     "get_model_state_dict and set_model_state_dict of torch.distributed.checkpoint.state_dict, with "
     "StateDictOptions(full_state_dict=True); or undivided.parallel.save_checkpoint"
 )
+
+
+class Division(NamedTuple):
+    """How tensor parallel ranks divide a parameter.
+
+    Attributes:
+        name: of the parameter, in its module.
+        axis: the divided axis.
+        sizes: of this rank's parts along it, such as its queries, keys and values in one weight.
+        ranks: the ranks.
+    """
+
+    name: str
+    axis: int
+    sizes: tuple[int, ...]
+    ranks: TensorRanks
+
+
+_OwnDivision = tuple[str, int, tuple[int, ...]]
+"""(name, axis, sizes) of a `Division` in a layer that knows its ranks."""
 
 
 @checked_call
@@ -94,7 +110,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     """
     _check_not_parallelized(module)
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
-        raise InputError("module", "have plain parameters", "DTensors", hint=_FULL)
+        raise InputError("module", "have plain parameters", "DTensors", hint=_STATE_HINT)
     state: dict[str, Tensor] = module.state_dict()
     for name, axis, sizes, ranks in divisions(module):
         own = state[name].contiguous()
@@ -107,7 +123,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def divisions(module: torch.nn.Module) -> Iterator[Division]:
-    """The parameters that ranks have parts of as plain tensors, which FSDP2 may have divided again."""
+    """The divisions of all parameters of which ranks have parts as plain tensors; FSDP2 may have divided them again."""
     for prefix, layer in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
         if not isinstance(layer, _LAYERS) or layer.tensor_parallel.is_parallelized:
@@ -120,17 +136,17 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
         if ranks is None:
             continue
         for name, axis, sizes in own:
-            yield f"{prefix}{name}", axis, sizes, ranks
+            yield Division(f"{prefix}{name}", axis, sizes, ranks)
 
 
 def _check_not_parallelized(module: torch.nn.Module) -> None:
     layers = (layer for layer in module.modules() if isinstance(layer, _LAYERS))
     if any(layer.tensor_parallel.is_parallelized for layer in layers):
-        raise InputError("module", "have layers built with tp_group", "layers divided by parallelize", hint=_FULL)
+        raise InputError("module", "have layers built with tp_group", "layers divided by parallelize", hint=_STATE_HINT)
 
 
-def _own_divisions(layer: DotProductAttention | MultiheadAttention | TransformerLayer) -> Iterator[_Own]:
-    """What a layer has besides the layers in it."""
+def _own_divisions(layer: DotProductAttention | MultiheadAttention | TransformerLayer) -> Iterator[_OwnDivision]:
+    """The divisions of a layer's parameters, without those of the layers in it."""
     if isinstance(layer, MultiheadAttention):
         yield from _projection_divisions(layer)
     elif isinstance(layer, TransformerLayer):
@@ -139,7 +155,7 @@ def _own_divisions(layer: DotProductAttention | MultiheadAttention | Transformer
         yield "softmax_offset", 0, (layer.heads.q,)
 
 
-def _projection_divisions(layer: MultiheadAttention) -> Iterator[_Own]:
+def _projection_divisions(layer: MultiheadAttention) -> Iterator[_OwnDivision]:
     for child, block in layer.named_children():
         if isinstance(block, OutputLinear):
             yield f"{child}.weight", 1, (block.in_features,)
@@ -161,7 +177,7 @@ def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
     return sizes if layer.attention_type == "self" else sizes[:1]
 
 
-def _mlp_divisions(layer: TransformerLayer) -> Iterator[_Own]:
+def _mlp_divisions(layer: TransformerLayer) -> Iterator[_OwnDivision]:
     mlp = layer.layernorm_mlp
     features = mlp.fc2_weight.shape[1]
     rows = (features, features) if mlp.activation.gated else (features,)

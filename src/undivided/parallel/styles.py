@@ -91,7 +91,7 @@ class OwnScores:
         return args, {**options, **own}
 
     def _own(self, value: Any, axis: int) -> Any:
-        """The part of a tensor whose axis has all heads; anything else as it is. Ranks have different heads, so the
+        """The part of a tensor whose axis has all heads; anything else unchanged. Ranks have different heads, so the
         gradient is the sum over ranks."""
         if not isinstance(value, Tensor) or value.dim() < -axis:
             return value

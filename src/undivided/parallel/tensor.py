@@ -37,8 +37,8 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         mesh: a `DeviceMesh` with one axis, such as ``mesh["tensor"]`` of a larger one.
         sequence_parallel: whether a rank's hidden states are its consecutive part of the sequence, between the
             attention and the feed-forward block too. Then the sequence length is a multiple of the number of ranks.
-        check: whether the ranks compare the arguments of every call of a layer on the CPU, in one exchange of 16 bytes:
-            a rank that comes with others, or does not come, is then an error on all of them.
+        check: whether the ranks compare the arguments of every call of a layer on the CPU, in one exchange of 16 bytes.
+            All of them then raise an error if one has other arguments or does not call the layer.
 
     Returns:
         The same module.

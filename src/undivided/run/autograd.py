@@ -207,7 +207,7 @@ def gradients(
 
 def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:
     """`gradients`, as an operation with a derivative and a batching rule if either may be needed."""
-    if torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.is_grad_enabled() or _functorch_stack() is not None:
         return _AttentionBackward.apply
     return gradients
 
@@ -269,12 +269,12 @@ def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None
     if grad_lse is not None and call.problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
     assert grad_out is not None
-    found, for_grad_out, for_grad_lse = reference.BACKEND.double_backward(
+    for_inputs, for_grad_out, for_grad_lse = reference.BACKEND.double_backward(
         call, Tensors._make(inputs), grad_out, grad_lse, grad_gradients
     )
     if for_grad_lse is not None and call.problem.packed:
         for_grad_lse = for_grad_lse.squeeze(0)
-    return for_grad_out, for_grad_lse, *found
+    return for_grad_out, for_grad_lse, *for_inputs
 
 
 def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

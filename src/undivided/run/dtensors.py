@@ -175,7 +175,7 @@ def local_request(request: Request, context: ContextParallelLike | None) -> tupl
 
 
 def _checked_tensors(request: Request) -> dict[str, DTensor]:
-    """The tensors that are given, by name; InputError unless all are DTensors of q's mesh."""
+    """The tensors of the request, by name; InputError unless all are DTensors on the mesh of q."""
     by_name: dict[str, Any] = {n: t for n, t in zip(Tensors._fields, request.tensors, strict=True) if t is not None}
     options = request.options
     first = next(name for name, tensor in by_name.items() if is_dtensor(tensor))

@@ -45,9 +45,10 @@ def _register() -> dict[Any, Any]:
 
 
 def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
+    """FLOPs of the scores and of their product with the values. rest: as for `_pairs`."""
     v_scale = rest[11]
-    packed = v_scale is not None and len(v_scale) == len(v)  # two numbers in each byte of v
-    return 2 * _pairs(q, k, rest) * (q[-1] + v[-1] * (2 if packed else 1))
+    is_int4 = v_scale is not None and len(v_scale) == len(v)  # two numbers in each byte of v
+    return 2 * _pairs(q, k, rest) * (q[-1] + v[-1] * (2 if is_int4 else 1))
 
 
 def _backward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:

@@ -26,7 +26,7 @@ def like_pytorchs(error: InputError, *arguments: Any) -> InputError:
     Returns:
         An `InputError` that is also a RuntimeError, or of the type that PyTorch raises for the same arguments.
     """
-    if isinstance(error, TypeError):  # an argument is missing: PyTorch's error is no other
+    if isinstance(error, TypeError):  # an argument is missing: PyTorch raises the same
         return error
     theirs = None if is_traced() else _pytorchs_error(*arguments)
     kind = next((kind for kind in _KINDS if isinstance(theirs, kind)), RuntimeError)

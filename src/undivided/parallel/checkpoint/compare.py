@@ -19,7 +19,9 @@ _HINTS = {
     "one weight": "undivided.integrations.checkpoints.from_transformer_engine(state, model) converts fused weights",
     "names": "build the model of the checkpoint: the same number of layers, biases and normalisations",
     "sizes": "build the model of the checkpoint: the same hidden size, heads and features",
+    "optimizer": "build the optimizer of the checkpoint: the same class and options",
 }
+"""What to do, by what differs: the project that wrote the names, fused weights, other names, sizes, the optimizer."""
 
 
 def check_entries(metadata: Metadata, sizes: Mapping[str, torch.Size | None], path: Path) -> None:
@@ -77,16 +79,15 @@ def _check_names(argument: str, prefix: str, needed: set[str], stored_names: set
         return
     parts = [f"{len(absent)} that the checkpoint lacks: {listed(absent)}"] if absent else []
     parts += [f"without {len(other)} that it has: {listed(other)}"] if other else []
-    hint = "names"
-    if any("_proj." in name for name in other):
-        hint = "another project"
+    difference, entries = "names", "parameters"
+    if argument == "optimizer":
+        difference, entries = "optimizer", "tensors"
+    elif any("_proj." in name for name in other):
+        difference = "another project"
     elif any(name.endswith(_FUSED) for name in (*absent, *other)):
-        hint = "one weight"
-    text = (
-        "build the optimizer of the checkpoint: the same class and options" if argument == "optimizer" else _HINTS[hint]
-    )
-    what = "tensors" if argument == "optimizer" else "parameters"
-    raise InputError(argument, f"have the {len(stored_names)} {what} of {checkpoint}", "; ".join(parts), hint=text)
+        difference = "one weight"
+    must = f"have the {len(stored_names)} {entries} of {checkpoint}"
+    raise InputError(argument, must, "; ".join(parts), hint=_HINTS[difference])
 
 
 def _check_sizes(

@@ -16,12 +16,12 @@ Value = TypeVar("Value")
 _NAME = re.compile(r"step-(\d+)(\.replaced)?")
 
 
-def unfinished(folder: Path, step: int) -> Path:
+def unfinished_path(folder: Path, step: int) -> Path:
     """The path of a checkpoint while it is written."""
     return folder / f"step-{step:08}.unfinished"
 
 
-def complete(folder: Path) -> dict[int, Path]:
+def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """The complete checkpoints of a folder by step, in the order of the steps."""
     checkpoints: dict[int, Path] = {}
     paths = sorted(folder.iterdir()) if folder.is_dir() else []  # a replaced one is last, and counts if it is alone
@@ -34,7 +34,7 @@ def complete(folder: Path) -> dict[int, Path]:
 
 def begin(folder: Path, step: int) -> None:
     """Create an empty folder to write a checkpoint to, without what an interrupted call has left there."""
-    path = unfinished(folder, step)
+    path = unfinished_path(folder, step)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
 
@@ -53,11 +53,11 @@ def finish(folder: Path, step: int, keep: int | None) -> None:
     if path.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
-    unfinished(folder, step).rename(path)
+    unfinished_path(folder, step).rename(path)
     _write_to_disk(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     if keep is not None:
-        earlier = [path for number, path in complete(folder).items() if number <= step]
+        earlier = [path for number, path in complete_checkpoints(folder).items() if number <= step]
         for path in earlier[:-keep]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -84,10 +84,11 @@ def on_first_rank(action: Callable[[], Value]) -> Value:
 
 
 def settle() -> None:
-    """Wait for all ranks, so that a program that ends next is aborted less often.
+    """Wait for all ranks, so that a program that ends right after a checkpoint is aborted less often.
 
-    A thread of gloo keeps the tensors of an operation for a moment, and aborts the process if Python ends in it (torch
-    2.13). A barrier has no tensors of Python. `destroy_process_group` at the program's end waits for that thread.
+    A thread of gloo keeps the tensors of an operation for a moment, and aborts the process if Python ends during that
+    time (torch 2.13). A barrier has no tensors of Python. `destroy_process_group` at the program's end waits for that
+    thread.
     """
     if distributed.is_available() and distributed.is_initialized():
         distributed.barrier()

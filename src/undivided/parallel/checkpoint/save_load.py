@@ -68,7 +68,8 @@ def save_checkpoint(
         folder: of all checkpoints, on a file system that all ranks share.
         step: the number of finished steps.
         model, optimizer: those of the training; without an optimizer only the parameters are written.
-        values: more to come back with: tensors, numbers, text, lists and dictionaries. Rank 0's are written.
+        values: what else `load_checkpoint` returns: tensors, numbers, text, lists and dictionaries. Those of rank 0
+            are written.
         keep: how many checkpoints of steps up to this one are left, for example 3; None leaves all.
 
     Raises:
@@ -92,9 +93,9 @@ def save_checkpoint(
     plain = checked_values(values)
     state = training_state(model, optimizer)
     entries = state.tensors | {HEADER: Header(step, plain, state.groups).to_bytes()}
-    with rank_errors(f"saving the checkpoint of step {step}"), _alone_without_warning():
+    with rank_errors(f"saving the checkpoint of step {step}"), _without_group_warning():
         folders.on_first_rank(lambda: folders.begin(folder, step))
-        save(entries, checkpoint_id=folders.unfinished(folder, step), planner=SavePlanner(_divided(state)))
+        save(entries, checkpoint_id=folders.unfinished_path(folder, step), planner=SavePlanner(_divided(state)))
         folders.on_first_rank(lambda: folders.finish(folder, step, keep))
         folders.settle()
 
@@ -129,7 +130,7 @@ def load_checkpoint(
     folder = _checked_folder(folder)
     _check_training(model, optimizer)
     with rank_errors("finding the checkpoint to load"):
-        checkpoints = folders.on_first_rank(lambda: folders.complete(folder))
+        checkpoints = folders.on_first_rank(lambda: folders.complete_checkpoints(folder))
     if step is not None and _checked_step(step) not in checkpoints:
         raise InputError(
             "step", f"be that of a complete checkpoint ({', '.join(map(str, checkpoints)) or 'none'})", step
@@ -148,7 +149,7 @@ def load_checkpoint(
     check_entries(metadata, sizes, path)
     check_files(metadata, path)
     entries = {name: value for name, value in state.tensors.items() if name not in divided} | {HEADER: b""}
-    with rank_errors(f"loading {path.name}"), _alone_without_warning():
+    with rank_errors(f"loading {path.name}"), _without_group_warning():
         load(entries, storage_reader=reader, planner=LoadPlanner(divided))
     header = Header.from_bytes(entries[HEADER])
     # those of divided tensors were read in place
@@ -169,7 +170,7 @@ def checkpoint_steps(folder: StrPath) -> list[int]:
     >>> checkpoint_steps("no such folder")
     []
     """
-    return list(folders.complete(_checked_folder(folder)))
+    return list(folders.complete_checkpoints(_checked_folder(folder)))
 
 
 def _divided(state: TrainingState) -> dict[str, DividedTensor]:
@@ -199,8 +200,8 @@ def _check_training(model: object, optimizer: object) -> None:
 
 
 @contextlib.contextmanager
-def _alone_without_warning() -> Iterator[None]:
-    """Without PyTorch's warning that there is no process group."""
+def _without_group_warning() -> Iterator[None]:
+    """A context without PyTorch's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

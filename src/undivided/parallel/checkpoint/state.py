@@ -62,7 +62,7 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     both: Any = get_state_dict(model, () if optimizer is None else optimizer)
     parameters, moments = both
     tensors = {f"{MODEL}{name}": value for name, value in parameters.items()}
-    by_name = {_plain(division[0]): division for division in divisions(model)}
+    by_name = {_plain(division.name): division for division in divisions(model)}
     divided = {f"{MODEL}{name}": division for name, division in by_name.items()}
     if optimizer is None:
         return TrainingState(tensors, None, divided)

@@ -54,8 +54,11 @@ def state_bytes(model: Model, tensor: int, ranks: int) -> int:
 
 
 def working_parameters(model: Model, tensor: int, ranks: int, itemsize: int, gradient_itemsize: int) -> int:
-    """Gathered parameters of two layers (the next one is gathered meanwhile), the gradients of one in both dtypes, and
-    the outermost unit with its gradients; 0 if nothing is shared."""
+    """Bytes of parameters and gradients that are gathered or not yet scattered; 0 if ranks share nothing.
+
+    Two layers (the next one is gathered while one computes), the gradients of one in both dtypes, and the outermost
+    unit with its gradients.
+    """
     if ranks == 1:
         return 0
     layer = model.layer_parameters(tensor) * (3 * itemsize + gradient_itemsize)

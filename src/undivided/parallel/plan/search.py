@@ -28,6 +28,8 @@ __all__ = ["Axis", "MeshOption", "TrainingPlan", "plan_training"]
 
 _GRADIENT_BYTES = 4
 """Gradients are reduced in fp32."""
+_RECOMPUTE_FACTOR = 4.5 / 3.5
+"""How much longer attention takes with a second forward pass: a forward pass counts 1, a backward pass 2.5."""
 MAX_CONTEXT, MAX_LENGTH = 1024, 1 << 24
 """Most context ranks and tokens: counting keys between all pairs of more ranks takes minutes."""
 
@@ -182,14 +184,14 @@ def plan_training(
     ]
     if not meshes:
         planner.refuse({name: value for name, value in requested.items() if value is not None})
-    tried = (False, True) if recompute is None else (recompute,)
-    options = [planner.option(*mesh, again) for mesh in meshes for again in tried]
-    options.sort(key=lambda one: (not one.fits, one.seconds if one.fits else one.memory.total, one.memory.total))
+    choices = (False, True) if recompute is None else (recompute,)
+    options = [planner.option(*mesh, recomputes) for mesh in meshes for recomputes in choices]
+    options.sort(key=lambda o: (not o.fits, o.seconds if o.fits else o.memory.total, o.memory.total))
     return TrainingPlan(tuple(options), model, cluster, seq_len, planner.batch)
 
 
 class _Planner:
-    """What all meshes of a plan share."""
+    """The arguments that all meshes of a plan share, and the plans of attention that some of them share."""
 
     def __init__(
         self,
@@ -258,8 +260,8 @@ class _Planner:
             self._axis("context", context, micro * model.layers * layer_sent, context_group.peer_share()),
             self._axis("tensor", tensor, tensor_sent, cluster.group(tensor, 1).ring_share()),
         )
-        again = 4.5 / 3.5 if recompute else 1.0
-        computing = micro * (self._linear_seconds(tokens, tensor, recompute) + model.layers * attention.seconds * again)
+        attention_seconds = model.layers * attention.seconds * (_RECOMPUTE_FACTOR if recompute else 1.0)
+        computing = micro * (self._linear_seconds(tokens, tensor, recompute) + attention_seconds)
         memory = self._memory(shared, tensor, tokens, attention, recompute)
         available = cluster.memory - cluster.reserve
         step = context * tensor
@@ -307,7 +309,8 @@ class _Planner:
     def _linear_seconds(self, tokens: int, tensor: int, recompute: bool) -> float:
         """The time of the linear maps for one batch: 2 FLOP per multiply-add, and twice as many in the backward pass.
 
-        Sequence parallelism divides the tokens of the head."""
+        Sequence parallelism divides the tokens of the head.
+        """
         layers = self.model.layers * self.model.layer_multiply_adds * (4 if recompute else 3) / tensor
         head = self.model.hidden * self.model.vocabulary * 3 / tensor
         return 2 * tokens * (layers + head) / self.cluster.flops
@@ -316,10 +319,11 @@ class _Planner:
         model, e = self.model, self.dtype.itemsize
         divided = tensor > 1
 
-        def kept(again: bool) -> float:
-            return _memory.layer_activations(model, tensor, e, sequence_parallel=divided, recompute=again)
+        def activations(recomputes: bool) -> float:
+            return _memory.layer_activations(model, tensor, e, sequence_parallel=divided, recompute=recomputes)
 
-        per_token = model.layers * kept(recompute) + (kept(False) if recompute else 0)
+        # the backward pass recomputes one layer at a time
+        per_token = model.layers * activations(recompute) + (activations(False) if recompute else 0)
         return Bytes(
             _memory.state_bytes(model, tensor, shared),
             _memory.working_parameters(model, tensor, shared, e, _GRADIENT_BYTES),
