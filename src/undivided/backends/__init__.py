@@ -40,7 +40,7 @@ def has_name(backend: Backend, word: str) -> bool:
 
 
 def get(name: str) -> Backend:
-    """The backend of this name."""
+    """The backend of this name; InputError if there is none."""
     for backend in all_backends():
         if backend.name == name:
             return backend

@@ -270,7 +270,7 @@ def _range_mod(ranges: Tensor) -> MaskMod:
 
 
 def _predicate_mod(extra: PredicatePairs) -> MaskMod:
-    """The predicate, called with the positions of real tokens if padding was inserted between them."""
+    """The predicate; it gets the index of a real token in place of that of a padding token, as in `PredicatePairs`."""
     fn, rows, keys = extra.fn, extra.rows, extra.keys
     if rows is None and keys is None:
         return fn

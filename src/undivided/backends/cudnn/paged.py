@@ -33,8 +33,8 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     reasons = []
     if problem.q_len != 1:
         reasons.append("paged keys with more than one query per sequence (its last page is computed separately)")
-    if beyond := problem.mask.kinds - {"lengths", "causal"}:
-        reasons.append(f"paged keys with {', '.join(sorted(beyond))}")
+    if other_kinds := problem.mask.kinds - {"lengths", "causal"}:
+        reasons.append(f"paged keys with {', '.join(sorted(other_kinds))}")
     if problem.align == "top_left" and problem.mask.right is not None:
         reasons.append("paged keys with top-left alignment")
     if unfit := problem.features & {"backward", "bias", "alibi"}:
@@ -103,9 +103,9 @@ def _last_page(call: Call, tensors: Tensors, pages: Tensor, full: Tensor, rest: 
     """Attention to the first `rest` keys of each sequence's page number `full`; shapes as in `_full_pages`."""
     problem = call.problem
     precision = lse_dtype(problem.dtype)
-    which = pages.gather(1, full.clamp(max=pages.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
+    last = pages.gather(1, full.clamp(max=pages.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
     real = torch.arange(problem.page_size or 1, device=pages.device) < rest.unsqueeze(1)
-    k, v = (torch.where(real[..., None, None], t[which], 0.0).to(precision) for t in (tensors.k, tensors.v))
+    k, v = (torch.where(real[..., None, None], t[last], 0.0).to(precision) for t in (tensors.k, tensors.v))
     q = _layout.canonical(tensors.q, problem.layout)[:, 0].to(precision).unflatten(1, (problem.kv_heads, -1))
     score = call.scale * torch.einsum("bngd,bpnd->bngp", q, k)
     score = score.masked_fill(~real[:, None, None], -torch.inf)

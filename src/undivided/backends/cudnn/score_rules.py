@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from undivided.arguments.tensors import dtype_name
 from undivided.backends.shared.cudnn_rules import Capability, capability_name, cudnn_name
-from undivided.machine import Machine, Version
+from undivided.machine import Machine, Version, format_version
 from undivided.request.problem import Problem
 
 
@@ -66,7 +66,7 @@ def _sink_reasons(problem: Problem, version: Version, frontend: Version | None, 
     oldest = (9, 18) if problem.mask.kinds & {"documents"} else (9, 13, 1)
     if version < oldest:
         packed = " with packed documents" if oldest == (9, 18) else ""
-        reasons.append(f"sinks{packed} ({cudnn_name(version)}; from {'.'.join(map(str, oldest))})")
+        reasons.append(f"sinks{packed} ({cudnn_name(version)}; from {format_version(oldest)})")
     if frontend is not None and frontend < (1, 19):
         reasons.append("sinks (nvidia-cudnn-frontend from 1.19)")
     if problem.q_len == 1 and not problem.packed:

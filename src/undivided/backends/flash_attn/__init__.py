@@ -105,9 +105,8 @@ class FlashAttn(Backend):
 
     def _pick(self, call: Call, tensors: Tensors) -> _Version:
         """The version that runs; the same for forward and backward, which have the same problem."""
-        problem = call.problem
         machine = Machine.this(tensors.q.device)
-        return next(version for version in _in_order(machine) if not version.reasons(problem, machine))
+        return next(version for version in _in_order(machine) if not version.reasons(call.problem, machine))
 
 
 BACKEND = FlashAttn()

@@ -75,14 +75,14 @@ class Native(Backend):
     def notes(self, call: Call, tensors: Tensors) -> list[str]:
         """The keys that are read once for several sequences, because their block tables begin with the same pages."""
         library = cpu.load()
-        lost = [] if isinstance(library, str) else _lost(library)
+        restrictions = [] if isinstance(library, str) else _restrictions(library)
         if "blocks" in call.problem.mask.kinds and call.problem.device == "cpu":
-            return lost + blocks.notes(call, tensors)
+            return restrictions + blocks.notes(call, tensors)
         if isinstance(library, str) or not _has_readable_pages(call, tensors):
-            return lost
+            return restrictions
         views = _kernel_views(call, tensors)
         records = Records(call, tensors, (*views, views[0], UNREAD), forward=True)
-        return lost + _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
+        return restrictions + _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
 
     def last_notes(self, problem: Problem) -> list[str]:
         """As `notes`, of this thread's last forward."""
@@ -99,9 +99,9 @@ class Native(Backend):
         if "blocks" in problem.mask.kinds and (pairs := blocks.block_pairs(call, tensors)) is not None:
             return self._forward_of_blocks(call, tensors, pairs)
         q, k, v, _, _, _ = tensors
-        at, strides = (q.data_ptr(), k.data_ptr(), v.data_ptr()), call.strides
-        if 0 in at or q.is_neg() or k.is_neg() or v.is_neg():
-            (tensors, at), strides = with_addresses(tensors), None
+        addresses, strides = (q.data_ptr(), k.data_ptr(), v.data_ptr()), call.strides
+        if 0 in addresses or q.is_neg() or k.is_neg() or v.is_neg():
+            (tensors, addresses), strides = with_addresses(tensors), None
         out, lse = _new_output(problem, q), UNREAD
         features = problem.features
         if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the cost of a property
@@ -110,7 +110,7 @@ class Native(Backend):
             call = contiguous_groups(call)
         if is_plain(call, tensors):
             _table, pages = page_fields(call, tensors)
-            library.forward(plain_record(call, tensors, at, strides, out, lse, pages))
+            library.forward(plain_record(call, tensors, addresses, strides, out, lse, pages))
             return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
         records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), forward=True)
@@ -145,18 +145,18 @@ def status() -> str:
     library = cpu.load()
     if isinstance(library, str):
         return "not loaded: PyTorch's kernels run on the CPU (the row native below says why, and what builds it)"
-    line = "; ".join([f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)", *_lost(library)])
+    line = "; ".join([f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)", *_restrictions(library)])
     if library.is_forked():
         line += "; this process was forked: the kernel starts its own threads, and PyTorch's may wait for the parent's"
     return line
 
 
-def _lost(library: cpu.Library) -> list[str]:
+def _restrictions(library: cpu.Library) -> list[str]:
     """What the library cannot use in this process."""
-    lost = [library.lost_level] if library.lost_level else []
+    restrictions = [library.lost_level] if library.lost_level else []
     if not library.has_openmp:
-        lost.append("it starts its own threads, because this process has no OpenMP runtime that it can use")
-    return lost
+        restrictions.append("it starts its own threads, because this process has no OpenMP runtime that it can use")
+    return restrictions
 
 
 def _is_tiny(problem: Problem) -> bool:

@@ -97,9 +97,9 @@ def require_memory(tensor: Tensor) -> Tensor:
 def with_addresses(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
     """The tensors, and the addresses of q, k and v. The caller must keep these tensors alive: some may be copies."""
     q, k, v = tensors.q, tensors.k, tensors.v
-    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if q_at and k_at and v_at and not (q.is_neg() or k.is_neg() or v.is_neg()):
-        return tensors, (q_at, k_at, v_at)
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if 0 not in addresses and not (q.is_neg() or k.is_neg() or v.is_neg()):
+        return tensors, addresses
     q, k, v = require_memory(q), require_memory(k), require_memory(v)
     return tensors._replace(q=q, k=k, v=v), (q.data_ptr(), k.data_ptr(), v.data_ptr())
 
@@ -107,7 +107,7 @@ def with_addresses(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
 def plain_record(
     call: Call,
     tensors: Tensors,
-    at: tuple[int, int, int],
+    addresses: tuple[int, int, int],
     strides: Strides | None,
     out: Tensor,
     lse: Tensor,
@@ -121,13 +121,13 @@ def plain_record(
     sizes, q_strides, k_strides, v_strides, out_strides, lse_strides = strides.packed or _pack(
         strides, call.problem, out, lse
     )
-    if not (out_at := out.data_ptr()):
+    if not (out_address := out.data_ptr()):
         require_memory(out)  # of fake memory, under a mode
-    q_at, k_at, v_at = at
-    lse_at = 0 if lse is UNREAD else lse.data_ptr()
+    q, k, v = addresses
+    lse_address = 0 if lse is UNREAD else lse.data_ptr()
     options = torch.get_num_threads(), call.scale, call.softcap or 0.0
     head = _PACK_TENSORS(
-        sizes, *options, q_at, q_strides, k_at, k_strides, v_at, v_strides, out_at, out_strides, lse_at, lse_strides
+        sizes, *options, q, q_strides, k, k_strides, v, v_strides, out_address, out_strides, lse_address, lse_strides
     )
     checked, mask = call.checked_mask, call.mask
     if checked is not None:
@@ -303,8 +303,8 @@ class Records:
             part = self.bias[:, :, rows]
             bias = (part.data_ptr(), DTYPES[part.dtype], *part.stride())
         if self.slopes is not None:
-            slope, at = self.slopes[:, :, rows], self.row_position[:, rows]
-            slopes = (slope.data_ptr(), *slope.stride(), at.data_ptr(), batch_stride(at))
+            slope, position = self.slopes[:, :, rows], self.row_position[:, rows]
+            slopes = (slope.data_ptr(), *slope.stride(), position.data_ptr(), batch_stride(position))
         if self.key_position is not None:
             keys = (self.key_position.data_ptr(), batch_stride(self.key_position))
         if call.dropout_p:

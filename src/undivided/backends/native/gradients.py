@@ -38,11 +38,11 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     layout = call.problem.layout
     library = cpu.load()
     assert isinstance(library, cpu.Library)
-    (tensors, at), grad_out = with_addresses(tensors), require_memory(grad_out)
+    (tensors, addresses), grad_out = with_addresses(tensors), require_memory(grad_out)
     out, lse = _unit_last(require_memory(result.out)), _unit_last(require_memory(result.lse))
     grad_lse = None if grad_lse is None else require_memory(grad_lse)
     if call.pages is None and is_plain(call, tensors):
-        problem_record = plain_record(call, tensors, at, None, out, lse)
+        problem_record = plain_record(call, tensors, addresses, None, out, lse)
         return _plain(library, call, tensors, problem_record, grad_out, grad_lse, call.problem.dtype)
     records = Records(
         call,
@@ -66,8 +66,8 @@ def plain_fp32(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, g
     tensors are contiguous."""
     library = cpu.load()
     assert isinstance(library, cpu.Library)
-    tensors, at = with_addresses(tensors)
-    problem_record = plain_record(call, tensors, at, None, result.out, result.lse)
+    tensors, addresses = with_addresses(tensors)
+    problem_record = plain_record(call, tensors, addresses, None, result.out, result.lse)
     return _plain(library, call, tensors, problem_record, grad_out, grad_lse, torch.float32)
 
 
@@ -236,11 +236,11 @@ def _gradient_buffer(tensor: Tensor, in_parts: bool, dtype: torch.dtype) -> Tens
 
 def _sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The sum over the axes that are 1 in `shape`, in an order that does not depend on the number of threads."""
-    over = [axis for axis, size in enumerate(shape) if size == 1 and tensor.shape[axis] != 1]
-    if not over:
+    summed = [axis for axis, size in enumerate(shape) if size == 1 and tensor.shape[axis] != 1]
+    if not summed:
         return tensor
-    kept = [axis for axis in range(tensor.dim()) if axis not in over]
-    flat = tensor.permute(*kept, *over).flatten(len(kept))
+    others = [axis for axis in range(tensor.dim()) if axis not in summed]
+    flat = tensor.permute(*others, *summed).flatten(len(others))
     if flat.shape[-1] == 0:
         return tensor.new_zeros(shape)
     return flat.cumsum(-1, dtype=torch.float64)[..., -1].float().reshape(shape)

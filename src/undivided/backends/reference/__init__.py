@@ -91,8 +91,8 @@ def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | 
     if allowed is not None:  # a NaN in a row's total must not reach the keys that the row does not see
         weights = weights.masked_fill(~allowed, 0.0)
     if call.dropout_p > 0:
-        kept = _kept(block, call, tensors)
-        weights = weights.masked_fill(~kept, 0.0) * philox.survivor_scale(call.dropout_p)
+        survivors = _survivors(block, call, tensors)
+        weights = weights.masked_fill(~survivors, 0.0) * philox.survivor_scale(call.dropout_p)
     out = _grouped_matmul(weights, v)
     # a row without a key is already 0; torch.where stops the gradient that comes back to it
     return out if some_row is None else torch.where(some_row, out, 0.0), lse
@@ -143,7 +143,7 @@ def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) ->
     return allowed
 
 
-def _kept(block: Block, call: Call, tensors: Tensors) -> Tensor:
+def _survivors(block: Block, call: Call, tensors: Tensors) -> Tensor:
     """Which weights survive dropout, bool [B, H, R, K]."""
     normal = call.normal_form(tensors.q)
     assert call.dropout_seed is not None
@@ -346,7 +346,7 @@ class Reference(Backend):
         """The derivative of `backward` along grad_gradients: for the inputs, for grad_out and for grad_lse."""
         problem = call.problem
         precision = lse_dtype(problem.dtype)
-        tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
+        tensors = call.dense_tensors(tensors, precision)
         sums = Accumulators(call, tensors)
         outer = Tensors._make(
             g if g is not None else None if t is None else torch.zeros_like(t)
@@ -388,8 +388,8 @@ def _partial_gradients(part: Result, whole: Result, grads: Sequence[Tensor]) -> 
     """
     empty = part.lse == -torch.inf
     share = torch.exp(part.lse.detach() - whole.lse).masked_fill(empty, 0.0)
-    along = (grads[0] * (part.out.detach() - whole.out)).sum(-1)
-    for_lse = along if len(grads) == 1 else along + grads[1]
+    through_out = (grads[0] * (part.out.detach() - whole.out)).sum(-1)
+    for_lse = through_out if len(grads) == 1 else through_out + grads[1]
     return [grads[0] * share.unsqueeze(-1), (for_lse * share).masked_fill(empty, 0.0)]
 
 

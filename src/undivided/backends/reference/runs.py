@@ -86,7 +86,7 @@ def _cuts(allowed: Tensor, nonfinite_rows: Tensor, nonfinite_keys: Tensor) -> li
     >>> _cuts(causal, torch.tensor([False] * 4), torch.tensor([False, False, True, False]))
     [2]
     """
-    alone = nonfinite_rows & allowed.any(-1).any(1)[0]  # rows without keys are cleared
-    seen = allowed[0][..., nonfinite_keys]
-    apart = (seen[:, 1:] != seen[:, :-1]).any(-1).any(0) | alone[1:] | alone[:-1]
-    return [int(i) + 1 for i in apart.nonzero().flatten()]
+    is_alone = nonfinite_rows & allowed.any(-1).any(1)[0]  # rows without keys are cleared
+    pairs = allowed[0][..., nonfinite_keys]
+    is_cut = (pairs[:, 1:] != pairs[:, :-1]).any(-1).any(0) | is_alone[1:] | is_alone[:-1]
+    return [int(i) + 1 for i in is_cut.nonzero().flatten()]

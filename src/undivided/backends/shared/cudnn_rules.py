@@ -143,8 +143,8 @@ def _mask_reasons(problem: Problem, version: Version, capability: Capability) ->
     padded = bool(mask.kinds & {"lengths", "documents"})
     if problem.align == "bottom_right" and mask.right is not None:
         reasons += _bottom_right_reasons(problem, version, padded)
-        at_stake = mask.left is not None and (problem.q_len == problem.kv_len or padded)
-        if capability[0] == 9 and version <= (9, 9, 0) and at_stake:
+        is_refused = mask.left is not None and (problem.q_len == problem.kv_len or padded)
+        if capability[0] == 9 and version <= (9, 9, 0) and is_refused:
             reasons.append(
                 f"a bottom-right window on {capability_name(capability)} ({cudnn_name(version)}; after 9.9.0)"
             )

@@ -54,14 +54,14 @@ def extra_reasons_4(problem: Problem, machine: Machine) -> list[str]:
     reasons = _sizes_4(problem, machine)
     major = (machine.compute_capability or (0, 0))[0]
     backward = "backward" in problem.features
-    on = gpu.capability_text(machine)
+    capability = gpu.capability_text(machine)
     if backward and major == 8:
-        reasons.append(f"gradients on compute capability {on} (min 9.0)")
+        reasons.append(f"gradients on compute capability {capability} (min 9.0)")
     if backward and problem.deterministic and major == 12:
-        reasons.append(f"deterministic gradients on compute capability {on} (below 12.0)")
+        reasons.append(f"deterministic gradients on compute capability {capability} (below 12.0)")
     if "sinks" in problem.features:
         if backward and major == 12:
-            reasons.append(f"gradients with sinks on compute capability {on} (9.x, 10.x and 11.x)")
+            reasons.append(f"gradients with sinks on compute capability {capability} (9.x, 10.x and 11.x)")
         if problem.features & {"lse", "lse_grad"}:
             reasons.append("the log-sum-exp returned with sinks (its own contains them)")
     return reasons
@@ -71,16 +71,16 @@ def _sizes_4(problem: Problem, machine: Machine) -> list[str]:
     """Head sizes of version 4 by architecture (`_validate_head_dims`); on 8.x and 12.x only the standard range."""
     major, sizes = (machine.compute_capability or (0, 0))[0], (problem.qk_dim, problem.v_dim)
     text = f"head_dim={sizes[0]}" + (f", value_dim={sizes[1]}" if sizes[0] != sizes[1] else "")
-    on = gpu.capability_text(machine)
+    capability = gpu.capability_text(machine)
     if major == 9:
-        return [f"{text} (max 256 on compute capability {on})"] if max(sizes) > 256 else []
+        return [f"{text} (max 256 on compute capability {capability})"] if max(sizes) > 256 else []
     special = {(192, 128), (256, 256)} if major in (10, 11) else set()
     if max(sizes) <= 128 or sizes in special:
         unfit = (problem.features & {"softcap", "sinks", "lse_grad"}) | (problem.mask.kinds & {"window"})
         if sizes == (256, 256) and unfit:
-            return [f"{text} with {', '.join(sorted(unfit))} on compute capability {on}"]
+            return [f"{text} with {', '.join(sorted(unfit))} on compute capability {capability}"]
         return []
-    return [f"{text} (max 128{', or 192/128 or 256' if special else ''} on compute capability {on})"]
+    return [f"{text} (max 128{', or 192/128 or 256' if special else ''} on compute capability {capability})"]
 
 
 LIMITS_2 = Limits(

@@ -88,8 +88,8 @@ def large_head_reasons(problem: Problem, machine: Machine) -> list[str]:
     capability = machine.compute_capability
     small = capability is not None and ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1))
     if small and "backward" in problem.features and 192 < problem.qk_dim <= 224:
-        on = capability_text(machine)
-        return [f"head_dim={problem.qk_dim} (gradients on compute capability {on} only up to 192 or above 224)"]
+        text = f"gradients on compute capability {capability_text(machine)} only up to 192 or above 224"
+        return [f"head_dim={problem.qk_dim} ({text})"]
     return []
 
 
@@ -271,15 +271,15 @@ def _nothing_to_clear(call: Call) -> bool:
 @contextmanager
 def deterministic(problem: Problem) -> Iterator[None]:
     """Sets PyTorch's global determinism flag for one call: its kernels read nothing else."""
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    if not problem.deterministic or before == (True, False):
+    previous = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    if not problem.deterministic or previous == (True, False):
         yield
         return
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
 
 
 _LOAD_BYTES = 16

@@ -40,9 +40,9 @@ class _Backward:
         tensors, parts = self.inputs.tensors, list(self.inputs.parts())
         dq = torch.empty_like(tensors.q) if self.needs[0] or self.needs[5] else None
         # if the rows are computed in several launches, the sums over rows are kept in fp32
-        kind = torch.float32 if len(parts) > 1 else None
-        dk = torch.zeros_like(tensors.k, dtype=kind) if self.needs[1] or self.needs[2] else None
-        dv = torch.zeros_like(tensors.v, dtype=kind) if self.needs[1] or self.needs[2] else None
+        dtype = torch.float32 if len(parts) > 1 else None
+        dk = torch.zeros_like(tensors.k, dtype=dtype) if self.needs[1] or self.needs[2] else None
+        dv = torch.zeros_like(tensors.v, dtype=dtype) if self.needs[1] or self.needs[2] else None
         dbias = self._empty_bias() if self.needs[3] else None
         for rows in parts:
             if dq is not None:

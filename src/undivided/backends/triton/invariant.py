@@ -87,7 +87,7 @@ def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group
         _run(table[..., side], table[..., side + 1], real, origin, tile.block_n)
         for side in range(0, table.shape[-1], 2)
     ]
-    runs.append(tables.after(*runs) if len(runs) == 2 else torch.zeros_like(runs[0]))
+    runs.append(tables.without_overlap(*runs) if len(runs) == 2 else torch.zeros_like(runs[0]))
     return Blocks(places.shape[1], places, torch.cat((runs[0], runs[-1]), -1).contiguous())
 
 

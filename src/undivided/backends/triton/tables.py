@@ -118,7 +118,7 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
     if width == 2:
         runs.append(torch.zeros_like(runs[0]))
     else:
-        runs[1] = after(runs[0], runs[1])
+        runs[1] = without_overlap(runs[0], runs[1])
     return torch.cat(runs, -1).contiguous()
 
 
@@ -143,10 +143,10 @@ def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n:
     return run.masked_fill(empty[..., None], 0).to(torch.int32)
 
 
-def after(one: Tensor, two: Tensor) -> Tensor:
+def without_overlap(run: Tensor, second: Tensor) -> Tensor:
     """The second run without the tiles of the first: tiles of both are visited once and masked by both ranges."""
-    begin, full_begin, full_end, end = two.unbind(-1)
-    first, last = one[..., 0], one[..., 3]
+    begin, full_begin, full_end, end = second.unbind(-1)
+    first, last = run[..., 0], run[..., 3]
     overlap = (last > first) & (end > begin) & (begin < last)
     begin = torch.where(overlap, last, begin)
     end = torch.maximum(begin, end)

@@ -77,26 +77,25 @@ def gradients(
         BlockSums(virtual, x.shape[3]) if need else None for x, need in zip(inputs[1:], call.needs[1:3], strict=True)
     ]
     dq = torch.zeros(q.shape) if call.needs[0] else None
-    for one in virtual.parts():
-        part = one.part
+    for part in virtual.parts():
+        span = part.span
         dq_part, *dkv_part = plain_fp32(
-            virtual.virtual_call(one.form, None),
-            Tensors(q[part], one.k, one.v, None, None, None),
-            Result(out[part], lse[part]),
-            grad[part],
-            None if lse_gradient is None else lse_gradient[part],
+            virtual.virtual_call(part.form, None),
+            Tensors(q[span], part.k, part.v, None, None, None),
+            Result(out[span], lse[span]),
+            grad[span],
+            None if lse_gradient is None else lse_gradient[span],
         )
         if dq is not None and dq_part is not None:
-            dq[part] = dq_part
+            dq[span] = dq_part
         for total, gradient in zip(sums, dkv_part[:2], strict=True):
             if total is not None and gradient is not None:
-                total.add(one, gradient)
+                total.add(part, gradient)
     results = [None if x is None else x.tokens(like) for x, like in zip(sums, inputs[1:], strict=True)]
+    dq_BSHD = None
     if dq is not None:
         dq_BSHD = torch.zeros_like(inputs[0], memory_format=torch.contiguous_format)
         virtual.rows.put_heads(dq, dq_BSHD)
-        results.insert(0, dq_BSHD)
-    else:
-        results.insert(0, None)
+    results.insert(0, dq_BSHD)
     restored = [None if x is None else layout.from_heads_first(x.transpose(1, 2), problem.layout) for x in results]
     return [*restored, None, None, None]

@@ -59,10 +59,10 @@ class Rows:
         units = tables if joins_heads and problem.kv_heads % tables == 0 else math.lcm(tables, problem.kv_heads)
         index = real = None
         if elsewhere:
-            at = torch.arange(blocks * size)[None]
+            row = torch.arange(blocks * size)[None]
             start, count = torch.as_tensor(geometry.q_start), torch.as_tensor(geometry.q_size)
-            index = (start.view(-1, 1) + at).expand(max(start.numel(), count.numel()), -1)
-            real = (at < count.view(-1, 1)) & (index >= 0) & (index < problem.q_len)
+            index = (start.view(-1, 1) + row).expand(max(start.numel(), count.numel()), -1)
+            real = (row < count.view(-1, 1)) & (index >= 0) & (index < problem.q_len)
             index = index.clamp(0, problem.q_len - 1)
         group, key_heads = problem.heads // units, max(problem.kv_heads // units, 1)
         return Rows(index, real, problem.batch, problem.q_len, packed, blocks, size, units, group, key_heads)

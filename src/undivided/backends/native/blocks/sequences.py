@@ -33,14 +33,14 @@ class VirtualPart:
     """Some virtual sequences with copies of their keys and values.
 
     Args:
-        part: which of the V.
+        span: which of the V.
         form: their ranges.
         k, v: copies of the chosen keys and values, ``[v, 1, n * kv_block, D]``.
         sequence, head: sequence and key head of each, int64 ``[v]``.
         table: blocks of each, int64 ``[v, n]``.
     """
 
-    part: slice
+    span: slice
     form: NormalForm
     k: Tensor
     v: Tensor
@@ -127,13 +127,13 @@ class VirtualSequences:
         head = order // self.rows.blocks % self.rows.units // (self.rows.units // self.call.problem.kv_heads)
         step = max(GATHERED_BYTES // (columns * size * (k.shape[3] + v.shape[3]) * 8), 1)
         for start in range(0, len(table), step):
-            part = slice(start, start + step)
-            token = (table[part, :, None] * size + torch.arange(size)).flatten(1) + origin[part, None]
+            span = slice(start, start + step)
+            token = (table[span, :, None] * size + torch.arange(size)).flatten(1) + origin[span, None]
             token = token.clamp(0, self.call.problem.kv_len - 1)
-            at = sequence[part, None] * (not self.rows.packed), token, head[part, None]
-            ranges = self.form.ranges[part]
+            index = sequence[span, None] * (not self.rows.packed), token, head[span, None]
+            ranges = self.form.ranges[span]
             form = dataclasses.replace(self.form, ranges=ranges, batch=len(ranges), geometry=None)
-            yield VirtualPart(part, form, k[at][:, None], v[at][:, None], sequence[part], table[part], head[part])
+            yield VirtualPart(span, form, k[index][:, None], v[index][:, None], sequence[span], table[span], head[span])
 
     def _places(self, k: Tensor, page: int) -> tuple[Tensor, Tensor]:
         """The batch element (or page of the pool) and the row of each virtual page's start, ``[N, U, A, n]``."""
