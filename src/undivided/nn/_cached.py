@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
 from undivided.cache import InferenceParams
@@ -17,7 +16,7 @@ from undivided.context_parallel import ContextParallel
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments import sequences
-from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.formats import Inputs, with_length
 from undivided.nn.arguments.mask_types import MaskType, Window, band
 from undivided.nn.arguments.sequences import SequenceArguments
 from undivided.nn.rotary.checks import check_rows
@@ -63,9 +62,7 @@ def with_cached_keys(inputs: Inputs, params: InferenceParams) -> Inputs:
     inputs = inputs._replace(cached=max(params.sequences.values(), default=0))
     if (length := params.sharded_length) is None:
         return inputs
-    shape = list(layout.canonical(inputs.q, inputs.format).shape)
-    shape[1] = length
-    return inputs._replace(q=layout.restore(inputs.q.new_empty(()).expand(shape), inputs.format))
+    return inputs._replace(q=with_length(inputs.q, length, inputs.format))
 
 
 def rows_of_positions(freqs: Tensor, positions: Tensor, format: Layout) -> Tensor:
@@ -108,8 +105,8 @@ def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> Non
     """Raise InputError for offsets that differ from the lengths of the cache."""
     for name, offsets in arguments.offsets.items():
         sequences.check_offsets(name, offsets)
-        known = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
-        if readable(offsets) and not any(_same_offsets(offsets, step_offsets) for step_offsets in known):
+        step_offsets = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
+        if readable(offsets) and not any(_same_offsets(offsets, expected) for expected in step_offsets):
             raise InputError(
                 name,
                 "be those of inference_params, or None",

@@ -14,7 +14,7 @@ from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_choice
-from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.formats import Inputs, with_length
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 
@@ -37,15 +37,11 @@ def context_parallel_group(
 
 def global_inputs(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, Tensor | None]) -> Inputs:
     """The inputs with the sizes of all ranks together, without memory: masks describe the whole sequences."""
-    placement = cp.placed(inputs.q_len, inputs.kv_len, _documents(inputs.format, *cu_seqlens))
-
-    def sized(tensor: Tensor, length: int) -> Tensor:
-        shape = list(layout.canonical(tensor, inputs.format).shape)
-        shape[1] = length
-        return layout.restore(tensor.new_empty(()).expand(shape), inputs.format)
-
+    format = inputs.format
+    placement = cp.placed(inputs.q_len, inputs.kv_len, _documents(format, *cu_seqlens))
     q_len, kv_len = placement.length("q"), placement.length("kv")
-    return Inputs(sized(inputs.q, q_len), sized(inputs.k, kv_len), sized(inputs.v, kv_len), inputs.format)
+    k, v = (with_length(tensor, kv_len, format) for tensor in (inputs.k, inputs.v))
+    return Inputs(with_length(inputs.q, q_len, format), k, v, format)
 
 
 def rank_freqs(

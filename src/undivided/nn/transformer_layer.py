@@ -206,13 +206,13 @@ class TransformerLayer(DividedModule):
     def _attention(self, arguments: Mapping[str, Any], kind: str) -> MultiheadAttention:
         """A new module for self-attention or cross-attention."""
         names = _SELF if kind == "self" else _INTER
-        passed = {
+        renamed = {
             inner: arguments[outer]
             for inner, outer in names.items()
             if outer in arguments and inner != "attention_mask"
         }
         window = {name: arguments[name] for name in ("window_size", "bottom_right_diagonal")}
-        shared = {name: arguments[name] for name in _SHARED_ARGUMENTS} | window | passed
+        shared = {name: arguments[name] for name in _SHARED_ARGUMENTS} | window | renamed
         module: MultiheadAttention = call_with_names(
             names,
             MultiheadAttention,
@@ -306,7 +306,7 @@ class TransformerLayer(DividedModule):
             NoBackendError: no allowed backend can run the problem.
         """
         check_refused(LAYERS_AT_CALL, {"is_first_microbatch": is_first_microbatch})
-        both = {
+        common = {
             "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params,
             "rotary_pos_emb": rotary_pos_emb,
@@ -326,24 +326,24 @@ class TransformerLayer(DividedModule):
         self.tensor_parallel.check_ranks()
         self._agree_on_dropout(hidden_states)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-        attended, residual = self._run_attention(
+        attention_out, residual = self._run_attention(
             "self",
             hidden_states,
-            both,
+            common,
             attention_mask=attention_mask,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
         )
         if self.parallel_attention_mlp:
-            fed, _ = self.layernorm_mlp(hidden_states)
-            return self._add_residual(attended + fed, hidden_states, offsets, drop_path=True)
-        x = self._add_residual(attended, residual, offsets, drop_path=True)
+            mlp_out, _ = self.layernorm_mlp(hidden_states)
+            return self._add_residual(attention_out + mlp_out, hidden_states, offsets, drop_path=True)
+        x = self._add_residual(attention_out, residual, offsets, drop_path=True)
         if self.layer_type == "decoder":
-            attended, residual = self._run_attention(
+            attention_out, residual = self._run_attention(
                 "cross",
                 x,
-                both,
+                common,
                 attention_mask=enc_dec_attn_mask,
                 attn_mask_type=enc_dec_attn_mask_type,
                 window_size=enc_dec_window_size,
@@ -353,16 +353,16 @@ class TransformerLayer(DividedModule):
                 cu_seqlens_kv_padded=cu_seqlens_kv_padded,
                 max_seqlen_kv=max_seqlen_kv,
             )
-            x = self._add_residual(attended, residual, offsets, drop_path=False)
-        fed, normalised = self.layernorm_mlp(x)
+            x = self._add_residual(attention_out, residual, offsets, drop_path=False)
+        mlp_out, normalised = self.layernorm_mlp(x)
         residual = normalised if self.apply_residual_connection_post_layernorm else x
-        x = self._add_residual(fed, residual, offsets, drop_path=True)
+        x = self._add_residual(mlp_out, residual, offsets, drop_path=True)
         return self.layernorm(x) if self.output_layernorm else x
 
-    def _run_attention(self, kind: str, x: Tensor, both: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    def _run_attention(self, kind: str, x: Tensor, common: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """The output of an attention module, and its residual."""
         module = self.self_attention if kind == "self" else self.inter_attention
-        out = call_with_names(_SELF if kind == "self" else _INTER, module, x, **both, **options)
+        out = call_with_names(_SELF if kind == "self" else _INTER, module, x, **common, **options)
         return out if self._returns_normalised(kind) else (out, x)
 
     def _add_residual(self, out: Tensor, residual: Tensor, cu_seqlens: Tensor | None, drop_path: bool) -> Tensor:

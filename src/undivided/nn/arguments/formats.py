@@ -19,7 +19,7 @@ from undivided.errors import InputError
 
 FORMATS: tuple[Layout, ...] = ("sbhd", "bshd", "thd")
 OTHER_FORMAT: dict[str, Layout] = {"sbhd": "bshd", "bshd": "sbhd"}
-_WHICH = (
+_FORMATS_HINT = (
     "'sbhd' is [seq, batch, heads, head_dim] (Megatron's order, and TransformerEngine's default), "
     "'bshd' is [batch, seq, heads, head_dim], 'thd' is [tokens, heads, head_dim] of packed sequences"
 )
@@ -79,16 +79,23 @@ def checked_format(
         if value == name:
             return name
     if value is not None:
-        hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if value == "bhsd" else _WHICH
+        hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if value == "bhsd" else _FORMATS_HINT
         raise InputError(argument, f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint=hint)
-    hint = _WHICH
+    hint = _FORMATS_HINT
     if isinstance(q, Tensor) and q.dim() == 4:
         a, b = q.shape[:2]
         hint += f". {tensor} is {list(q.shape)}: 'sbhd' if your batch size is {b}, 'bshd' if it is {a}"
     elif isinstance(q, Tensor) and q.dim() == 3:
         hint += f". {tensor} is {list(q.shape)}, three axes: 'thd', or [batch, seq, hidden] before the split into heads"
-    where = "be given at construction or at the call" if argument == "qkv_format" else "be given"
-    raise InputError(argument, f"{where} (there is no default)", None, hint=hint)
+    must = "be given at construction or at the call" if argument == "qkv_format" else "be given"
+    raise InputError(argument, f"{must} (there is no default)", None, hint=hint)
+
+
+def with_length(tensor: Tensor, length: int, format: Layout) -> Tensor:
+    """A tensor with this many tokens per sequence and the same other sizes, without memory: for checks of sizes."""
+    shape = list(layout.canonical(tensor, format).shape)
+    shape[1] = length
+    return layout.restore(tensor.new_empty(()).expand(shape), format)
 
 
 class InputTensors(NamedTuple):
@@ -232,9 +239,9 @@ def _check_lengths(inputs: Inputs) -> None:
 
 def _check_dtypes_and_devices(inputs: Inputs) -> None:
     q = inputs.q
-    cast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
+    is_autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):
-        if tensor.dtype != q.dtype and not cast:
+        if tensor.dtype != q.dtype and not is_autocast:
             raise InputError(
                 name,
                 f"have query_layer's dtype ({q.dtype})",

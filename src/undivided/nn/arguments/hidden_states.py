@@ -22,6 +22,11 @@ from undivided.errors import InputError
 from undivided.nn.arguments.formats import FORMATS, OTHER_FORMAT
 from undivided.nn.arguments.sequences import differ
 
+_FORMAT_HINT = (
+    "look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden], the batch size first (PyTorch's batch_first); "
+    "'sbhd' if it is [seq, batch, hidden] (Megatron's order, and TransformerEngine's default); "
+    "'thd' if it is [tokens, hidden], packed sequences, with cu_seqlens_q"
+)
 _AXES = {"sbhd": "[seq, batch, hidden]", "bshd": "[batch, seq, hidden]", "thd": "[tokens, hidden]"}
 
 
@@ -55,17 +60,8 @@ def checked_format(argument: str, value: object) -> Layout:
             return name
     choices = ", ".join(map(repr, FORMATS))
     if value is not None:
-        raise InputError(argument, f"be one of {choices}", repr(value), hint=_format_hint())
-    raise InputError(argument, f"be given (there is no default): one of {choices}", None, hint=_format_hint())
-
-
-def _format_hint() -> str:
-    return (
-        "look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden], the batch size first "
-        "(PyTorch's batch_first); "
-        "'sbhd' if it is [seq, batch, hidden] (Megatron's order, and TransformerEngine's default); "
-        "'thd' if it is [tokens, hidden], packed sequences, with cu_seqlens_q"
-    )
+        raise InputError(argument, f"be one of {choices}", repr(value), hint=_FORMAT_HINT)
+    raise InputError(argument, f"be given (there is no default): one of {choices}", None, hint=_FORMAT_HINT)
 
 
 def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor) -> None:

@@ -37,8 +37,8 @@ class SequenceArguments(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors among the arguments."""
-        masked = self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
-        return tuple(t for t in (*masked, *self[1:5]) if isinstance(t, Tensor))
+        mask = self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
+        return tuple(t for t in (*mask, *self[1:5]) if isinstance(t, Tensor))
 
     @property
     def offsets(self) -> dict[str, Tensor]:
@@ -176,14 +176,14 @@ def mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention
         diagonal.align,
         diagonal.band,
     )
-    known = _recent.get(key)
-    if known is None:
+    entry = _recent.get(key)
+    if entry is None:
         sequences = _sequence_mask(arguments, kind, inputs, attention_type)
         assert sequences is not None
         if len(_recent) >= _MAX_RECENT:
             _recent.clear()
-        known = _recent[key] = (tensors, diagonal & sequences)
-    return known[1]
+        entry = _recent[key] = (tensors, diagonal & sequences)
+    return entry[1]
 
 
 def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> Mask | None:

@@ -30,31 +30,31 @@ def both_halves(x: Tensor, ranks: TensorRanks) -> Tensor:
         [.., 2 f / ranks]: features ``f / ranks * rank`` and the following ones, then the same of the second half.
     """
     if not torch.compiler.is_compiling():
-        exchanged: Tensor = _Exchanged.apply(x, ranks, f"{_STEP} in {running_call()}", False)  # type: ignore[no-untyped-call]
+        exchanged: Tensor = _PieceExchange.apply(x, ranks, f"{_STEP} in {running_call()}", False)  # type: ignore[no-untyped-call]
         return exchanged
     whole, width = ranks.gather_features(x), x.shape[-1] // 2
-    pieces = (whole.narrow(-1, piece * width, width) for piece in _used(ranks.rank, ranks.size))
+    pieces = (whole.narrow(-1, piece * width, width) for piece in _used_pieces(ranks.rank, ranks.size))
     return torch.cat(list(pieces), -1)
 
 
-def _held(rank: int, size: int) -> tuple[int, int]:
+def _held_pieces(rank: int, size: int) -> tuple[int, int]:
     """The pieces that a rank holds of 2 size."""
     return 2 * rank, 2 * rank + 1
 
 
-def _used(rank: int, size: int) -> tuple[int, int]:
+def _used_pieces(rank: int, size: int) -> tuple[int, int]:
     """The pieces that a rank multiplies."""
     return rank, rank + size
 
 
-class _Exchanged(torch.autograd.Function):
+class _PieceExchange(torch.autograd.Function):
     """The used pieces from the held ones, or the held ones from the used ones: each is the gradient of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, step: str, back: bool) -> Tensor:
         """The pieces of this rank after the exchange, [.., 2 f / ranks]."""
         ctx.ranks, ctx.step, ctx.back = ranks, step, back
-        before, after = (_used, _held) if back else (_held, _used)
+        before, after = (_used_pieces, _held_pieces) if back else (_held_pieces, _used_pieces)
         group = ProcessGroup(ranks.group)
         pieces = dict(zip(before(group.rank, group.world), (part.contiguous() for part in x.chunk(2, -1)), strict=True))
         arrived = {piece: torch.empty_like(next(iter(pieces.values()))) for piece in after(group.rank, group.world)}
@@ -68,4 +68,4 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of the pieces before the exchange."""
         step = f"the gradient of {ctx.step.removeprefix('the gradient of ')}"
-        return _Exchanged.apply(gradient, ctx.ranks, step, not ctx.back), None, None, None  # type: ignore[no-untyped-call]
+        return _PieceExchange.apply(gradient, ctx.ranks, step, not ctx.back), None, None, None  # type: ignore[no-untyped-call]

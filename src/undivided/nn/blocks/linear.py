@@ -71,9 +71,10 @@ class Linear(Module):
         """
         x = self.normalise(x)
         whole = x if self.ranks is None else self.ranks.enter(x)
-        return tuple(functional.linear(whole, w, b if add_bias else None) for w, b in map(self._used, self.names)), x
+        parts = map(self._used_part, self.names)
+        return tuple(functional.linear(whole, w, b if add_bias else None) for w, b in parts), x
 
-    def _used(self, name: str) -> tuple[Tensor, Tensor | None]:
+    def _used_part(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a part, as plain tensors: the rows that this rank uses."""
         weight, bias = (own_part(getattr(self, f"{name}{kind}")) for kind in ("weight", "bias"))
         if self.ranks is None or name not in self.used_rows:

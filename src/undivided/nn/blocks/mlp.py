@@ -25,6 +25,7 @@ from undivided.nn.blocks.module import Init, Module, initialise, own_part
 from undivided.nn.blocks.normalization import Norm
 
 _QUICK = 1.702
+"""The factor in ``x sigmoid(1.702 x)``, which approximates the exact gelu."""
 
 
 def _qgelu(x: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ ACTIVATIONS = (
 
 
 class Activation:
-    """The activation with a name."""
+    """An activation, by its name."""
 
     def __init__(self, name: object, parameters: Mapping[str, float] | None = None) -> None:
         self.name = checked_choice("activation", name, ACTIVATIONS)
@@ -175,16 +176,17 @@ class LayerNormMLP(Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block, and x normalised."""
-        normed = self.norm(x, *self.whole_on_ranks(self.layer_norm_weight, self.layer_norm_bias))
+        normalised = self.norm(x, *self.whole_on_ranks(self.layer_norm_weight, self.layer_norm_bias))
         fc1, fc1_bias, fc2 = (own_part(p) for p in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
         (bias,) = self.whole_on_ranks(self.fc2_bias)
         if self.ranks is None:
-            return functional.linear(self.activation(functional.linear(normed, fc1, fc1_bias)), fc2, bias), normed
-        inner = functional.linear(self.ranks.enter(normed), fc1, fc1_bias)
+            inner = self.activation(functional.linear(normalised, fc1, fc1_bias))
+            return functional.linear(inner, fc2, bias), normalised
+        inner = functional.linear(self.ranks.enter(normalised), fc1, fc1_bias)
         if self.has_consecutive_rows and self.activation.gated:
             inner = both_halves(inner, self.ranks)
         out = self.ranks.leave(functional.linear(self.activation(inner), fc2))
-        return out if bias is None else out + bias, normed
+        return out if bias is None else out + bias, normalised
 
     def extra_repr(self) -> str:
         """Sizes, activation and normalisation, for `repr`."""

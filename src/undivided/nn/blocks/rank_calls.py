@@ -74,7 +74,7 @@ def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Conca
         call = f"{type(layer).__name__} {layer.layer_number}"
         arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
         if ranks.check and _is_comparable(next((x for x in arguments.values() if x is not None), None)):
-            ranks.compare({"layer": call, **_described(arguments), **layer._shared_state()}, call)
+            ranks.compare({"layer": call, **_texts(arguments), **layer._shared_state()}, call)
         _running.call = call
         try:
             with rank_errors(f"the forward pass of {call}", ranks.group):
@@ -91,7 +91,7 @@ def _is_comparable(x: object) -> bool:
     return not isinstance(x, Tensor) or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu")
 
 
-def _described(arguments: Mapping[str, object]) -> dict[str, str]:
+def _texts(arguments: Mapping[str, object]) -> dict[str, str]:
     return {name: _text(value) for name, value in arguments.items()}
 
 

@@ -111,32 +111,32 @@ class TensorRanks:
         from torch.distributed.tensor import Partial, Replicate
 
         own = self._placement()
-        return self._moved(x, "the gather of hidden states", (own, Replicate()), (Partial(), own))
+        return self._move(x, "the gather of hidden states", (own, Replicate()), (Partial(), own))
 
     def leave(self, x: Tensor) -> Tensor:
         """Hidden states that are the sum over ranks; with sequence parallelism this rank's part of them."""
         from torch.distributed.tensor import Partial, Replicate
 
         own = self._placement()
-        return self._moved(x, "the sum of outputs", (Partial(), own), (own, Replicate()))
+        return self._move(x, "the sum of outputs", (Partial(), own), (own, Replicate()))
 
     def shared(self, parameter: Tensor) -> Tensor:
         """A parameter that ranks apply to different heads or tokens: its gradient is the sum over ranks."""
         from torch.distributed.tensor import Partial, Replicate
 
-        return self._moved(parameter, "a shared parameter", (Replicate(), Replicate()), (Partial(), Replicate()))
+        return self._move(parameter, "a shared parameter", (Replicate(), Replicate()), (Partial(), Replicate()))
 
     def gather_features(self, x: Tensor) -> Tensor:
         """The features of all ranks, [.., ranks * features]; the gradient is this rank's part of the sum over ranks."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         own = Shard(x.ndim - 1)
-        return self._moved(x, "the gather of features", (own, Replicate()), (Partial(), own))
+        return self._move(x, "the gather of features", (own, Replicate()), (Partial(), own))
 
-    def _moved(self, x: Tensor, what: str, forward: Move, backward: Move) -> Tensor:
+    def _move(self, x: Tensor, what: str, forward: Move, backward: Move) -> Tensor:
         """x after a move, its gradient after another one; DTensor does the communication."""
         if not torch.compiler.is_compiling():
-            moved: Tensor = _Moved.apply(x, self, f"{what} in {running_call()}", forward, backward)  # type: ignore[no-untyped-call]
+            moved: Tensor = _MoveWithGradient.apply(x, self, f"{what} in {running_call()}", forward, backward)  # type: ignore[no-untyped-call]
             return moved
         from torch.distributed.tensor import DTensor
 
@@ -166,7 +166,7 @@ class TensorRanks:
         return self._meshes[kind]
 
 
-class _Moved(torch.autograd.Function):
+class _MoveWithGradient(torch.autograd.Function):
     """A move whose gradient is another move; failures of both name the step. DTensor's own would name nothing."""
 
     @staticmethod
@@ -180,7 +180,7 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         """The gradient after the other move."""
         step = f"the gradient of {ctx.step.removeprefix('the gradient of ')}"
-        return _Moved.apply(gradient, ctx.ranks, step, *ctx.moves), None, None, None, None  # type: ignore[no-untyped-call]
+        return _MoveWithGradient.apply(gradient, ctx.ranks, step, *ctx.moves), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def _no_ranks() -> None:

@@ -105,8 +105,8 @@ def frequencies_for_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: f
     """
     if scaling.kind != "dynamic" or length <= scaling[_LENGTH] or dim == 2:  # one pair has frequency 1
         return inv_freq
-    grown = scaling["factor"] * length / scaling[_LENGTH] - (scaling["factor"] - 1)
-    return frequencies(dim, base * grown ** (dim / (dim - 2)), inv_freq.device)
+    growth = scaling["factor"] * length / scaling[_LENGTH] - (scaling["factor"] - 1)
+    return frequencies(dim, base * growth ** (dim / (dim - 2)), inv_freq.device)
 
 
 def attention_factor(scaling: Scaling) -> float:
@@ -142,8 +142,8 @@ def _yarn(scaling: Scaling, plain: Tensor, dim: int, base: float) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     pair = torch.arange(dim // 2, dtype=torch.float32, device=plain.device)
-    stretched = ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
-    mixed: Tensor = plain / scaling["factor"] * stretched + plain * (1 - stretched)
+    ramp = ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
+    mixed: Tensor = plain / scaling["factor"] * ramp + plain * (1 - ramp)
     return mixed
 
 
@@ -154,6 +154,6 @@ def _llama3(scaling: Scaling, plain: Tensor) -> Tensor:
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     waves = scaling[_LENGTH] * plain / (2 * math.pi)  # rotations of a pair within the original length
-    kept = ((waves - low) / (high - low)).clamp(0, 1)
-    mixed: Tensor = plain / scaling["factor"] * (1 - kept) + plain * kept
+    blend = ((waves - low) / (high - low)).clamp(0, 1)
+    mixed: Tensor = plain / scaling["factor"] * (1 - blend) + plain * blend
     return mixed
