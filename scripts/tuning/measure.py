@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from undivided.kernels import cpu
 
 GAIN, LOSS = 1.02, 0.97
 """A value is recommended if it is so much faster on the whole, and on no problem slower than this."""
+MIN_TURNS, MAX_TURNS = 5, 60
 ROUNDINGS = 16
 """Relative difference of two results, in roundings of their dtype, beyond which one of them is wrong."""
 
@@ -51,16 +51,18 @@ def load(path: Path, level: str) -> cpu.Library:
 def measure(problem: Benchmark, libraries: Mapping[int, cpu.Library], current: int, seconds: float) -> Row:
     """The ratios of one problem. One thread is timed by its processor time, which other load lengthens little."""
     with _using(libraries[current]):
-        one = _native(problem)
-        right = one.results()
-    wrong = tuple(value for value, library in libraries.items() if not _agrees(one, library, right))
-    calls = {str(value): _caller(one.call, library) for value, library in libraries.items() if value not in wrong}
+        competitor = _native(problem)
+        right = competitor.results()
+    wrong = tuple(value for value, library in libraries.items() if not _agrees(competitor, library, right))
+    calls = {
+        str(value): _caller(competitor.call, library) for value, library in libraries.items() if value not in wrong
+    }
     watch = timing.stopwatch(clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
     with _using(libraries[current]):
-        once = {name: max(min(watch(call, 1) for _ in range(2)), 1e-9) for name, call in calls.items()}
-        repeats = {name: max(1, math.ceil(timing.TURN / each)) for name, each in once.items()}
-        turn = sum(repeats[name] * once[name] for name in calls)
-        times = timing.turn_times(calls, min(max(int(seconds / turn), 5), 60), repeats, watch)
+        for call in calls.values():
+            call()
+        turns = timing.plan_turns(calls, seconds, MIN_TURNS, MAX_TURNS, watch)
+        times = timing.turn_times(calls, turns.number, turns.calls, watch)
     ratios, spread = {}, 0.0
     for name, own in times.items():
         if name != str(current):
@@ -89,10 +91,10 @@ def recommended(rows: Sequence[Row], current: int) -> int:
 
 def _native(problem: Benchmark) -> Competitor:
     """The call of the native backend."""
-    found, absent = competitors(prepare(problem), ("native",), ())
-    for one in found:
-        if one.label == "native":
-            return one
+    participants, absent = competitors(prepare(problem), ("native",), ())
+    for competitor in participants:
+        if competitor.label == "native":
+            return competitor
     raise RuntimeError(f"native cannot run {problem.name}: {absent}")
 
 
@@ -106,22 +108,22 @@ def _caller(call: Callable[[], object], library: cpu.Library) -> Callable[[], ob
     return run
 
 
-def _agrees(one: Competitor, library: cpu.Library, right: Mapping[str, Tensor]) -> bool:
+def _agrees(competitor: Competitor, library: cpu.Library, right: Mapping[str, Tensor]) -> bool:
     with _using(library):
-        results = one.results()
+        results = competitor.results()
     return all(_is_close(results[name], expected) for name, expected in right.items())
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def _is_close(result: Tensor, expected: Tensor) -> bool:
     limit = ROUNDINGS * torch.finfo(expected.dtype).eps * float(expected.double().norm())
-    return float((found.double() - expected.double()).norm()) <= limit
+    return float((result.double() - expected.double()).norm()) <= limit
 
 
 @contextmanager
 def _using(library: cpu.Library) -> Iterator[None]:
-    before = cpu.load
+    load_before = cpu.load
     cpu.load = lambda: library  # type: ignore[assignment]
     try:
         yield
     finally:
-        cpu.load = before
+        cpu.load = load_before

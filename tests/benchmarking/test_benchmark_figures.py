@@ -29,7 +29,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that always does the same, and is asked at no cost."""
     monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: QUIET)
     monkeypatch.setattr(peak, "reading", lambda size, device, clock: QUIET)
-    monkeypatch.setattr(peak, "tiles", lambda: None)
+    monkeypatch.setattr(peak, "witness_call", lambda: None)
 
 
 @pytest.mark.usefixtures("quiet")

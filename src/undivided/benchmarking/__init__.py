@@ -6,7 +6,8 @@
     suites       all problems, into one report          report              the report as tables and Markdown
     tasks        one problem in a separate process      __main__            the benchmarks with torch alone
     ranks        measured ranks from a report           tuning              tile sizes of the Triton kernels
-    measurement  measured ranks under a time limit
+    measurement  measured ranks under a time limit      roofline            the time that a problem should take
+    serving      competitors on packed batches
 
 Machines are shared and noisy: compare figures only with figures of the same run.
 """

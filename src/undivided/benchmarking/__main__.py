@@ -62,10 +62,11 @@ def main() -> int:
     backends = selectable_backends(options.device)
     report = _report(options, empty_report(planned, settings(options.device, backends, options.patience)))
     done_before = {(case["suite"], case["name"]) for case in report["cases"]}
+    selected = sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda benchmark: not benchmark.quick)
     tasks = [
-        Task(one.suite, one.name, options.device, backends, options.patience)
-        for one in sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda one: not one.quick)
-        if (one.suite, one.name) not in done_before
+        Task(benchmark.suite, benchmark.name, options.device, backends, options.patience)
+        for benchmark in selected
+        if (benchmark.suite, benchmark.name) not in done_before
     ]
     if options.warm:
         _warm(tasks, options.warm, deadline - time.monotonic())
@@ -82,8 +83,8 @@ def main() -> int:
     report["interrupted"] = left > 0
     _write(options.json, report)
     if options.ranks is not None:
-        kept = options.json.name if options.json is not None else "a report that was not saved"
-        print(f"{options.ranks}: {add(report, kept, options.ranks)}", file=sys.stderr)
+        source = options.json.name if options.json is not None else "a report that was not saved"
+        print(f"{options.ranks}: {add(report, source, options.ranks)}", file=sys.stderr)
     print(markdown(report))
     if left:
         print(f"not run: {left} (time limit; --resume runs the rest)")

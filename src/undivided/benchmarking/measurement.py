@@ -9,7 +9,6 @@ thread is timed by its processor time, which leaves out the time in which other 
 from __future__ import annotations
 
 import datetime
-import math
 import statistics
 import time
 from collections import defaultdict
@@ -152,7 +151,9 @@ def replaced(old: Table, new: Table, filter: str = "") -> Table:
     levels = {kind.split("/")[0] for kind in new}
     kept = {
         kind: {
-            at: entry for at, entry in places.items() if entry.run.report != SOURCE or kind.split("/")[0] not in levels
+            place: entry
+            for place, entry in places.items()
+            if entry.run.report != SOURCE or kind.split("/")[0] not in levels
         }
         for kind, places in old.items()
     }
@@ -197,8 +198,8 @@ class _Clock:
 
     def learn(self, benchmark: Benchmark, seconds: float) -> None:
         """Keep the longest time per pair that a problem of this kind took, above the fixed time."""
-        kind, above = self._kind(benchmark), seconds - FIXED[_direction(benchmark)]
-        self._seconds_per_pair[kind] = max(self._seconds_per_pair.get(kind, 0.0), above / _pairs(benchmark))
+        kind, variable = self._kind(benchmark), seconds - FIXED[_direction(benchmark)]
+        self._seconds_per_pair[kind] = max(self._seconds_per_pair.get(kind, 0.0), variable / _pairs(benchmark))
 
     def _expected(self, benchmark: Benchmark) -> float:
         per_pair = self._seconds_per_pair.get(self._kind(benchmark), 1 / FIRST_RATE)
@@ -240,13 +241,10 @@ def _race(competitors: Sequence[Competitor], clock: _Clock) -> tuple[dict[str, f
     """The median seconds of each competitor, and whether the turns agree on the order; a second attempt if not."""
     calls = {one.name: one.call for one in competitors}
     watch = timing.stopwatch(clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
-    once = {name: max(watch(call, 1), 1e-9) for name, call in calls.items()}
-    repeats = {name: max(1, math.ceil(timing.TURN / seconds)) for name, seconds in once.items()}
-    turn = sum(repeats[name] * once[name] for name in calls)
-    turns = min(max(int(PATIENCE / turn), MIN_TURNS), timing.MAX_TURNS)
-    times = timing.turn_times(calls, turns, repeats, watch)
-    if not order_is_steady(times) and clock.left() > turns * turn:
-        more = timing.turn_times(calls, turns, repeats, watch)
+    turns = timing.plan_turns(calls, PATIENCE, MIN_TURNS, timing.MAX_TURNS, watch)
+    times = timing.turn_times(calls, turns.number, turns.calls, watch)
+    if not order_is_steady(times) and clock.left() > turns.number * turns.seconds:
+        more = timing.turn_times(calls, turns.number, turns.calls, watch)
         times = {name: [*times[name], *more[name]] for name in times}
     return {name: statistics.median(each) for name, each in times.items()}, order_is_steady(times)
 

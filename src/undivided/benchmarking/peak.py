@@ -41,7 +41,7 @@ GPU_SIDE = 8192
 WITNESS_SIDE, WITNESS_PRODUCTS = 256, 20
 """Size and number of the products of a witness: 128 KiB per matrix, 0.8 ms on one core."""
 
-TILES = {torch.bfloat16: ("amx_bf16", "amx"), torch.float16: ("amx",)}
+MATRIX_UNIT_LEVELS = {torch.bfloat16: ("amx_bf16", "amx"), torch.float16: ("amx",)}
 """The levels of the native library that use matrix units, by dtype."""
 
 MIN_COPY_BYTES = 1 << 30
@@ -81,7 +81,7 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu", clock: Clock = time.perf
     if device != "cpu" or isinstance(library, str):
         return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device, clock=clock))
     if dtype != torch.float32 and "UNDIVIDED_ISA" not in os.environ:
-        if library.level in TILES[dtype]:
+        if library.level in MATRIX_UNIT_LEVELS[dtype]:
             return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, clock=clock))
         if _products_are_fast(library, dtype):
 
@@ -92,10 +92,10 @@ def arithmetic(dtype: torch.dtype, device: str = "cpu", clock: Clock = time.perf
     return Probe(f"{name} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype, clock))
 
 
-def tiles() -> Callable[[], object] | None:
+def witness_call() -> Callable[[], object] | None:
     """The call of a witness, matrix products in the caches; None if the native library uses no matrix unit."""
     library = cpu.load()
-    if isinstance(library, str) or library.level not in TILES[torch.bfloat16]:
+    if isinstance(library, str) or library.level not in MATRIX_UNIT_LEVELS[torch.bfloat16]:
         return None
     a, b = (torch.randn(WITNESS_SIDE, WITNESS_SIDE).bfloat16() for _ in range(2))
     return lambda: [torch.mm(a, b) for _ in range(WITNESS_PRODUCTS)]

@@ -47,8 +47,8 @@ class Timing(NamedTuple):
 
 def describe_place(problem: Problem, machine: Machine) -> dict[str, Any] | None:
     """The place of a problem in the table, and its work, for a report; None if it has no place."""
-    at = measured.place(problem, machine)
-    return None if at is None else {**at._asdict(), "operations_or_bytes": measured.work(problem)}
+    place = measured.place(problem, machine)
+    return None if place is None else {**place._asdict(), "operations_or_bytes": measured.work(problem)}
 
 
 def ranks(report: Mapping[str, Any], name: str) -> Ranks:
@@ -68,9 +68,9 @@ def ranks(report: Mapping[str, Any], name: str) -> Ranks:
         why = f"no {error}" if isinstance(error, KeyError) else "values of other types"
         raise InputError("report", "be one that `undivided bench --json` wrote", f"{name} ({why})") from None
     table: dict[str, dict[tuple[int, int], Entry]] = {}
-    for at, place_timings in timings.items():
+    for place, place_timings in timings.items():
         if rates := dict(_rates(place_timings)):
-            table.setdefault(at.kind, {})[at.length, at.work] = Entry(run, rates)
+            table.setdefault(place.kind, {})[place.length, place.work] = Entry(run, rates)
     return Ranks(table, {why: tuple(names) for why, names in left_out.items()})
 
 
@@ -123,8 +123,8 @@ def _times(case: TimedCase, cases: Mapping[str, TimedCase]) -> dict[str, float] 
     forward = cases.get(case["name"].removesuffix(BACKWARD))
     if forward is None or forward["rate"]["contended"] or _sizes(forward) != _sizes(case):
         return "no undisturbed forward for the backward"
-    also = dict(_right(forward))
-    return {name: time + also[name] for name, time in own.items() if name in also}
+    of_forward = dict(_right(forward))
+    return {name: time + of_forward[name] for name, time in own.items() if name in of_forward}
 
 
 def _sizes(case: TimedCase) -> str:

@@ -86,8 +86,8 @@ class Prediction(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The part that takes longest, the products aside if others add up to a tenth: what a faster kernel would
-        reduce."""
+        """The part that takes longest. The products do not count if all others are a tenth of the time: these are what
+        a faster kernel would reduce."""
         rest = {name: time for name, time in self.parts.items() if name != "products"}
         if self.overlap or sum(rest.values()) < 0.1 * self.seconds:
             return max(self.parts, key=lambda name: self.parts[name])
@@ -144,7 +144,9 @@ def prefill(
 
 
 def _pairs(length: int, rows: int, padded_to: int, keys: int, causal: bool, left: int | None) -> int:
-    """The pairs of one head if `rows` rows at a time, padded to a multiple, take all keys of any, in groups of `keys`.
+    """The pairs of one head that are computed if a block of rows takes every key that one of them sees.
+
+    Blocks have `rows` rows and are padded to a multiple of `padded_to`; keys are taken in groups of `keys`.
 
     >>> [_pairs(4, rows, rows, 1, True, None) for rows in (1, 2, 4)]
     [10, 12, 16]
@@ -197,12 +199,12 @@ def lines(report: Mapping[str, Any]) -> Iterator[Line]:
     []
     """
     level = LEVELS.get(report["machine"]["native"])
-    known = {one.name: one for suite in ("forward", "mask", "decode") for one in benchmarks(suite)}
+    by_name = {one.name: one for suite in ("forward", "mask", "decode") for one in benchmarks(suite)}
     vectors, reads = _peak(report, "float32 multiply-adds"), _peak(report, "read of")
     if level is None or vectors is None:
         return
     for case in report["cases"]:
-        benchmark, ours = known.get(case["name"]), case["entries"][0]
+        benchmark, ours = by_name.get(case["name"]), case["entries"][0]
         if benchmark is None or (kind := kind_of(benchmark)) is None or "seconds" not in ours:
             continue
         if kind != "decode" and level.splits_fp32 and benchmark.dtype == FLOAT:
@@ -241,7 +243,7 @@ def _prefill_of(benchmark: Benchmark, level: Level, rates: Rates) -> Prediction:
         own = torch.arange(length)
         if kind_of(benchmark) == "documents":  # the first row of a causal document sees itself alone
             firsts = [*own[ranges[:, 0] == own].tolist(), length]
-            lengths = [after - first for first, after in itertools.pairwise(firsts)]
+            lengths = [following - first for first, following in itertools.pairwise(firsts)]
         elif kind_of(benchmark) == "window":
             left = int((own - ranges[:, 0]).max())
     return prefill(

@@ -63,7 +63,7 @@ class Settings:
     @functools.cached_property
     def witness(self) -> timing.Witness | None:
         """The witness, one for all runs, because it stores its best time; None without a matrix unit."""
-        call = peak.tiles() if self.device == "cpu" else None
+        call = peak.witness_call() if self.device == "cpu" else None
         return timing.Witness(call) if call else None
 
     def race(self, competitors: Mapping[str, timing.Function], patience: float) -> timing.Race:

@@ -42,7 +42,7 @@ class Plan:
     Attributes:
         single: problems that are timed one by one.
         small: groups of small problems; each group is timed between one pair of probes.
-        overhead, memory: whether the overhead of a call and the memory of a layer are measured.
+        overhead, memory: whether the overhead of a call and the memory of long sequences are measured.
         quick: whether the run is a quick one.
 
     >>> from undivided.benchmarking import plan
@@ -181,12 +181,12 @@ def _fill(report: dict[str, Any], planned: Plan, settings: Settings, step: Calla
 
 @contextlib.contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count or previous)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def _overhead(turns: int, calls: int, step: Callable[[str], None]) -> dict[str, Any]:

@@ -136,10 +136,7 @@ def race(
     """
     for function in competitors.values():
         function()
-    once = {name: max(watch(function, 1), 1e-9) for name, function in competitors.items()}
-    calls = {name: max(1, math.ceil(TURN / seconds)) for name, seconds in once.items()}
-    turn_seconds = sum(calls[name] * once[name] for name in competitors)
-    turns = MAX_TURNS if turn_seconds * MAX_TURNS <= patience else max(int(patience / turn_seconds), MIN_TURNS)
+    turns, calls, _ = plan_turns(competitors, patience, MIN_TURNS, MAX_TURNS, watch)
     races: list[tuple[float, Race]] = []
     while True:
         before = witness.slowness() if witness else 1.0
@@ -149,6 +146,28 @@ def race(
         if slowness <= SLOWER or len(races) == attempts:
             return min(races, key=lambda race: race[0])[1]
         time.sleep(PAUSE)
+
+
+class Turns(NamedTuple):
+    """How a race is divided: the number of turns, the calls of each competitor in a turn, and the seconds of a turn."""
+
+    number: int
+    calls: dict[str, int]
+    seconds: float
+
+
+def plan_turns(
+    competitors: Mapping[str, Function], patience: float, least: int, most: int, watch: Stopwatch = _by_clock
+) -> Turns:
+    """The turns that fit into `patience` seconds, between two numbers, from the time of one call of each competitor.
+
+    >>> plan_turns({"a": lambda: None}, 1.0, 3, 15, lambda function, calls: 0.2 * calls)
+    Turns(number=5, calls={'a': 1}, seconds=0.2)
+    """
+    once = {name: max(watch(function, 1), 1e-9) for name, function in competitors.items()}
+    calls = {name: max(1, math.ceil(TURN / seconds)) for name, seconds in once.items()}
+    seconds = sum(calls[name] * once[name] for name in competitors)
+    return Turns(most if seconds * most <= patience else max(int(patience / seconds), least), calls, seconds)
 
 
 def _run_turns(

@@ -68,12 +68,12 @@ def tune(
     """
     for dtype in dtypes:
         for width in widths:
-            for work in _passes(device, dtype, width, length):
-                step(f"{work.name} {dtype_name(dtype)} head size {width}")
+            for one_pass in _passes(device, dtype, width, length):
+                step(f"{one_pass.name} {dtype_name(dtype)} head size {width}")
                 tiles = candidates
                 if tiles is None:
-                    tiles = config.candidates(work.name, architecture(torch.device(device)))
-                yield _fastest(work, dtype.itemsize, width, tiles, turns)
+                    tiles = config.candidates(one_pass.name, architecture(torch.device(device)))
+                yield _fastest(one_pass, dtype.itemsize, width, tiles, turns)
 
 
 def _passes(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator[Pass]:
@@ -107,23 +107,23 @@ def _runner(call: Call, tensors: Tensors, grad: bool) -> Callable[[], tuple[Tens
 
 
 @torch.no_grad()
-def _fastest(work: Pass, itemsize: int, width: int, candidates: tuple[Config, ...], turns: int) -> TuneResult:
-    right = work.run()
-    before = _seconds(work.run, turns)
-    best, seconds, tried = work.tile, before, 0
+def _fastest(one_pass: Pass, itemsize: int, width: int, candidates: tuple[Config, ...], turns: int) -> TuneResult:
+    right = one_pass.run()
+    before = _seconds(one_pass.run, turns)
+    best, best_seconds, tried = one_pass.tile, before, 0
     for tile in candidates:
-        with config.trial(work.name, tile):
+        with config.trial(one_pass.name, tile):
             try:
-                result = work.run()
+                result = one_pass.run()
             except Exception:  # too much shared memory, too many registers, a shape that Triton refuses
                 continue
             if not all(_are_close(a, b) for a, b in zip(result, right, strict=True)):
                 continue
             tried += 1
-            taken = _seconds(work.run, turns)
-        if taken < seconds:
-            best, seconds = tile, taken
-    return TuneResult(work.name, itemsize, width, best, seconds, before, tried)
+            seconds = _seconds(one_pass.run, turns)
+        if seconds < best_seconds:
+            best, best_seconds = tile, seconds
+    return TuneResult(one_pass.name, itemsize, width, best, best_seconds, before, tried)
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:

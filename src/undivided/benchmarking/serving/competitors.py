@@ -66,14 +66,14 @@ def groups(prepared: Prepared) -> list[Group]:
             [pool[row.long()].flatten(0, 1)[:length] for row, length in zip(pages, cached, strict=True)]
             for pool in (k, v)
         )
-    grouped, at, first = [], 0, 0
+    result, first_token, first = [], 0, 0
     for count, run in groupby(new):
         size = len(list(run))
-        rows, tokens = slice(first, first + size), slice(at, at + size * count)
+        rows, tokens = slice(first, first + size), slice(first_token, first_token + size * count)
         tree = None if trees is None else trees[tokens].view(size, count)
-        grouped.append(Group(q[tokens].unflatten(0, (size, count)), keys[rows], values[rows], first, tree))
-        at, first = at + size * count, first + size
-    return grouped
+        result.append(Group(q[tokens].unflatten(0, (size, count)), keys[rows], values[rows], first, tree))
+        first_token, first = tokens.stop, rows.stop
+    return result
 
 
 def _chosen_pages(prepared: Prepared) -> Tensor | None:
@@ -81,7 +81,7 @@ def _chosen_pages(prepared: Prepared) -> Tensor | None:
     return next((part.table[:, 0, 0] for part in prepared.call.mask.parts if isinstance(part, Blocks)), None)
 
 
-def _read_groups(prepared: Prepared) -> list[Group]:
+def _visible_groups(prepared: Prepared) -> list[Group]:
     """`groups`, with only the keys and values of the chosen pages, for implementations that cannot choose."""
     all_groups, chosen = groups(prepared), _chosen_pages(prepared)
     if chosen is None:
@@ -153,7 +153,7 @@ def _sdpa(prepared: Prepared) -> Competitor:
     """PyTorch's function, one call per sequence."""
     parts = [
         _one_sdpa(q, k, v, group.tree if group.tree is None else group.tree[b])
-        for group in _read_groups(prepared)
+        for group in _visible_groups(prepared)
         for b, (q, k, v) in enumerate(zip(group.q, group.k, group.v, strict=True))
     ]
     return _competitor("sdpa", "torch SDPA, one call per sequence", prepared, parts)
@@ -172,8 +172,8 @@ def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, tree: Tensor | None) -> Part:
 
 
 def _causal_groups(prepared: Prepared) -> list[Group]:
-    """`_read_groups`, for operators without masks."""
-    all_groups = _read_groups(prepared)
+    """`_visible_groups`, for operators without masks."""
+    all_groups = _visible_groups(prepared)
     if any(group.tree is not None for group in all_groups):
         raise Absent("its operator is causal, without trees")
     return all_groups
