@@ -81,7 +81,7 @@ def application(first: str = "") -> typer.Typer:
         help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
     )
     app.callback(help=app.info.help)(_common)
-    wanted = first.replace("-", "_")
-    for name in () if first == "--version" else (wanted,) if wanted in COMMANDS else COMMANDS:
+    command = first.replace("-", "_")
+    for name in () if first == "--version" else (command,) if command in COMMANDS else COMMANDS:
         app.command()(getattr(import_module(f"undivided.cli.commands.{name}"), name))
     return app

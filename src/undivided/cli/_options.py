@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import torch
@@ -240,7 +241,7 @@ def shape(flag: str, text: str, layout: str) -> list[int]:
     """The sizes in a text: ``"48x16534x18x128"`` is ``[48, 16534, 18, 128]``."""
     parts = text.lower().split("x")
     if len(parts) != len(layout) or not all(part.isdecimal() for part in parts):
-        example = "x".join("BSHD"["bshd".index(axis)] if axis in "bshd" else "T" for axis in layout)
+        example = "x".join(layout.upper())
         with_x = "x".join(re.findall(r"\d+", text))
         hint = with_x if with_x != text.lower() and with_x.count("x") == len(layout) - 1 else None
         raise InputError(flag, f"be {len(layout)} sizes {example} for layout {layout}", repr(text), hint)
@@ -262,7 +263,7 @@ def _offsets(flag: str, text: str) -> list[int]:
     lengths = integers(flag, text)
     if min(lengths) < 0:
         raise InputError(flag, "be lengths of at least 0", repr(text))
-    return [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    return [0, *accumulate(lengths)]
 
 
 def _layout(name: LayoutName) -> Layout:

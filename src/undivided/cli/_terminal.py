@@ -110,42 +110,55 @@ def progress(total: int, quiet: bool = False, plain: bool = False) -> Iterator[C
         yield step
 
 
-def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
+GAP, INDENT = 2, 2
+"""Columns between two columns of a table, and to the left of texts and tables."""
+
+
+def print_text(screen: Console, text: str | Text, style: str = "", before: int = 0, after: int = 0) -> None:
+    """Print a text, indented as tables are, with empty lines before and after it."""
+    body = text if isinstance(text, Text) else Text(text, style)
+    screen.print(Padding(body, (before, INDENT, after, INDENT), expand=False))
+
+
+def table(*columns: str, right: Sequence[str] = (), title: str | None = None, header: bool = True) -> Table:
     """An empty table in the common style, for `print_table`; the columns named in `right` are right-aligned."""
     result = Table(
-        box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim", title=title, title_justify="left"
+        box=None,
+        pad_edge=False,
+        padding=(0, GAP, 0, 0),
+        header_style="dim",
+        show_header=header,
+        title=title,
+        title_justify="left",
     )
     for column in columns:
         result.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return result
 
 
-GAP, INDENT = 2, 2
-
-
-def print_table(screen: Console, made: Table, before: int = 0, after: int = 0, indent: int = INDENT) -> None:
+def print_table(screen: Console, rows: Table, before: int = 0, after: int = 0, indent: int = INDENT) -> None:
     """Print a table without breaking words: with narrower columns if they fit, otherwise as one block per row."""
     cells = [
         [cell if isinstance(cell, Text) else screen.render_str(str(cell)) for cell in column.cells]
-        for column in made.columns
+        for column in rows.columns
     ]
-    headers = [str(column.header) if made.show_header else "" for column in made.columns]
+    headers = [str(column.header) if rows.show_header else "" for column in rows.columns]
     texts = [[header, *(cell.plain for cell in column)] for header, column in zip(headers, cells, strict=True)]
     room = screen.width - indent
     gap, widths = _column_widths(texts, room)
     if sum(widths) + gap * (len(widths) - 1) <= room:
-        made.padding = (0, gap, 0, 0)
-        for column, width in zip(made.columns, widths, strict=True):
+        rows.padding = (0, gap, 0, 0)
+        for column, width in zip(rows.columns, widths, strict=True):
             column.width = width
-        screen.print(Padding(made, (before, 0, after, indent), expand=False))
+        screen.print(Padding(rows, (before, 0, after, indent), expand=False))
         return
-    screen.print("\n" * before + f"{made.title or ''}", style="italic", end="\n" if made.title else "")
+    screen.print("\n" * before + f"{rows.title or ''}", style="italic", end="\n" if rows.title else "")
     for first, *others in zip(*cells, strict=True):
         screen.print(Padding(first, (0, 0, 0, INDENT), expand=False))
         for header, cell in zip(headers[1:], others, strict=True):
             if cell.plain:
-                named = Text(f"{header}: " if header else "", "dim") + cell
-                screen.print(Padding(named, (0, 0, 0, 2 * INDENT), expand=False))
+                line = Text(f"{header}: " if header else "", "dim") + cell
+                screen.print(Padding(line, (0, 0, 0, 2 * INDENT), expand=False))
     screen.print("\n" * after, end="")
 
 
@@ -157,8 +170,8 @@ def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list
     if room - GAP * gaps < sum(widths) <= room - gaps:
         return 1, widths
     wide = list(range(len(texts)))
-    while sum(widths) > room - GAP * gaps and (wide := [at for at in wide if widths[at] > least[at]]):
-        widths[max(wide, key=lambda at: widths[at])] -= 1
+    while sum(widths) > room - GAP * gaps and (wide := [n for n in wide if widths[n] > least[n]]):
+        widths[max(wide, key=lambda n: widths[n])] -= 1
     return GAP, widths
 
 

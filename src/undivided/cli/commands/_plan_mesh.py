@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from undivided._units import human
-from undivided.cli._terminal import console, print_json, print_table, table
+from undivided.cli._terminal import console, print_json, print_table, print_text, table
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.parallel.plan import (
@@ -173,11 +172,11 @@ def _show(plan: TrainingPlan) -> None:
         f"nodes. memory: of a rank, of which {human(cluster.memory - cluster.reserve, 'B')} are available. longest: "
         f"tokens of a sequence that fit. step: an estimate at {human(cluster.flops, 'FLOP/s')}.{more}"
     )
-    screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
+    print_text(screen, note, "dim")
     if plan.best is None:
         _show_no_fit(plan)
         return
-    screen.print(Padding(Text(f"Recommended: {_reason(plan, plan.best)}"), (0, 2, 1, 2), expand=False))
+    print_text(screen, f"Recommended: {_reason(plan, plan.best)}", after=1)
     print_table(screen, _axes(plan.best))
     print_table(screen, _memory(plan.best), before=1)
 
@@ -194,8 +193,7 @@ def _show_no_fit(plan: TrainingPlan) -> None:
         text += f" {longest.longest:,} tokens fit on {longest.mesh}{again}."
     else:
         text += " Its parameters alone do not fit: use more GPUs."
-    screen = console()
-    screen.print(Padding(Text(text), (0, 2), expand=False))
+    print_text(console(), text)
 
 
 def _reason(plan: TrainingPlan, best: MeshOption) -> str:

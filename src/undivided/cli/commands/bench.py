@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.padding import Padding
 from rich.text import Text
 
 from undivided._files import read_json
@@ -23,7 +22,7 @@ from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
-from undivided.cli._terminal import complain, console, print_json, print_table, progress, table
+from undivided.cli._terminal import complain, console, print_json, print_table, print_text, progress, table
 from undivided.cli.commands.report import read_report
 from undivided.errors import InputError
 from undivided.masks._drawing import require_matplotlib
@@ -205,10 +204,10 @@ def _present(report: dict[str, Any], as_json: bool, plot: Path | None, old: dict
     if old is not None and not as_json:
         _show_table(comparison.comparison(old, report))
     if plot is not None:
-        written = plots.write(report, plot)
-        for path in written:
+        paths = plots.write(report, plot)
+        for path in paths:
             complain(f"written {path}")
-        if not written:
+        if not paths:
             complain(f"nothing to plot: the report has no timed cases, and {plot} stays as it was")
 
 
@@ -239,17 +238,17 @@ def _as_markdown(path: Path) -> str:
 def _show(report: dict[str, Any]) -> None:
     for suite in tables(report):
         _show_table(suite)
-    console().print(Padding(Text(f"{headline(report)}.", "dim"), (1, 2, 0, 2), expand=False))
+    print_text(console(), f"{headline(report)}.", "dim", before=1)
 
 
-def _show_table(shown: Table) -> None:
+def _show_table(figures: Table) -> None:
     screen = console()
-    printed = table(*shown.columns, right=shown.numbers, title=shown.title)
-    for row in shown.rows:
-        printed.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
-    print_table(screen, printed, before=1)
-    for note in shown.notes:
-        screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
+    rows = table(*figures.columns, right=figures.numbers, title=figures.title)
+    for row in figures.rows:
+        rows.add_row(*(Text(cell.text, TONES[cell.tone]) for cell in row))
+    print_table(screen, rows, before=1)
+    for note in figures.notes:
+        print_text(screen, note, "dim")
 
 
 def _wrong(report: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from undivided.cli._paths import refuse_together
-from undivided.cli._terminal import console, print_json, print_table, table
+from undivided.cli._terminal import console, print_json, print_table, print_text, table
 from undivided.diagnosis import Diagnosis, Finding
 from undivided.diagnosis import diagnose as look_up
 from undivided.diagnosis._report import HELPFUL
@@ -38,7 +38,7 @@ def diagnose(
         refuse_together("--list", {"TEXT": text})
         _list(as_json)
         return
-    answer = look_up(_given_text(text))
+    answer = look_up(_text(text))
     if as_json:
         print_json(answer.to_dict())
     else:
@@ -47,7 +47,8 @@ def diagnose(
         raise typer.Exit(1)
 
 
-def _given_text(text: str | None) -> str:
+def _text(text: str | None) -> str:
+    """The text of the argument, else that on standard input."""
     if text is not None and text != "-":
         return text
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
@@ -64,8 +65,7 @@ def _list(as_json: bool) -> None:
     screen = console()
     for area, entries in AREAS.items():
         screen.print(Text(area, "bold"))
-        rows = table("", "")
-        rows.show_header = False
+        rows = table("", "", header=False)
         for entry in entries:
             rows.add_row(Text(entry.id, "cyan"), entry.title)
         print_table(screen, rows, after=1)
@@ -84,26 +84,24 @@ def _show(screen: Console, answer: Diagnosis) -> None:
             rows.add_row(Text(finding.entry.id, "cyan"), Text(finding.entry.title))
         print_table(screen, rows, after=1)
     if answer.observed:
-        seen = "; ".join(f"{name} {value}" for name, value in answer.observed)
-        screen.print(Text(f"Found in the text: {seen}", "dim"))
+        values = "; ".join(f"{name} {value}" for name, value in answer.observed)
+        screen.print(Text(f"Found in the text: {values}", "dim"))
 
 
 def _finding(screen: Console, finding: Finding) -> None:
     entry = finding.entry
     screen.print(Text(entry.title, "bold") + Text(f"  {entry.id}", "cyan"))
-    rows = table("", "")
-    rows.show_header = False
+    rows = table("", "", header=False)
     for heading, prose in finding.parts().items():
         rows.add_row(Text(heading, "yellow" if heading == "here" else "dim"), Text(prose))
     print_table(screen, rows, after=1)
     code = Syntax("", "python", background_color="default").highlight(entry.snippet.rstrip())
     screen.print(Padding(code, (0, 2, 1, 4), expand=False))
-    screen.print(Padding(Text(f"source: {entry.source}", "dim"), (0, 2, 1, 2), expand=False))
+    print_text(screen, f"source: {entry.source}", "dim", after=1)
 
 
 def _points(lines: tuple[str, ...]) -> Table:
-    rows = table("", "")
-    rows.show_header = False
+    rows = table("", "", header=False)
     for line in lines:
         rows.add_row("-", Text(line))
     return rows

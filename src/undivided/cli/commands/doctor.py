@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,7 +18,7 @@ from undivided import masks
 from undivided._version import __version__
 from undivided.backends import native
 from undivided.backends._table import backends as table_of_backends
-from undivided.cli._terminal import console, print_json, print_table, table
+from undivided.cli._terminal import console, print_json, print_table, print_text, table
 from undivided.functional import attention, explain
 from undivided.kernels.cpu import _install
 from undivided.machine import Machine, processor_name
@@ -78,7 +77,7 @@ def findings() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
-    threads, cores = _counted(torch.get_num_threads(), "thread"), _counted(os.cpu_count() or 1, "core")
+    threads, cores = _count(torch.get_num_threads(), "thread"), _count(os.cpu_count() or 1, "core")
     values = {
         "undivided": __version__,
         "installed from": _origin(),
@@ -121,7 +120,7 @@ def _rank_words(ranks: dict[str, Any]) -> str:
     )
 
 
-def _counted(number: int, thing: str) -> str:
+def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
@@ -197,8 +196,7 @@ def _show(screen: Console, findings: dict[str, Any]) -> None:
 
 
 def _pairs(rows: Any) -> Table:
-    pairs = table("", "")
-    pairs.show_header = False
+    pairs = table("", "", header=False)
     for name, value in rows:
         pairs.add_row(Text(name, "dim"), value)
     return pairs
@@ -209,4 +207,4 @@ def _section(screen: Console, title: str, body: Table | Text) -> None:
     if isinstance(body, Table):
         print_table(screen, body, after=1)
     else:
-        screen.print(Padding(body, (0, 2, 1, 2), expand=False))
+        print_text(screen, body, after=1)

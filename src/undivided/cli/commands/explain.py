@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.padding import Padding
 from rich.text import Text
 
 from undivided import functional
 from undivided.cli._flags import flags
 from undivided.cli._options import MachineFlags, ProblemFlags
-from undivided.cli._terminal import console, decision_json, decision_table, print_json, print_table
+from undivided.cli._terminal import console, decision_json, decision_table, print_json, print_table, print_text
 
 
 @flags(problem=ProblemFlags, where=MachineFlags)
@@ -32,7 +31,7 @@ def explain(
         screen = console()
         head = f"{decision.chosen.name} runs" if decision.chosen else "no backend can run this problem"
         screen.print(Text(head, "bold green" if decision.chosen else "bold red"))
-        screen.print(Padding(Text(f"{decision.problem}\non {decision.machine}\n"), (0, 2), expand=False))
+        print_text(screen, f"{decision.problem}\non {decision.machine}\n")
         print_table(screen, decision_table(decision))
         if decision.chosen is None and problem.backend is not None:
             screen.print("\nHINT: a requested backend never falls back; leave --backend out to let selection choose")

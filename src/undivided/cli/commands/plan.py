@@ -15,7 +15,7 @@ from undivided._units import human
 from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._paths import refuse_together
-from undivided.cli._terminal import console, print_json, print_table, table
+from undivided.cli._terminal import console, print_json, print_table, print_text, table
 from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, show_meshes
 from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, CachedStep, Plan, cached_step, cells
 from undivided.context_parallel.plan import plan as make_plan
@@ -107,6 +107,10 @@ def plan(
     if seq_len is None:
         hint = "undivided plan 1048576 --world 8, or undivided plan --nodes 2 --gpus 8"
         raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint)
+    heads = HEADS if heads is None else heads
+    head_dim = HEAD_DIM if head_dim is None else head_dim
+    world = WORLD if world is None else world
+    batch = 1 if batch is None else batch
     if cached is not None:
         refuse_together(
             "--cached", {"--kv-len": kv_len, "--strategy": strategy, "--placement": placement, "--by-rank": by_rank}
@@ -115,12 +119,12 @@ def plan(
             cached_step(
                 seq_len,
                 cached,
-                HEADS if heads is None else heads,
-                HEAD_DIM if head_dim is None else head_dim,
-                WORLD if world is None else world,
+                heads,
+                head_dim,
+                world,
                 kv_heads=kv_heads,
                 value_dim=value_dim,
-                batch=1 if batch is None else batch,
+                batch=batch,
                 dtype=DTYPES[dtype],
                 page_size=64 if page_size is None else page_size,
                 sharded=sharded,
@@ -133,16 +137,16 @@ def plan(
         raise InputError("--page-size", "be given together with --cached", repr(page_size))
     result = make_plan(
         seq_len,
-        HEADS if heads is None else heads,
-        HEAD_DIM if head_dim is None else head_dim,
+        heads,
+        head_dim,
         mask_flags.build(seq_len, kv_len or seq_len),
-        WORLD if world is None else world,
+        world,
         strategy,  # type: ignore[arg-type]
         placement,  # type: ignore[arg-type]
         kv_len=kv_len,
         kv_heads=kv_heads,
         value_dim=value_dim,
-        batch=1 if batch is None else batch,
+        batch=batch,
         dtype=DTYPES[dtype],
         flops=tflops * 1e12,
         bandwidth=gigabytes * 1e9,
@@ -160,11 +164,11 @@ def _show_cached(steps: list[CachedStep], new: int, cached: int, as_json: bool) 
         return
     screen = console()
     screen.print(Text(f"{new:,} new tokens per sequence over {cached:,} cached; one layer", "bold"))
-    made = table("new tokens on a rank", "queries", "keys, values", "results", "sent", "cache")
+    rows = table("new tokens on a rank", "queries", "keys, values", "results", "sent", "cache")
     for step in steps:
         sizes = (step.queries, step.keys, step.results, step.sent, step.cache)
-        made.add_row("its part (sharded=True)" if step.sharded else "all", *(human(size, "B") for size in sizes))
-    print_table(screen, made, indent=0)
+        rows.add_row("its part (sharded=True)" if step.sharded else "all", *(human(size, "B") for size in sizes))
+    print_table(screen, rows, indent=0)
     legend = "sent: by the rank that sends the most. cache: keys and values on the rank that holds the most."
     screen.print(Padding(Text(legend, "dim"), (1, 0, 0, 0)))
 
@@ -180,16 +184,16 @@ def _show(result: Plan, speeds: str, by_rank: bool) -> None:
     """Print the table of options and the recommendation. speeds: of the estimated times, for the legend."""
     screen = console()
     screen.print(Text(result.title, "bold"))
-    made = table(*COLUMNS)
+    rows = table(*COLUMNS)
     for option in result.options:
-        made.add_row(*cells(option), style="bold green" if option is result.best else None)
-    print_table(screen, made, indent=0)  # its columns fill 80 characters
+        rows.add_row(*cells(option), style="bold green" if option is result.best else None)
+    print_table(screen, rows, indent=0)  # its columns fill 80 characters
     note = (
         f"{LEGEND} memory: peak of one layer's attention, both passes, without scratch memory of kernels. time: an "
         f"estimate for both passes, at {speeds}."
     )
-    screen.print(Padding(Text(note, "dim"), (0, 2), expand=False))
-    screen.print(Padding(Text(f"Recommended: {result.reason}"), (0, 2), expand=False))
+    print_text(screen, note, "dim")
+    print_text(screen, f"Recommended: {result.reason}")
     if by_rank:
         print_table(screen, _ranks(result), before=1)
 
@@ -197,11 +201,11 @@ def _show(result: Plan, speeds: str, by_rank: bool) -> None:
 def _ranks(result: Plan) -> Table:
     """A table of the best option with one row per rank."""
     names = ("rank", "pairs", "sent forward", "sent backward", "memory")
-    made = table(*names, right=names)
+    rows = table(*names, right=names)
     best = result.best
     for rank, row in enumerate(zip(best.pairs, best.forward, best.backward, best.memory, strict=True)):
-        made.add_row(str(rank), *(f"{int(count):,}" for count in row))
-    return made
+        rows.add_row(str(rank), *(f"{int(count):,}" for count in row))
+    return rows
 
 
 def _facts(result: Plan, by_rank: bool) -> dict[str, Any]:

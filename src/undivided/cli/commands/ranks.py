@@ -107,11 +107,11 @@ def _add(reports: Sequence[Path], path: Path) -> None:
 
 def _filtered(table: Table, text: str) -> Table:
     """The kinds that contain a text, in order; InputError if there is none."""
-    shown = {kind: places for kind, places in sorted(table.items()) if text in kind}
-    if table and not shown:
+    matching = {kind: places for kind, places in sorted(table.items()) if text in kind}
+    if table and not matching:
         heads = sorted({kind.split("/")[0] for kind in table})
         raise InputError("--filter", f"be contained in a kind; kinds start with {', '.join(heads)}", repr(text))
-    return shown
+    return matching
 
 
 def _check_exists(name: str, path: Path) -> None:
@@ -124,11 +124,11 @@ def _check_exists(name: str, path: Path) -> None:
         )
 
 
-def _print(shown: Table, as_json: bool) -> None:
+def _print(table: Table, as_json: bool) -> None:
     if as_json:
-        print_json([row for kind, places in shown.items() for row in _rows(kind, places)])
+        print_json([row for kind, places in table.items() for row in _rows(kind, places)])
     else:
-        _show(shown)
+        _show(table)
 
 
 def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, Any]]:
@@ -144,19 +144,19 @@ def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, 
     ]
 
 
-def _show(shown: Table) -> None:
+def _show(table: Table) -> None:
     """Print a table for each kind of problem, and the runs to which their last column refers."""
     screen = console()
-    runs = sorted({entry.run for places in shown.values() for entry in places.values()})
-    for kind, places in shown.items():
-        printed = columns("keys", "work", "rate per second, fastest first", "run", right=("keys", "work"))
+    runs = sorted({entry.run for places in table.values() for entry in places.values()})
+    for kind, places in table.items():
+        rows = columns("keys", "work", "rate per second, fastest first", "run", right=("keys", "work"))
         for (length, size), entry in sorted(places.items()):
             unit = "B" if "/decode/" in kind else "FLOP"
             order = sorted(entry.rates, key=lambda name: -entry.rates[name])
             rates = ", ".join(f"{name} {human(entry.rates[name], unit)}" for name in order)
-            printed.add_row(str(1 << length - 1), human(float(1 << size), unit), rates, str(1 + runs.index(entry.run)))
+            rows.add_row(str(1 << length - 1), human(float(1 << size), unit), rates, str(1 + runs.index(entry.run)))
         screen.print(Text(kind, "bold"), soft_wrap=True)
-        print_table(screen, printed, after=1)
+        print_table(screen, rows, after=1)
     for number, run in enumerate(runs, 1):
         words = f"run {number}: {run.when[:10]}, {run.machine}, torch {run.torch}, {run.report}"
         screen.print(Text(words, "dim"))

@@ -75,7 +75,7 @@ def _as_json(one: TuneResult) -> dict[str, Any]:
 
 
 def _table(results: list[TuneResult]) -> Table:
-    printed = table(
+    rows = table(
         "pass",
         "bits",
         "head size",
@@ -87,7 +87,7 @@ def _table(results: list[TuneResult]) -> Table:
         right=("bits", "head size", "warps", "stages", "time", "before"),
     )
     for one in results:
-        printed.add_row(
+        rows.add_row(
             one.name,
             str(8 * one.itemsize),
             str(one.width),
@@ -97,7 +97,7 @@ def _table(results: list[TuneResult]) -> Table:
             f"{1e6 * one.seconds:.0f} us",
             f"{1e6 * one.before:.0f} us",
         )
-    return printed
+    return rows
 
 
 def _is_here(device: str) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from undivided._units import human
 from undivided.arguments.tensors import dtype_name
-from undivided.cli._terminal import decision_table, print_table, shaded, table
+from undivided.cli._terminal import decision_table, print_table, print_text, shaded, table
 from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, Batch
 from undivided.cli.demo.documents import Document
 from undivided.selection.decision import Decision
@@ -24,7 +23,7 @@ def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
     screen.print(Text("Undivided: one call, any layout, any mask, and the same answer from every kernel", "bold"))
     _title(screen, "The documents")
     bars = "".join(_BARS[min(7, 8 * length // (batch.longest + 1))] for length in batch.lengths)
-    _print(
+    print_text(
         screen,
         f"{len(documents)} files of Python's library, {min(batch.lengths)} to {batch.longest} bytes, one byte per "
         f"token:\n"
@@ -33,9 +32,11 @@ def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
         f"of {HEAD_DIM}, {dtype_name(batch.q.dtype)}.",
     )
     _title(screen, "The mask, packed")
-    _print(screen, f"Causal within each document, {batch.tokens} packed tokens. Rows are queries, columns are keys.")
+    print_text(
+        screen, f"Causal within each document, {batch.tokens} packed tokens. Rows are queries, columns are keys."
+    )
     form = batch.packed_mask().normal_form(1, 1, batch.tokens, batch.tokens, "cpu")
-    screen.print(Padding(Text(shaded(form), "cyan"), (0, 2), expand=False))
+    print_text(screen, shaded(form), "cyan")
 
 
 def show(screen: Console, report: Report, decision: Decision) -> None:
@@ -48,33 +49,33 @@ def show(screen: Console, report: Report, decision: Decision) -> None:
     _training(screen, report)
     if report.get("files"):
         _title(screen, "Pictures")
-        _print(screen, "\n".join(report["files"]))
+        print_text(screen, "\n".join(report["files"]))
     _summary(screen, report)
 
 
 def _agreement(screen: Console, report: Report) -> None:
     _title(screen, "Do they agree?")
-    _print(
+    print_text(
         screen,
         "Relative error of the output and of the gradients, compared with an fp64 oracle (PyTorch's plain softmax, one "
         "document at a time). The padding holds NaN; in our outputs and gradients it must be 0.",
     )
     names = ("out", "dq", "dk", "dv")
-    printed = table("way", *names, "", right=names)
+    rows = table("way", *names, "", right=names)
     for run in report["runs"]:
         errors = [f"{run['errors'][name]:.1e}" for name in names]
         mark = Text("✓", "green") if run["ok"] else Text("✗", "bold red")
-        printed.add_row(Text(run["name"], "" if run["ours"] else "dim"), *errors, mark)
-    printed.add_row(
+        rows.add_row(Text(run["name"], "" if run["ours"] else "dim"), *errors, mark)
+    rows.add_row(
         Text("allowed: 2 x plain + 1 rounding", "dim"),
         *(Text(f"{report['budget'][name]:.1e}", "dim") for name in names),
     )
-    print_table(screen, printed, before=1)
+    print_table(screen, rows, before=1)
 
 
 def _savings(screen: Console, report: Report) -> None:
     _title(screen, "What packing saves")
-    printed = table("", "packed", "padded", "packed / padded", right=("packed", "padded", "packed / padded"))
+    rows = table("", "packed", "padded", "packed / padded", right=("packed", "padded", "packed / padded"))
     for label, key, unit in (
         ("tokens", "tokens", ""),
         ("query-key pairs per head", "pairs", ""),
@@ -82,12 +83,12 @@ def _savings(screen: Console, report: Report) -> None:
     ):
         packed, padded = report[key]["packed"], report[key]["padded"]
         cells = [human(n, unit) if unit else f"{n:,}" for n in (packed, padded)]
-        printed.add_row(label, *cells, f"{packed / padded:.1%}")
-    printed.add_row("dense mask that SDPA needs", "none", human(report["bytes"]["dense_mask"], "B"), "")
-    print_table(screen, printed)
+        rows.add_row(label, *cells, f"{packed / padded:.1%}")
+    rows.add_row("dense mask that SDPA needs", "none", human(report["bytes"]["dense_mask"], "B"), "")
+    print_table(screen, rows)
     leak = report["leak"]
     _title(screen, "What goes wrong without document boundaries")
-    _print(
+    print_text(
         screen,
         f"The same tokens as one long causal sequence: no error is raised, {leak['share_of_pairs']:.0%} of the pairs "
         f"({leak['pairs']:,}) cross documents, and the relative error of the output is {leak['error']:.0%}.",
@@ -96,7 +97,7 @@ def _savings(screen: Console, report: Report) -> None:
 
 def _decision(screen: Console, decision: Decision) -> None:
     _title(screen, "Which kernel, and why not the others")
-    _print(screen, f"{decision.problem}\non {decision.machine}")
+    print_text(screen, f"{decision.problem}\non {decision.machine}")
     print_table(screen, decision_table(decision), before=1)
 
 
@@ -104,34 +105,34 @@ def _times(screen: Console, report: Report) -> None:
     rounds = report["times"][0]["rounds"]
     machine = report["machine"]
     _title(screen, "How long")
-    _print(
+    print_text(
         screen,
         f"Median of {rounds} round{'s' * (rounds > 1)}, in which all ways alternate, on {machine['threads']} "
         f"thread{'s' * (machine['threads'] != 1)} "
         f"({machine['isa']}). SDPA's dense mask is built before the timing.",
     )
     right = ("forward", "backward", "x packed")
-    printed = table("way", *right, right=right)
+    rows = table("way", *right, right=right)
     for row in report["times"]:
         cells = [_seconds(row["forward_seconds"]), _seconds(row["backward_seconds"]), f"{row['ratio']:.2f}"]
-        printed.add_row(Text(row["name"], "dim" if row["name"].startswith("SDPA") else ""), *cells)
-    print_table(screen, printed, before=1)
+        rows.add_row(Text(row["name"], "dim" if row["name"].startswith("SDPA") else ""), *cells)
+    print_table(screen, rows, before=1)
 
 
 def _training(screen: Console, report: Report) -> None:
     _title(screen, "One training step through DotProductAttention")
-    _print(
+    print_text(
         screen,
         "A small next-byte model on the same documents, with the module and arguments of TransformerEngine; only "
         "qkv_format differs.",
     )
     right = ("loss", "after the step", "gradients differ by")
-    printed = table("qkv_format", *right, "", right=right)
+    rows = table("qkv_format", *right, "", right=right)
     for row in report["training"]:
         mark = Text("✓", "green") if row["ok"] else Text("✗", "bold red")
         figures = [f"{row['loss']:.6f}", f"{row['loss_after']:.6f}", f"{row['gradient_difference']:.1e}"]
-        printed.add_row(row["format"], *figures, mark)
-    print_table(screen, printed, before=1)
+        rows.add_row(row["format"], *figures, mark)
+    print_table(screen, rows, before=1)
 
 
 def _summary(screen: Console, report: Report) -> None:
@@ -154,7 +155,7 @@ def _summary(screen: Console, report: Report) -> None:
     )
     if report["times"]:
         text += _speed(report["times"])
-    _print(screen, f"{text}\nTotal time: {report['seconds']} s.")
+    print_text(screen, f"{text}\nTotal time: {report['seconds']} s.")
 
 
 def _speed(times: list[Report]) -> str:
@@ -174,7 +175,3 @@ def _seconds(value: float) -> str:
 def _title(screen: Console, text: str) -> None:
     screen.print()
     screen.print(Text(text, "bold"))
-
-
-def _print(screen: Console, text: str) -> None:
-    screen.print(Padding(Text(text), (0, 2), expand=False))

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
-from undivided.cli._terminal import print_table, progress, table
+from undivided.cli._terminal import print_table, print_text, progress, table
 from undivided.cli.byte_model import Size, generate
 from undivided.cli.byte_training import Corpus, Recipe, Training, bigram_loss, train
 
@@ -82,25 +81,21 @@ def show(screen: Console, report: Report) -> None:
     screen.print()
     screen.print(Text("A model trained on packed documents", "bold"))
     resumed = f", continued from step {report['resumed_at']}" if report["resumed_at"] else ""
-    _print(
+    print_text(
         screen,
         f"{report['parameters']:,} parameters in TransformerLayers (RMSNorm, SwiGLU, rotary, 4 query heads on 2 key "
         f"heads, a window of 64 in every other layer); {report['steps']} steps of {report['tokens_per_step']:,} "
         f"packed bytes of {report['files']['train']} library files{resumed}; {report['seconds']:.0f} s on "
         f"{report['threads']} threads.",
     )
-    printed = table("nats per byte, held-out files", "loss", "", right=("loss",))
+    rows = table("nats per byte, held-out files", "loss", "", right=("loss",))
     mark = Text("✓", "green") if report["ok"] else Text("✗", "bold red")
-    printed.add_row("this model", f"{loss['held_out']:.3f}", mark)
-    printed.add_row(Text("bigram model", "dim"), f"{loss['bigrams']:.3f}")
-    print_table(screen, printed, before=1)
+    rows.add_row("this model", f"{loss['held_out']:.3f}", mark)
+    rows.add_row(Text("bigram model", "dim"), f"{loss['bigrams']:.3f}")
+    print_table(screen, rows, before=1)
     screen.print()
     screen.print(Text("Generated text: three sequences in one pool of pages", "bold"))
     for text in report["texts"]:
-        screen.print(Padding(Text(text, "cyan"), (0, 2, 1, 2), expand=False))
+        print_text(screen, text, "cyan", after=1)
     if "picture" in report:
-        _print(screen, report["picture"])
-
-
-def _print(screen: Console, text: str) -> None:
-    screen.print(Padding(Text(text), (0, 2), expand=False))
+        print_text(screen, report["picture"])
