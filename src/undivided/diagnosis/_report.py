@@ -90,8 +90,8 @@ class Diagnosis:
                 _wrap(f"{finding.entry.title} ({finding.entry.id})", "  ", "    ") for finding in self.findings[1:]
             ]
         if self.observed:
-            seen = "; ".join(f"{name} {value}" for name, value in self.observed)
-            blocks.append(_wrap(f"Found in the text: {seen}", "", "  "))
+            values = "; ".join(f"{name} {value}" for name, value in self.observed)
+            blocks.append(_wrap(f"Found in the text: {values}", "", "  "))
         return "\n".join(blocks)
 
 

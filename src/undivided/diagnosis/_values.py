@@ -62,19 +62,18 @@ def _capability(word: str) -> str:
 def alignment(match: re.Match[str], text: str) -> list[str]:
     """Whether lengths fit cuDNN and context parallelism, and the reasons in the debug log."""
     version, facts = cudnn(text), []
-    old = version is not None and int(version.split(".")[0]) < 9
+    is_old = version is not None and int(version.split(".")[0]) < 9
     for length in lengths(text):
-        over = length % 64
-        if over and old:
-            facts.append(
-                f"Length {length} is {over} over a multiple of 64 (the next is {length + 64 - over}): "
-                f"cuDNN {version} refuses it, 9.0 and later take any length."
-            )
-        elif over and version is None:
-            facts.append(
-                f"Length {length} is {over} over a multiple of 64 (the next is {length + 64 - over}): "
-                "cuDNN before 9.0 refuses it."
-            )
+        rest = length % 64
+        if not rest or not (is_old or version is None):
+            continue
+        if is_old:
+            consequence = f"cuDNN {version} refuses it, 9.0 and later take any length."
+        else:
+            consequence = "cuDNN before 9.0 refuses it."
+        facts.append(
+            f"Length {length} is {rest} over a multiple of 64 (the next is {length + 64 - rest}): {consequence}"
+        )
     return facts + _per_rank(text) + debug_log(match, text)
 
 

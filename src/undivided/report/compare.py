@@ -66,14 +66,13 @@ def changes(old: BenchmarkReport, new: BenchmarkReport) -> list[Change]:
     """
     for report in (old, new):
         tables(report)  # checks the report
-    before = {(case["suite"], case["name"]): case for case in old["cases"]}
+    old_cases = {(case["suite"], case["name"]): case for case in old["cases"]}
     common = []
     for case in new["cases"]:
-        earlier = before.get((case["suite"], case["name"]))
-        times = _times(case), _times(earlier) if earlier else {}
-        if earlier is None or not all("undivided" in one for one in times):
+        earlier = old_cases.get((case["suite"], case["name"]))
+        now, then = _times(case), _times(earlier) if earlier else {}
+        if earlier is None or "undivided" not in now or "undivided" not in then:
             continue
-        now, then = times
         shared = (now.keys() & then.keys()) - {"undivided", "without"}
         ours = {name for one in (case, earlier) for name in _ours(one)}
         changes_of_others = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in shared - ours]

@@ -77,9 +77,9 @@ def _pictures(benchmark: Mapping[str, Any]) -> list[dict[str, Any]]:
             "title": chart.title,
             "alternative": chart.alternative,
             "sources": {
-                theme: "data:image/svg+xml;base64," + base64.b64encode(themes[theme][at].svg()).decode()
+                theme: "data:image/svg+xml;base64," + base64.b64encode(themes[theme][number].svg()).decode()
                 for theme in THEMES
             },
         }
-        for at, chart in enumerate(themes["light"])
+        for number, chart in enumerate(themes["light"])
     ]

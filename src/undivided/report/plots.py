@@ -115,12 +115,12 @@ def _throughput(timed: list[Point], theme: str) -> Chart | None:
         for title, colour in zip(titles, COLOURS[theme], strict=False):
             for name in (OURS, "sdpa"):
                 if line := lines.get((dtype, title, name)):
-                    at = sorted(line)
+                    lengths = sorted(line)
                     label = title.partition("-")[2] or title
                     style: Any = "-" if name == OURS else LINES[name]
                     axes.plot(
-                        at,
-                        [line[length] / 1e9 for length in at],
+                        lengths,
+                        [line[length] / 1e9 for length in lengths],
                         color=colour,
                         linestyle=style,
                         marker="o",
