@@ -106,7 +106,7 @@ def attend(call: CachedCall) -> Output:
 def _attend(
     q: Tensor, cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
 ) -> Output:
-    """The same, with a mask that `validated_mask` returned. `options` is a dictionary that may be changed."""
+    """`attend`, with a mask that `validated_mask` returned. `options` is changed."""
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":
@@ -175,7 +175,7 @@ def _packed_inputs(cached: CachedSequences, q_counts: Counts, mask: Mask) -> tup
 
 
 def _scales(cached: CachedSequences, layout: Layout) -> tuple[Tensor, ...]:
-    """The scales of the keys and values that the call reads, with the axes of those."""
+    """The scales of the keys and values that the call reads, with the same axes as these."""
     scales = cached.pools.scales
     if cached.pages is not None:
         return scales
@@ -192,8 +192,8 @@ def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
     shape = q.shape
     if len(shape) != _layout.rank(layout):
         raise InputError("q", f"have {_layout.rank(layout)} axes [{', '.join(layout)}]", list(shape))
-    found, q_len, _, dim = _layout.sizes(shape, layout)
-    if layout != "thd" and found != batch:
+    q_batch, q_len, _, dim = _layout.sizes(shape, layout)
+    if layout != "thd" and q_batch != batch:
         raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))
     if dim != heads.head_dim:
         raise InputError("q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}")

@@ -123,9 +123,9 @@ class Batch:
 
     def _assign_slots(self, names: Iterable[Hashable]) -> dict[Hashable, int]:
         """The slot of each sequence: its own, or an unused one."""
-        kept = {name: self.slots[name] for name in names if name in self.slots}
-        unused = iter(sorted(set(range(self.max_sequences)) - set(kept.values())))
-        return {name: kept[name] if name in kept else next(unused) for name in names}
+        own = {name: self.slots[name] for name in names if name in self.slots}
+        unused = iter(sorted(set(range(self.max_sequences)) - set(own.values())))
+        return {name: own[name] if name in own else next(unused) for name in names}
 
     def fork(self, src: Hashable, dst: Hashable, storages: Iterable[Storage]) -> None:
         """Start sequence dst as a copy of src."""
@@ -193,7 +193,7 @@ class Batch:
 
     def _slot(self, argument: str, name: Hashable) -> int:
         if name not in self.slots:
-            hint = f"the batch has {listed([repr(known) for known in self.slots]) or 'no sequence'}"
+            hint = f"the batch has {listed(list(map(repr, self.slots))) or 'no sequence'}"
             raise InputError(argument, "be the id of a sequence in the batch", repr(name), hint)
         return self.slots[name]
 

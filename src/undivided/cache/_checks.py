@@ -56,8 +56,8 @@ def _shape_hint(tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: 
     """A hint for new tokens of a wrong shape: another layout that they fit, or heads that are divided over ranks."""
     for other in _layout.LAYOUTS:
         if other != layout and tensor.dim() == _layout.rank(other):
-            found, _, heads, size = _layout.sizes(tensor.shape, other)
-            if (found, heads, size) == (batch, kv_heads, dim):
+            other_batch, _, heads, size = _layout.sizes(tensor.shape, other)
+            if (other_batch, heads, size) == (batch, kv_heads, dim):
                 return f"this shape would fit layout={other!r}, an argument of the cache"
     if tensor.dim() != _layout.rank(layout):
         return None

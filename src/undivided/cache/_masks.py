@@ -21,7 +21,7 @@ CAUSAL = masks.causal(align="bottom_right")
 """The meaning of `mask=None`. It is one object, so that caches with the same lengths share its cached results."""
 
 EVERY = masks.window(None, None)
-"""The same for a single query, which is the last token and attends to every key: less work per step."""
+"""Every key: what `CAUSAL` means for a single query, which is the last token; less work per step."""
 
 _WITH_LENGTHS = frozenset({"lengths", "documents"})
 PER_KEY = frozenset({"dense", "document_ids"})
@@ -43,8 +43,8 @@ def _with_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: 
 
 
 def with_documents(mask: Mask, lengths: Counts, q_counts: Counts, device: torch.device, slot: int | None) -> Mask:
-    """The mask restricted to each sequence: queries are packed, keys start every `slot` tokens (None: they are packed,
-    or a block table will say)."""
+    """The mask restricted to each sequence. Queries are packed. The keys of a sequence start at a multiple of `slot`
+    tokens; None: they are packed, or in the pages of a block table."""
     with torch.inference_mode(False):
         q, kv = (
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (q_counts, lengths)
@@ -64,10 +64,12 @@ def align(mask: Mask) -> Mask:
 
 
 def is_causal(mask: Mask) -> bool:
+    """Whether the mask is causal and nothing else, aligned bottom-right or not at all."""
     return mask.left is None and mask.right == 0 and not mask.parts and mask.align != "top_left"
 
 
 def check_mask(mask: Mask, layout: Layout) -> None:
+    """Raise InputError for a mask with lengths, or in layout "thd" for one that depends on single keys or pairs."""
     if mask.kinds & _WITH_LENGTHS:
         raise InputError(
             "mask", "leave the lengths to the cache", repr(mask), hint="q_lengths is the number of real queries"

@@ -66,7 +66,7 @@ def on_all_ranks(ranks: PageRanks | None, prepare: Callable[[], Compaction[L]]) 
     """The compaction that `prepare` returns, after all ranks have prepared the same."""
     if ranks is None:
         return prepare()
-    return ranks.agree(prepare, lambda found: {"indices": (found.source, found.target)})
+    return ranks.agree(prepare, lambda compaction: {"indices": (compaction.source, compaction.target)})
 
 
 def checked_ranks(context_parallel: object) -> PageRanks | None:

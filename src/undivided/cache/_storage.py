@@ -230,15 +230,15 @@ class Storage:
         read, write = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
         tokens = [part.index_select(0, read) for part in self._rows]
         self.copy(copies, self.k.shape[1])
-        for part, moved in zip(self._rows, tokens, strict=True):
-            part.index_copy_(0, write, moved)
+        for part, part_tokens in zip(self._rows, tokens, strict=True):
+            part.index_copy_(0, write, part_tokens)
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of these pages, int [.., n], as k and v [.., n, R, N, D] in the dtype of the tokens."""
         return self.pools.each(lambda pool: pool[pages]).as_dtype(self.heads.dtype)
 
-    def moved(self, start: int, stop: int, page_size: int, pages: Tensor | None = None) -> Storage:
-        """A storage of another page size with a copy of these tokens of every page, or of the pages given, int64."""
+    def with_page_size(self, start: int, stop: int, page_size: int, pages: Tensor | None = None) -> Storage:
+        """A storage of another page size with a copy of these tokens of every page, or of these pages, int64 [n]."""
         count = self.k.shape[0] if pages is None else len(pages)
         new = Storage(count, page_size, self.heads, self.k.device)
         for source, target in zip(self._parts, new._parts, strict=True):

@@ -49,11 +49,10 @@ class SequencesOnPages(Cache):
         0 after the end of a sequence, and for evicted pages.
         """
         ledger, rank = self._ledger, 0 if self._ranks is None else self._ranks.rank
-        known = self._table
-        if known is None or known[0] != ledger.changes:
+        if self._table is None or self._table[0] != ledger.changes:
             tables = [ledger.of_rank(rank, n) for n in range(self.batch)]
-            known = self._table = ledger.changes, _attend.table(tables, self.device)
-        return known[1]
+            self._table = ledger.changes, _attend.table(tables, self.device)
+        return self._table[1]
 
     @outside_of_graphs
     def remember(self, tokens: Sequence[int] | Tensor, i: int) -> None:

@@ -66,11 +66,11 @@ def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compact
         counts[sequence] = len(indices)
     after = ledger.copy()
     after.truncate(tuple(lengths))
-    plan, now = after.plan(tuple(counts)), Plan(ledger.lengths)
+    plan, current = after.plan(tuple(counts)), Plan(ledger.lengths)
     source: list[int] = []
     target: list[int] = []
     for sequence, (drafted, indices) in kept.items():
-        rows = ledger.rows(now, sequence, drafted)
+        rows = ledger.rows(current, sequence, drafted)
         source += [rows[index] for index in indices]
         target += after.rows(plan, sequence, len(indices))
     after.commit(plan)

@@ -1,4 +1,4 @@
-"""Pages that no later query of a sequence can see: which they are, and that no mask sees them again.
+"""Pages that no later query of a sequence can see: which they are, and the check that no later mask shows them.
 
 Causal masks, windows, sinks, prefixes and chunks, joined by ``&`` and ``|``, hide more of the old keys from every later
 query, and never show a hidden one again. So the next query of a sequence decides which of its keys are still needed.
@@ -40,8 +40,8 @@ def evict(ledger: Pages, mask: Mask) -> int:
 def check_evictable(mask: Mask, must: str) -> None:
     """InputError unless the mask hides from every later query what it hides from the next one."""
     mask = checked_mask(mask)
-    moved = any(isinstance(part, Chunk) and part.offset is not None for part in mask.parts)
-    if mask.kinds - _EVICTABLE or mask.align == "top_left" or moved:
+    has_offset = any(isinstance(part, Chunk) and part.offset is not None for part in mask.parts)
+    if mask.kinds - _EVICTABLE or mask.align == "top_left" or has_offset:
         raise InputError("mask", must, repr(mask), hint="masks.window(4095, 0) | masks.sinks(4)")
 
 

@@ -45,10 +45,11 @@ class Pages:
         self.references = [0] * total
         # of each rank, taken from the end: page 0 first
         self.unused = [list(range(total - ranks + rank, -1, -ranks)) for rank in range(ranks)]
-        self.evicted = [0] * batch  # tokens that each sequence had at its last eviction; fewer must not remain
+        # tokens that each sequence had at its last eviction; `truncate` must not leave fewer, except for 0
+        self.evicted = [0] * batch
         self.prefixes = PrefixIndex(page_size)
-        self.changes = 0  # of the tables, so that copies of them can be refreshed
-        self._digest = -1, 0  # of the tables after so many changes
+        self.changes = 0  # number of changes of the tables, so that copies of them can be refreshed
+        self._digest = -1, 0  # (number of changes, digest of the tables after them)
 
     def plan(self, counts: Counts) -> Plan:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
@@ -113,7 +114,7 @@ class Pages:
         return count
 
     def _needs(self, lengths: Counts, counts: Counts) -> list[PageNeed]:
-        """The needs of the sequences that get so many new tokens, and have these lengths then."""
+        """The pages that sequences need for these numbers of new tokens, after which they have these lengths."""
         needs: list[PageNeed] = []
         leaving: dict[int, int] = {}  # number of sequences that copy a shared page; the last one may keep it
         for n, count in enumerate(counts):
@@ -145,7 +146,7 @@ class Pages:
         self.changes += 1
 
     def digest(self) -> int:
-        """A number that differs between ledgers with other pages, from 0 to 2**64 - 1; the same in every process."""
+        """A number from 0 to 2**64 - 1 that differs between ledgers with different pages; the same in every process."""
         if self._digest[0] != self.changes:
             self._digest = self.changes, hash(tuple(map(tuple, self.tables))) & (2**64 - 1)
         return self._digest[1]
@@ -170,7 +171,7 @@ class Pages:
         return rows
 
     def evict(self, sequence: int, places: Sequence[int]) -> int:
-        """Release the pages at these places in the list of a sequence; how many were not released before."""
+        """Release the pages at these places in the list of a sequence; the number of those not released before."""
         pages = self.tables[sequence]
         held = [place for place in places if pages[place] != EVICTED]
         if held:

@@ -100,18 +100,18 @@ class PrefixIndex:
         return dropped
 
     def droppable(self, references: Sequence[int]) -> list[int]:
-        """The pages that `drop` can forget: those without a page after them that a sequence uses."""
-        held: set[int] = set()
+        """The pages that `drop` can forget: no sequence uses them, nor a page after them."""
+        used: set[int] = set()
         for node in self:
-            above: Node | None = node if references[node.page] > 1 else None
-            while above is not None and id(above) not in held:
-                held.add(id(above))
-                above = above.parent
-        return [node.page for node in self if id(node) not in held]
+            ancestor: Node | None = node if references[node.page] > 1 else None
+            while ancestor is not None and id(ancestor) not in used:
+                used.add(id(ancestor))
+                ancestor = ancestor.parent
+        return [node.page for node in self if id(node) not in used]
 
     def _page_tokens(self, tokens: Sequence[int]) -> Iterator[Tokens]:
         size = self.page_size
-        return (tuple(tokens[at : at + size]) for at in range(0, len(tokens) - size + 1, size))
+        return (tuple(tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size))
 
     def _use(self, node: Node | None) -> None:
         """Mark a node and those before it as used last, the first page as the latest of all."""
