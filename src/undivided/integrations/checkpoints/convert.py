@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from undivided.arguments.checks import listed
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.integrations.checkpoints.check import check_result, check_state, checked_layers, checked_names
-from undivided.integrations.checkpoints.fused import arranged, projections
+from undivided.integrations.checkpoints.fused import arrange, projections
 from undivided.integrations.checkpoints.table import pairs
 
 LAYERS = "model.layers"
@@ -43,8 +43,8 @@ def from_hugging_face(
         Where possible its tensors are those of `state`.
 
     Raises:
-        InputError: names or sizes are not those of the model; all of them are listed. So are other architectures,
-            such as those with a norm after a block or with experts.
+        InputError: names or sizes are not those of the model, as for architectures with a norm after a block or with
+            experts; the message lists them.
 
     >>> import torch, transformers, undivided
     >>> config = transformers.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
@@ -59,7 +59,7 @@ def from_hugging_face(
     checked_layers(model)
     names = checked_names(names)
     entries = {name: value for name, value in check_state(state).items() if not _COMPUTED.search(name)}
-    result = _outside(entries, model, names)
+    result = _outer_state(entries, model, names)
     separate = _separate(model, {name: value.to("meta") for name, value in model.state_dict().items()})
     for here, there in _entries(model, layers):
         if all(name in entries for name in there):
@@ -69,9 +69,9 @@ def from_hugging_face(
             result[here] = weight.new_zeros(separate[here].shape)
     if unknown := sorted(entries.keys() - set(names.values())):
         hint = f"give names outside of {layers!r} in names; a model with other blocks has no layers here"
-        known = "have only the names of undivided.integrations.checkpoints.NAMES"
-        raise InputError("state", known, f"{len(unknown)} unknown: {listed(unknown)}", hint=hint)
-    result = _in_arrangement_of(model, result, None)
+        must = "have only the names of undivided.integrations.checkpoints.NAMES"
+        raise InputError("state", must, f"{len(unknown)} unknown: {listed(unknown)}", hint=hint)
+    result = _arrange_for(model, result, None)
     hint = f"the layers of the model are {layers}.0 and so on; a tied weight is given twice in names"
     check_result(result, model.state_dict(), "model", hint)
     return result
@@ -120,12 +120,7 @@ def to_hugging_face(
     for here, there in _entries(model, layers):
         if here in entries:
             parts = entries.pop(here).chunk(len(there))
-            if not (
-                like is not None
-                and _is_bias_of_map(here)
-                and there[0] not in like
-                and not any(part.any() for part in parts)
-            ):
+            if like is None or there[0] in like or not _is_zero_bias(here, parts):
                 result |= {name: part.contiguous() for name, part in zip(there, parts, strict=True)}
     if unknown := sorted(entries.keys() - buffers.keys()):
         hint = "give names outside of the layers in names"
@@ -168,22 +163,26 @@ def from_transformer_engine(
         raise InputError("qkv_weight_interleaved", "be True, False or None", repr(qkv_weight_interleaved))
     if not isinstance(model, torch.nn.Module):
         raise InputError("model", "be a torch.nn.Module", type(model).__name__)
-    result = _in_arrangement_of(model, entries, qkv_weight_interleaved)
+    result = _arrange_for(model, entries, qkv_weight_interleaved)
     check_result(result, model.state_dict(), "model", "build the model of the checkpoint, with its biases and norms")
     return result
 
 
-def _in_arrangement_of(model: torch.nn.Module, state: dict[str, Tensor], source: bool | None) -> dict[str, Tensor]:
+def _arrange_for(model: torch.nn.Module, state: dict[str, Tensor], source: bool | None) -> dict[str, Tensor]:
+    """A state dict with the queries, keys and values in one weight or a weight each, as the model has them.
+
+    source: whether one weight in the state is interleaved; None if that is unknown.
+    """
     for projection in projections(model):
         layer = projection.layer
-        state |= arranged(state, projection, source, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
+        state |= arrange(state, projection, source, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
     return state
 
 
 def _separate(model: torch.nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the model with a weight each for queries, keys and values."""
     for projection in projections(model):
-        state |= arranged(state, projection, projection.layer.qkv_weight_interleaved, False, False)
+        state |= arrange(state, projection, projection.layer.qkv_weight_interleaved, False, False)
     return state
 
 
@@ -200,7 +199,12 @@ def _is_bias_of_map(name: str) -> bool:
     return name.endswith("bias") and not name.endswith(("layer_norm_bias", "_norm.bias"))
 
 
-def _outside(entries: Mapping[str, Tensor], model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _is_zero_bias(name: str, parts: Sequence[Tensor]) -> bool:
+    """Whether a parameter is the bias of a linear map, and 0."""
+    return _is_bias_of_map(name) and not any(part.any() for part in parts)
+
+
+def _outer_state(entries: Mapping[str, Tensor], model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
     """The entries of a model outside of its layers; buffers are its own."""
     result = {name: value for name, value in model.state_dict().items() if name in dict(model.named_buffers())}
     for here, there in names.items():

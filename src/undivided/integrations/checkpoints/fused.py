@@ -67,7 +67,7 @@ def projections(model: torch.nn.Module) -> Iterator[Projection]:
         yield Projection(f"{prefix}key_value.", ("key", "value"), layer)
 
 
-def arranged(
+def arrange(
     state: dict[str, Tensor], projection: Projection, source: bool | None, fused: bool, interleaved: bool
 ) -> dict[str, Tensor]:
     """The entries of a map in one arrangement; it takes those of the other one out of the state.

@@ -225,15 +225,15 @@ def _selected_keys(
     """The keys that a layer selected for its queries, bool ``[B, 1|H, Sq, Sk]``."""
     selected = []
     if indices is not None:
-        none = torch.zeros((*indices.shape[:2], kv_len), dtype=torch.bool, device=indices.device)
-        selected.append(none.scatter(-1, indices.long(), True)[:, None])
+        no_keys = torch.zeros((*indices.shape[:2], kv_len), dtype=torch.bool, device=indices.device)
+        selected.append(no_keys.scatter(-1, indices.long(), True)[:, None])
     if blocks is not None:
         size: int = module.indexer.block_size  # type: ignore[union-attr, assignment]
         count = -(-kv_len // size)
-        none = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool, device=blocks.device)
-        kept = none.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
-        kept = kept.repeat_interleave(size, dim=-1)[..., :kv_len]
-        selected.append(kept.repeat_interleave(heads // blocks.shape[1], dim=1))
+        no_blocks = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool, device=blocks.device)
+        keys = no_blocks.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
+        keys = keys.repeat_interleave(size, dim=-1)[..., :kv_len]
+        selected.append(keys.repeat_interleave(heads // blocks.shape[1], dim=1))
     return selected
 
 

@@ -61,7 +61,7 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
         self.quantize = quantize
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = functools.partial(FullLayer, quantize, room)
-        self.layers = [_stored(layer, quantize, room) for layer in self.layers]
+        self.layers = [_replacement_layer(layer, quantize, room) for layer in self.layers]
 
     @property
     def memory(self) -> Memory:
@@ -75,7 +75,7 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
         return f"Cache(quantize={self.quantize!r}, layers={len(self.layers)}, {tokens=}, memory={self.memory})"
 
 
-def _stored(layer: Any, quantize: str | None, max_len: int) -> Any:
+def _replacement_layer(layer: Any, quantize: str | None, max_len: int) -> Any:
     """The layer that replaces one of transformers; layers that store something else stay, if nothing is quantised."""
     if type(layer) is cache_utils.DynamicLayer:
         return FullLayer(quantize, max_len)

@@ -17,13 +17,13 @@ from undivided.errors import InputError
 from undivided.integrations.transformers._cached_states import CachedStates
 
 ROOM = 64
-"""Tokens by which a storage grows at least."""
+"""The smallest number of tokens by which a storage grows."""
 
 States = Tensor | CachedStates
 
 
-class _Stored:
-    """What both kinds of layers do: the tokens from `_start` to `_end` of the storage are cached."""
+class _StoredLayer:
+    """The base of both kinds of layers: the tokens from `_start` to `_end` of the storage are cached."""
 
     def __init__(self, quantize: str | None, max_len: int) -> None:
         self._quantize, self._max_len = quantize, max_len
@@ -87,7 +87,7 @@ class _Stored:
     def _move(self, page_size: int, rows: Tensor | None = None) -> Storage:
         """A new storage, which starts with the cached tokens of these rows of the batch, or of all."""
         assert self.storage is not None
-        self.storage = self.storage.moved(self._start, self._end, page_size, rows)
+        self.storage = self.storage.with_page_size(self._start, self._end, page_size, rows)
         self._start, self._end = 0, self._end - self._start
         return self.storage
 
@@ -128,7 +128,7 @@ class _Stored:
         self._end = max(self._start, self._end + tokens_to_remove)
 
 
-class FullLayer(_Stored, DynamicLayer):  # type: ignore[misc]
+class FullLayer(_StoredLayer, DynamicLayer):  # type: ignore[misc]
     """All tokens of a layer; `DynamicLayer` defines the interface."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **ignored: Any) -> tuple[States, States]:
@@ -145,7 +145,7 @@ class FullLayer(_Stored, DynamicLayer):  # type: ignore[misc]
         self._remove(tokens_to_remove)
 
 
-class SlidingLayer(_Stored, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class SlidingLayer(_StoredLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """The last tokens of a layer with a window; `DynamicSlidingWindowLayer` defines the interface.
 
     Tokens that left the window stay in memory until the storage is full; then the others move to its start.
@@ -165,10 +165,10 @@ class SlidingLayer(_Stored, DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Append new tokens; the keys and values that their queries see, ``[B, N, S, D]``."""
         count = self._append(key_states, value_states)
         self.cumulative_length += count
-        seen = max(self._start, self._end - count - self.sliding_window + 1)
+        first = max(self._start, self._end - count - self.sliding_window + 1)
         if not self.record_past:
             self._forget()
-        return self._states(seen)
+        return self._states(first)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` tokens, and then all that left the window."""

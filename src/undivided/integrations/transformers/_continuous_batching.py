@@ -68,9 +68,9 @@ def attention(
         k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=dict(arguments))
         k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
     else:
-        nothing, written = arguments["write_index"][allocator.index][:0], arguments["write_index"][allocator.index]
-        # with nothing to read, `update` only writes
-        allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, nothing, written)
+        write_index = arguments["write_index"][allocator.index]
+        no_index = write_index[:0]  # with nothing to read, `update` only writes
+        allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, no_index, write_index)
         k, v = allocator.get_cache_for_block_table(layer)
     out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=step.mask, pages=step.pages, **options)
     return out[None]
@@ -79,10 +79,10 @@ def attention(
 def _step(cache: Any, allocator: Any, arguments: Any) -> Step:
     """The mask and block table of this forward pass, computed by the first layer of each attention type."""
     steps: dict[str, Step] = cache.__dict__.setdefault("_undivided_steps", {})
-    known = steps.get(allocator.layer_type)
-    if known is None or known.offsets is not arguments["cu_seq_lens_q"]:
-        known = steps[allocator.layer_type] = _new_step(allocator, arguments)
-    return known
+    step = steps.get(allocator.layer_type)
+    if step is None or step.offsets is not arguments["cu_seq_lens_q"]:
+        step = steps[allocator.layer_type] = _new_step(allocator, arguments)
+    return step
 
 
 def _new_step(allocator: Any, arguments: Any) -> Step:
@@ -92,21 +92,21 @@ def _new_step(allocator: Any, arguments: Any) -> Step:
         cu_q, cu_kv = offsets.clone(), arguments["cu_seq_lens_k"][kind].to(torch.int32, copy=True)
         documents = masks.documents(cu_q, cu_kv, max_q=max_q, max_kv=max_kv)
         window = getattr(allocator, "sliding_window", None)
-        read = arguments["read_index"][allocator.index]
+        read_index = arguments["read_index"][allocator.index]
         mask = CAUSAL if window is None else masks.window(window - 1, 0, align="bottom_right")
         pages = None
-        if window is None and len(read):
-            pages = _block_table(read, cu_kv, allocator.tokens_per_page, max_kv)
+        if window is None and len(read_index):
+            pages = _block_table(read_index, cu_kv, allocator.tokens_per_page, max_kv)
     return Step(offsets, mask & documents, pages)
 
 
-def _block_table(read: Tensor, cu_kv: Tensor, page_size: int, longest: int) -> Tensor:
+def _block_table(rows: Tensor, cu_kv: Tensor, page_size: int, longest: int) -> Tensor:
     """The page of each request's tokens 0, page_size, ..., from the physical rows of all tokens, without a wait for a
     GPU."""
-    first = torch.arange(0, longest, page_size, device=read.device)
-    at = cu_kv[:-1, None] + first
-    pages = read[at.clamp(max=len(read) - 1)] // page_size
-    return pages.where(at < cu_kv[1:, None], 0).to(torch.int32)
+    first = torch.arange(0, longest, page_size, device=rows.device)
+    token = cu_kv[:-1, None] + first
+    pages = rows[token.clamp(max=len(rows) - 1)] // page_size
+    return pages.where(token < cu_kv[1:, None], 0).to(torch.int32)
 
 
 def accept(name: str) -> None:

@@ -70,29 +70,29 @@ def _checked_weight(layer: nn.Module) -> Tensor:
     """The projection of a layer's latents, ``[H, Dk + Dv, rank]``."""
     projection = cast(Any, layer.kv_b_proj)
     weight = getattr(projection, "weight", None)
-    rank, size = _sizes(layer)[0], _sizes(layer)[1] + _sizes(layer)[3]
+    rank, plain, _, value = _sizes(layer)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape[-1] != rank:
         raise InputError("kv_b_proj", f"have a floating-point weight [.., {rank}]", type(projection).__name__)
     if getattr(projection, "bias", None) is not None:
         raise InputError("kv_b_proj", "have no bias", "one")
-    return weight.view(-1, size, rank)
+    return weight.view(-1, plain + value, rank)
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int, int, int]:
-    """Sizes of a latent; of a head's query without position and with; of its value."""
-    at = cast(Any, layer)
-    return at.kv_lora_rank, at.qk_nope_head_dim, at.qk_rope_head_dim, at.v_head_dim
+    """(rank, plain, rotated, value): the sizes of a latent, of the two parts of a head's query, and of its value."""
+    sizes = cast(Any, layer)
+    return sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
 
 
 def _latents(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     """In place of a layer's ``expand_kv``: ``[B, 1, Sk, rank + rotated]``, and its first columns as values."""
     if cast(Any, layer).config._attn_implementation != "undivided":
-        return _expanded(layer, latents, rotated)
+        return _expand_heads(layer, latents, rotated)
     keys = torch.cat((latents, rotated), dim=-1)
     return keys, keys[..., : latents.shape[-1]]
 
 
-def _expanded(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+def _expand_heads(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of every head, ``[B, H, Sk, D]``, as the layer's own class computes them."""
     key, value = cast(Any, type(layer)).expand_kv(layer, latents, rotated)
     return key, value
@@ -112,7 +112,7 @@ def pays_off(layer: nn.Module, q_len: int) -> bool:
 def expand(layer: nn.Module, key: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of every head from what `_latents` returned."""
     rank = _sizes(layer)[0]
-    return _expanded(layer, key[..., :rank], key[..., rank:])
+    return _expand_heads(layer, key[..., :rank], key[..., rank:])
 
 
 def absorb_queries(layer: nn.Module, query: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def model_mask(
         mask_function: of absolute positions; None is every pair.
         attention_mask: the real keys from position 0 on, bool ``[B, S]``; keys beyond S are not real. None: all are
             real. A mask that already exists (``generate`` creates it before the model) is returned.
-        use_vmap: the function takes single positions instead of tensors.
+        use_vmap: whether the function takes single positions instead of tensors.
         device: of the model's tensors.
         dtype: of the model's hidden states.
         config: the model's configuration.
@@ -68,8 +68,8 @@ def model_mask(
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
     if attention_mask is not None:
         pattern = dataclasses.replace(pattern, padding=(*pattern.padding, attention_mask))
-    device, own = torch.device(device), config is not None and not takes_booleans(type(config))
-    return ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if own else torch.bool)
+    device, is_additive = torch.device(device), config is not None and not takes_booleans(type(config))
+    return ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if is_additive else torch.bool)
 
 
 def within_documents(model_mask: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
@@ -89,21 +89,21 @@ def takes_booleans(config_class: type) -> bool:
     model that computes attention itself) compute with the additive masks of "eager", if they compute with their mask at
     all.
     """
-    known = _takes_booleans.get(config_class)
-    if known is None:
+    takes = _takes_booleans.get(config_class)
+    if takes is None:
         from transformers import PreTrainedModel
 
         classes, supported = [PreTrainedModel], []
         while classes:
             classes += (model_class := classes.pop()).__subclasses__()
             if model_class.config_class is config_class:
-                takes = model_class._supports_sdpa or model_class._supports_flex_attn
-                supported.append(takes or model_class._supports_attention_backend)
-        known = any(supported)
+                has_own = model_class._supports_sdpa or model_class._supports_flex_attn
+                supported.append(has_own or model_class._supports_attention_backend)
+        takes = any(supported)
         if not supported:  # its model is not imported yet
             return True
-        _takes_booleans[config_class] = known
-    return known
+        _takes_booleans[config_class] = takes
+    return takes
 
 
 _takes_booleans: dict[type, bool] = {}
@@ -177,40 +177,42 @@ def _opaque(pattern: Pattern, sizes: Sizes) -> Mask:
     """The remaining mask functions as predicates of the indices of this call."""
     mask = FULL
     for fn in pattern.rest:
-        mask = mask & masks.predicate(_at_offsets(fn, sizes))
+        mask = mask & masks.predicate(_with_offsets(fn, sizes))
     return mask
 
 
-def _at_offsets(fn: MaskFunction, sizes: Sizes) -> MaskFunction:
-    def here(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _with_offsets(fn: MaskFunction, sizes: Sizes) -> MaskFunction:
+    """A function of absolute positions as a function of the rows of this call."""
+
+    def of_rows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return fn(b, h, q + sizes.q_offset, k + sizes.kv_offset)
 
-    return here
+    return of_rows
 
 
 def _over_positions(fn: MaskFunction) -> MaskFunction:
     """A function of single positions as a function of broadcastable tensors of positions."""
 
-    def over(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def of_tensors(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-        each = fn
+        batched = fn
         for axis in (3, 2, 1, 0):
-            each = torch.vmap(each, in_dims=tuple(0 if axis == n else None for n in range(4)))
+            batched = torch.vmap(batched, in_dims=tuple(0 if axis == n else None for n in range(4)))
         with TransformGetItemToIndex():  # vmap cannot index a tensor by a position otherwise
-            return each(b.flatten(), h.flatten(), q.flatten(), k.flatten())
+            return batched(b.flatten(), h.flatten(), q.flatten(), k.flatten())
 
-    return over
+    return of_tensors
 
 
 def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
     """The real keys of the call, bool ``[B, Sk]``, from masks that start at position 0; None if all are real."""
     real = None
     for key_mask in padding:
-        here = key_mask[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
-        if here.shape[1] < sizes.kv_len:
-            here = torch.nn.functional.pad(here, (0, sizes.kv_len - here.shape[1]))
-        real = here if real is None else real & here
+        part = key_mask[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
+        if part.shape[1] < sizes.kv_len:
+            part = torch.nn.functional.pad(part, (0, sizes.kv_len - part.shape[1]))
+        real = part if real is None else real & part
     return real
 
 

@@ -105,8 +105,8 @@ def read(fn: MaskFunction) -> Pattern:
     (3, 0, ())
     """
     reader = _readers.get(getattr(fn, "__code__", None))  # type: ignore[arg-type]
-    known = None if reader is None else reader(_closure(fn))
-    return Pattern(rest=(fn,)) if known is None else known
+    pattern = None if reader is None else reader(_closure(fn))
+    return Pattern(rest=(fn,)) if pattern is None else pattern
 
 
 Closure = Mapping[str, Any]
@@ -200,6 +200,7 @@ def _samples(masking_utils: ModuleType) -> Iterator[tuple[Reader, Sequence[Calla
 
 def _pairs(fn: MaskFunction) -> Tensor:
     """A mask function evaluated on a grid of 2 sequences and 7 positions, bool ``[2, 1, 7, 7]``."""
-    b, at = torch.arange(2), torch.arange(7)
-    pairs = fn(b[:, None, None, None], b[None, :1, None, None], at[None, None, :, None], at[None, None, None])
+    b, position = torch.arange(2), torch.arange(7)
+    q, k = position[None, None, :, None], position[None, None, None]
+    pairs = fn(b[:, None, None, None], b[None, :1, None, None], q, k)
     return pairs.expand(2, 1, 7, 7)

@@ -44,8 +44,8 @@ class TensorLike(ABC):
         Returns:
             This object if device and dtype are its own; otherwise the dense tensor, converted.
         """
-        here = (self.dtype, self.device, str(self.device), None)
-        stays = all(one in here for one in (*args, *options.values()) if not isinstance(one, bool))
+        own = (self.dtype, self.device, str(self.device), None)
+        stays = all(value in own for value in (*args, *options.values()) if not isinstance(value, bool))
         return self if stays else self.dense.to(*args, **options)
 
     def dim(self) -> int:
@@ -69,10 +69,10 @@ class TensorLike(ABC):
 
     def __getitem__(self, index: Any) -> Any:
         """This object for a slice of everything, else a part of the dense tensor."""
-        each = index if isinstance(index, tuple) else (index,)
-        if len(each) <= 4 and all(
-            isinstance(one, slice) and one.indices(size) == (0, size, 1)
-            for one, size in zip(each, self.shape, strict=False)
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) <= 4 and all(
+            isinstance(part, slice) and part.indices(size) == (0, size, 1)
+            for part, size in zip(parts, self.shape, strict=False)
         ):
             return self
         return self.dense[index]

@@ -2,8 +2,8 @@
 
     experts * sum_e (choices of expert e / tokens) * (sum of its probabilities / tokens)
 
-is a product of means over all tokens, so it is not a sum of what the ranks compute of their own. Each rank counts its
-tokens, and the sums of all ranks, 2 numbers per expert and one, are added up.
+is a product of means over all tokens, so it is not the sum of what ranks compute from their own tokens. Instead each
+rank sums over its tokens, and these sums, 2 numbers per expert and the number of tokens, are added up.
 
 Source: Fedus et al. 2022 (arXiv:2101.03961), equations 4 to 6; `load_balancing_loss_func` of transformers.
 """
@@ -55,9 +55,9 @@ def _sums(logits: Sequence[Tensor], experts: int, chosen: int, real: Tensor | No
     choices = probabilities = tokens = torch.zeros((), device=logits[0].device)
     for layer in logits:
         weights = torch.softmax(layer.to(logits[0].device), -1)
-        kept = torch.ones_like(weights[:, 0]) if real is None else real.reshape(-1).to(weights)
-        picked = torch.nn.functional.one_hot(weights.topk(chosen).indices, experts).sum(1)
-        choices = choices + (picked * kept[:, None]).float().sum(0)
-        probabilities = probabilities + (weights.float() * kept[:, None]).sum(0)
-        tokens = tokens + kept.float().sum()
+        is_real = torch.ones_like(weights[:, 0]) if real is None else real.reshape(-1).to(weights)
+        is_chosen = torch.nn.functional.one_hot(weights.topk(chosen).indices, experts).sum(1)
+        choices = choices + (is_chosen * is_real[:, None]).float().sum(0)
+        probabilities = probabilities + (weights.float() * is_real[:, None]).sum(0)
+        tokens = tokens + is_real.float().sum()
     return torch.cat((choices, probabilities, tokens[None]))

@@ -80,21 +80,21 @@ def shard_batch(
     """
     mesh = None if isinstance(ranks, ContextParallel) else checked_mesh(ranks)
     context, axes = _context(ranks, mesh, strategy, placement)
-    whole = prepare_on_all_ranks(axes or (), axes is not None, lambda: _checked(batch, context.world))
+    whole = prepare_on_all_ranks(axes or (), axes is not None, lambda: _checked_batch(batch, context.world))
     result: dict[str, Any] = {"use_cache": False}
     if whole.labels is not None:
         count = batch.get("num_items_in_batch")
         result["num_items_in_batch"] = _label_count(whole.labels, mesh) if count is None else count
     if context.world == 1:
-        kept = ("attention_mask", "position_ids", *DOCUMENTS)
-        result |= {name: batch[name] for name in kept if batch.get(name) is not None}
+        unchanged = ("attention_mask", "position_ids", *DOCUMENTS)
+        result |= {name: batch[name] for name in unchanged if batch.get(name) is not None}
         return result | _parts(whole, None)
     shard = _shard(whole, context)
     return result | _parts(whole, shard.context) | {"shard": shard}
 
 
 def _parts(whole: _Whole, context: ContextParallel | None) -> dict[str, Tensor]:
-    """This rank's tensors; without ranks, those that are not as in the batch."""
+    """This rank's tensors; without a context, the tokens and the shifted labels of the whole batch."""
     name, tokens = whole.tokens
     tensors = {name: tokens}
     if whole.labels is not None:
@@ -124,7 +124,7 @@ def _context(
     return ContextParallel(mesh.get_group("context"), strategy, placement), (axes[0], axes[1])
 
 
-def _checked(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArguments]:
+def _checked_batch(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArguments]:
     """The batch, and the values that must be the same on all ranks."""
     if not isinstance(batch, Mapping):
         raise InputError("batch", "be a mapping of names to tensors", type(batch).__name__)
@@ -145,7 +145,7 @@ def _checked(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArgume
     positions = entries.get("position_ids")
     offsets = _checked_offsets(entries, tokens)
     real = entries.get("attention_mask")
-    packed = None if positions is None or real is not None or offsets is not None else _packed(positions, tokens)
+    packed = None if positions is None or real is not None or offsets is not None else _documents(positions, tokens)
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     padding = None if real is None or bool(real.bool().all()) else real.bool()
@@ -206,7 +206,7 @@ def _checked_offsets(entries: dict[str, Any], tokens: Tensor) -> Tensor | None:
     return offsets
 
 
-def _packed(positions: Tensor, tokens: Tensor) -> Packed | None:
+def _documents(positions: Tensor, tokens: Tensor) -> Packed | None:
     """The documents of positions that restart, as transformers reads them; None if there is one per sequence."""
     positions = positions.expand(tokens.shape[0], -1)
     ids = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)

@@ -81,7 +81,7 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     """
     whole, context, tensor = _sizes(mesh)
     for axes in whole or [(SingleRank(), SingleRank())]:
-        prepare_on_all_ranks(axes, True, lambda: _checked(model, context, tensor))
+        prepare_on_all_ranks(axes, True, lambda: _check_model(model, context, tensor))
     if isinstance(mesh, DeviceMesh):
         check_device_type(mesh, next(model.parameters()).device.type)
     if tensor > 1:
@@ -113,7 +113,7 @@ def _sizes(mesh: DeviceMesh | ContextParallel) -> tuple[list[Sequence[Communicat
     return [(SingleRank(), group) for group in groups], size(mesh, "context"), size(mesh, "tensor")
 
 
-def _checked(model: Any, context: int, tensor: int) -> tuple[bool, SharedArguments]:
+def _check_model(model: Any, context: int, tensor: int) -> tuple[bool, SharedArguments]:
     """True, and a description of the model that must be the same on all ranks; raises InputError."""
     from transformers import PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -161,7 +161,7 @@ def _check_noise(model: nn.Module, config: Any) -> None:
 
 
 class _Hooks:
-    """Hooks before and after the forward pass; between them, masks and attention know the shard."""
+    """Hooks before and after the forward pass; between them, masks and attention read the shard from `ACTIVE`."""
 
     def __init__(self, context: int, token_ranks: Sequence[Communicator]) -> None:
         self.context, self.token_ranks = context, token_ranks
@@ -202,7 +202,7 @@ class _Hooks:
             spread_balancing_loss(output, coefficient, module, self.real, self.token_ranks)
 
     def _take_balancing_loss(self, module: nn.Module, options: dict[str, Any], real: Tensor | None) -> None:
-        """Let the model add 0 times the balancing loss of its own tokens, if it computes one and others have tokens."""
+        """Let the model add 0 times the balancing loss of its own tokens, if it computes one and tokens are divided."""
         if not self.token_ranks or not hasattr(module, COEFFICIENT):
             return
         config: Any = module.config

@@ -45,12 +45,12 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
         module, key = _owner(model, name)
         module._parameters[key] = nn.Parameter(module._parameters[key].detach().clone())  # type: ignore[union-attr]
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    for name, style in _expanded(model):
+    for name, style in _styles(model):
         if name in parameters:
             module, key = _owner(model, name)
             ALL_PARALLEL_STYLES[style].shard_param(module, key, mesh)
         elif style == SUMMED:
-            modules[name].forward = _summing(modules[name], mesh)
+            modules[name].forward = _with_summed_gradients(modules[name], mesh)
         else:
             ALL_PARALLEL_STYLES[style].install_forward(modules[name], mesh)
     for name, source in tied.items():
@@ -79,7 +79,7 @@ def check_plan(model: Any, ranks: int) -> None:
             raise InputError(name, f"be a multiple of the {ranks} ranks of the axis 'tensor'", size)
 
 
-def _expanded(model: Any) -> Iterator[tuple[str, str]]:
+def _styles(model: Any) -> Iterator[tuple[str, str]]:
     """(name of a parameter or a module, style), the parameters of a module before the module itself."""
     for module_name, module in model.named_modules():
         module_style = _style(module_name, model.tp_plan)
@@ -128,7 +128,7 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-def _summing(module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
+def _with_summed_gradients(module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
     """The forward pass of a module with parameters whose gradients are summed over ranks."""
     forward, group = module.forward, mesh.get_group()
 
