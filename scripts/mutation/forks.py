@@ -42,7 +42,7 @@ def in_a_child(work: Callable[[], str], seconds: float) -> str | None:
 
 def _read(pipe: int, child: int) -> bytes:
     """All that the process writes; it is ended if it stands still."""
-    content, used, since = b"", 0, time.monotonic()
+    content, last_ticks, since = b"", 0, time.monotonic()
     while True:
         if select.select([pipe], [], [], 10)[0]:
             chunk = os.read(pipe, 1 << 16)
@@ -52,8 +52,8 @@ def _read(pipe: int, child: int) -> bytes:
             content += chunk
         with open(f"/proc/{child}/stat") as stat:
             ticks = sum(map(int, stat.read().rpartition(")")[2].split()[11:13]))
-        if ticks > used:
-            used, since = ticks, time.monotonic()
+        if ticks > last_ticks:
+            last_ticks, since = ticks, time.monotonic()
         elif time.monotonic() > since + STALLED:
             os.kill(child, signal.SIGKILL)
 

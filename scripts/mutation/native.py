@@ -163,13 +163,13 @@ def some_cases(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
 def test_times(library: Path, items: list[pytest.Item]) -> str:
     """JSON: of each test that passes, its number and its processor time."""
     use(library)
-    found = []
+    times = []
     for n, item in enumerate(items):
         begin = time.process_time()
         reports = runtestprotocol(item, log=False, nextitem=items[n + 1] if n + 1 < len(items) else None)
         if all(report.passed for report in reports):
-            found.append((n, time.process_time() - begin))
-    return json.dumps(found)
+            times.append((n, time.process_time() - begin))
+    return json.dumps(times)
 
 
 def failing_test_with(library: Path, items: list[pytest.Item], seconds: float) -> str:
@@ -217,11 +217,11 @@ class Sample:
                 continue
             ran += 1
             seconds = self.options.seconds
-            found = in_a_child(functools.partial(failing_test_with, library, items, seconds), 3 * seconds)
-            if found == "" and mutant.path.stem == "thread_team":
-                found = failing_process_test(mutant, library, self.builder.folder)
-            killed += found not in ("", NO_TIME)
-            verdict = {"": "survived", NO_TIME: "no time", None: "died"}.get(found, f"killed by {found}")
+            failure = in_a_child(functools.partial(failing_test_with, library, items, seconds), 3 * seconds)
+            if failure == "" and mutant.path.stem == "thread_team":
+                failure = failing_process_test(mutant, library, self.builder.folder)
+            killed += failure not in ("", NO_TIME)
+            verdict = {"": "survived", NO_TIME: "no time", None: "died"}.get(failure, f"killed by {failure}")
             print(f"{mutant}\n    {verdict}; {killed} of {ran} killed", flush=True)
             library.unlink()
         return True
@@ -245,15 +245,15 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=Path("build/mutation/native"), help="default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = [m for pattern in MUTATED for path in sorted(SOURCES.glob(pattern)) for m in mutants(path)]
-    found = [m for m in found if any(text in str(m) for text in options.only)]
-    random.Random(options.seed).shuffle(found)
-    print(f"{len(found)} mutants, seed {options.seed}", flush=True)
+    every = [m for pattern in MUTATED for path in sorted(SOURCES.glob(pattern)) for m in mutants(path)]
+    chosen = [m for m in every if any(text in str(m) for text in options.only)]
+    random.Random(options.seed).shuffle(chosen)
+    print(f"{len(chosen)} mutants, seed {options.seed}", flush=True)
     builder = Builder(options.build)
     sys.path.insert(0, "tests/support/native")  # pytest does so too, but later
     choose_levels(builder)
     tests = [str(path) for pattern in TESTS for path in sorted(Path().glob(pattern))]
-    plugin = Sample(builder, iter(found), options)
+    plugin = Sample(builder, iter(chosen), options)
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[plugin]))
 
 

@@ -29,25 +29,25 @@ def mutate(folders: Iterable[str]) -> list[str]:
     """Replace the files of these folders by ones that hold all of their mutants; returns the mutants' names."""
     names = []
     for path in sorted(path for folder in folders for path in Path("src/undivided", folder).rglob("*.py")):
-        found = mutate_file_contents(str(path), path.read_text())
-        path.write_text(found.code)
+        mutants = mutate_file_contents(str(path), path.read_text())
+        path.write_text(mutants.code)
         module = ".".join(path.with_suffix("").relative_to("src").parts).removesuffix(".__init__")
-        names += [f"{module}.{name}" for name in found.mutant_names]
+        names += [f"{module}.{name}" for name in mutants.mutant_names]
     return names
 
 
 def call_times(items: list[pytest.Item]) -> str:
     """JSON: of each test that passes, its processor time and the functions that it calls."""
     trampoline.set_mutant_under_test("stats")
-    found, hits = [], set()
+    times, hits = [], set()
     trampoline.record_trampoline_hit = lambda name, caller=None: hits.add(name)
     for n, item in enumerate(items):
         hits.clear()
         begin = time.process_time()
         reports = runtestprotocol(item, log=False, nextitem=items[n + 1] if n + 1 < len(items) else None)
         if all(report.passed for report in reports):
-            found.append((n, time.process_time() - begin, sorted(hits)))
-    return json.dumps(found)
+            times.append((n, time.process_time() - begin, sorted(hits)))
+    return json.dumps(times)
 
 
 def failing_mutant_test(name: str, items: list[pytest.Item], seconds: float) -> str:
@@ -72,10 +72,10 @@ class Sample:
         for count, name in enumerate(self.mutants, 1):
             function = name.rpartition("__mutmut_")[0]
             items = [session.items[n] for n, _, hits in times if function in hits]
-            found = in_a_child(lambda: failing_mutant_test(name, items, self.seconds), 3 * self.seconds)  # noqa: B023
-            killed += found not in ("", NO_TIME)
-            if found in ("", NO_TIME):
-                print(f"{'survived' if not found else 'no time'} {name} ({len(items)} tests)", flush=True)
+            failure = in_a_child(lambda: failing_mutant_test(name, items, self.seconds), 3 * self.seconds)  # noqa: B023
+            killed += failure not in ("", NO_TIME)
+            if failure in ("", NO_TIME):
+                print(f"{'survived' if not failure else 'no time'} {name} ({len(items)} tests)", flush=True)
             if count % 20 == 0 or count == len(self.mutants):
                 print(f"{count} mutants, {killed} killed ({killed / count:.1%})", flush=True)
         return True

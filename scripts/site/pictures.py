@@ -83,11 +83,11 @@ def layouts() -> Picture:
             shape = shapes[layout]
             tensor = torch.empty(shape)
             axis = {name: shape_axis for shape_axis, name in enumerate(layout)}
-            at = lambda b, s, h, axis=axis, tensor=tensor: sum(  # noqa: E731
+            offset = lambda b, s, h, axis=axis, tensor=tensor: sum(  # noqa: E731
                 value * tensor.stride(axis[name]) for name, value in (("b", b), ("s", s), ("h", h))
             )
             places = [(b, s, h) for b in range(batch) for s in range(length) for h in range(heads)]
-            places.sort(key=lambda place: at(*place))
+            places.sort(key=lambda place: offset(*place))
             note = f"shape {shape}, strides {tensor.stride()}"
         for n, (b, s, h) in enumerate(places):
             x = 75 + 54 * n
@@ -151,14 +151,14 @@ def chunked_prefill() -> Picture:
     picture.text(60, 24, "the whole prompt at once", bold=True)
     grid(picture, 60, 60, whole, colours, cell=20)
     axes(picture, 60, 56, 9, 9)
-    y, seen = 60, 0
+    y, keys = 60, 0
     picture.text(430, 24, "three calls, bottom-right", bold=True)
     for n, size in enumerate(sizes):
-        seen += size
+        keys += size
         grid(
-            picture, 430, y, masks.causal("bottom_right").to_dense(1, 1, size, seen)[0, 0], [COLOURS[n]] * size, cell=20
+            picture, 430, y, masks.causal("bottom_right").to_dense(1, 1, size, keys)[0, 0], [COLOURS[n]] * size, cell=20
         )
-        picture.text(430 + 9 * 20 + 10, y + 14, f"{size} queries, {seen} keys", fill="soft", size=12)
+        picture.text(430 + 9 * 20 + 10, y + 14, f"{size} queries, {keys} keys", fill="soft", size=12)
         y += size * 20 + 8
     return picture
 
@@ -210,11 +210,12 @@ def pages() -> Picture:
         picture.text(10, y - 8, words, bold=True)
         table, lengths = pool.block_table.tolist(), pool.lengths
         owners = {page: [s for s in range(3) if page in table[s][: -(-lengths[s] // 4)]] for page in range(8)}
-        for page, of in owners.items():
+        for page, sequences in owners.items():
             x = 10 + 64 * page
             picture.rect(x, y, 58, 36, "empty", stroke="line")
-            for n, owner in enumerate(of):
-                picture.rect(x + 58 * n / len(of), y, 58 / len(of), 36, COLOURS[owner], opacity=0.85)
+            for n, owner in enumerate(sequences):
+                width = 58 / len(sequences)
+                picture.rect(x + width * n, y, width, 36, COLOURS[owner], opacity=0.85)
             picture.text(x + 29, y + 50, f"page {page}", fill="soft", size=10.5, anchor="middle")
         picture.text(532, y + 16, f"lengths {lengths}", size=12)
         picture.text(532, y + 34, f"free pages {pool.free_pages}", fill="soft", size=12)

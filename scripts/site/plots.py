@@ -23,10 +23,16 @@ SENTINELS = {f"#0000{number:02x}": name for number, name in enumerate(svg.THEME,
 PAINT = {name: colour for colour, name in SENTINELS.items()}
 
 
+def read_report(name: str) -> dict[str, Any]:
+    """A report in `benchmarks/`."""
+    report: dict[str, Any] = json.loads((ROOT / "benchmarks" / name).read_text(encoding="utf-8"))
+    return report
+
+
 def read_cases(report: str) -> list[dict[str, Any]]:
     """The cases of a report in `benchmarks/`."""
-    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / report).read_text(encoding="utf-8"))["cases"]
-    return found
+    cases: list[dict[str, Any]] = read_report(report)["cases"]
+    return cases
 
 
 def ratio(case: dict[str, Any]) -> float | None:
@@ -35,7 +41,7 @@ def ratio(case: dict[str, Any]) -> float | None:
     return seconds["sdpa"] / seconds["undivided"] if seconds.get("sdpa") and seconds.get("undivided") else None
 
 
-def _themed(figure: Any) -> str:
+def themed(figure: Any) -> str:
     """The SVG text of a figure, with the colours of the theme."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -86,7 +92,7 @@ def _bars(name: str, title: str, rows: list[tuple[str, float, bool]]) -> str:
         axis.set_title(title, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.1)
-        text = _themed(figure)
+        text = themed(figure)
         plt.close(figure)
     return text
 
@@ -126,7 +132,7 @@ def _errors(name: str, report: str) -> str:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", linewidth=0.6)
         axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.45, 1.18), ncols=3)
-        text = _themed(figure)
+        text = themed(figure)
         plt.close(figure)
     return text
 
@@ -136,7 +142,7 @@ SUITES = {"forward": "Forward", "backward": "Backward alone", "mask": "Masks and
 
 def plots() -> dict[str, str]:
     """The SVG text of every plot by name."""
-    found = {}
+    texts = {}
     for machine, (report, words) in REPORTS.items():
         for suite, heading in SUITES.items():
             rows = [
@@ -147,6 +153,6 @@ def plots() -> dict[str, str]:
             # ratios of another order of magnitude would hide all others: the table in benchmarks/README.md has them
             rows = [row for row in rows if row[1] < 20]
             if rows:
-                found[f"perf-{machine}-{suite}"] = _bars(f"perf-{machine}-{suite}", f"{heading}, {words}", rows)
-    found["error-budget"] = _errors("error-budget", REPORTS["amx"][0])
-    return found
+                texts[f"perf-{machine}-{suite}"] = _bars(f"perf-{machine}-{suite}", f"{heading}, {words}", rows)
+    texts["error-budget"] = _errors("error-budget", REPORTS["amx"][0])
+    return texts

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
-from plots import PAINT, ROOT, _themed
+from plots import PAINT, read_report, themed
 
 from undivided.benchmarking.roofline import LEVELS, Line, lines
 
@@ -34,23 +32,19 @@ BOUNDS = {
 }
 
 
-def _read(report: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / report).read_text(encoding="utf-8"))
-    return found
-
-
 def _kinds(report: str) -> Iterator[tuple[str, list[Line]]]:
     """The lines of a report by kind."""
     order = ("prefill", "window", "documents", "decode")
-    found = sorted(lines(_read(report)), key=lambda line: order.index(line.kind))
-    for kind, group in groupby(found, key=lambda line: line.kind):
+    in_order = sorted(lines(read_report(report)), key=lambda line: order.index(line.kind))
+    for kind, group in groupby(in_order, key=lambda line: line.kind):
         yield kind, list(group)
 
 
 def pictures() -> dict[str, str]:
     """The SVG text of one plot per report."""
-    named = {f"roofline-{name}": found for name, found in REPORTS.items()}
-    return {name: _bars(name, heading, report) for name, (report, heading) in named.items()}
+    return {
+        f"roofline-{name}": _bars(f"roofline-{name}", heading, report) for name, (report, heading) in REPORTS.items()
+    }
 
 
 def _bars(name: str, heading: str, report: str) -> str:
@@ -60,16 +54,16 @@ def _bars(name: str, heading: str, report: str) -> str:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    shown = [line for _, group in _kinds(report) for line in group]
+    cases = [line for _, group in _kinds(report) for line in group]
     style = {
         "svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10,
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), PAINT["ink"]),
         "axes.edgecolor": PAINT["line"], "legend.labelcolor": PAINT["ink"],
     }  # fmt: skip
     with plt.rc_context(style):
-        figure, axis = plt.subplots(figsize=(8, 1.2 + 0.22 * len(shown)), layout="constrained")
+        figure, axis = plt.subplots(figsize=(8, 1.2 + 0.22 * len(cases)), layout="constrained")
         labelled: set[str] = set()
-        for y, line in enumerate(shown):
+        for y, line in enumerate(cases):
             left = 0.0
             for part, seconds in line.predicted.parts.items():
                 if line.predicted.overlap and part != line.predicted.bound:
@@ -80,13 +74,13 @@ def _bars(name: str, heading: str, report: str) -> str:
                 labelled.add(part)
                 left += share
         axis.axvline(1, color=PAINT["ink"], linewidth=1)
-        axis.set_yticks(range(len(shown)), [line.name for line in shown])
-        axis.set_ylim(len(shown) - 0.4, -0.6)
+        axis.set_yticks(range(len(cases)), [line.name for line in cases])
+        axis.set_ylim(len(cases) - 0.4, -0.6)
         axis.set_xlabel("predicted seconds of each part, divided by the measured time; the line is 1")
         axis.set_title(heading, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=6)
-        text = _themed(figure)
+        text = themed(figure)
         plt.close(figure)
     return text
 
@@ -120,7 +114,7 @@ def _errors() -> str:
     rows = ["| level | processor | kind | lines | time / predicted, median | least | most |"]
     rows.append("|---|---|---|--:|--:|--:|--:|")
     for report, heading in REPORTS.values():
-        level = _read(report)["machine"]["native"]
+        level = read_report(report)["machine"]["native"]
         for kind, group in _kinds(report):
             ratios = [line.ratio for line in group if not line.disturbed] or [float("nan")]
             cells = (f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios)))
@@ -130,13 +124,13 @@ def _errors() -> str:
 
 def _sections() -> Iterator[str]:
     for name, (report, heading) in REPORTS.items():
-        read = _read(report)
-        machine = read["machine"]
+        contents = read_report(report)
+        machine = contents["machine"]
         yield f"## {heading}"
         yield (
             f"{machine['processor']}, level `{machine['native']}`, {machine['threads']} "
-            f"thread{'s' * (machine['threads'] != 1)}, {read['settings'].get('clock', 'wall time')}, "
-            f"PyTorch {machine['torch']}, commit {read['commit']}, {read['when'][:10]}. "
+            f"thread{'s' * (machine['threads'] != 1)}, {contents['settings'].get('clock', 'wall time')}, "
+            f"PyTorch {machine['torch']}, commit {contents['commit']}, {contents['when'][:10]}. "
             f"[Report](../../benchmarks/{report})."
         )
         yield f"![{heading}: predicted parts of the measured time](../pictures/roofline-{name}.svg)"

@@ -41,6 +41,6 @@ def readme(text: str) -> str:
         cells = [_cell(cases, name.format(dtype)) for cases in reports for dtype in DTYPES]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     table = "\n".join(lines)
-    found, count = re.subn(r"(<!-- speed -->\n).*?(\n<!-- /speed -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL)
+    result, count = re.subn(r"(<!-- speed -->\n).*?(\n<!-- /speed -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL)
     assert count == 1
-    return found
+    return result

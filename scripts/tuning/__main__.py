@@ -77,8 +77,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _list(chosen: Sequence[Any], current: dict[str, int], level: str) -> int:
     print(f"level {level}")
     for one in chosen:
-        tried = ", ".join(map(str, one.values))
-        print(f"{one.name} = {current[one.name]}: {one.decides}; tries {tried}")
+        values = ", ".join(map(str, one.values))
+        print(f"{one.name} = {current[one.name]}: {one.decides}; tries {values}")
         print(f"    {', '.join(problem.name for problem in one.problems)}")
     return 0
 

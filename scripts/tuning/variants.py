@@ -48,11 +48,11 @@ def replaced(header: str, name: str, value: int) -> str:
     if member and struct is None:
         raise BuildError(f"{constant} is not a struct in {HEADER.name}")
 
-    def put(found: re.Match[str]) -> str:
+    def put(match: re.Match[str]) -> str:
         if not member or struct is None:
             return f"{constant} = {value}"
         members = [field.strip() for field in struct[2].split(",")]
-        values = [text.strip() for text in found[1].strip("{}").split(",")]
+        values = [text.strip() for text in match[1].strip("{}").split(",")]
         values[members.index(member)] = str(value)
         return f"{constant} = {{{', '.join(values)}}}"
 
@@ -71,9 +71,9 @@ class Builder:
     def __init__(self, level: str, optimize: str = "", jobs: int = 1) -> None:
         self.level, self._optimize, self._jobs = level, optimize, jobs
         self._commands = _commands()
-        wanted = {f"level_{AMX.get(level, level)}"} | ({"level_avx512_bf16"} if level in AMX else set())
+        compiled = {f"level_{AMX.get(level, level)}"} | ({"level_avx512_bf16"} if level in AMX else set())
         self._stubs = sorted(
-            {one.target for one in self._commands if one.target.startswith("level_")} - wanted - {"level_"}
+            {one.target for one in self._commands if one.target.startswith("level_")} - compiled - {"level_"}
         )
         self._used = [one for one in self._commands if one.target not in self._stubs]
         paths = sorted(path for path in SOURCES.glob("*/*") if path.suffix in (".h", ".cc"))
@@ -96,11 +96,11 @@ class Builder:
         try:
             defines = [flag for flag in flags if flag.startswith(("-D", "-I", "-std", "-m"))]
             _run([compiler, *defines, str(source), "-o", str(program)])
-            printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
+            numbers = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
         finally:
             source.unlink(missing_ok=True)
             program.unlink(missing_ok=True)
-        return dict(zip(names, map(int, printed), strict=True))
+        return dict(zip(names, map(int, numbers), strict=True))
 
     def library(self, changes: Mapping[str, int]) -> Path:
         """The path of the library with these values, built if it was not yet.
@@ -139,18 +139,18 @@ class Builder:
         for path in objects:
             Path(path).unlink()
 
-    def _compile(self, arguments: tuple[str, ...], include: Path, to: Path) -> None:
+    def _compile(self, arguments: tuple[str, ...], include: Path, target: Path) -> None:
         compiler, *rest = arguments
         if self._optimize:
             rest = [self._optimize if one in ("-O3", "-O2") else one for one in rest]
-        _run([compiler, f"-I{include}", *rest[:-1], "-c", rest[-1], "-o", str(to)])
+        _run([compiler, f"-I{include}", *rest[:-1], "-c", rest[-1], "-o", str(target)])
 
     def _compile_of_level(self) -> Command:
         target = f"level_{AMX.get(self.level, self.level)}"
-        found = next((one for one in self._commands if one.target == target), None)
-        if found is None:
+        command = next((one for one in self._commands if one.target == target), None)
+        if command is None:
             raise BuildError(f"this build has no level {self.level}")
-        return found
+        return command
 
 
 def _without_comments(text: str) -> str:
@@ -170,21 +170,21 @@ def _commands() -> list[Command]:
     """
     folder = BUILDS / "cmake"
     _run([_cmake(), "-S", str(ROOT / "cmake"), "-B", str(folder), "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"])
-    found = []
+    commands = []
     for entry in json.loads((folder / "compile_commands.json").read_text("utf-8")):
         words = shlex.split(entry["command"])
         output = words[words.index("-o") + 1]
         skipped = {"-c", "-o", output, words[-1]}
         target = re.search(r"CMakeFiles/(\w+)\.dir", output)
         assert target is not None, output
-        found.append(Command((*(word for word in words if word not in skipped), words[-1]), target[1]))
-    return found
+        commands.append(Command((*(word for word in words if word not in skipped), words[-1]), target[1]))
+    return commands
 
 
 def _cmake() -> str:
     """The cmake of the environment, else of the system."""
-    beside = ROOT / ".venv/bin/cmake"
-    return str(beside) if beside.exists() else "cmake"
+    own = ROOT / ".venv/bin/cmake"
+    return str(own) if own.exists() else "cmake"
 
 
 def _run(command: list[str]) -> None:
