@@ -112,12 +112,12 @@
     const take = () => tokens[next++];
     const end = () => tokens[next - 1].at + tokens[next - 1].text.length;
 
-    function fail(wanted, token = peek()) {
-      const found = token.kind === "end" ? "the end" : `'${token.text}'`;
-      throw new MaskError(`expected ${wanted}, found ${found}`, token.at);
+    function fail(what, token = peek()) {
+      const actual = token.kind === "end" ? "the end" : `'${token.text}'`;
+      throw new MaskError(`expected ${what}, found ${actual}`, token.at);
     }
-    function expect(kind, wanted) {
-      return peek().kind === kind ? take() : fail(wanted);
+    function expect(kind, what) {
+      return peek().kind === kind ? take() : fail(what);
     }
     function joined(operator, operand) {
       const start = peek().at;
@@ -248,9 +248,9 @@
       }
       expect(":", "':' after the four indices b, h, q, k");
       const at = peek().at;
-      const found = comparison(names);
-      if (found.kind !== "bool") throw new MaskError("the function must return True or False: compare numbers", at);
-      return { predicate: found.run };
+      const result = comparison(names);
+      if (result.kind !== "bool") throw new MaskError("the function must return True or False: compare numbers", at);
+      return { predicate: result.run };
     }
 
     function comparison(names) {
@@ -339,9 +339,9 @@
     "==": (a, b) => a === b, "!=": (a, b) => a !== b,
   };
 
-  function number(found, at) {
-    if (found.kind !== "int") throw new MaskError("arithmetic needs whole numbers, not comparisons", at);
-    return found.run;
+  function number(operand, at) {
+    if (operand.kind !== "int") throw new MaskError("arithmetic needs whole numbers, not comparisons", at);
+    return operand.run;
   }
 
   function joinedBits(sign, left, right, at) {
@@ -422,7 +422,7 @@
     constructor(node) {
       this.node = node;
     }
-    given(name) {
+    has(name) {
       return (this.node.arguments[name]?.value ?? null) !== null;
     }
     raw(name) {
@@ -430,8 +430,8 @@
     }
     wrong(name, must) {
       const value = this.raw(name);
-      const shown = value === null ? "None" : value?.predicate ? "a function" : JSON.stringify(value);
-      throw new MaskError(`${name} must ${must}, got ${shown}`, this.node.arguments[name]?.at ?? this.node.start);
+      const text = value === null ? "None" : value?.predicate ? "a function" : JSON.stringify(value);
+      throw new MaskError(`${name} must ${must}, got ${text}`, this.node.arguments[name]?.at ?? this.node.start);
     }
     align() {
       const value = this.raw("align");
@@ -445,10 +445,10 @@
       return value;
     }
     optional(name) {
-      return this.given(name) ? this.integer(name, 0) : null;
+      return this.has(name) ? this.integer(name, 0) : null;
     }
     side(name) {
-      if (!this.given(name)) return null;
+      if (!this.has(name)) return null;
       const value = this.integer(name);
       if (value < -1) this.wrong(name, "be at least 0, or None (or -1) for an unbounded side");
       return value === -1 ? null : Math.min(value, INT32_MAX);
@@ -461,7 +461,7 @@
       return value;
     }
     optionalVector(name, least) {
-      return this.given(name) ? this.vector(name, least) : null;
+      return this.has(name) ? this.vector(name, least) : null;
     }
     size(name, least) {
       if (Array.isArray(this.raw(name))) return this.vector(name, least);
@@ -480,7 +480,7 @@
       return value;
     }
     slots(name, real) {
-      if (!this.given(name)) return null;
+      if (!this.has(name)) return null;
       const value = this.vector(name, 0);
       this.sameLength(name, value, real.length);
       for (let n = 0; n + 1 < real.length; n++) {
@@ -497,52 +497,52 @@
   }
 
   const CONSTRUCTORS = {
-    causal: (given) => mask(given.align(), null, 0),
-    window: (given) => mask(given.align(), given.side("left"), given.side("right")),
-    lengths(given) {
-      const kv = given.vector("kv", 0);
+    causal: (args) => mask(args.align(), null, 0),
+    window: (args) => mask(args.align(), args.side("left"), args.side("right")),
+    lengths(args) {
+      const kv = args.vector("kv", 0);
       const [q, kvStart, qStart] = ["q", "kv_start", "q_start"].map((name) => {
-        const values = given.optionalVector(name, 0);
-        given.sameLength(name, values, kv.length);
+        const values = args.optionalVector(name, 0);
+        args.sameLength(name, values, kv.length);
         return values;
       });
-      if (qStart !== null && q === null) given.wrong("q", "be given with q_start");
+      if (qStart !== null && q === null) args.wrong("q", "be given with q_start");
       return mask(null, null, null, [{ kind: "lengths", kv, q, kvStart, qStart }]);
     },
-    documents(given) {
-      const q = given.offsets("cu_seqlens_q");
-      const same = !given.given("cu_seqlens_kv");
-      const kv = same ? q : given.offsets("cu_seqlens_kv");
-      given.sameLength("cu_seqlens_kv", kv, q.length);
-      const qSlots = given.slots("padded_q", q);
-      const kvSlots = same && !given.given("padded_kv") ? qSlots : given.slots("padded_kv", kv);
-      given.longest("max_q", q);
-      given.longest("max_kv", kv);
-      const totalQ = given.optional("total_q");
-      const totalKv = same && !given.given("total_kv") ? totalQ : given.optional("total_kv");
+    documents(args) {
+      const q = args.offsets("cu_seqlens_q");
+      const same = !args.has("cu_seqlens_kv");
+      const kv = same ? q : args.offsets("cu_seqlens_kv");
+      args.sameLength("cu_seqlens_kv", kv, q.length);
+      const qSlots = args.slots("padded_q", q);
+      const kvSlots = same && !args.has("padded_kv") ? qSlots : args.slots("padded_kv", kv);
+      args.longest("max_q", q);
+      args.longest("max_kv", kv);
+      const totalQ = args.optional("total_q");
+      const totalKv = same && !args.has("total_kv") ? totalQ : args.optional("total_kv");
       return mask(null, null, null, [{ kind: "documents", q, kv, qSlots, kvSlots, totalQ, totalKv }]);
     },
-    document_ids(given) {
-      const q = given.vector("ids_q");
-      return mask(null, null, null, [{ kind: "document_ids", q, kv: given.given("ids_kv") ? given.vector("ids_kv") : q }]);
+    document_ids(args) {
+      const q = args.vector("ids_q");
+      return mask(null, null, null, [{ kind: "document_ids", q, kv: args.has("ids_kv") ? args.vector("ids_kv") : q }]);
     },
-    prefix: (given) => mask(null, null, null, [{ kind: "prefix", n: given.size("n", 0) }]),
-    sinks: (given) => mask(given.align(), null, 0, [{ kind: "prefix", n: given.size("n", 0) }]),
-    chunks(given) {
-      const size = Math.min(given.integer("size", 1), INT32_MAX);
-      const offset = given.given("offset") ? given.size("offset") : null;
-      return mask(given.align(), null, null, [{ kind: "chunks", size, offset }]);
+    prefix: (args) => mask(null, null, null, [{ kind: "prefix", n: args.size("n", 0) }]),
+    sinks: (args) => mask(args.align(), null, 0, [{ kind: "prefix", n: args.size("n", 0) }]),
+    chunks(args) {
+      const size = Math.min(args.integer("size", 1), INT32_MAX);
+      const offset = args.has("offset") ? args.size("offset") : null;
+      return mask(args.align(), null, null, [{ kind: "chunks", size, offset }]);
     },
-    dense(given) {
-      const rows = given.raw("tensor");
+    dense(args) {
+      const rows = args.raw("tensor");
       const isMatrix = Array.isArray(rows) && rows.length && rows.every((row) => Array.isArray(row) && row.length &&
         row.length === rows[0].length && row.every((one) => one === true || one === false || one === 0 || one === 1));
-      if (!isMatrix) given.wrong("tensor", "be rows of equal length of True and False (or 1 and 0)");
+      if (!isMatrix) args.wrong("tensor", "be rows of equal length of True and False (or 1 and 0)");
       return mask(null, null, null, [{ kind: "dense", rows: rows.map((row) => row.map(Boolean)) }]);
     },
-    predicate(given) {
-      const fn = given.raw("fn");
-      if (!fn?.predicate) given.wrong("fn", "be a function, such as lambda b, h, q, k: (q + k) % 2 == 0");
+    predicate(args) {
+      const fn = args.raw("fn");
+      if (!fn?.predicate) args.wrong("fn", "be a function, such as lambda b, h, q, k: (q + k) % 2 == 0");
       return mask(null, null, null, [{ kind: "predicate", run: fn.predicate }]);
     },
   };
@@ -624,10 +624,10 @@
   /** Whether keys align at the bottom right; an error if the alignments differ and the mask does not choose. */
   function isBottomRight({ align, left, right, parts }, qLen, kvLen) {
     if (left === null && right === null && !parts.some((part) => ["chunks", "global"].includes(part.kind))) return false;
-    const placed = parts.find((part) => ["lengths", "documents"].includes(part.kind));
-    const agree = !placed ? qLen === kvLen
-      : placed.q === null ? placed.kv.every((one) => one === qLen)
-      : equal(placed.q, placed.kv);
+    const lengths = parts.find((part) => ["lengths", "documents"].includes(part.kind));
+    const agree = !lengths ? qLen === kvLen
+      : lengths.q === null ? lengths.kv.every((one) => one === qLen)
+      : equal(lengths.q, lengths.kv);
     if (!agree && align === null) {
       throw new MaskError(
         "align must be given, because queries and keys have different lengths: write align='top_left' or " +
@@ -665,13 +665,13 @@
 
   /** The keys of two lists of ranges [start, stop, start, stop, ...] in common. */
   function common(a, b) {
-    const found = [];
+    const runs = [];
     for (let x = 0, y = 0; x < a.length && y < b.length; a[x + 1] < b[y + 1] ? (x += 2) : (y += 2)) {
       const start = Math.max(a[x], b[y]);
       const stop = Math.min(a[x + 1], b[y + 1]);
-      if (start < stop) found.push(start, stop);
+      if (start < stop) runs.push(start, stop);
     }
-    return found;
+    return runs;
   }
 
   /** The keys of either list; ranges that overlap or touch become one. */
@@ -679,22 +679,22 @@
     const pairs = [];
     for (const runs of [a, b]) for (let at = 0; at < runs.length; at += 2) pairs.push([runs[at], runs[at + 1]]);
     pairs.sort((x, y) => x[0] - y[0]);
-    const found = [];
+    const joined = [];
     for (const [start, stop] of pairs) {
-      if (found.length && start <= found.at(-1)) found[found.length - 1] = Math.max(found.at(-1), stop);
-      else found.push(start, stop);
+      if (joined.length && start <= joined.at(-1)) joined[joined.length - 1] = Math.max(joined.at(-1), stop);
+      else joined.push(start, stop);
     }
-    return found;
+    return joined;
   }
 
   function runsWhere(length, allowed) {
-    const found = [];
+    const runs = [];
     for (let key = 0; key < length; key++) {
       if (!allowed(key)) continue;
-      if (found.at(-1) === key) found[found.length - 1] = key + 1;
-      else found.push(key, key + 1);
+      if (runs.at(-1) === key) runs[runs.length - 1] = key + 1;
+      else runs.push(key, key + 1);
     }
-    return found;
+    return runs;
   }
 
   const entry = (value, place) => (Array.isArray(value) ? value[place.sequence] ?? 0 : value);
@@ -741,14 +741,14 @@
   }
 
   function idRuns(ids) {
-    const found = new Map();
+    const runsById = new Map();
     ids.forEach((id, key) => {
-      const runs = found.get(id) ?? [];
+      const runs = runsById.get(id) ?? [];
       if (runs.at(-1) === key) runs[runs.length - 1] = key + 1;
       else runs.push(key, key + 1);
-      found.set(id, runs);
+      runsById.set(id, runs);
     });
-    return found;
+    return runsById;
   }
 
   function treeRuns(node, row, place, context) {
@@ -870,10 +870,10 @@
         }
       }
     });
-    const kinds = Array.from(counts, (found, at) => {
+    const kinds = Array.from(counts, (pairs, at) => {
       const high = Math.min(tile, computed.qLen - Math.floor(at / columns) * tile);
       const wide = Math.min(tile, computed.kvLen - (at % columns) * tile);
-      return found === 0 ? 0 : found === high * wide ? 2 : 1;
+      return pairs === 0 ? 0 : pairs === high * wide ? 2 : 1;
     });
     const number = (kind) => kinds.filter((one) => one === kind).length;
     return { empty: number(0), partial: number(1), full: number(2), columns, kinds };
@@ -965,7 +965,7 @@
 
   const MOST = 2048; // queries or keys that are drawn
   const LISTED = 512; // rows in the table
-  let made = 0;
+  let explorers = 0;
 
   function element(name, properties = {}, ...children) {
     const node = document.createElement(name);
@@ -984,7 +984,7 @@
     if (!document.getElementById("mask-explorer-style")) {
       document.head.append(element("style", { id: "mask-explorer-style", textContent: STYLE }));
     }
-    const prefix = `mask-explorer-${++made}-`;
+    const prefix = `mask-explorer-${++explorers}-`;
     let ids = 0;
     const labelled = (text, control) => {
       control.id = `${prefix}${ids++}`;
@@ -1138,9 +1138,9 @@
     }
 
     function tell() {
-      const found = explain(computed, ...chosen);
-      const items = found.parts.map((part) => element("li", { textContent: `${part.text} ${part.allows ? "allows" : "hides"} it: ${part.why}` }));
-      why.replaceChildren(element("p", { textContent: found.summary }), ...(items.length > 1 ? [element("ul", {}, ...items)] : []));
+      const explanation = explain(computed, ...chosen);
+      const items = explanation.parts.map((part) => element("li", { textContent: `${part.text} ${part.allows ? "allows" : "hides"} it: ${part.why}` }));
+      why.replaceChildren(element("p", { textContent: explanation.summary }), ...(items.length > 1 ? [element("ul", {}, ...items)] : []));
     }
 
     function choose(row, key) {
@@ -1180,9 +1180,9 @@
     }
 
     function addPart() {
-      const given = [...fields.querySelectorAll("[data-name]")].filter((control) => control.value.trim());
+      const controls = [...fields.querySelectorAll("[data-name]")].filter((control) => control.value.trim());
       const known = PARAMETERS[constructor.value];
-      const values = given.map((control, at) => (known[at] === control.dataset.name ? "" : `${control.dataset.name}=`) + control.value.trim());
+      const values = controls.map((control, at) => (known[at] === control.dataset.name ? "" : `${control.dataset.name}=`) + control.value.trim());
       const call = `${constructor.value}(${values.join(", ")})`;
       const old = input.value.trim();
       const bracketed = (text, kind) => (kind !== "&" || !text.includes("|") ? text : `(${text})`);
