@@ -298,6 +298,8 @@ REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
     "packed-tokens-too-many": (lambda p: p.step(1, K[0, :2], V[0, :2], "thd"), "the step's tokens must sum to the 2"),
     "fork-of-nobody": (lambda p: p.fork("z", "y"), "src must be the id of a sequence(.|\n)*the batch has 'a', 'b'"),
     "fork-onto-somebody": (lambda p: p.fork("a", "b"), "dst must not be the id of a sequence"),
+    "fork-of-a-list": (lambda p: p.fork(["a"], "z"), r"src must be hashable, got \['a'\]"),
+    "fork-onto-a-list": (lambda p: p.fork("a", ["z"]), r"dst must be hashable, got \['z'\]"),
     "truncate-nobody": (lambda p: p.truncate("z", 0), "seq_id must be the id"),
     "truncate-up": (lambda p: p.truncate("a", 6), "length must be at most the 4 cached tokens of 'a'"),
     "no-such-layer": (lambda p: p.convert_paged_to_nonpaged(7), "layer_number must be that of a layer with a cache"),

@@ -162,6 +162,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: undivided.attention(**shards(undivided.ContextParallel(rank=0, world=2), 8)),
         "context_parallel must have a group to attend with",
     ),
+    "function": (lambda: simulate(2, 3), "function must be a function of a group, got 3"),  # type: ignore[arg-type]
+    "timeout": (
+        lambda: simulate(2, lambda group: None, timeout="1"),  # type: ignore[arg-type]
+        "timeout must be a positive number of seconds, got '1'",
+    ),
     "not-one": (
         lambda: undivided.attention(*torch.ones(3, 1, 4, 2, 8), layout="bshd", context_parallel=4),  # type: ignore[call-overload]
         "context_parallel must be an undivided.ContextParallel or None",

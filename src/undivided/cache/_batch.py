@@ -185,6 +185,7 @@ class Batch:
 
     def _slots_with(self, argument: str, name: Hashable) -> dict[Hashable, int]:
         """The slots with one for a new sequence."""
+        _check_id(argument, name)
         if name in self.slots:
             raise InputError(argument, "not be the id of a sequence in the batch", repr(name))
         if len(self.slots) == self.max_sequences:
@@ -192,10 +193,19 @@ class Batch:
         return self._assign_slots([*self.slots, name])
 
     def _slot(self, argument: str, name: Hashable) -> int:
+        _check_id(argument, name)
         if name not in self.slots:
             hint = f"the batch has {listed(list(map(repr, self.slots))) or 'no sequence'}"
             raise InputError(argument, "be the id of a sequence in the batch", repr(name), hint)
         return self.slots[name]
+
+
+def _check_id(argument: str, name: object) -> None:
+    """InputError for the id of a sequence that cannot be a key of a dictionary."""
+    try:
+        hash(name)
+    except TypeError:
+        raise InputError(argument, "be hashable", repr(name)) from None
 
 
 def pool_sizes(

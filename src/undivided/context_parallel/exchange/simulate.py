@@ -35,7 +35,7 @@ def simulate(
         A list of what the calls returned, by rank.
 
     Raises:
-        InputError: world is neither a positive number nor a pair of positive numbers.
+        InputError: world is neither a positive number nor a pair of positive numbers, or another argument is wrong.
         Exception: the first exception of any rank; ranks that wait for that rank raise RankError.
 
     >>> import torch, undivided
@@ -51,6 +51,10 @@ def simulate(
     [True, True, True]
     """
     rows, columns = _sizes(world)
+    if not callable(function):
+        raise InputError("function", "be a function of a group", repr(function))
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise InputError("timeout", "be a positive number of seconds", repr(timeout))
     mailboxes = _Mailboxes(rows * columns, timeout)
     results: list[Any] = [None] * (rows * columns)
 
