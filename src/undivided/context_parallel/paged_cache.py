@@ -20,7 +20,7 @@ from undivided.cache._storage import Heads
 from undivided.cache.paged import SequencesOnPages
 from undivided.context_parallel.context import ContextParallel
 from undivided.context_parallel.decode import MergeMethod
-from undivided.context_parallel.pages.attend import held
+from undivided.context_parallel.pages.attend import held_tokens
 from undivided.context_parallel.pages.ranks import RanksOfPages
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -89,7 +89,7 @@ class ContextPagedKVCache(SequencesOnPages):
     @property
     def held(self) -> tuple[int, ...]:
         """The number of tokens of each sequence that this rank holds; those on evicted pages count too."""
-        return tuple([held(n, self.page_size, self.context.rank, self.context.world) for n in self.lengths])
+        return tuple([held_tokens(n, self.page_size, self.context.rank, self.context.world) for n in self.lengths])
 
     @property
     def free_pages(self) -> tuple[int, ...]:

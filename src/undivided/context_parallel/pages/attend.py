@@ -65,7 +65,7 @@ class _Keys(NamedTuple):
     @property
     def held(self) -> Counts:
         """The tokens of each sequence that this rank holds."""
-        return tuple([held(length, self.page_size, self.rank, self.world) for length in self.lengths])
+        return tuple([held_tokens(length, self.page_size, self.rank, self.world) for length in self.lengths])
 
     @property
     def extent(self) -> int:
@@ -79,10 +79,10 @@ class _Keys(NamedTuple):
         return (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten().to(device)
 
 
-def held(length: int, page_size: int, rank: int, world: int) -> int:
+def held_tokens(length: int, page_size: int, rank: int, world: int) -> int:
     """The tokens that a rank holds of a sequence of this length.
 
-    >>> held(10, 4, 0, 2), held(10, 4, 1, 2)
+    >>> held_tokens(10, 4, 0, 2), held_tokens(10, 4, 1, 2)
     (6, 4)
     """
     full, rest = divmod(length, page_size)

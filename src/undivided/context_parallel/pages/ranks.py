@@ -48,7 +48,7 @@ class RanksOfPages:
 
     def attend(self, prepare: Callable[[], CachedCall], sharded: int | None = None) -> Output:
         """See `PageRanks.attend`."""
-        rows = None if sharded is None else self._bound(sharded).placed(0, 0).q
+        rows = None if sharded is None else self._bind(sharded).placed(0, 0).q
         return attend(self._axes, self._check, self.rank, self.world, prepare, rows)
 
     def gather(self, tensors: Mapping[str, Tensor], layout: Layout, length: int) -> list[Tensor]:
@@ -72,17 +72,18 @@ class RanksOfPages:
 
     def shard(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         """See `PageRanks.shard`."""
-        return self._bound(length).shard(tensor, dim=dim)
+        return self._bind(length).shard(tensor, dim=dim)
 
     def unshard(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         """See `PageRanks.unshard`."""
-        return self._bound(length).unshard(tensor, dim=dim)
+        return self._bind(length).unshard(tensor, dim=dim)
 
     def positions(self, length: int) -> Tensor:
         """See `PageRanks.positions`."""
-        return self._bound(length).positions()
+        return self._bind(length).positions()
 
-    def _bound(self, length: int) -> ShardedTokens:
+    def _bind(self, length: int) -> ShardedTokens:
+        """The tokens, bound to steps of this length."""
         bound = self._tokens.bound
         if bound is None or bound.length("q") != length:
             self._tokens = self._tokens.bind(length)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from undivided.context_parallel.decode import MergeMethod
-from undivided.context_parallel.pages.attend import RING_BYTES, held
+from undivided.context_parallel.pages.attend import RING_BYTES, held_tokens
 from undivided.context_parallel.sharding import Placement
 from undivided.errors import InputError
 from undivided.request.result import lse_dtype
@@ -84,7 +84,7 @@ def cached_step(
         raise InputError("cached", "be an integer of at least 0", repr(cached))
     token = batch * kv_heads * (head_dim + value_dim) * dtype.itemsize
     row = batch * heads * (value_dim + 1) * lse_dtype(dtype).itemsize
-    cache = held(cached + new, page_size, 0, world) * token
+    cache = held_tokens(cached + new, page_size, 0, world) * token
     if not sharded:
         return CachedStep(False, 0, 0, _merge_bytes(new * row, batch * new * heads, world, by), cache)
     counts = [rows.numel() for rows in Placement.of("zigzag", world, new, None).q]

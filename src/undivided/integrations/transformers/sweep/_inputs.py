@@ -116,9 +116,9 @@ def _images(network: Any, parameters: Signature) -> Iterator[Inputs]:
         for name in ("pixel_attention_mask", "attention_mask"):
             yield {**pixels, name: real.long()}
     if "pixel_position_ids" in parameters:
-        at = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(BATCH, -1, -1).clone()
-        at[1, 12:] = -1
-        yield {"pixel_values": torch.rand(BATCH, 16, channels * patch * patch), "pixel_position_ids": at}
+        positions = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(BATCH, -1, -1).clone()
+        positions[1, 12:] = -1
+        yield {"pixel_values": torch.rand(BATCH, 16, channels * patch * patch), "pixel_position_ids": positions}
     if "pixel_values" in parameters:
         for depth, size in dict.fromkeys(_image_sizes(config)):
             yield {"pixel_values": _noise(BATCH, depth, *size)}

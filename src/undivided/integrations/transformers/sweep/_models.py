@@ -89,9 +89,9 @@ def tiny_config(config_class: Any, variant: Variant, adjusted: dict[str, Any] | 
         if small is not value or (inside is not None and _is_own(name, value, default)):
             fields[name] = small
     for name, value in adjusted.items():
-        held = getattr(default, name, None)
-        if isinstance(value, dict) and _is_config(held):
-            fields[name] = tiny_config(type(held), variant, value, held)
+        inner = getattr(default, name, None)
+        if isinstance(value, dict) and _is_config(inner):
+            fields[name] = tiny_config(type(inner), variant, value, inner)
         elif value is not None:
             fields[name] = value
     accepted = inspect.signature(config_class.__init__).parameters
@@ -131,8 +131,8 @@ def _small(name: str, value: Any, variant: Variant) -> Any:
             if isinstance(value, int):
                 return min(value, limit)
             if isinstance(value, list | tuple) and value and all(type(one) is int for one in value):
-                least = type(value)(min(one, limit) for one in value)
-                return value if least == value else least
+                small = type(value)(min(entry, limit) for entry in value)
+                return value if small == value else small
             break
     return value
 

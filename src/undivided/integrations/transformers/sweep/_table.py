@@ -121,6 +121,6 @@ def _names(outcomes_by_model: Mapping[str, Outcomes], kinds: Mapping[str, str], 
     )
 
 
-def _short(text: str, most: int = 120) -> str:
+def _short(text: str, limit: int = 120) -> str:
     text = text.replace("|", "\\|")
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
