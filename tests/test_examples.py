@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
 import re
-import subprocess
-import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,11 +29,6 @@ PAGES = [
 BLOCK = re.compile(r"^```python\n(.*?)^```$\n*(?:^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
-def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-
-
 SLOW_EXAMPLES = {"11_sentence_embeddings"}
 
 
@@ -50,13 +40,13 @@ def _examples() -> Iterator[Any]:
 
 @pytest.mark.parametrize("path", list(_examples()))
 def test_example_runs(path: Path) -> None:
-    done = _run(["-W", "error", str(path)])
+    done = forked_processes.run(path, folder=ROOT, warnings_are_errors=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout, "an example shows something"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
+def test_page_runs_and_prints_what_it_shows(page: Path) -> None:
     """The Python blocks of a page, one after the other in one program; a text block after one is what it prints."""
     program, shown = [], []
     for code, text in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -64,36 +54,12 @@ def test_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
         shown.append(text)
     if not program:
         return
-    # forked from a process that has imported torch: importing it for each page takes as long as most pages
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    out = tmp_path / "out"
-    process = context.Process(target=_run_page, args=("\n".join(program), str(out)))
-    process.start()
-    process.join(300)
-    if process.is_alive():
-        process.kill()
-    text = out.read_text(encoding="utf-8")
-    assert process.exitcode == 0, text
-    printed = text.split(f"{MARK}\n")[1:]
+    done = forked_processes.run("\n".join(program), folder=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout.split(f"{MARK}\n")[1:]
     for code, expected, found in zip(program, shown, printed, strict=True):
         if expected:
             assert _trimmed(found) == _trimmed(expected), code
-
-
-def _run_page(program: str, out: str) -> None:
-    """Run a page in this process, from the root; what it prints goes to a file."""
-    os.chdir(ROOT)
-    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    with open(1, "w", encoding="utf-8", closefd=False) as stream, contextlib.redirect_stdout(stream):
-        try:
-            exec(compile(program, "page", "exec"), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=stream)
-            raise
-        finally:
-            stream.flush()
 
 
 MARK = "-- next block --"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import re
 import subprocess
@@ -14,6 +13,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import forked_processes
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 TIMEOUT = 300.0
@@ -27,12 +28,13 @@ def run_ranks(world: int, *functions: Callable[[], Any], patience: float = 400.0
     A function that raises gives the traceback as text; a rank that ends without a word gives None for what is left.
     None of them outlives this.
     """
-    spawn = multiprocessing.get_context("spawn")
+    context = forked_processes.context()
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(world):
-            ours, theirs = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=_rank, args=(rank, world, f"{folder}/store", theirs, functions), daemon=True)
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (rank, world, f"{folder}/store", theirs, functions, dict(os.environ))
+            process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)
@@ -83,8 +85,15 @@ def _answer(end: Connection, patience: float) -> Any:
         return None
 
 
-def _rank(rank: int, world: int, store: str, end: Connection, functions: tuple[Callable[[], Any], ...]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _rank(
+    rank: int,
+    world: int,
+    store: str,
+    end: Connection,
+    functions: tuple[Callable[[], Any], ...],
+    environment: dict[str, str],
+) -> None:
+    os.environ |= environment | {"GLOO_SOCKET_IFNAME": "lo"}
     import torch
     import torch.distributed as dist
 
