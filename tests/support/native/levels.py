@@ -40,6 +40,12 @@ def here() -> tuple[str, ...]:
     return tuple(chosen)
 
 
+def others() -> tuple[str, ...]:
+    """The levels of `here` but the one of this process, at which tests run that do not choose one."""
+    loaded = cpu.load()
+    return () if isinstance(loaded, str) else tuple(level for level in here() if level != loaded.level)
+
+
 @contextmanager
 def running(level: str, threads: int) -> Iterator[None]:
     """In the ``with`` block, the native kernel runs on this level and this number of threads."""

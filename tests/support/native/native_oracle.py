@@ -1,11 +1,10 @@
-"""The native kernel compared with fp64: sizes, masks, levels and the check of a result."""
+"""The native kernel compared with fp64: sizes, masks and the check of a result."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-import levels
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +15,6 @@ from undivided.kernels import cpu
 from undivided.masks import Mask
 
 LIBRARY = cpu.load()
-
-
-LEVELS = levels.here()
-
-
 needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernel is not built")
 
 

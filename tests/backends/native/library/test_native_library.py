@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_processes
 import pytest
 import torch
 
@@ -28,13 +29,9 @@ needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
-def python(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *arguments],
-        env=os.environ | environment,
-        timeout=120,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-W", "ignore", "-c", program, *arguments], timeout=120, capture_output=True, text=True
     )
 
 
@@ -328,7 +325,7 @@ def test_an_unknown_level_is_an_error_that_names_the_known_ones() -> None:
         CALL,
         "from undivided.cli.main import main; import sys; sys.argv = ['undivided', 'doctor']; main()",
     ):
-        done = python(program, UNDIVIDED_ISA="avx1024")
+        done = forked_processes.run(program, environment={"UNDIVIDED_ISA": "avx1024"})
         assert done.returncode != 0
         known = "generic, avx2, avx512, avx512_bf16, amx_bf16, amx, neon, neon_bf16"
         assert f"UNDIVIDED_ISA must be one of {known}, got 'avx1024'" in done.stderr
@@ -339,7 +336,7 @@ def test_an_unknown_level_is_an_error_that_names_the_known_ones() -> None:
 def test_a_level_runs_or_is_refused(level: str) -> None:
     """A level that the processor lacks was replaced by its highest, without a message."""
     assert isinstance(LIBRARY, cpu.Library)
-    done = python(CALL, UNDIVIDED_ISA=level)
+    done = forked_processes.run(CALL, environment={"UNDIVIDED_ISA": level})
     if level in LIBRARY.levels:
         assert done.returncode == 0, done.stderr
     else:
@@ -375,8 +372,8 @@ def lost_speed(code: str, **variables: str) -> list[str]:
         f"import torch, undivided\n{code}\nq = torch.randn(1, 8, 2, 16)\n"
         + "undivided.attention(q, q, q, layout='bshd')\n" * 3
     )
-    command = [sys.executable, "-W", "default", "-c", code]
-    done = subprocess.run(command, env={**os.environ, **variables}, text=True, capture_output=True, check=True)
+    done = forked_processes.run(code, environment=variables)
+    assert done.returncode == 0, done.stderr
     return [line.partition("RuntimeWarning: ")[2] for line in done.stderr.splitlines() if "RuntimeWarning" in line]
 
 
