@@ -37,8 +37,14 @@ TEXTS: dict[str, Callable[[], Mask]] = {
     "lengths(kv=[4], q=[3], kv_start=[1], q_start=[2])": lambda: masks.lengths([4], [3], [1], [2]),
     "lengths(kv=<int32 [9]>)": lambda: masks.lengths([1] * 9),
     "documents([0, 2, 4])": lambda: masks.documents([0, 2, 4]),
-    "documents([0, 2], [0, 3], padded_q=[0, 4], total_q=6)": lambda: masks.documents(
-        [0, 2], [0, 3], padded_q=[0, 4], padded_kv=[0, 5], total_q=6, total_kv=6
+    "documents([0, 2], padded_q=[0, 4], max_q=3, total_q=6)": lambda: masks.documents(
+        [0, 2], padded_q=[0, 4], max_q=3, total_q=6
+    ),
+    "documents([0, 2], [0, 3], padded_kv=[0, 5], max_kv=3, total_kv=6)": lambda: masks.documents(
+        [0, 2], [0, 3], padded_kv=[0, 5], max_kv=3, total_kv=6
+    ),
+    "documents([0, 2], [0, 3], padded_q=[0, 4], padded_kv=[0, 4], max_q=2, max_kv=3, total_q=6, total_kv=6)": lambda: (
+        masks.documents([0, 2], [0, 3], [0, 4], [0, 4], 2, 3, 6, 6)
     ),
     "document_ids(<int32 [1, 3]>)": lambda: masks.document_ids([0, 0, 1]),
     "document_ids(<int32 [1, 3]>, <int32 [1, 2]>)": lambda: masks.document_ids([0, 0, 1], [0, 1]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import textwrap
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,16 +115,27 @@ def _call(name: str, *arguments: str) -> str:
     return f"{name}({', '.join(argument for argument in arguments if argument)})"
 
 
+def _describe_documents(part: Documents) -> Iterator[str]:
+    """The arguments of `masks.documents`, without those of the keys that are the same as those of the queries."""
+    same = part.cu_seqlens_kv is part.cu_seqlens_q
+    yield _value(part.cu_seqlens_q)
+    if not same:
+        yield _value(part.cu_seqlens_kv)
+    for name in ("padded", "max", "total"):
+        q, kv = getattr(part, f"{name}_q"), getattr(part, f"{name}_kv")
+        if q is not None:
+            yield f"{name}_q={_value(q)}"
+        if kv is not None and not (same and kv is q):
+            yield f"{name}_kv={_value(kv)}"
+
+
 def _describe_part(part: Part, align: str) -> str:
     match part:
         case Lengths():
             named = zip(("kv", "q", "kv_start", "q_start"), part.fields(), strict=True)
             return _call("lengths", *(f"{name}={_value(value)}" for name, value in named if value is not None))
         case Documents():
-            keys = "" if part.cu_seqlens_kv is part.cu_seqlens_q else _value(part.cu_seqlens_kv)
-            padded = "" if part.padded_q is None else f"padded_q={_value(part.padded_q)}"
-            total = "" if part.total_q is None else f"total_q={part.total_q}"
-            return _call("documents", _value(part.cu_seqlens_q), keys, padded, total)
+            return _call("documents", *_describe_documents(part))
         case DocumentIds():
             return _call("document_ids", _value(part.ids_q), "" if part.ids_kv is part.ids_q else _value(part.ids_kv))
         case Prefix():
