@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import functional_mode, has_dispatch, missing_memory
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
@@ -100,7 +102,10 @@ def as_integer(argument: str, value: object, at_least: int | None = None) -> int
         if isinstance(value, float) and value.is_integer():
             hint = f"write {int(value)}"
         raise InputError(argument, "be an int", repr(value), hint)
-    number = value if isinstance(value, int) else operator.index(value)
+    try:
+        number = value if isinstance(value, int) else operator.index(value)
+    except TypeError:  # an array has __index__, whatever its shape
+        raise InputError(argument, "be an int", repr(value)) from None
     if at_least is not None and number < at_least:
         raise InputError(argument, f"be at least {at_least}", _in_digits(number))
     if abs(number) > INT64_MAX:
@@ -110,6 +115,49 @@ def as_integer(argument: str, value: object, at_least: int | None = None) -> int
 
 def _in_digits(number: int) -> str:
     return str(number) if abs(number) <= 10**20 else f"an int of {number.bit_length()} bits"
+
+
+def as_device(argument: str, value: object) -> torch.device:
+    """``value`` (a device, its name, or the number of an accelerator) as a ``torch.device``, or InputError."""
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        try:
+            return torch.device(value)
+        except (RuntimeError, ValueError):  # ValueError: an int beyond 64 bits
+            pass
+    raise InputError(argument, "be a torch.device or its name, such as 'cpu' or 'cuda:0'", repr(value))
+
+
+def checked_choice(argument: str, value: object, choices: Sequence[str]) -> str:
+    """The value; InputError unless it is one of the choices."""
+    if isinstance(value, str) and value in choices:
+        return value
+    hint = did_you_mean(value, choices) if isinstance(value, str) else None
+    raise InputError(argument, f"be one of {', '.join(map(repr, choices))}", repr(value), hint)
+
+
+def checked_flag(argument: str, value: object) -> bool:
+    """The value; InputError unless it is a bool."""
+    if not isinstance(value, bool):
+        raise InputError(argument, "be True or False", repr(value))
+    return value
+
+
+def check_type(argument: str, value: object, kind: type, name: str) -> None:
+    """InputError unless ``value`` is a `kind`, which the message calls ``name``."""
+    if not isinstance(value, kind):
+        raise InputError(argument, f"be {name}", type(value).__name__)
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a real number that a float can represent (an int can be too large)."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:

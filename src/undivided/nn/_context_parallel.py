@@ -9,11 +9,11 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments import layout
+from undivided.arguments.checks import checked_choice
 from undivided.arguments.layout import Layout
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_choice
 from undivided.nn.arguments.formats import Inputs, with_length
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}

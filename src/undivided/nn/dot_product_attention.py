@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention
@@ -18,9 +19,9 @@ from undivided.nn._max_logit import max_logit
 from undivided.nn.arguments import formats, sequences
 from undivided.nn.arguments.checks import (
     check_call_hints,
+    check_names,
     checked_channels,
-    checked_choice,
-    checked_flag,
+    checked_device,
     checked_heads,
     checked_integer,
     checked_number,
@@ -130,9 +131,10 @@ class DotProductAttention(DividedModule):
         self.softmax_type = checked_choice("softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
         self.return_max_logit = checked_flag("return_max_logit", return_max_logit)
         self._set_numbers(softmax_scale, softcap, layer_number)
+        check_names(name, backend)
         self.name, self.backend = name, backend
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        offset = None
+        offset, device = None, checked_device(device)
         if self.softmax_type == "learnable":
             offset = torch.nn.Parameter(torch.empty(self.heads.q, dtype=torch.float32, device=device))
         self.register_parameter("softmax_offset", offset)

@@ -7,17 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn import _cached
 from undivided.nn.arguments import hidden_states as hidden
-from undivided.nn.arguments.checks import (
-    check_layer_hints,
-    checked_choice,
-    checked_flag,
-    checked_integer,
-    checked_sizes,
-)
+from undivided.nn.arguments.checks import check_layer_hints, check_names, checked_device, checked_integer, checked_sizes
 from undivided.nn.arguments.mask_types import checked_mask_type
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
@@ -164,7 +159,8 @@ class MultiheadAttention(DividedModule):
         heads = checked_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
         self.heads = self.tensor_parallel.own_heads(heads)
         self.layer_number = 1 if layer_number is None else checked_integer("layer_number", layer_number, 1)
-        self.name = name
+        check_names(name, backend)
+        self.name, device = name, checked_device(device)
         for flag in _FLAGS:
             setattr(self, flag, checked_flag(flag, arguments[flag]))
         self.qkv_weight_interleaved = self.qkv_weight_interleaved and fuse_qkv_params
@@ -358,7 +354,7 @@ class MultiheadAttention(DividedModule):
         params = _cached.checked_params(params)
         if self.attention_type == "self":
             if encoder is not None:
-                got = f"a tensor {list(encoder.shape)}"
+                got = f"a tensor {list(encoder.shape)}" if isinstance(encoder, Tensor) else type(encoder).__name__
                 raise InputError("encoder_output", "be None with attention_type='self'", got)
             return
         hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", weight)

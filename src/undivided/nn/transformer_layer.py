@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn.arguments import hidden_states as hidden
-from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_integer, checked_number
-from undivided.nn.arguments.error_names import call_with_names
+from undivided.nn.arguments.checks import check_names, checked_integer, checked_number
+from undivided.nn.arguments.error_names import CROSS_ATTENTION, SELF_ATTENTION, call_with_names
+from undivided.nn.arguments.mask_types import check_mask_options
 from undivided.nn.arguments.refused import LAYERS_AT_CALL, TRANSFORMER_LAYER_AT_CONSTRUCTION, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
@@ -24,16 +26,6 @@ from undivided.nn.blocks.normalization import Normalization, checked_norm
 from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.multihead_attention import MultiheadAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb
-
-# Names of arguments in the attention modules, and in the layer.
-_SELF = {"qkv_format": "attn_input_format", "attn_mask_type": "self_attn_mask_type"}
-_INTER = {
-    "qkv_format": "attn_input_format",
-    "attn_mask_type": "enc_dec_attn_mask_type",
-    "attention_mask": "enc_dec_attn_mask",
-    "window_size": "enc_dec_window_size",
-    "bottom_right_diagonal": "enc_dec_bottom_right_diagonal",
-}
 
 
 class TransformerLayer(DividedModule):
@@ -171,11 +163,14 @@ class TransformerLayer(DividedModule):
         )
         self.hidden_dropout = checked_number("hidden_dropout", hidden_dropout, 0, 1, "a number from 0 to 1")
         self.drop_path_rate = checked_number("drop_path_rate", drop_path_rate, 0, 1, "a number from 0 to 1")
+        check_names(name, backend)
         self.name = name
         norm = checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)
         dtype = checked_dtype(params_dtype)
         self.self_attention = self._attention(arguments, "self")
         self.layer_number = self.self_attention.layer_number
+        options = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
+        call_with_names(CROSS_ATTENTION, check_mask_options, *options)
         if layer_type == "decoder":
             self.inter_attention = self._attention(arguments, "cross")
         ffn_size = checked_integer("ffn_hidden_size", ffn_hidden_size, 1)
@@ -205,7 +200,7 @@ class TransformerLayer(DividedModule):
 
     def _attention(self, arguments: Mapping[str, Any], kind: str) -> MultiheadAttention:
         """A new module for self-attention or cross-attention."""
-        names = _SELF if kind == "self" else _INTER
+        names = SELF_ATTENTION if kind == "self" else CROSS_ATTENTION
         renamed = {
             inner: arguments[outer]
             for inner, outer in names.items()
@@ -321,8 +316,13 @@ class TransformerLayer(DividedModule):
         }
         if self.layer_type == "encoder":
             hidden.check_no_encoder(encoder_output, enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv)
+            hidden.check_unused(cu_seqlens_kv_padded, max_seqlen_kv)
+            options = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
+            call_with_names(CROSS_ATTENTION, check_mask_options, *options)
         else:  # before self-attention changes a cache
-            call_with_names(_INTER, self.inter_attention.check, hidden_states, encoder_output, inference_params)
+            call_with_names(
+                CROSS_ATTENTION, self.inter_attention.check, hidden_states, encoder_output, inference_params
+            )
         self.tensor_parallel.check_ranks()
         self._agree_on_dropout(hidden_states)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
@@ -362,7 +362,7 @@ class TransformerLayer(DividedModule):
     def _run_attention(self, kind: str, x: Tensor, common: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """The output of an attention module, and its residual."""
         module = self.self_attention if kind == "self" else self.inter_attention
-        out = call_with_names(_SELF if kind == "self" else _INTER, module, x, **common, **options)
+        out = call_with_names(SELF_ATTENTION if kind == "self" else CROSS_ATTENTION, module, x, **common, **options)
         return out if self._returns_normalised(kind) else (out, x)
 
     def _add_residual(self, out: Tensor, residual: Tensor, cu_seqlens: Tensor | None, drop_path: bool) -> Tensor:

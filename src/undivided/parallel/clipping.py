@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
+from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_flag, checked_number
+from undivided.nn.arguments.checks import checked_number
 from undivided.parallel.state import divisions
 
 Groups = tuple[Any, ...]
@@ -66,6 +67,7 @@ def clip_grad_norm_(
     >>> clip_grad_norm_(layer, 1.0), layer.weight.grad.norm()
     (tensor(5.), tensor(1.0000))
     """
+    check_type("module", module, torch.nn.Module, "a torch.nn.Module")
     max_norm = _number_or_inf("max_norm", max_norm, 0.0, "a number of at least 0")
     norm_type = _number_or_inf("norm_type", norm_type, 1e-3, "a number greater than 0, at least 0.001")
     checked_flag("error_if_nonfinite", error_if_nonfinite)
@@ -82,7 +84,9 @@ def clip_grad_norm_(
 
 
 def _number_or_inf(argument: str, value: object, least: float, words: str) -> float:
-    return math.inf if value == math.inf else checked_number(argument, value, least, math.inf, words)
+    if isinstance(value, float) and value == math.inf:
+        return math.inf
+    return checked_number(argument, value, least, math.inf, words)
 
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:

@@ -7,12 +7,12 @@ from typing import TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.errors import InputError, nearest_name
 from undivided.nn import MultiheadAttention, TransformerLayer
-from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.tensor_parallel import TensorArguments, checked_tensor_arguments
 from undivided.nn.blocks.linear import Linear
@@ -57,9 +57,9 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     torch.Size([2, 10, 64])
     >>> dist.destroy_process_group()
     """
+    check_type("module", module, torch.nn.Module, "a torch.nn.Module")
     _check_mesh(mesh)
-    if not isinstance(sequence_parallel, bool):
-        raise InputError("sequence_parallel", "be True or False", repr(sequence_parallel))
+    checked_flag("sequence_parallel", sequence_parallel)
     checked_flag("check", check)
     layers = [m for m in module.modules() if isinstance(m, MultiheadAttention | TransformerLayer)]
     if not layers:

@@ -5,7 +5,6 @@ Each raises `InputError` naming the argument, its value, the limit, and a fix wh
 
 from __future__ import annotations
 
-import math
 import numbers
 import weakref
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments import layout as _layout
-from undivided.arguments.checks import REQUIRED, as_type_error, check_tensor
+from undivided.arguments.checks import REQUIRED, as_type_error, check_tensor, is_finite
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable, versions
@@ -29,7 +28,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_layout(layout: object) -> None:
     """InputError unless it is the name of a layout."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         near = did_you_mean(layout, LAYOUTS) if isinstance(layout, str) else None
         letters = "b batch, s sequence, h heads, d head size, t packed tokens; the letters are the order of q's axes"
         hint = letters if near is None else f"{near} {letters}"
@@ -40,10 +39,10 @@ def check_layout(layout: object) -> None:
 def check_scalars(options: Options) -> None:
     """InputError unless softcap, dropout_p and return_lse are valid."""
     softcap, dropout_p = options.softcap, options.dropout_p
-    if softcap is not None and (not _is_finite(softcap) or softcap <= 0):
+    if softcap is not None and (not is_finite(softcap) or softcap <= 0):
         hint = "softcap=None, for no cap" if isinstance(softcap, int | float) and softcap == 0 else None
         raise InputError("softcap", "be a positive number or None", repr(softcap), hint)
-    if not _is_finite(dropout_p) or not 0 <= dropout_p <= 1:
+    if not is_finite(dropout_p) or not 0 <= dropout_p <= 1:
         is_percentage = isinstance(dropout_p, int | float) and 2 <= dropout_p <= 100
         hint = f"{dropout_p / 100:g}, if it is a percentage" if is_percentage else None
         raise InputError("dropout_p", "be a number from 0 to 1", repr(dropout_p), hint)
@@ -51,19 +50,9 @@ def check_scalars(options: Options) -> None:
         raise InputError("return_lse", "be True or False", repr(options.return_lse))
 
 
-def _is_finite(value: object) -> bool:
-    """Whether it is a real number that a float can represent (an int can be too large)."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:
-        return False
-
-
 def checked_scale(scale: float) -> float:
     """The scale as a float, or InputError."""
-    if not _is_finite(scale):
+    if not is_finite(scale):
         hint = "float(scale); if it is learned, scale=1.0 and q * scale" if isinstance(scale, Tensor) else None
         raise InputError("scale", "be a finite number or None (1/sqrt(head size))", repr(scale), hint)
     return float(scale)
@@ -264,6 +253,7 @@ def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slo
     for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if tensor is None:
             continue
+        check_tensor(name, tensor)
         if not tensor.is_floating_point():
             hint = f"{name}.to(q.dtype)"
             if tensor.dtype == torch.bool:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import numbers
-import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer
-from undivided.errors import InputError, did_you_mean
+from undivided.arguments.checks import as_device, as_integer, check_type, checked_flag, is_finite
+from undivided.errors import InputError
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.refused import shorten
 from undivided.request.checks import heads_hint
-
-
-def checked_choice(argument: str, value: object, choices: tuple[str, ...]) -> str:
-    """The value; InputError unless it is one of the choices."""
-    if isinstance(value, str) and value in choices:
-        return value
-    hint = did_you_mean(value, choices) if isinstance(value, str) else None
-    raise InputError(argument, f"be one of {', '.join(map(repr, choices))}", repr(value), hint)
 
 
 def checked_integer(argument: str, value: object, at_least: int) -> int:
@@ -33,20 +25,12 @@ def checked_integer(argument: str, value: object, at_least: int) -> int:
 
 def checked_number(argument: str, value: object, least: float, most: float, words: str) -> float:
     """The value as a finite float; InputError, with `words`, unless it lies in [least, most]."""
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not -sys.float_info.max <= value <= sys.float_info.max:  # type: ignore[operator]
+    if not is_finite(value):
         raise InputError(argument, f"be {words}", shorten(value))
     assert isinstance(value, numbers.Real)
     if not least <= float(value) <= most:
         raise InputError(argument, f"be {words}", repr(value))
     return float(value)
-
-
-def checked_flag(argument: str, value: object) -> bool:
-    """The value; InputError unless it is a bool."""
-    if not isinstance(value, bool):
-        raise InputError(argument, "be True or False", repr(value))
-    return value
 
 
 def checked_heads(num_attention_heads: object, num_gqa_groups: object) -> tuple[int, int]:
@@ -70,6 +54,18 @@ def checked_channels(kv_channels: Any) -> tuple[int, int]:
         return checked_integer("kv_channels[0]", qk, 1), checked_integer("kv_channels[1]", v, 1)
     size = checked_integer("kv_channels", kv_channels, 1)
     return size, size
+
+
+def checked_device(value: torch.device | str | None) -> torch.device | None:
+    """The device; None if it is None; InputError if it is not a device."""
+    return None if value is None else as_device("device", value)
+
+
+def check_names(name: object, backend: object) -> None:
+    """Raise InputError unless the name of a layer and that of its backend are text or None."""
+    for argument, value in (("name", name), ("backend", backend)):
+        if value is not None:
+            check_type(argument, value, str, "a str or None")
 
 
 def checked_optional_flag(argument: str, value: bool | None) -> bool | None:

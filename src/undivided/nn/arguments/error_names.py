@@ -27,6 +27,16 @@ _MODULE_NAMES = {
 }
 
 
+# Names of arguments in the attention modules, and in a transformer layer.
+SELF_ATTENTION = {"qkv_format": "attn_input_format", "attn_mask_type": "self_attn_mask_type"}
+CROSS_ATTENTION = {
+    "qkv_format": "attn_input_format",
+    "attn_mask_type": "enc_dec_attn_mask_type",
+    "attention_mask": "enc_dec_attn_mask",
+    "window_size": "enc_dec_window_size",
+    "bottom_right_diagonal": "enc_dec_bottom_right_diagonal",
+}
+
 # The module's argument, by the word in the message of a mask.
 _NAMES_BY_MASK_WORD = {
     "padded_q[": "cu_seqlens_q_padded",

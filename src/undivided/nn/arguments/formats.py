@@ -76,10 +76,11 @@ def checked_format(
 ) -> Layout:
     """The format; InputError unless it was given at construction or at the call."""
     for name in FORMATS:
-        if value == name:
+        if isinstance(value, str) and value == name:
             return name
     if value is not None:
-        hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if value == "bhsd" else _FORMATS_HINT
+        is_bhsd = isinstance(value, str) and value == "bhsd"
+        hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if is_bhsd else _FORMATS_HINT
         raise InputError(argument, f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint=hint)
     hint = _FORMATS_HINT
     if isinstance(q, Tensor) and q.dim() == 4:
@@ -118,7 +119,7 @@ def checked_inputs(tensors: InputTensors, interleave_dim: int, format: Layout, h
 
 def _unpack(tensors: InputTensors, interleave_dim: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v: the tensors themselves, or views of qkv_layer or kv_layer."""
-    if interleave_dim not in (-3, -2):
+    if not isinstance(interleave_dim, int) or interleave_dim not in (-3, -2):
         raise InputError("qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim))
     query, key, value, qkv, kv = tensors
     separate = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
@@ -56,7 +56,7 @@ class Evidence(NamedTuple):
 def checked_format(argument: str, value: object) -> Layout:
     """The format of a layer; InputError unless it was given."""
     for name in FORMATS:
-        if value == name:
+        if isinstance(value, str) and value == name:
             return name
     choices = ", ".join(map(repr, FORMATS))
     if value is not None:
@@ -149,9 +149,19 @@ def check_no_encoder(encoder: object, mask: object, cu_seqlens_q: Tensor | None,
     for name, value in (("encoder_output", encoder), ("enc_dec_attn_mask", mask)):
         if value is not None:
             raise InputError(name, "be None with layer_type='encoder'", type(value).__name__, hint=hint)
+    if cu_seqlens_kv is not None:
+        check_tensor("cu_seqlens_kv", cu_seqlens_kv)
     if cu_seqlens_kv is not None and (cu_seqlens_q is None or differ(cu_seqlens_q, cu_seqlens_kv)):
         must = "be cu_seqlens_q or None with layer_type='encoder'"
         raise InputError("cu_seqlens_kv", must, f"a tensor {list(cu_seqlens_kv.shape)}", hint=hint)
+
+
+def check_unused(cu_seqlens_kv_padded: object, max_seqlen_kv: object) -> None:
+    """Raise InputError unless the lengths of keys, which an encoder does not use, are valid or None."""
+    if cu_seqlens_kv_padded is not None:
+        check_tensor("cu_seqlens_kv_padded", cu_seqlens_kv_padded)
+    if max_seqlen_kv is not None:
+        as_integer("max_seqlen_kv", max_seqlen_kv, 0)
 
 
 def _swapped(x: Tensor, format: Layout, argument: str, evidence: str) -> InputError:

@@ -21,7 +21,7 @@ import torch
 from undivided import masks
 from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
-from undivided.nn.arguments.checks import checked_integer
+from undivided.nn.arguments.checks import checked_integer, checked_optional_flag
 
 
 class MaskType(NamedTuple):
@@ -68,6 +68,14 @@ def checked_window(value: object) -> Window | None:
         raise InputError("window_size", "be a pair (left, right)", repr(value), hint=hint)
     left, right = (checked_integer(f"window_size[{n}]", side, -1) for n, side in enumerate(value))
     return left, right
+
+
+def check_mask_options(attn_mask_type: object, window_size: object, bottom_right_diagonal: bool | None) -> None:
+    """Raise InputError unless the options of a mask are valid or None, where no attention uses them."""
+    if attn_mask_type is not None:
+        checked_mask_type(attn_mask_type)
+    checked_window(window_size)
+    checked_optional_flag("bottom_right_diagonal", bottom_right_diagonal)
 
 
 def normalise_window(kind: MaskType, window: Window | None) -> Window:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import checked_choice
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_choice
 from undivided.nn.arguments.formats import Inputs
 from undivided.request.slopes import usual_slopes
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import check_tensor, checked_flag
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.nn.arguments.checks import checked_flag, checked_integer
+from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.formats import Inputs
 from undivided.nn.arguments.mask_types import MaskType
 

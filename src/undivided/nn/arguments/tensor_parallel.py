@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from undivided.arguments.checks import checked_flag
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_flag, checked_integer
+from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.blocks.module import Init, divided_init
 from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker, group_size, tensor_ranks
@@ -34,7 +35,7 @@ class TensorArguments(NamedTuple):
 
     def own_slopes(self, bias_type: str, slopes: Tensor | None, q: Tensor) -> Tensor | None:
         """The given slopes. If ALiBi has none, on several ranks: the rank's part of the usual slopes of all heads."""
-        if bias_type != "alibi" or slopes is not None or self.size == 1:
+        if self.size == 1 or slopes is not None or bias_type != "alibi":
             return slopes
         if self.ranks is None:
             hint = "set_tensor_parallel_group(group), by which the heads of this rank are known; or pass their slopes"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from undivided.nn.arguments.checks import checked_flag
+from undivided.arguments.checks import checked_flag
 from undivided.nn.arguments.tensor_parallel import TensorArguments
 from undivided.nn.blocks.module import Module
 

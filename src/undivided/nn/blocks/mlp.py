@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
+from undivided.arguments.checks import checked_choice
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_choice, checked_number
+from undivided.nn.arguments.checks import checked_number
 from undivided.nn.blocks.halves import both_halves
 from undivided.nn.blocks.module import Init, Module, initialise, own_part
 from undivided.nn.blocks.normalization import Norm

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_number
+from undivided.arguments.checks import checked_choice, checked_flag
+from undivided.nn.arguments.checks import checked_number
 from undivided.nn.blocks.module import Module, initialise, own_part
 
 KINDS = ("LayerNorm", "RMSNorm")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import checked_flag
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_flag, checked_integer, checked_number
+from undivided.nn.arguments.checks import checked_device, checked_integer, checked_number
 from undivided.nn.rotary import scaling as methods
 
 
@@ -76,7 +77,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.scaling = methods.checked_scaling(scaling, pretrained_max_position_embeddings)
         self._check_interpolation()
         self.attention_factor = methods.attention_factor(self.scaling)
-        self.register_buffer("inv_freq", self._frequencies(device))
+        self.register_buffer("inv_freq", self._frequencies(checked_device(device)))
 
     def _check_interpolation(self) -> None:
         if self.seq_len_interpolation_factor is None:

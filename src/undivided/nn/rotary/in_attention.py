@@ -42,7 +42,10 @@ def rotate_queries_and_keys(
         is_cross: whether keys have other positions than queries.
         cp: context parallelism.
     """
-    q_freqs, k_freqs = freqs if isinstance(freqs, tuple | list) else (freqs, freqs)
+    pair = freqs if isinstance(freqs, tuple | list) else (freqs, freqs)
+    if len(pair) != 2:
+        raise InputError("rotary_pos_emb", "be a tensor, or a pair of queries and keys", f"{len(pair)} entries")
+    q_freqs, k_freqs = pair
     if params is not None:  # its steps decide which tokens a rank has
         cp = None
     positions = None if params is None else params.own_positions()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.checks import checked_flag
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
-from undivided.nn.arguments.checks import checked_flag
 from undivided.nn.arguments.formats import checked_format
 from undivided.nn.rotary import checks
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_choice, checked_flag, checked_integer, checked_number
+from undivided.nn.arguments.checks import checked_integer, checked_number
 
 _POSITIVE = "a positive number"
 _LENGTH = "original_max_position_embeddings"
