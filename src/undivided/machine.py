@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from undivided.arguments.checks import as_device, check_type, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError, did_you_mean
 
@@ -103,8 +104,14 @@ class Machine:
     processor: str = ""
 
     def __post_init__(self) -> None:
-        if self.device not in (None, "cpu", "cuda"):
+        if self.device is not None and not (isinstance(self.device, str) and self.device in ("cpu", "cuda")):
             raise InputError("Machine.device", "be 'cpu', 'cuda' or None", repr(self.device))
+        for name in ("hip", "probed"):
+            checked_flag(f"Machine.{name}", getattr(self, name))
+        if self.name is not None:
+            check_type("Machine.name", self.name, str, "a str or None")
+        for name in ("isa", "processor"):
+            check_type(f"Machine.{name}", getattr(self, name), str, "a str")
         if self.device == "cuda" and self.compute_capability is None and not self.hip:
             raise InputError(
                 "Machine.compute_capability",
@@ -140,7 +147,11 @@ class Machine:
 
         Returns:
             Its version as a tuple of int; None if it is not installed.
+
+        Raises:
+            InputError: it is not a name.
         """
+        check_type("package", package, str, "the name of a package")
         text = {"torch": self.torch, "cudnn": self.cudnn}.get(package) or self.packages.get(package)
         return parse_version(text) if text else None
 
@@ -153,10 +164,11 @@ class Machine:
 
         Returns:
             The same `Machine` for the same device.
+
+        Raises:
+            InputError: it is not a device.
         """
-        if device is None or device == _CPU:  # half the time of asking for its type
-            return _probe("cpu", None)
-        if not str(device).startswith("cuda"):
+        if device is None or as_device("device", device).type != "cuda":
             return _probe("cpu", None)
         return _probe(str(device), active_flash_impl())
 
@@ -229,9 +241,6 @@ def active_flash_impl() -> str | None:
     """
     current = getattr(sys.modules.get("torch.nn.attention"), "current_flash_attention_impl", None)
     return None if current is None else current()
-
-
-_CPU = torch.device("cpu")
 
 
 @functools.cache

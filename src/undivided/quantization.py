@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import as_device, as_integer, check_tensor, check_type
 from undivided.arguments.signature import checked_call
 from undivided.arguments.tensors import dtype_name
 from undivided.errors import InputError
@@ -121,7 +121,7 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     format = format_of(values.dtype)
     if format is None:
         raise InputError("values", f"have the dtype of a format ({_names_of_dtypes()})", str(values.dtype))
-    if not dtype.is_floating_point or dtype.itemsize == 1:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
         raise InputError("dtype", "be float16, bfloat16, float32 or float64", str(dtype))
     check_scale("scale", scale, "values", values)
     return unchecked_dequantize(values, scale, dtype)
@@ -150,7 +150,7 @@ def empty(format: Format, shape: tuple[int, ...], device: torch.device | str | N
         values and scale, whose memory holds anything.
 
     Raises:
-        InputError: the format is unknown, or the last size does not fit it.
+        InputError: the format is unknown, the last size does not fit it, or shape or device is not one.
 
     >>> from undivided.quantization import empty
     >>> values, scale = empty("int4", (2, 100, 8, 128))
@@ -158,16 +158,18 @@ def empty(format: Format, shape: tuple[int, ...], device: torch.device | str | N
     (torch.Size([2, 100, 8, 64]), torch.Size([2, 100, 8, 4]))
     """
     check_format("format", format)
-    *rows, size = shape
+    if not isinstance(shape, list | tuple) or not shape:
+        raise InputError("shape", "be a tuple of at least one int", repr(shape))
+    *rows, size = [as_integer(f"shape[{n}]", value, 0) for n, value in enumerate(shape)]
+    device = None if device is None else as_device("device", device)
     check_head_size("shape", size, format)
     if format == "int4":
         return Quantized(
             torch.empty((*rows, size // 2), dtype=torch.uint8, device=device),
             torch.empty((*rows, size // GROUP), dtype=torch.float32, device=device),
         )
-    return Quantized(
-        torch.empty(shape, dtype=DTYPES[format], device=device), torch.empty(rows, dtype=torch.float32, device=device)
-    )
+    values = torch.empty((*rows, size), dtype=DTYPES[format], device=device)
+    return Quantized(values, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 @checked_call
@@ -180,11 +182,15 @@ def format_of(dtype: torch.dtype) -> Format | None:
     Returns:
         One of `FORMATS`, or None.
 
+    Raises:
+        InputError: it is not a dtype.
+
     >>> import torch
     >>> from undivided.quantization import format_of
     >>> format_of(torch.uint8), format_of(torch.bfloat16)
     ('int4', None)
     """
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype")
     return _FORMAT_OF.get(dtype)
 
 

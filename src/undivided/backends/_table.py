@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from undivided.arguments.checks import check_type
 from undivided.backends import all_backends
 from undivided.backends._base import Backend
 from undivided.machine import Machine, format_version
@@ -63,6 +64,8 @@ def backends(machine: Machine | None = None) -> BackendTable:
     >>> [row.available for row in undivided.backends(a100) if row.name == "torch_flash"]
     [True]
     """
+    if machine is not None:
+        check_type("machine", machine, Machine, "an undivided.Machine or None")
     machines = _this_machine() if machine is None else [machine]
     return BackendTable(_row(backend, machines) for backend in all_backends())
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from undivided.arguments.checks import as_integer, check_type, checked_flag
 from undivided.benchmarking import memory as _memory
 from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, SUITES, Benchmark, benchmarks
 from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
@@ -85,9 +86,13 @@ def plan(
     ['bf16-d128-2048-full', 'bf16-d128-2048-causal']
     """
     for flag, names, known in (("suite", suites, (*SUITES, *GPU_SUITES)), ("dtype", dtypes, tuple(DTYPES))):
+        if not isinstance(names, list | tuple):
+            raise InputError(f"{flag}s", "be a list of names", repr(names))
         for name in names:
-            if name not in known:
+            if not isinstance(name, str) or name not in known:
                 raise InputError(flag, f"be one of {', '.join(known)}", repr(name), did_you_mean(name, known))
+    check_type("filter", filter, str, "a str")
+    checked_flag("quick", quick)
     selected_dtypes = {DTYPES[name] for name in dtypes}
     selected = [
         benchmark
@@ -128,12 +133,21 @@ def execute(
     Returns:
         The report, for `tables` and `markdown`. If overhead or memory failed, "failed" holds the reason.
 
+    Raises:
+        InputError: an argument is wrong.
+
     >>> from undivided.benchmarking.runs import Settings
     >>> quick = Settings(backends=(), others=("sdpa",), small_patience=0.001, attempts=1)
     >>> report = execute(plan(["small"], ["fp32"], "b1-h1-1-d32"), quick)
     >>> [case["name"] for case in report["cases"]]
     ['fp32-b1-h1-1-d32', 'fp32-b1-h1-1-d32-backward']
     """
+    check_type("planned", planned, Plan, "a Plan, from plan()")
+    check_type("settings", settings, Settings, "the Settings of a run")
+    if threads is not None:
+        as_integer("threads", threads, 1)
+    if not callable(step):
+        raise InputError("step", "be a function of a name", repr(step))
     with _threads(threads):
         report = empty_report(planned, settings)
         try:

@@ -349,8 +349,8 @@ def from_part(part: Part, align: Align | None = None) -> Mask:
 
 
 def _checked_align(align: object) -> Align | None:
-    if align is None or align == "top_left" or align == "bottom_right":
-        return align
+    if align is None or (isinstance(align, str) and align in ("top_left", "bottom_right")):
+        return align  # type: ignore[return-value]
     hint = did_you_mean(align, ("top_left", "bottom_right"))
     raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align), hint)
 

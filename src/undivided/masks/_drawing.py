@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import as_integer, check_type
 from undivided.arguments.tensors import dtype_name, readable
 from undivided.errors import InputError
 from undivided.masks._fields import MaskFields
@@ -82,6 +83,7 @@ def describe_structure(structure: Structure) -> str:
     >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
     'causal & lengths (bottom-right)'
     """
+    check_type("structure", structure, Structure, "the structure of a mask, mask.structure")
     outer = (structure.left, structure.right)
     words = []
     if not any(name == GlobalBand.name and _has_sinks(fields[1], *outer) for name, *fields in structure.detail):
@@ -243,6 +245,8 @@ def check_format(argument: str, path: str | PathLike[str]) -> None:
     """Raise InputError unless the file name of a picture ends in a format that matplotlib writes."""
     from matplotlib.backend_bases import FigureCanvasBase
 
+    if not isinstance(path, str | PathLike):
+        raise InputError(argument, "be a path", type(path).__name__)
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.lower().removeprefix(".") not in formats:
         raise InputError(argument, f"end in .{', .'.join(formats)}", repr(str(path)), hint="mask.png")
@@ -259,6 +263,7 @@ def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels:
     require_matplotlib("Mask.plot")
     from matplotlib.figure import Figure
 
+    pixels = as_integer("pixels", pixels, 1)
     if path is not None:
         check_format("path", path)
     lines = textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)

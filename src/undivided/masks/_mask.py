@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import INT32_MAX, as_integer
+from undivided.arguments.checks import INT32_MAX, as_device, as_integer
 from undivided.arguments.tensors import is_traced, readable
 from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
@@ -199,7 +199,7 @@ class Mask(MaskFields):
         [[[0, 1], [0, 2], [0, 3]]]
         """
         sizes = (batch, heads, q_len, kv_len)
-        return self.cached(("form", sizes, device), self._normal_form, sizes, torch.device(device))
+        return self.cached(("form", sizes, device), self._normal_form, sizes, as_device("device", device))
 
     def _normal_form(self, sizes: tuple[int, int, int, int], device: torch.device) -> NormalForm:
         batch, _, q_len, kv_len = sizes
@@ -277,10 +277,7 @@ class Mask(MaskFields):
         >>> mask.to("cpu") is mask, mask.to("meta").tensors[0].device.type
         (True, 'meta')
         """
-        try:
-            target = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise InputError("device", "be a torch.device or its name", repr(device)) from None
+        target = as_device("device", device)
         tensors = self.tensors
         moved = [tensor.to(target) for tensor in tensors]
         if all(new is old for new, old in zip(moved, tensors, strict=True)):
@@ -392,7 +389,7 @@ class Mask(MaskFields):
         """The normal form for sizes that the caller passes as numbers, which are unchecked."""
         for argument, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
             as_integer(argument, size, 0)
-        self.check(batch, heads, q_len, kv_len, packed=False, device=torch.device(device))
+        self.check(batch, heads, q_len, kv_len, packed=False, device=as_device("device", device))
         return self.normal_form(batch, heads, q_len, kv_len, device)
 
 

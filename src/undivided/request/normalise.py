@@ -76,9 +76,11 @@ def normalise(
     """
     tensors, options = request.tensors, request.options
     q, k, v, bias, sinks, slopes = tensors
-    layout, mask, scale, softcap, dropout_p, seed, _, pages, k_scale, v_scale = options
-    if layout not in LAYOUTS:
+    layout, mask, scale, softcap, dropout_p, seed, return_lse, pages, k_scale, v_scale = options
+    if type(layout) is not str or layout not in LAYOUTS:
         check_layout(layout)
+    if type(return_lse) is not bool:  # 0 and False have one key below
+        check_scalars(options)
     if needs is None:
         needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
     if scale is not None:
@@ -241,7 +243,7 @@ def _signature(request: Request, facts: Facts) -> object:
         usual = slopes is not None and are_usual(slopes)
         scales = [None if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in (k_scale, v_scale)]
         return (*key, *kinds, usual, softcap is None, bool(dropout_p), *scales)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, RuntimeError, ValueError):
         _check_tensors(request)
         check_scalars(request.options)
         raise

@@ -162,7 +162,7 @@ def _kind(tensor: Tensor) -> str:
 
 def _which_layout(out: Tensor, lse: Tensor, layout: Layout | None) -> Layout:
     """The given layout, or the only one that the shapes fit; otherwise InputError."""
-    if layout is not None and layout not in LAYOUTS:
+    if layout is not None and not (isinstance(layout, str) and layout in LAYOUTS):
         raise InputError("layout", f"be one of {', '.join(map(repr, LAYOUTS))}, or None", repr(layout))
     fitting = [name for name in LAYOUTS if _fits(out, lse, name)]
     if layout in fitting:

@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer
+from undivided.arguments.checks import as_device, as_integer
 from undivided.arguments.signature import checked_call
 from undivided.arguments.tensors import has_dispatch, is_traced, versions
 
@@ -40,7 +40,7 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
         The slopes, float32 [heads].
 
     Raises:
-        InputError: ``heads`` is not an int, or is below 1.
+        InputError: ``heads`` is not an int, or is below 1, or ``device`` is not a device.
 
     Source: Press et al. 2022 (arXiv:2108.12409), section 3 and its published code for other numbers of heads.
 
@@ -48,7 +48,7 @@ def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     >>> undivided.alibi_slopes(4).tolist(), undivided.alibi_slopes(3).tolist()
     ([0.25, 0.0625, 0.015625, 0.00390625], [0.0625, 0.00390625, 0.25])
     """
-    slopes = _compute(as_integer("heads", heads, 1), device)
+    slopes = _compute(as_integer("heads", heads, 1), as_device("device", device))
     if not is_traced() and (version := versions((slopes,))) is not None:
         key = id(slopes)
         _returned[key] = weakref.ref(slopes, lambda _: _returned.pop(key, None)), version

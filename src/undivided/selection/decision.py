@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from undivided.arguments.checks import check_type
 from undivided.backends import all_backends, has_name
 from undivided.backends._base import Backend
 from undivided.errors import NoBackendError
@@ -101,7 +102,11 @@ class Decision:
         Returns:
             Its estimate, or a note on its default rank; "" if it cannot run or the caller gave the order. If two
             backends or more have estimates, their ranks are measured, and it says so.
+
+        Raises:
+            InputError: it is not a `Verdict`.
         """
+        check_type("verdict", verdict, Verdict, "one of the decision's verdicts")
         if not verdict.can_run:
             return ""
         if verdict.estimate is not None:

@@ -89,8 +89,9 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
     >>> undivided.set_backends()
     """
     global _process
-    if isinstance(disable, str):
-        raise InputError("disable", "be a list of names", repr(disable), hint=f"disable=[{disable!r}]")
+    if not isinstance(disable, list | tuple | set | frozenset):
+        hint = f"disable=[{disable!r}]" if isinstance(disable, str) else None
+        raise InputError("disable", "be a list of names", repr(disable), hint)
     disabled = tuple((name, "set_backends(disable=...)") for name in _check_names(disable, "disable"))
     _check_flag("batch_invariant", batch_invariant)
     _process = _Setting(_check_names(names) or None, "set_backends", disabled, batch_invariant)

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import checked_flag
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call, unknown_arguments
 from undivided.backends import all_backends, has_name, names_and_families
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.checks import check_scalars
 from undivided.request.foreign import keyword_hint
 from undivided.request.request import Options, Tensors
 from undivided.run import autograd
@@ -97,15 +99,17 @@ def verify(
     ['dk', 'dq', 'dv', 'lse', 'out']
     """
     _check_arguments(q, unknown)
+    options = Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale)
+    check_scalars(options)
+    checked_flag("gradients", gradients)
     selected = _select([backend] if backend is not None else backends)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if torch.is_autocast_enabled(device):
         q, k, v = autograd.autocast(q, k, v, k_scale)
     if dropout_p and dropout_seed is None:
-        dropout_seed = int(torch.randint(2**62, ()))  # the same pattern for all backends
+        options = options._replace(dropout_seed=int(torch.randint(2**62, ())))  # the same pattern for all backends
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        options = Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale)
         rest = {**options._asdict(), "deterministic": deterministic, "batch_invariant": batch_invariant}
         trial = build_trial(tensors, rest.pop("layout"), rest, gradients)
         outcomes = {candidate.name: run(candidate, trial) for candidate in selected}
