@@ -209,14 +209,16 @@ def _check_id(argument: str, name: object) -> None:
 
 
 def pool_sizes(
-    page_size: int | None, pages: int | None, max_len: int, max_sequences: int, ranks: int
+    is_paged: bool, page_size: int | None, pages: int | None, max_len: int, max_sequences: int, ranks: int
 ) -> tuple[int, int]:
-    """(tokens per page, pages) of a pool of each rank; by default enough for all sequences at full length."""
-    if page_size is None:
+    """(tokens per page, pages) of a pool of each rank; by default enough for all sequences at full length. A cache that
+    is not paged has one page per sequence."""
+    if page_size is None and is_paged:
         raise InputError("page_size", "be given with is_paged=True", None, hint="16 to 256 tokens")
-    size = as_integer("page_size", page_size, 1)
+    size = max_len if page_size is None else as_integer("page_size", page_size, 1)
     enough = max_sequences * -(-max_len // (size * ranks))
-    return size, enough if pages is None else as_integer("total_num_pages", pages, 1)
+    number = enough if pages is None else as_integer("total_num_pages", pages, 1)
+    return (size, number) if is_paged else (max_len, max_sequences)
 
 
 def padded(counts: Counts, entries: int, device: torch.device | None) -> Tensor:
@@ -233,9 +235,9 @@ def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Ten
 
 def checked_format(value: object) -> Layout:
     """A layout of TransformerEngine's caches, or InputError."""
-    if value not in FORMATS:
+    if not isinstance(value, str) or value not in FORMATS:
         hint = did_you_mean(value, FORMATS)
-        if value == "bhsd":
+        if isinstance(value, str) and value == "bhsd":
             hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy"
         raise InputError("qkv_format", f"be one of {', '.join(map(repr, FORMATS))}", repr(value), hint)
     return value

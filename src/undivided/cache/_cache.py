@@ -299,7 +299,7 @@ class Cache(SequenceCache, ABC):
         options: dict[str, Any] = {}
         has_scores = not (bias is None and scale is None and softcap is None and alibi_slopes is None and sinks is None)
         has_rules = not (backend is None and deterministic is None and batch_invariant is None)
-        if has_scores or has_rules or return_lse:  # passing nine keywords on takes three microseconds
+        if has_scores or has_rules or return_lse is not False:  # passing nine keywords on takes three microseconds
             options = {
                 "bias": bias,
                 "scale": scale,

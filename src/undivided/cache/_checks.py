@@ -90,7 +90,7 @@ def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, devic
 
 def checked_counts(name: str, value: object, batch: int, limit: int | None = None, unit: str = "") -> Counts:
     """One count per sequence, from a list, a tuple or an int tensor [batch]."""
-    value = _as_list(name, value, f"be a list of {batch} ints or an int tensor [{batch}]")
+    value = as_list(name, value, f"be a list of {batch} ints or an int tensor [{batch}]")
     if len(value) != batch:
         raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries")
     counts = cast(Counts, tuple(value))
@@ -117,12 +117,12 @@ def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
 
 def checked_token_ids(name: str, value: object) -> list[int]:
     """Token ids from a list, a tuple or an int tensor [n]."""
-    ids = _as_list(name, value, "be a list of ints or an int tensor [n]")
+    ids = as_list(name, value, "be a list of ints or an int tensor [n]")
     return [as_integer(f"{name}[{n}]", item) for n, item in enumerate(ids)]
 
 
-def _as_list(name: str, value: object, must: str) -> Sequence[object]:
-    """The entries of a list, a tuple or an int tensor of one axis; InputError with this rule otherwise."""
+def as_list(name: str, value: object, must: str) -> Sequence[object]:
+    """The entries of a list, a tuple, a range or an int tensor of one axis; InputError with this rule otherwise."""
     if isinstance(value, Tensor):
         if value.dim() != 1 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise InputError(name, must, f"{value.dtype} {list(value.shape)}")
@@ -130,6 +130,6 @@ def _as_list(name: str, value: object, must: str) -> Sequence[object]:
         if value.is_meta or has_dispatch(value):
             raise InputError(name, "hold values", f"a {type(value).__name__} on {value.device}")
         return value.tolist()
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple | range):
         raise InputError(name, must, type(value).__name__)
     return value

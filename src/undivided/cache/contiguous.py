@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from undivided.arguments.checks import as_integer
+from undivided.arguments.checks import as_device, as_integer
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache._attend import CachedSequences
@@ -72,7 +72,7 @@ class KVCache(Cache):
     ) -> None:
         heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
         batch, self.max_len = as_integer("batch", batch, 1), as_integer("max_len", max_len, 1)
-        storage = Storage(batch, self.max_len, heads, torch.device(device))
+        storage = Storage(batch, self.max_len, heads, as_device("device", device))
         super().__init__(Slots(batch, self.max_len), storage, batch, layout)
 
     def _cached_sequences(self) -> CachedSequences:

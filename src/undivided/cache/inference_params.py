@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer, check_tensor
+from undivided.arguments.checks import as_device, as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
@@ -124,13 +124,11 @@ class InferenceParams(ShardedSteps):
         self.context_parallel, self._ranks = context_parallel, checked_ranks(context_parallel)
         if self._ranks is not None and not is_paged:
             raise InputError("is_paged", "be True with context_parallel: pages are what ranks hold", False)
-        sizes = self.max_sequence_length, self.max_batch_size  # one page per sequence
-        if is_paged:
-            sizes = pool_sizes(page_size, total_num_pages, *sizes, self._world)
-        self.page_size, self.total_num_pages = sizes
+        sizes = self.max_sequence_length, self.max_batch_size
+        self.page_size, self.total_num_pages = pool_sizes(is_paged, page_size, total_num_pages, *sizes, self._world)
         if max_ctx_len is not None and as_integer("max_ctx_len", max_ctx_len, 1) > self.max_sequence_length:
             raise InputError("max_ctx_len", f"be at most max_sequence_length ({max_sequence_length})", max_ctx_len)
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else as_device("device", device)
         self._layers: set[int] = set()
         self.reset()
 
@@ -171,8 +169,11 @@ class InferenceParams(ShardedSteps):
 
         Returns:
             True or False.
+
+        Raises:
+            InputError: layer_number is not an int.
         """
-        return layer_number in self._layers
+        return as_integer("layer_number", layer_number) in self._layers
 
     @outside_of_graphs
     def pre_step(self, step_dict: Mapping[Hashable, int], *, sharded: bool = False) -> None:
@@ -380,7 +381,7 @@ class InferenceParams(ShardedSteps):
         if self._ranks is not None:
             raise InputError("context_parallel", "be None for a contiguous copy: a rank has some of the pages", "ranks")
         self._current_step()
-        if layer_number not in self._storages:
+        if as_integer("layer_number", layer_number) not in self._storages:
             raise InputError("layer_number", "be that of a layer with a cache", layer_number)
         storage = self._storages[layer_number]
         k, v = storage.gather(self.page_table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer
+from undivided.arguments.checks import as_device, as_integer
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache import _attend
@@ -36,7 +36,7 @@ class SequencesOnPages(Cache):
     ) -> None:
         self.num_pages, self.page_size = as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1)
         batch = as_integer("batch", batch, 1)
-        ranks, sizes = self._ranks, (self.num_pages, self.page_size, heads, torch.device(device))
+        ranks, sizes = self._ranks, (self.num_pages, self.page_size, heads, as_device("device", device))
         storage = Storage(*sizes) if ranks is None else ranks.storage(*sizes)
         ledger = Pages(self.num_pages, self.page_size, batch, 1 if ranks is None else ranks.world)
         super().__init__(ledger, storage, batch, layout)

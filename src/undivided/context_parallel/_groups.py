@@ -13,7 +13,7 @@ from undivided.errors import InputError
 
 def rank_mesh(strategy: Strategy, rank: int | None, world: int | None) -> Mesh:
     """The mesh coordinates of a rank without a group, which are enough to shard."""
-    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
         raise InputError("rank", "be given with world, from 0 to world - 1", f"rank={rank!r}, world={world!r}")
     ring_world, heads_world = (1, world) if strategy == "all_to_all" else (world, 1)
     return Mesh.from_rank(rank, ring_world, heads_world)

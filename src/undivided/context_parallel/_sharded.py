@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.layout import Layout
 from undivided.context_parallel._schedule import Mesh
 from undivided.context_parallel._shards import GatherParts, checked_side, sequence_axis
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
-from undivided.context_parallel.sharding import Placement, PlacementName, Side, document_edges, mask_sizes
+from undivided.context_parallel.sharding import Placement, PlacementName, Side, check_length, document_edges, mask_sizes
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._parts import Documents
@@ -61,8 +62,8 @@ class ShardedTokens:
         [0, 1, 6, 7]
         """
         for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-            if length is not None and (not isinstance(length, int) or length < 0):
-                raise InputError(name, "be a number of tokens", repr(length))
+            if name == "q_len" or length is not None:
+                check_length(name, length)
         mask = checked_mask(mask)
         form = None
         keys = q_len if kv_len is None else kv_len
@@ -97,6 +98,7 @@ class ShardedTokens:
         >>> cp.positions().tolist(), cp.positions(within_documents=False).tolist()
         ([1, 2, 1, 2], [1, 2, 5, 6])
         """
+        checked_flag("within_documents", within_documents)
         rows = self._bound_placement().rows(checked_side(of))[self.rank]
         documents = None if self._documents is None else self._documents.take("documents")[0]
         if not within_documents or not isinstance(documents, Documents):
@@ -115,12 +117,15 @@ class ShardedTokens:
             The owner of every token.
 
         Raises:
-            InputError: the object is not bound and its placement is "balanced".
+            InputError: a length is not a number of tokens, or the object is not bound and its placement is "balanced".
 
         >>> import undivided
         >>> [rows.tolist() for rows in undivided.ContextParallel(rank=0, world=2).placed(4, 4).q]
         [[0, 1, 6, 7], [2, 3, 4, 5]]
         """
+        check_length("q_len", q_len)
+        check_length("kv_len", kv_len)
+        check_type("mask", mask, Mask, "an undivided.masks.Mask")
         return self.bound or self._unbound_placement(self.world * q_len, self.world * kv_len, mask)
 
     def shard(self, tensor: Tensor, layout: Layout | None = None, *, of: Side = "q", dim: int | None = None) -> Tensor:
@@ -184,7 +189,12 @@ class ShardedTokens:
             parts = self._checked_parts(shards)
             for number, part in enumerate(parts):
                 axis = sequence_axis(f"shards[{number}]", part, layout, dim)
+                self._check_like_first(number, part, parts[0], axis)
             placement = self.bound or self._placement_for_length(sum(p.shape[axis] for p in parts), of, layout)
+            for rank, rows in enumerate(placement.rows(checked_side(of))):
+                if parts[rank].shape[axis] != rows.numel():
+                    must = f"have rank {rank}'s {rows.numel()} tokens"
+                    raise InputError(f"shards[{rank}]", must, list(parts[rank].shape))
         return torch.cat(parts, axis).index_select(axis, placement.order[checked_side(of)].to(parts[0].device))
 
     def _checked_parts(self, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -193,6 +203,15 @@ class ShardedTokens:
             got = f"{len(shards)} parts" if isinstance(shards, Sequence) else type(shards).__name__
             raise InputError("shards", f"be a tensor, or the parts of all {self.world} ranks", got)
         return list(shards)
+
+    @staticmethod
+    def _check_like_first(number: int, part: Tensor, first: Tensor, axis: int) -> None:
+        """InputError unless a part differs from the first one in its number of tokens only."""
+        shape = list(part.shape)
+        shape[axis : axis + 1] = first.shape[axis : axis + 1]
+        if shape != list(first.shape) or (part.dtype, part.device) != (first.dtype, first.device):
+            must = f"be like shards[0] except along axis {axis}, {list(first.shape)} {first.dtype} on {first.device}"
+            raise InputError(f"shards[{number}]", must, f"{list(part.shape)} {part.dtype} on {part.device}")
 
     def _bound_placement(self) -> Placement:
         if self.bound is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer
+from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 from undivided.context_parallel.sharding import Side
@@ -43,8 +43,7 @@ def sequence_axis(argument: str, tensor: Tensor, layout: Layout | None, dim: int
     the tensor, which errors call `argument`, has that axis."""
     if (layout is None) == (dim is None):
         raise InputError("layout", "be given, or dim instead of it", f"layout={layout!r}, dim={dim!r}")
-    if not isinstance(tensor, Tensor):
-        raise InputError(argument, "be a torch.Tensor", type(tensor).__name__)
+    check_tensor(argument, tensor)
     if dim is not None:
         axis, rank = as_integer("dim", dim), tensor.dim()
         if not -rank <= axis < rank:
@@ -60,6 +59,6 @@ def sequence_axis(argument: str, tensor: Tensor, layout: Layout | None, dim: int
 
 def checked_side(of: Side) -> Side:
     """`of`, if it is "q" or "kv"; raises InputError otherwise."""
-    if of not in ("q", "kv"):
+    if not isinstance(of, str) or of not in ("q", "kv"):
         raise InputError("of", "be 'q' or 'kv'", repr(of))
     return of

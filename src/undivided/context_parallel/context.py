@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache._graphs import outside_of_graphs
@@ -32,7 +33,7 @@ from undivided.context_parallel.exchange.handshake import SharedArguments, prepa
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
-from undivided.errors import InputError, did_you_mean
+from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.checks import checked_mask, draw_seed
@@ -86,11 +87,9 @@ class ContextParallel(ShardedTokens):
         rank: int | None = None,
         world: int | None = None,
     ) -> None:
-        if strategy not in STRATEGIES:
-            must = f"be one of {', '.join(map(repr, STRATEGIES))}"
-            raise InputError("strategy", must, repr(strategy), did_you_mean(strategy, STRATEGIES))
-        if placement not in PLACEMENTS:
-            raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}", repr(placement))
+        checked_choice("strategy", strategy, STRATEGIES)
+        checked_choice("placement", placement, PLACEMENTS)
+        checked_flag("check", check)
         self.strategy: Strategy = strategy
         self.check = check
         self.traffic = Traffic()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
+from undivided.arguments.checks import check_tensor
 from undivided.backends._base import Backend
 from undivided.context_parallel._call import piece_problem, with_contiguous_rows
 from undivided.context_parallel._index import take_unless_broadcast
@@ -41,6 +42,7 @@ from undivided.context_parallel.exchange.handshake import (
     describe_queries,
     describe_sizes,
 )
+from undivided.context_parallel.sharding import check_length
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
@@ -76,6 +78,7 @@ def prepare_step(
     check_values(q)
     check_local(request)
     check_merge_method(by)
+    check_length("kv_len", kv_len)
     _check_positions(positions, k.shape[SEQUENCE_AXIS[layout]], kv_len)
     whole = _global_call(request, kv_len)
     problem = whole.problem
@@ -102,7 +105,7 @@ def prepare_step(
 
 def check_merge_method(by: object) -> None:
     """InputError unless it is a `MergeMethod`."""
-    if by not in ("all_gather", "ring"):
+    if not isinstance(by, str) or by not in ("all_gather", "ring"):
         raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
 
 
@@ -207,6 +210,9 @@ def _check_positions(positions: Tensor, keys: int, kv_len: int) -> None:
             f"{positions.dtype} {list(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
         )
         raise InputError("positions", f"be int64 [{keys}], one for each key of this rank", got)
+    check_tensor("positions", positions)
+    if positions.is_meta:
+        raise InputError("positions", "hold values", "a meta tensor")
     if positions.device.type != "cpu" or not keys:
         return
     if bool((positions.diff() <= 0).any()) or int(positions[0]) < 0 or int(positions[-1]) >= kv_len:

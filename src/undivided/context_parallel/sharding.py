@@ -27,16 +27,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import as_integer, check_type, checked_choice
 from undivided.context_parallel._index import HASH_FACTOR, hash_entries
+from undivided.errors import InputError
 from undivided.masks import Mask, NormalForm
 from undivided.masks._parts import Blocks, Dense, DocumentIds, Lengths
 
 PlacementName = Literal["zigzag", "contiguous", "balanced"]
 PLACEMENTS: tuple[PlacementName, ...] = ("zigzag", "contiguous", "balanced")
 Side = Literal["q", "kv"]
+SIDES: tuple[Side, ...] = ("q", "kv")
 
 MAX_IMBALANCE = 1.01
 """The imbalance at which `balanced` stops using smaller chunks: 1 % of a step's time is not worth more pieces."""
+
+MAX_LENGTH = 1 << 40
+"""Tokens of a sequence: a placement has a number for each, so that a larger length is a mistake."""
 
 MAX_CHUNKS = 64
 """Chunks per rank in the finest cut of `balanced`: more chunks are more, and shorter, ranges of keys to send."""
@@ -82,9 +88,21 @@ class Placement:
         Returns:
             The owner of every token.
 
+        Raises:
+            InputError: an argument is wrong, or "balanced" has no form.
+
         >>> Placement.of("contiguous", 2, 4, None).q_owner.tolist()
         [0, 0, 1, 1]
         """
+        checked_choice("name", name, PLACEMENTS)
+        as_integer("world", world, 1)
+        check_length("q_len", q_len)
+        if kv_len is not None:
+            check_length("kv_len", kv_len)
+        if mask is not None:
+            check_type("mask", mask, Mask, "an undivided.masks.Mask or None")
+        if form is not None or name == "balanced":
+            check_type("form", form, NormalForm, "a NormalForm, which placement 'balanced' needs")
         if name == "balanced":
             assert form is not None
             q_owner = balanced(row_pairs(form), world)
@@ -114,6 +132,7 @@ class Placement:
         Returns:
             `q` or `kv`.
         """
+        checked_choice("side", side, SIDES)
         return self.q if side == "q" else self.kv
 
     def length(self, side: Side) -> int:
@@ -125,6 +144,7 @@ class Placement:
         Returns:
             The length of `q_owner` or `kv_owner`.
         """
+        checked_choice("side", side, SIDES)
         return (self.q_owner if side == "q" else self.kv_owner).numel()
 
     @cached_property
@@ -140,6 +160,14 @@ class Placement:
         for owner in (self.q_owner, self.kv_owner):
             total = total * HASH_FACTOR + hash_entries(owner) + owner.numel()
         return int(total)
+
+
+def check_length(argument: str, length: object) -> None:
+    """InputError unless it is a number of tokens."""
+    if isinstance(length, bool | float) or not hasattr(length, "__index__"):
+        raise InputError(argument, "be a number of tokens", repr(length))
+    if not 0 <= as_integer(argument, length) <= MAX_LENGTH:
+        raise InputError(argument, f"be a number of tokens, at most {MAX_LENGTH}", length)
 
 
 def contiguous(length: int, world: int) -> Tensor:

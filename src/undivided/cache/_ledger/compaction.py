@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from torch import Tensor
-
 from undivided.arguments.checks import as_integer
+from undivided.cache._checks import as_list
 from undivided.cache._ledger.plan import Ledger, Plan
 from undivided.cache._storage import Storage
 from undivided.errors import InputError
@@ -17,9 +16,7 @@ L = TypeVar("L", bound=Ledger)
 
 def checked_indices(argument: str, indices: object, drafted: int) -> list[int]:
     """The indices, if they ascend within the drafted tokens; otherwise InputError."""
-    values = indices.tolist() if isinstance(indices, Tensor) else indices
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InputError(argument, "be a list of ints", type(indices).__name__)
+    values = as_list(argument, indices, "be a list of ints")
     checked = [as_integer(f"{argument}[{n}]", value, 0) for n, value in enumerate(values)]
     for n, index in enumerate(checked):
         if index >= drafted:

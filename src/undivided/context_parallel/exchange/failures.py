@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import distributed
 
+from undivided.arguments.checks import check_type
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.collectives import RankError, first_line
 from undivided.context_parallel.exchange.reports import failed_ranks, rank_names
@@ -44,6 +45,7 @@ class rank_errors:  # a context manager that reads as a phrase, like contextlib.
     """
 
     def __init__(self, step: str, group: Any = None) -> None:
+        check_type("step", step, str, "a str")
         if hasattr(group, "mesh_dim_names"):
             if group.ndim != 1:
                 hint = "None for all processes, or one axis of the mesh"

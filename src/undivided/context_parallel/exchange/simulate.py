@@ -19,6 +19,9 @@ from undivided.errors import InputError
 
 T = TypeVar("T")
 
+MAX_RANKS = 1024
+"""Each rank is a thread, and each pair of ranks has a queue."""
+
 
 @checked_call
 def simulate(
@@ -53,7 +56,7 @@ def simulate(
     rows, columns = _sizes(world)
     if not callable(function):
         raise InputError("function", "be a function of a group", repr(function))
-    if not isinstance(timeout, int | float) or not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise InputError("timeout", "be a positive number of seconds", repr(timeout))
     mailboxes = _Mailboxes(rows * columns, timeout)
     results: list[Any] = [None] * (rows * columns)
@@ -76,8 +79,8 @@ def simulate(
 
 def _sizes(world: object) -> tuple[int, int]:
     sizes = world if isinstance(world, tuple) else (world, 1)
-    if len(sizes) != 2 or not all(isinstance(n, int) and n >= 1 for n in sizes):
-        raise InputError("world", "be a positive number of ranks, or a pair of them", repr(world))
+    if len(sizes) != 2 or not all(type(n) is int and 1 <= n <= MAX_RANKS for n in sizes):
+        raise InputError("world", f"be a positive number of ranks, at most {MAX_RANKS}, or a pair of them", repr(world))
     return sizes[0], sizes[1]
 
 

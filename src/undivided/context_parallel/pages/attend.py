@@ -31,7 +31,7 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks.normal_form import Ranges
 from undivided.request.call import Call
-from undivided.request.checks import check_extras
+from undivided.request.checks import check_extras, check_scalars
 from undivided.request.request import Request, Tensors
 from undivided.request.result import Result
 from undivided.run import autograd
@@ -116,6 +116,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
     mask, cached, layout = call.validated_mask(), call.cached, call.layout
     request, by = _request(call, mask)
     (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
+    check_scalars(options)
     q, k, v = autograd.autocast(q, k, v, options.k_scale)
     _, q_len, heads, _ = _layout.sizes(q.shape, layout)
     check_extras(q, bias, sinks, slopes, heads)
@@ -180,7 +181,7 @@ def _own_bias(bias: Tensor, keys: _Keys, layout: Layout) -> Tensor:
         hint = "a cache in layout 'bshd', with padding"
         raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
     bias = extend("bias", bias, max(keys.lengths), keys.extent, 0.0)
-    return bias if bias.shape[-1] == 1 else bias.index_select(-1, keys.positions(bias.device))
+    return bias if bias.dim() == 0 or bias.shape[-1] == 1 else bias.index_select(-1, keys.positions(bias.device))
 
 
 def _own_mask(

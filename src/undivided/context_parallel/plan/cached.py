@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from undivided.context_parallel.decode import MergeMethod
+from undivided.arguments.checks import check_type, checked_flag
+from undivided.context_parallel.decode import MergeMethod, check_merge_method
 from undivided.context_parallel.pages.attend import RING_BYTES, held_tokens
-from undivided.context_parallel.sharding import Placement
+from undivided.context_parallel.sharding import MAX_LENGTH, Placement
 from undivided.errors import InputError
 from undivided.request.result import lse_dtype
 
@@ -67,7 +68,7 @@ def cached_step(
         by: how results are merged if every rank has all new tokens; None is the default of the caches.
 
     Raises:
-        InputError: a size is not a positive number, or `cached` is negative.
+        InputError: a size is not a positive number, `cached` is negative, or another argument is wrong.
 
     >>> step = cached_step(4096, 1_000_000, 32, 128, 4, kv_heads=8)
     >>> step.queries >> 20, step.keys >> 20, step.results >> 20
@@ -78,10 +79,12 @@ def cached_step(
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     sizes = {"new": new, "heads": heads, "head_dim": head_dim, "world": world, "kv_heads": kv_heads}
     for name, value in (sizes | {"value_dim": value_dim, "batch": batch, "page_size": page_size}).items():
-        if not isinstance(value, int) or value < 1:
-            raise InputError(name, "be an integer of at least 1", repr(value))
-    if not isinstance(cached, int) or cached < 0:
-        raise InputError("cached", "be an integer of at least 0", repr(cached))
+        _check_size(name, value, 1)
+    _check_size("cached", cached, 0)
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype")
+    checked_flag("sharded", sharded)
+    if by is not None:
+        check_merge_method(by)
     token = batch * kv_heads * (head_dim + value_dim) * dtype.itemsize
     row = batch * heads * (value_dim + 1) * lse_dtype(dtype).itemsize
     cache = held_tokens(cached + new, page_size, 0, world) * token
@@ -91,6 +94,13 @@ def cached_step(
     query = batch * heads * head_dim * dtype.itemsize
     steps = [(own * (world - 1) * query, own * (world - 1) * token, (new - own) * row) for own in counts]
     return CachedStep(True, *max(steps, key=sum), cache)
+
+
+def _check_size(argument: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(argument, f"be an integer of at least {least}", repr(value))
+    if value > MAX_LENGTH:
+        raise InputError(argument, f"be at most {MAX_LENGTH}", value)
 
 
 def _merge_bytes(size: int, rows: int, world: int, by: MergeMethod | None) -> int:

@@ -17,12 +17,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import INT64_MAX, checked_choice
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel._schedule import STRATEGIES, Ranks, Strategy
 from undivided.context_parallel.plan.arrivals import count_arrivals
 from undivided.context_parallel.plan.counts import Counts, Sizes, Work
 from undivided.context_parallel.plan.memory import Memory
 from undivided.context_parallel.sharding import (
+    MAX_LENGTH,
     PLACEMENTS,
     Placement,
     PlacementName,
@@ -171,7 +173,7 @@ def plan(
     keys = seq_len if kv_len is None else kv_len
     _check(seq_len, keys, world, sizes, strategy, placement)
     for rate_name, rate in (("flops", flops), ("bandwidth", bandwidth)):
-        if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
             raise InputError(rate_name, "be a positive number", repr(rate))
     mask = checked_mask(mask)
     mask.check(batch, heads, seq_len, keys, packed=False, device=torch.device("cpu"))
@@ -215,16 +217,21 @@ def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, 
         "value_dim": sizes.v_dim,
     }
     for name, value in named.items():
-        if not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(name, "be a positive number", repr(value))
+        if value > MAX_LENGTH:
+            raise InputError(name, f"be at most {MAX_LENGTH}", value)
+    pairs, values = q_len * kv_len, (q_len + kv_len) * world * (sizes.qk_dim + sizes.v_dim + 1) * 8
+    if sizes.batch * sizes.heads * max(pairs, values) > INT64_MAX:
+        raise InputError("seq_len", "leave the counts of pairs and bytes within 64 bits", q_len)
     if sizes.heads % sizes.kv_heads:
         raise InputError("kv_heads", f"divide heads ({sizes.heads})", sizes.kv_heads)
     if not isinstance(sizes.dtype, torch.dtype):
         raise InputError("dtype", "be a torch.dtype", repr(sizes.dtype))
-    if strategy is not None and strategy not in STRATEGIES:
-        raise InputError("strategy", f"be one of {', '.join(map(repr, STRATEGIES))}, or None", repr(strategy))
-    if placement is not None and placement not in PLACEMENTS:
-        raise InputError("placement", f"be one of {', '.join(map(repr, PLACEMENTS))}, or None", repr(placement))
+    if strategy is not None:
+        checked_choice("strategy", strategy, STRATEGIES)
+    if placement is not None:
+        checked_choice("placement", placement, PLACEMENTS)
 
 
 def mesh_shape(strategy: Strategy, world: int, kv_heads: int) -> tuple[int, int] | None:
