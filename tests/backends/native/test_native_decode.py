@@ -266,3 +266,14 @@ def test_keys_too_many_for_the_caches_are_decoded_right(
 
     found, expected = decoded("native", q, k, v), decoded("reference", *(x.double() for x in (q, k, v)))
     assert apart(found, expected) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize(
+    ("heads", "qk_dim", "v_dim"), [(128, 528, 528), (1, 64, 70000)], ids=["many-heads", "one-head"]
+)
+def test_few_keys_each_of_which_is_larger_than_a_chunk(heads: int, qk_dim: int, v_dim: int) -> None:
+    """The number of keys of a chunk was 0 then, and dividing by it ended the process."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, length, heads, dim) for length, dim in ((1, qk_dim), (10, qk_dim), (10, v_dim)))
+    got, want = (undivided.attention(q, k, v, layout="bshd", backend=name) for name in ("native", "reference"))
+    assert apart(got, want.double()) < ALLOWED[torch.float32]

@@ -48,7 +48,9 @@ void Decoding::cut(int64_t threads, int attempt) {
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
   int64_t total_keys = 0;
   for (const Sequence& s : sequences_) total_keys += std::max(s.extent.stop - s.extent.start, (int64_t)0);
-  const int64_t target = std::max(total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes);
+  // at least one key, whatever the size of a key
+  const int64_t target =
+      std::max({total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes, (int64_t)1});
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
   const bool in_memory = total_keys * any.kv_heads * bytes / heads_ >= kMinUnitBytes;
   chunks_.clear();
