@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import levels
 import pytest
 import torch
 from native_oracle import ALLOWED, SCALES, apart, check, needs_library, oracle
@@ -191,6 +192,23 @@ def test_a_nan_that_a_row_attends_to_is_returned() -> None:
     out = undivided.attention(q, k, v, layout="bhsd", mask=masks.causal(), backend="native")
     assert out[0, 0, :39].isfinite().all()
     assert out[0, 0, 39].isnan().all()
+
+
+@needs_library
+@pytest.mark.parametrize("level", levels.here())
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 200), (8, 8), (40, 200)], ids=["decode", "small", "prefill"])
+def test_a_nan_of_any_bits_stays_nan(q_len: int, kv_len: int, level: str) -> None:
+    """exp2 once added the low bits of a NaN to its exponent, and returned a finite number."""
+    for bits in (0x7FFFFFFF, -1, 0x7FC00155):
+        q, k, v = (torch.randn(1, 1, length, 16) for length in (q_len, kv_len, kv_len))
+        q[0, 0, -1, 3] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        for softcap in (None, 5.0):
+            with levels.running(level, threads=1):
+                out, lse = undivided.attention(
+                    q, k, v, layout="bhsd", softcap=softcap, backend="native", return_lse=True
+                )
+            assert out[0, 0, -1].isnan().all()
+            assert lse[0, 0, -1].isnan()
 
 
 @needs_library

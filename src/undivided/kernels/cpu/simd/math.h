@@ -20,17 +20,29 @@ INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {                      
                                      (__m512)p, (__m512)x);
 }
 #else
-// Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+// The nearest integer to each lane; for NaN a number whose low 9 bits are 0.
+INLINE IVec nearest(Vec x) {
+#if defined(__AVX2__)
+  return (IVec)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+  return (IVec)_mm_cvtps_epi32((__m128)x);
+#elif defined(UNDIVIDED_NEON)
+  return (IVec)vcvtnq_s32_f32((float32x4_t)x);
+#else
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  return x == x ? (IVec)(x + magic) - (IVec)splat(magic) : IVec{};
+#endif
+}
 INLINE Vec exp2_or_zero(Vec x) {
-  const float magic = 12582912.0f;
-  Vec shifted = x + magic;
-  Vec f = x - (shifted - magic);
+  const IVec n = nearest(x);
+  Vec f = x - __builtin_convertvector(n, Vec);
   Vec p = 1.3276472059e-03f * f + 9.6755413970e-03f;
   p = p * f + 5.5507132738e-02f;
   p = p * f + 2.4022119723e-01f;
   p = p * f + 6.9314696706e-01f;
   p = p * f + 1.0000000717e+00f;
-  Vec scaled = (Vec)((UVec)p + ((UVec)shifted << 23));
+  // NaN stays NaN: nothing is added to its exponent
+  Vec scaled = (Vec)((UVec)p + ((UVec)n << 23));
   return x < -126.0f ? Vec{} : scaled;
 }
 #endif
