@@ -232,6 +232,18 @@ def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypat
         _close(ours, theirs)
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(40, 40), (1, 3000)], ids=["one part", "parts of the keys"])
+def test_the_log_sum_exp_of_a_row_with_a_nan_score_is_nan(q_len: int, kv_len: int) -> None:
+    """It was -inf, that of a row without keys."""
+    q, k = torch.randn(1, q_len, 1, 16), torch.randn(1, kv_len, 1, 16)
+    k[0, -1, 0, 3] = torch.nan
+    mask = masks.causal("bottom_right")
+    out, lse = undivided.attention(q, k, k, layout="bshd", mask=mask, backend="triton", return_lse=True)
+    assert out[0, -1].isnan().all()
+    assert lse[0, 0, -1].isnan()
+    assert lse[0, 0, :-1].isfinite().all()
+
+
 def test_head_strides_beyond_32_bits() -> None:
     """The pass over rows computed head offsets in 32 bits: the third head is 2^31 elements after the first."""
     torch.manual_seed(0)

@@ -203,7 +203,7 @@ def forward_kernel(
                     v_tile = tl.where(ok_n[:, None], v_tile, 0.0)
                 acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
 
-    some = total > 0
+    some = total != 0  # NaN is not 0: a row without keys has a total of 0, one with a NaN score does not
     o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
     natural = tl.where(some, (m * unit + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
     result = acc / tl.where(some, total, 1.0)[:, None]
@@ -237,7 +237,7 @@ def combine_kernel(
     safe = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.exp(lses - safe)
     total = tl.sum(weight, 0)
-    some = total > 0
+    some = total != 0  # as in `forward_kernel`
     natural = tl.where(some, safe + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     pointers = parts + o_z[:, None] * part_z + r * part_row + o_d[None, :]
     values = tl.load(pointers, mask=(o_d < V_DIM)[None, :], other=0.0)
