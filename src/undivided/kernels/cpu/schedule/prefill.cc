@@ -68,7 +68,7 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
   const Span whole = {0, d.rows, 0};
   if (max_short_keys == 0 || d.has_partials) return {whole};
   if (!a.ranges) {
-    const int64_t longest = a.band ? std::min(a.last - a.first, a.kv_len) : a.kv_len;
+    const int64_t longest = a.band ? std::min(std::max(a.last - a.first, (int64_t)0), a.kv_len) : a.kv_len;
     return {{0, d.rows, longest <= max_short_keys ? longest : 0}};
   }
   std::vector<Span> spans;
