@@ -96,6 +96,10 @@ def test_shared_keys_are_read_once_and_give_the_result_of_separate_calls(group: 
     assert decision is not None
     assert decision.notes == notes
     assert "note: " + notes[0] in str(decision)
+    undivided.attention(cached.q[:, :0], cached.k, cached.v, **cached.arguments())
+    decision = undivided.last_decision()
+    assert decision is not None
+    assert not decision.notes
 
 
 def test_the_log_sum_exp_of_shared_keys() -> None:

@@ -195,7 +195,6 @@ GOOD_GRADIENTS: list[dict[str, Any]] = [
     {},
     {"bias_h": 0},
     {"bias_k": 0},
-    {"bias_q": 0, "bias_k": 0},
     {"bias_h": 0, "bias_q": 0},
     {"bias": 0, "a.bias": 0},
     {"dq": 0, "dk": 0, "dv": 0},
@@ -222,6 +221,8 @@ BAD_GRADIENTS: list[dict[str, Any]] = [
     {"a.lse": 0},
     {"a.bias": 0},
     {"bias_h": 0, "bias_k": 0},
+    {"bias_q": 0, "bias_k": 0},
+    {"slopes": "TABLE", "rows_h": 3},  # of a problem without slopes
     {"a.pages": "TABLE", "a.pages_b": 1, "a.page_size": 5, "a.page_count": 1},
     {f"a.{name}": value for name, value in INT8.items()},
     *(
@@ -245,6 +246,40 @@ def test_bad_gradient_records_are_refused(changed: dict[str, Any]) -> None:
         tensor.fill_(7)
     assert backward_status(record, gradients) == BAD_RECORD
     assert all((tensor == 7).all() for tensor in (*held[:5],))
+
+
+def test_a_record_without_heads_shares_no_keys() -> None:
+    """Counting the rows of a key head divided by the number of key heads."""
+    library = ctypes.CDLL(str(cpu.path()))
+    library.undivided_shared_keys.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64]
+    library.undivided_shared_keys.restype = ctypes.c_int64
+    record, _held = fields(heads=0, kv_heads=0, **ONE_PAGE)
+    packed = cpu.RECORD.pack(*(record[name] for name in cpu.FIELDS))
+    assert library.undivided_shared_keys(packed, None, 0) == 0
+
+
+def test_heads_that_share_a_bias_of_all_rows_add_to_it_in_one_order() -> None:
+    """Threads once added to it at the same time, each for another head."""
+    heads, length, dim = 8, 300, 16
+    torch.manual_seed(0)
+    q, k, v, out, grad = (torch.randn(1, heads, length, dim) for _ in range(5))
+    lse, bias = (q @ k.mT * 0.3).logsumexp(-1), torch.zeros(1, heads, length, length)
+    sizes = {"heads": heads, "kv_heads": heads, "q_len": length, "kv_len": length, "qk_dim": dim, "v_dim": dim}
+    problem = dict.fromkeys(cpu.FIELDS, 0) | sizes | {"size": cpu.RECORD.size, "batch": 1, "scale": 0.3, "columns": 2}
+    problem |= {"bias": bias.data_ptr(), "bias_h": length**2, "bias_q": length, "bias_k": 1, "survivor_scale": 1.0}
+    problem |= {"lse": lse.data_ptr(), "lse_h": length}
+    gradients = dict.fromkeys(cpu.GRADIENT_FIELDS, 0) | {"size": cpu.GRADIENT_RECORD.size, "bias_k": 1}
+    for record, tensors in ((problem, {"q": q, "k": k, "v": v, "out": out}), (gradients, {"grad_out": grad})):
+        for name, tensor in tensors.items():
+            record |= {name: tensor.data_ptr(), f"{name}_h": length * dim, f"{name}_s": dim}
+    sums = [torch.zeros(length) for _ in range(10)]
+    for n, result in enumerate(sums):
+        status = backward_status(problem | {"threads": 1 + n % 2}, gradients | {"bias": result.data_ptr()})
+        assert status == 0
+    weights = (q @ k.mT * 0.3 - lse[..., None]).exp()
+    expected = (weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))).sum((0, 1, 2))
+    torch.testing.assert_close(sums[0], expected, rtol=1e-4, atol=1e-3)
+    assert all(torch.equal(result, sums[0]) for result in sums)
 
 
 def test_a_backward_without_queries_needs_keys() -> None:

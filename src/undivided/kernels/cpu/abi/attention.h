@@ -95,7 +95,7 @@ struct Gradients {
   // [B, H, Sq]: each row's contribution to the gradient of its head's sink and of its slope
   float *sinks, *slopes;
   int64_t rows_b, rows_h;
-  float* bias;  // a stride of 0 sums over its axis; not both of (batch or heads) and keys
+  float* bias;  // a stride of 0 sums over its axis; over the keys only if over no other axis
   int64_t bias_b, bias_h, bias_q, bias_k;
 };
 

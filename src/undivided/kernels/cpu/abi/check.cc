@@ -165,20 +165,22 @@ bool is_valid(const Attention& a, const Gradients& g) {
   if (a.batch && a.heads && a.q_len == 0 && !has_valid_tensors(a)) return false;  // the keys' gradients are written
   if (!is_empty(a) && (!g.grad_out || !a.lse)) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
-  const bool stays =
+  const bool have_valid_strides =
       fits(b, g.grad_out_b, h, g.grad_out_h, rows, g.grad_out_s, a.v_dim) &&
       fits(b, g.grad_lse_b, h, g.grad_lse_h, rows, 1, 1) && fits(b, g.dq_b, h, g.dq_h, rows, g.dq_s, a.qk_dim) &&
       fits(b, g.dk_b, a.kv_heads, g.dk_h, keys, g.dk_s, a.qk_dim) &&
       fits(b, g.dv_b, a.kv_heads, g.dv_h, keys, g.dv_s, a.v_dim) && fits(b, g.rows_b, h, g.rows_h, rows, 1, 1) &&
       Reach().axis(b, g.bias_b).axis(h, g.bias_h).axis(rows, g.bias_q).axis(keys, g.bias_k).fits();
-  if (!stays) return false;
+  if (!have_valid_strides) return false;
   if (g.dq && !fits_written(b, g.dq_b, h, g.dq_h, rows, g.dq_s, a.qk_dim)) return false;
   if (g.dk && !fits_written(b, g.dk_b, a.kv_heads, g.dk_h, keys, g.dk_s, a.qk_dim)) return false;
   if (g.dv && !fits_written(b, g.dv_b, a.kv_heads, g.dv_h, keys, g.dv_s, a.v_dim)) return false;
   if ((g.sinks || g.slopes) && !fits_written(b, g.rows_b, h, g.rows_h, rows, 1, 1)) return false;
-  if (!g.bias) return true;
-  const bool sums_rows = (b > 1 && !g.bias_b) || (h > 1 && !g.bias_h), sums_keys = keys > 1 && !g.bias_k;
-  return (a.bias || is_empty(a) || a.kv_len == 0) && !(sums_rows && sums_keys);
+  const bool has_pairs = !is_empty(a) && keys > 0;
+  if (has_pairs && ((g.slopes && !a.slopes) || (g.bias && !a.bias))) return false;
+  const bool sums_keys = keys > 1 && !g.bias_k,
+             sums_others = (b > 1 && !g.bias_b) || (h > 1 && !g.bias_h) || (rows > 1 && !g.bias_q);
+  return !(g.bias && sums_keys && sums_others);
 }
 
 void bound_strides(Attention& a) {

@@ -11,7 +11,6 @@ using namespace undivided;
 // Computes attention for one problem and returns a Status.
 EXPORT int undivided_forward(const Attention* a) {
   if (!is_valid(*a)) return kBadRecord;
-  if (a->batch == 0 || a->heads == 0 || a->q_len == 0 || a->kv_heads == 0) return kOk;
   Attention bounded = *a;
   bound_strides(bounded);
   try {

@@ -59,9 +59,8 @@ class Shared {
 // heads add to the same gradients of a bias, one unit takes them all.
 std::vector<KeyUnit> key_units(const Backward& p) {
   const Attention& a = p.a;
-  const bool has_sums = p.g.bias && p.g.bias_q != 0 && p.g.bias_k != 0;
-  const int64_t batches = has_sums && p.g.bias_b == 0 ? a.batch : 1;
-  const int64_t kv_heads = has_sums && p.g.bias_h == 0 ? a.kv_heads : 1;
+  const int64_t batches = p.g.bias && p.g.bias_b == 0 ? a.batch : 1;
+  const int64_t kv_heads = p.g.bias && p.g.bias_h == 0 ? a.kv_heads : 1;
   std::vector<KeyUnit> units;
   for (int64_t index = 0; index < (p.whole_heads ? 1 : p.key_unit_count); index++)
     for (int64_t b = 0; b < a.batch; b += batches)

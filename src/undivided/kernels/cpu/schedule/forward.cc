@@ -116,7 +116,6 @@ int run(Work& work, int64_t threads) {
 // Runs the problems again until all numbers fit. Each attempt repeats a whole problem, so that a row's result does not
 // depend on which block it was in.
 int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
-  last_shared.clear();
   if (!work.decoding.is_empty()) work.decoding.cut(cut_threads, 0);
   for (const SharedProblem& shared : work.decoding.shared()) last_shared.push_back(shared.keys());
   int status = run(work, threads);
@@ -204,9 +203,13 @@ Decoding decoded(const Attention& a, const Pack& pack) {
   return decoding;
 }
 
+bool has_rows(const Attention& a) { return a.batch > 0 && a.heads > 0 && a.q_len > 0; }
+
 }  // namespace
 
 int run_forward(const Attention& a) {
+  last_shared.clear();
+  if (!has_rows(a)) return kOk;
   const int64_t threads = threads_for(a);
   if (!is_decoding(a)) advise_huge_pages(a);
   const Pack pack(a);
@@ -222,6 +225,7 @@ int run_forward(const Attention& a) {
 }
 
 std::vector<SharedKeys> shared_keys(const Attention& a) {
+  if (!has_rows(a)) return {};
   const Pack pack(a);
   return decoded(a, pack).shared_keys();
 }
