@@ -2,7 +2,8 @@
 
 The kernel takes any strides whose last one is 1, reads a range of keys for every row (the mask's normal form), and
 computes only the pairs in it. What ranges cannot express is passed as a boolean tensor, in blocks of query rows, so
-that memory stays O(S * block). The kernel checks nothing: sizes, strides and ranges are valid before it runs.
+that memory stays O(S * block). What a call passes is valid before the kernel runs; the library still refuses records
+whose sizes, strides or ranges contradict each other.
 """
 
 from __future__ import annotations

@@ -29,9 +29,11 @@ struct RowBlock {
   const RowBlock* next_block = nullptr;  // the block that this thread probably takes next
 };
 
-// One unit of decoding: a range of keys with every query row of some key/value heads. The partial result of a row and
-// head has `Dv + 2` floats, rounded up to 16: weighted sums of V, the largest score in natural units, the sum of the
-// weights.
+// Floats of the partial result of a row and head: Dv weighted sums of V, the largest score in natural units, the sum of
+// the weights; rounded up to 16.
+static inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
+
+// One unit of decoding: a range of keys with every query row of some key/value heads.
 struct KeyChunk {
   const Attention* problem;
   int64_t batch, kv_head, kv_heads, key, keys;

@@ -22,7 +22,7 @@ bool request_tile_permission() {
 #endif
 
 // Why a level that the processor has cannot be used; null if every one can.
-const char* lost = nullptr;
+const char* lost_reason = nullptr;
 
 const char* const kLeftOut = "this build leaves out the levels above";
 
@@ -51,13 +51,15 @@ int find_highest() {
   if (cpu.has_avx512_bf16()) return 5;
 #elif defined(UNDIVIDED_AMX)
   if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;
-  if (cpu.has_amx_bf16()) lost = "the operating system denied this process the tile registers of AMX";
+  if (cpu.has_amx_bf16()) lost_reason = "the operating system denied this process the tile registers of AMX";
 #else
   if (cpu.has_amx_bf16())
-    lost = UNDIVIDED_LEVELS < 6 ? kLeftOut
-                                : "this build has no AMX: its assembler did not know it, or the system is not Linux";
+    lost_reason = UNDIVIDED_LEVELS < 6
+                      ? kLeftOut
+                      : "this build has no AMX: its assembler did not know it, or the system is not Linux";
 #endif
-  if (cpu.has_denied_vectors()) lost = "the operating system does not save vector registers that this processor has";
+  if (cpu.has_denied_vectors())
+    lost_reason = "the operating system does not save vector registers that this processor has";
   return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
 }
 #elif defined(UNDIVIDED_NEON)
@@ -72,14 +74,14 @@ int find_highest() {
 #ifdef UNDIVIDED_NEON_BF16
   if (has_neon_bf16()) return 2;
 #else
-  if (has_neon_bf16()) lost = "this build has no neon_bf16: its compiler did not know the instructions";
+  if (has_neon_bf16()) lost_reason = "this build has no neon_bf16: its compiler did not know the instructions";
 #endif
   return 1;
 }
 #else
 const Kernels* const kLevels[] = {&kernels_generic};
 int find_highest() {
-  lost = "there is no SIMD level for this processor";
+  lost_reason = "there is no SIMD level for this processor";
   return 0;
 }
 #endif
@@ -87,7 +89,7 @@ int find_highest() {
 int highest_level() {
   static const int highest = [] {
     const int supported = find_highest(), built = sizeof kLevels / sizeof *kLevels - 1;
-    if (supported > built) lost = kLeftOut;
+    if (supported > built) lost_reason = kLeftOut;
     return supported < built ? supported : built;
   }();
   return highest;
@@ -113,7 +115,7 @@ uint32_t amd_family() {
 #endif
 }
 
-const char* lost_level() { return highest_level(), lost; }
+const char* lost_level() { return highest_level(), lost_reason; }
 
 const char* level_name(int level) { return level < 0 || level > highest_level() ? nullptr : kLevels[level]->name; }
 

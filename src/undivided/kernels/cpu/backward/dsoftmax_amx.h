@@ -134,19 +134,19 @@ static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mo
   const AmxOperand rows = {nullptr, 64, 0, kTileBytes, kBlockKeys * kPanel * 2, b_column / kParts<Mode> * 4};
   char* done = nullptr;
   for (int64_t j = 0; j < keys; j += kSoftmaxKeys) {
-    const char *from[kMaxSlots], *with[kMaxSlots];
+    const char *tiles[kMaxSlots], *pairs[kMaxSlots];  // of A and B
     int count = 0;
     for (int n = 0; n < slots.count; n++)
       if (slots.start[n] <= j && slots.stop[n] > j) {
-        from[count] = (const char*)(a + n * a_slot + j * kPanel);
-        with[count++] = (const char*)(b + slots.panel[n] * b_panel);
+        tiles[count] = (const char*)(a + n * a_slot + j * kPanel);
+        pairs[count++] = (const char*)(b + slots.panel[n] * b_panel);
       }
     for (int64_t c = 0; count && c < columns; c++) {
       char* to = (char*)(out + c * out_column + j * kPanel);
-      multiply_first<Half, separate_sums, kVectors, N>(from[0], rows, with[0] + c * b_column * 4, to,
+      multiply_first<Half, separate_sums, kVectors, N>(tiles[0], rows, pairs[0] + c * b_column * 4, to,
                                                        separate_sums && done ? (char*)sums : done);
       if (separate_sums && done) add_scaled(sums, kSoftmaxKeys, units, (float*)done);
-      for (int n = 1; n < count; n++) multiply_step<Half, kVectors, N>(from[n], rows, with[n] + c * b_column * 4);
+      for (int n = 1; n < count; n++) multiply_step<Half, kVectors, N>(tiles[n], rows, pairs[n] + c * b_column * 4);
       done = to;
     }
   }

@@ -31,7 +31,7 @@ template <class Mode>
 INLINE int64_t copy_bytes(const Backward& p, int64_t dim) {
   if (Mode::kAmx) return p.unit_keys * round_up(dim, kDkStep<Mode>) * 2 * kParts<Mode>;
   if (!Mode::Arith::kPairs) return p.unit_keys * padded_row(dim) * 4;
-  return Mode::Arith::kPairs && dim % 2 ? p.unit_keys * (dim + 1) * 2 : 0;
+  return dim % 2 ? p.unit_keys * (dim + 1) * 2 : 0;
 }
 
 // Places p's arrays for the rows of `heads` heads at `base`, and returns their size in bytes.
@@ -157,12 +157,12 @@ static void clear_masked_keys(const Backward& p, const Head& head, int64_t key, 
                               uint8_t* visible) {
   for (int64_t t = 0; t < count; t += kBlockKeys) {
     const int64_t keys = smaller_of(kBlockKeys, count - t);
-    uint8_t by_some[kBlockKeys] = {}, by_panel[kBlockKeys];
+    uint8_t visible_here[kBlockKeys] = {}, visible_to_panel[kBlockKeys];
     with_panels(p, head, key + t, keys, [&](const Panel& panel, const RowBlock& block, int64_t first) {
-      fill_score_bias(p.a, block, first, panel, key + t, key + t + keys, score_bias, by_panel);
-      for (int64_t j = 0; j < keys; j++) by_some[j] |= by_panel[j];
+      fill_score_bias(p.a, block, first, panel, key + t, key + t + keys, score_bias, visible_to_panel);
+      for (int64_t j = 0; j < keys; j++) visible_here[j] |= visible_to_panel[j];
     });
-    for (int64_t j = 0; j < keys; j++) visible[t + j] &= by_some[j];
+    for (int64_t j = 0; j < keys; j++) visible[t + j] &= visible_here[j];
   }
 }
 #endif
@@ -186,10 +186,9 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
       return !range_check.out_of_range();
     };
     find_visible_keys(p, head, key, count, visible);
-    bool row_scales = split();
-    if (!row_scales && (a.dense || a.bias))
-      clear_masked_keys(p, head, key, count, w.score_bias, visible), row_scales = split();
-    if (!row_scales) report_out_of_range(p);
+    bool fits = split();
+    if (!fits && (a.dense || a.bias)) clear_masked_keys(p, head, key, count, w.score_bias, visible), fits = split();
+    if (!fits) report_out_of_range(p);
     return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
   } else if constexpr (Mode::kAmx) {
     uint8_t every[kBlockKeys];

@@ -7,8 +7,8 @@
 //     a row of dK     some row that sees the key has such gradients
 //     a row of dV     some row that sees the key has NaN weights, or NaN in dO in each of the columns
 //
-// In a run that has diverged they do, so that it costs no second pass. Gradients without NaN have met none, and those of
-// a key that no row sees become 0 here.
+// In a run that has diverged they do, so that it costs no second pass. A row of gradients without NaN needs no
+// explanation. NaN gradients of a key that no row sees become 0 here.
 #pragma once
 
 #include "backward/row_terms.h"

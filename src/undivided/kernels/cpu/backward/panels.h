@@ -26,10 +26,10 @@ class RowPrefetch {
         lines_per_step_((left_[0] + left_[1]) / steps + 1) {}
 
   inline __attribute__((always_inline)) void step() {
-    const int run = left_[0] == 0;
-    const int64_t lines = smaller_of(lines_per_step_, left_[run]);
-    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at_[run] + i * kLineBytes, 0, 2);
-    at_[run] += lines * kLineBytes, left_[run] -= lines;
+    const int range = left_[0] == 0;
+    const int64_t lines = smaller_of(lines_per_step_, left_[range]);
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at_[range] + i * kLineBytes, 0, 2);
+    at_[range] += lines * kLineBytes, left_[range] -= lines;
   }
 
  private:

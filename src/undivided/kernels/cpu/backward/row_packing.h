@@ -76,8 +76,8 @@ INLINE int64_t packed_lanes(int64_t rows) {
   return Mode::kAmx ? kPanel : round_up(rows, kLanes);
 }
 
-// The smallest largest number of a row of Q, K and V whose products with dO, and their products, still have three
-// parts; see RangeCheck.
+// The largest number of a row of Q, K or V must be at least this, unless it is 0, so that the row's products with dO,
+// and the products of those, still have three parts; see RangeCheck.
 constexpr float kMinInput = 0x1p-20f;
 
 // Transposes kLanes rows into lanes, scaled by `unit` if they are split.

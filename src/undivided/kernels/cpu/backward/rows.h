@@ -56,7 +56,7 @@ static void scale_rows(const Backward& p, const Head& head, int64_t row_block,
   const float longest_v = value_norms.max_norm() * (a.dropout ? (float)a.survivor_scale : 1.0f);
   const int64_t first = head.index * p.panels * kPanel + block.row;
   const int grad = scale_bits(largest_grad), weights = weight_bits<Mode>(a);
-  bool row_scales = value_norms.keeps_precision() && is_scale_valid(grad);
+  bool fits = value_norms.keeps_precision() && is_scale_valid(grad);
   int least = kMaxScaleBits;
   for (int64_t r = 0; r < round_up(block.rows, kPanel); r++) {
     float &ds_scale = p.ds_scale[first + r], &dq_scale = p.dq_scale[first + r], &delta = p.delta[first + r];
@@ -64,11 +64,11 @@ static void scale_rows(const Backward& p, const Head& head, int64_t row_block,
     const int bits = scale_bits(bound);
     if (bound > 0 && bits < least) least = bits;
     ds_scale = bound > 0 ? (float)a.scale * power_of_two(bits - weights) * power_of_two(-grad - kInputBits<Mode>) : 0;
-    row_scales &= bound < kInfinity && is_scale_valid(bits) && fabsf(ds_scale) < kInfinity;
+    fits &= bound < kInfinity && is_scale_valid(bits) && fabsf(ds_scale) < kInfinity;
     dq_scale = bound > 0 ? power_of_two(-bits - kInputBits<Mode>) : 0;
     delta *= power_of_two(grad + kInputBits<Mode>);
   }
-  if (!row_scales) report_out_of_range(p);
+  if (!fits) report_out_of_range(p);
   p.row_scales[head.index * p.row_blocks + row_block] = {grad, scale_bits(largest_q), least};
 }
 
@@ -124,13 +124,13 @@ template <class T>
 INLINE void store_gradient(const Backward& p, bool accumulate, T* row, float* row_float, int64_t column, int64_t left,
                            Vec sums) {
   const float* from = (const float*)&sums;
-  const bool whole_heads = left >= kLanes;
+  const bool is_whole = left >= kLanes;
   if (p.g.type == kFloat32) {
     float* to = row_float + column;
-    if (whole_heads) store(to, accumulate ? load(to) + load(from) : load(from));
+    if (is_whole) store(to, accumulate ? load(to) + load(from) : load(from));
     else
       for (int64_t i = 0; i < left; i++) to[i] = accumulate ? to[i] + from[i] : from[i];
-  } else if (whole_heads) {
+  } else if (is_whole) {
     store_from_float(row + column, load(from));
   } else {
     for (int64_t i = 0; i < left; i++) from_float(from[i], row + column + i);

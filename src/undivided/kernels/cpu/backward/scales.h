@@ -50,8 +50,8 @@ template <class Mode>
 constexpr bool kRowScaled = kParts<Mode> > 1 && std::is_same<Part<Mode>, Float16>::value;
 // beyond kMaxScaleBits some of the derived powers of two do not fit fp32
 constexpr int kScaleBits = 15, kMaxScaleBits = 80;
-// The smallest largest number of a row's scaled dO, if the block's is 2^15. Tokens that a model is certain of have
-// gradients 2^-20 times those of others; they keep 18 bits.
+// The largest number of a row's scaled dO must be at least this, unless it is 0; that of its block is 2^14 to 2^15.
+// Tokens that a model is certain of have gradients 2^-20 times those of others; they keep 18 bits.
 constexpr float kMinScaledGrad = 0x1p-7f;
 
 INLINE float power_of_two(int bits) { return bits_to_float((uint32_t)(127 + bits) << 23); }  // -126 to 127

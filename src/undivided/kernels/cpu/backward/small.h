@@ -56,7 +56,7 @@ struct SmallHead {
   int64_t rows = 0, keys = 0, first_key = 0;
   int32_t start[2][kMaxSmallBackward], stop[2][kMaxSmallBackward];  // of each row
   // the keys of each row, relative to first_key, and the rows of each key, or more
-  Segment visible[kMaxSmallBackward], by[kMaxSmallBackward];
+  Segment visible[kMaxSmallBackward], rows_of_key[kMaxSmallBackward];
   const float *q[kMaxSmallBackward], *grad[kMaxSmallBackward], *k[kMaxSmallBackward], *v[kMaxSmallBackward];
   T *dq[kMaxSmallBackward], *dk[kMaxSmallBackward], *dv[kMaxSmallBackward];
   float base[kMaxSmallBackward], lse[kMaxSmallBackward], delta[kMaxSmallBackward];
@@ -190,12 +190,12 @@ static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
     score_rows(h.q + at, count, h.k + first, keys, a.qk_dim, w.kt, w.s + at * kPanel);
     score_rows(h.grad + at, count, h.v + first, keys, a.v_dim, w.vt, w.dp + at * kPanel);
     dsoftmax_rows(p, h, first, rows, w);
-    for (int64_t j = first; j < first + keys; j++) h.by[j] = rows;
+    for (int64_t j = first; j < first + keys; j++) h.rows_of_key[j] = rows;
   }
   Vec zero_or_nan = {}, *const found = a.ranges || a.band ? &zero_or_nan : nullptr;
   if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.visible, a.qk_dim, h.rows, h.dq, found);
-  if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.by, a.qk_dim, h.keys, h.dk, found);
-  if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.by, a.v_dim, h.keys, h.dv, found);
+  if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.rows_of_key, a.qk_dim, h.keys, h.dk, found);
+  if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.rows_of_key, a.v_dim, h.keys, h.dv, found);
   mark_non_finite(p, zero_or_nan);
   return true;
 }

@@ -17,9 +17,6 @@ namespace {
 
 using undivided::KeyChunk;
 
-// Floats of a row's partial result: Dv sums, the largest score in natural units, the sum of the weights.
-INLINE int64_t partial_size(const Attention& a) { return round_up(a.v_dim + 2, 16); }
-
 struct DecodeSpace {
   Panel* panel;
   float *scores, *q, *sums, *max_score, *total;  // the last four for each head in turn
@@ -152,8 +149,8 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
   bool has_previous = false;
   for (steps.next(*step); step->keys;) {
     steps.next(*next);
-    const int64_t then = next->keys;
-    if (then == 0 && next_chunk)
+    const int64_t next_keys = next->keys;
+    if (next_keys == 0 && next_chunk)
       steps.find(*next_chunk, next_chunk->key, smaller_of(max_keys, next_chunk->keys), *next);
     k_prefetch = StepPrefetch(*next, next->k, chunk.kv_heads * Engine::score_steps(a, rows, step->keys));
     v_prefetch = StepPrefetch(*next, next->v, chunk.kv_heads * Engine::value_steps(a, rows, step->keys));
@@ -167,7 +164,7 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
         for (int64_t i = Engine::value_steps(a, rows, step->keys); i > 0; i--) v_prefetch.step();
       std::swap(scores, weights), has_previous = true;
     }
-    next->keys = then;
+    next->keys = next_keys;
     Step<T>* const free = previous;
     previous = step, step = next, next = free;
   }

@@ -46,11 +46,11 @@ class InvariantUnit {
     for (int64_t i = 0; i < heads_ * padded_; i++) max_score_[i] = -kInfinity, total_[i] = 0;
     memset(sums_, 0, (size_t)(heads_ * padded_ * sum_stride_) * 4);
     const int64_t bytes_of_key = heads_ * keys_.stored() * (int64_t)sizeof(Key);
-    const auto keys_of = [&](int64_t bytes, int64_t min) {
+    const auto keys_of_part = [&](int64_t bytes, int64_t min) {
       return larger_of(min, smaller_of(kDecodeStepKeys, bytes / bytes_of_key / min * min));
     };
-    const int64_t score_keys = keys_of(kQuantized ? kInvariantQuantizedBytes : kInvariantKeyBytes, 16),
-                  value_keys = keys_of(kQuantized ? kInvariantQuantizedBytes : kInvariantValueBytes, 4);
+    const int64_t score_keys = keys_of_part(kQuantized ? kInvariantQuantizedBytes : kInvariantKeyBytes, 16),
+                  value_keys = keys_of_part(kQuantized ? kInvariantQuantizedBytes : kInvariantValueBytes, 4);
     const KeyParts parts(*panel_, chunk.key, chunk.key + chunk.keys, score_keys, value_keys);
     PartRows *current = steps_, *following = steps_ + 1;
     KeyPart part = parts.first();

@@ -48,7 +48,7 @@ class InvariantKeys {
       else to.rows.prefetch_with(to.scales);
     }
   }
-  // Bytes that one key takes in memory, or its elements: the larger of a row of K and of V.
+  // Elements of type Key in a row of K or of V, the larger number; an element is a byte if they are quantised.
   int64_t stored() const { return larger_of(stored_of(a_.qk_dim), stored_of(a_.v_dim)); }
 
   // `vectors` vectors of keys of the n-th head, from the j-th key of a part on: [Scalar][key].
@@ -100,7 +100,7 @@ class InvariantKeys {
 
  private:
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
-  // Bytes of a quantised row of `dim` numbers, or its elements; and its scales.
+  // Elements of type Key in a row of `dim` numbers, and scales of such a row.
   int64_t stored_of(int64_t dim) const { return a_.format == kInt4 ? dim / 2 : dim; }
   int64_t scales_in(int64_t dim) const { return a_.format == kInt4 ? dim / kGroupSize : 1; }
 

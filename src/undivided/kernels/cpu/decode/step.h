@@ -100,10 +100,8 @@ class StepPrefetch {
   }
   // The rows of a step, none if it has no keys. times: how often step() will be called.
   template <class T>
-  StepPrefetch(const Step<T>& step, const StepRows<T>& rows, int64_t times) : next_(rows.region), end_(rows.region) {
-    if (step.keys == 0) return;
-    end_ += rows.regions, lines_ = round_up((rows.lines + times - 1) / times, kLinesAtOnce);
-    begin();
+  StepPrefetch(const Step<T>& step, const StepRows<T>& rows, int64_t times) : StepPrefetch() {
+    if (step.keys > 0) *this = StepPrefetch(rows, times);
   }
 
   inline __attribute__((always_inline)) void step() {

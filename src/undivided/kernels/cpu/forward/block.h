@@ -36,7 +36,7 @@ class Block {
   Block(const Attention& a, const RowBlock& block, char* scratch)
       : a_(a), block_(block), k_(key_rows<T>(a, block.batch, block.kv_head)),
         v_(value_rows<T>(a, block.batch, block.kv_head)), checks_finite_(block.rows > 1 && may_hide_pairs(a)) {
-    const RowKeys keys = keys_of(a, block);
+    const RowKeys keys = keys_of_block(a, block);
     from_ = larger_of(keys.extent.start, block.key), to_ = smaller_of(keys.extent.stop, block.key_stop);
     first_block_key_ = from_ / kBlockKeys * kBlockKeys;
     narrow_ =  // a panel of few rows keeps no packed keys for others
@@ -156,7 +156,7 @@ class Block {
   void recompute_row(int64_t r) {
     RowBlock single_row = block_;
     single_row.row += r, single_row.rows = 1, single_row.next_block = nullptr;
-    if (single_row.partials) single_row.partials += r * round_up(a_.v_dim + 2, 16);
+    if (single_row.partials) single_row.partials += r * partial_size(a_);
     Block(a_, single_row, w_.rest).run();
   }
 
@@ -206,11 +206,11 @@ class Block {
 #if defined(UNDIVIDED_AMX)
   // Clears keys that a dense mask or a bias hides from every row: they may hold anything.
   void clear_masked_keys(KeyBlock<Mode>& key_block, int64_t start, int64_t stop) {
-    uint8_t visible[kBlockKeys] = {}, by_panel[kBlockKeys];
+    uint8_t visible[kBlockKeys] = {}, visible_to_panel[kBlockKeys];
     for (int64_t i = 0; i < count_; i++) {
       const Panel& p = w_.panels[i];
-      fill_score_bias(a_, block_, p.first, p, start, stop, w_.score_bias, by_panel);
-      for (int64_t j = 0; j < stop - start; j++) visible[j] |= by_panel[j];
+      fill_score_bias(a_, block_, p.first, p, start, stop, w_.score_bias, visible_to_panel);
+      for (int64_t j = 0; j < stop - start; j++) visible[j] |= visible_to_panel[j];
     }
     for (int64_t j = 0; j < stop - start; j++) key_block.visible[start - key_block.start + j] &= visible[j];
   }

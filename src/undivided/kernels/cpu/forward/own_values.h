@@ -46,8 +46,8 @@ INLINE bool has_nan(const T* row, int64_t dim) {
   return any(found);
 }
 
-// Adds what is not finite in a row to `sums`, whose columns then are NaN if they had a NaN, or both infinities. Returns
-// whether all columns are that have a NaN in `result`.
+// Adds what is not finite in a row to `sums`: a column of them becomes NaN with a NaN, or with both infinities. Returns
+// whether every column that is NaN in `result` is NaN in `sums` now.
 template <class T, class R>
 INLINE bool covers_nan(const T* row, const R* result, int64_t dim, float* sums) {
   IVec missing = {};
@@ -81,8 +81,8 @@ static bool explains_nan(const Attention& a, const undivided::RowBlock& block, i
                          char* scratch) {
   const int64_t at = block.row + r, head = block.first_head + at / a.q_len, row = at % a.q_len;
   if (block.partials)
-    return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop,
-                           block.partials + r * round_up(a.v_dim + 2, 16), scratch);
+    return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop, block.partials + r * partial_size(a),
+                           scratch);
   return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop,
                          (const T*)a.out + block.batch * a.out_b + head * a.out_h + row * a.out_s, scratch);
 }

@@ -90,7 +90,7 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
 template <class Mode>
 static void write_partials(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                            const float* max_score, const float* total) {
-  const int64_t size = round_up(a.v_dim + 2, 16);
+  const int64_t size = partial_size(a);
   float* to = block.partials + first * size;
   const float unit = (a.dropout ? (float)a.survivor_scale : 1.0f) / unit_weight<Mode>() / unit_input<Mode>();
   for (int64_t r = 0; r < rows; r += kLanes)

@@ -28,7 +28,8 @@ namespace {
 
 constexpr int64_t kShortRows = 2 * kTileRows;
 constexpr int64_t kMaxShortSteps = kMaxShortKeys / kShortStep + 4;  // of a ring
-// Steps of the ring: what a panel sees of keys that start anywhere in a step, with one more key per row.
+// Steps of the ring: enough for `longest` keys that start anywhere in a step, and one more key for each further row of
+// a panel.
 INLINE int64_t ring_steps(int64_t longest) { return longest / kShortStep + 4; }
 
 struct ShortPanel {
@@ -87,15 +88,15 @@ class ShortBlock {
   bool run() {
     ShortPanel panels[2], *p = &panels[0], *next = &panels[1];
     find_panel(0, *p);
-    Prefetch cold;
-    prefetch_panel(cold, *p);
-    cold.pace_rows(1), cold.step_rows();
+    Prefetch first_panel;
+    prefetch_panel(first_panel, *p);
+    first_panel.pace_rows(1), first_panel.step_rows();
     while (true) {
-      const int64_t then = p->first + p->rows;
-      const bool more = then < block_.rows;
-      if (more) find_panel(then, *next);
-      compute(*p, more ? next : nullptr);
-      if (!more) break;
+      const int64_t next_row = p->first + p->rows;
+      const bool is_last = next_row >= block_.rows;
+      if (!is_last) find_panel(next_row, *next);
+      compute(*p, is_last ? nullptr : next);
+      if (is_last) break;
       std::swap(p, next);
     }
     if (streams_) _mm_sfence();
@@ -272,7 +273,7 @@ class ShortBlock {
       previous.quarters = score_step<Half, kScoreProducts<Mode>>(quarters, operands, depth_, previous, prefetch);
       previous.at = w_.scores + t * kStepScores<P>, previous.row = kScoreRow<P>;
     }
-    previous.all();
+    previous.store_all();
     for (int64_t g = 0; g < 2; g++)
       if (group[g].rows) softmax(p, g, group[g], max_score + g * kTileRows, total + g * kTileRows, prefetch);
     multiply_v(first, steps, group, prefetch);

@@ -140,17 +140,17 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
     v[j] = as_floats((const T*)a.v + b * a.v_b + n * a.v_h + (visible.start + j) * a.v_s, a.v_dim, j, w.v);
   }
   score_rows(q, rows, k, keys, a.qk_dim, w.kt, w.weights);
-  bool some[kPanel];
+  bool has_keys[kPanel];
   for (int64_t i = 0; i < rows; i++) {
     const auto [head, row] = place(from[i]);
     float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
-    some[i] = softmax_row(a, panel, (int)from[i], head, visible.start, keys, w.weights + i * kPanel, lse);
+    has_keys[i] = softmax_row(a, panel, (int)from[i], head, visible.start, keys, w.weights + i * kPanel, lse);
   }
   Vec zero_or_nan = {};
   add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out, alike ? nullptr : &zero_or_nan);
   const bool all_finite = !any(zero_or_nan != zero_or_nan);
   for (int64_t i = 0; i < rows; i++)
-    if (!some[i]) clear(out[i]);  // 0 * NaN is NaN
+    if (!has_keys[i]) clear(out[i]);  // 0 * NaN is NaN
     else if (!all_finite)
       add_own_values(a, panel, (int)from[i], visible.start, v, own[i], w.weights + i * kPanel, out[i]);
   return true;

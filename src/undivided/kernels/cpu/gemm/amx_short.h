@@ -146,10 +146,10 @@ struct PendingTiles {
   int quarters = 0;           // bit 2 * g + h: the g-th 16 rows and the h-th 16 columns
 
   template <int N>
-  static inline __attribute__((always_inline)) void quarter(const PendingTiles& u) {
-    if (u.quarters >> N & 1) tile_store<N>(u.at + N / 2 * kTileRows * u.row + N % 2 * 64, u.row);
+  INLINE_MEMBER void store_quarter() const {
+    if (quarters >> N & 1) tile_store<N>(at + N / 2 * kTileRows * row + N % 2 * 64, row);
   }
-  void all() const { quarter<0>(*this), quarter<1>(*this), quarter<2>(*this), quarter<3>(*this); }
+  void store_all() const { store_quarter<0>(), store_quarter<1>(), store_quarter<2>(), store_quarter<3>(); }
 };
 
 // A: two groups of 16 rows, `group` bytes apart; B: 32 columns; and the strides of their parts.
@@ -165,7 +165,7 @@ INLINE void multiply_quarters(const Operands& operands, const PendingTiles& prev
   const Operands x = operands;
   auto multiply = [&](auto tile, bool first) {
     constexpr int C = decltype(tile)::value;
-    if (kFirst && first) PendingTiles::quarter<C>(previous), tile_zero<C>();
+    if (kFirst && first) previous.store_quarter<C>(), tile_zero<C>();
     if constexpr (Quarters >> C & 1) tile_multiply<C, 4 + C / 2, 6 + C % 2>(T());
   };
 #pragma GCC unroll 6
@@ -246,7 +246,7 @@ static __attribute__((noinline)) void multiply_values_short(const GroupRun* runs
     }
     previous.at = sums, previous.quarters = both ? 15 : 3;
   }
-  previous.all();
+  previous.store_all();
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 namespace {
 
 using namespace undivided::tuning;
+using undivided::partial_size;
 using undivided::RowBlock;
 
 constexpr int64_t kBlockKeys = kTuning.block_keys;

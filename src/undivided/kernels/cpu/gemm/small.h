@@ -103,8 +103,9 @@ static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_
     for (int c = 0; c < C; c++) found[c] += acc[i][c] * 0;
   for (int c = 0; c < C; c++) *zero_or_nan += found[c];
 }
-// out[i][d] = sum over n in some[i] of a[i * row_stride + n * step_stride] * rows[n][d], for i < results; a is 0 for
-// the n of other results. zero_or_nan: becomes NaN if some result is not finite; null: not asked for.
+// out[i][d] = sum over n in some[i] of a[i * row_stride + n * step_stride] * rows[n][d], for i < results. Results are
+// computed together with their neighbours, over the n of all of them: a must be 0 where n is not in some[i].
+// zero_or_nan, unless null, becomes NaN if some result is not finite.
 template <class T>
 static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows,
                      const Segment* some, int64_t dim, int64_t results, T* const* out, Vec* zero_or_nan = nullptr) {

@@ -161,7 +161,7 @@ struct RowKeys {
   Segment extent;
   int64_t longest, pairs;
 };
-static RowKeys keys_of(const Attention& a, const RowBlock& block) {
+static RowKeys keys_of_block(const Attention& a, const RowBlock& block) {
   if (!a.ranges && !a.band) return {{0, a.kv_len}, a.kv_len, block.rows * a.kv_len};
   RowKeys keys = {{a.kv_len, 0}, 0, 0};
   const int32_t* ranges = a.ranges + block.batch * a.ranges_b;

@@ -39,14 +39,14 @@ class RowLanes {
   RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at)
       : stride_(k), keys_(keys) {
     for (int i = 0; i < kLanes; i++) row_[i] = (const T*)base + at.head[i] * h + at.row[i] * q;
-    for (int i = 1; i < kLanes; i++) same_ &= row_[i] == row_[0];
+    for (int i = 1; i < kLanes; i++) has_one_row_ &= row_[i] == row_[0];
   }
 
   // Reads keys [key, key + kLanes), the `unit`-th group since the first.
   void read(int64_t key, int64_t unit) {
     at_ = unit % kPerWord * (kLanes / kPerWord);
     if (at_ != 0 || (unit > 0 && stride_ == 0)) return;
-    if (same_) {
+    if (has_one_row_) {
       const IVec x = (IVec)words(row_[0], key);  // broadcasting with a float addition would change some bits
       for (int i = 0; i < kLanes; i++) word_[i] = (Vec)isplat(x[i]);
       return;
@@ -95,7 +95,7 @@ class RowLanes {
 
   const T* row_[kLanes];
   int64_t stride_, keys_, at_ = 0;
-  bool same_ = true;
+  bool has_one_row_ = true;
   Vec word_[kLanes];
 };
 

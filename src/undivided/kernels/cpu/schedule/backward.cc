@@ -68,8 +68,8 @@ std::vector<KeyUnit> key_units(const Backward& p) {
   return units;
 }
 
-// Whether a unit takes all keys of a head, which keeps the arrays of its rows in one scratch: if at least 7/8 of the
-// threads are busy then, since that is what it saves. The order of sums is the same either way.
+// Whether a unit takes all keys of a head, which keeps the arrays of its rows in one scratch and saves about an eighth
+// of the time: at least 7/8 of the threads must then be busy. The order of sums is the same either way.
 bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
   p.whole_heads = true;
   const int64_t units = (int64_t)key_units(p).size(), rounds = (units + threads - 1) / threads;
@@ -129,6 +129,7 @@ int fix_hidden_nan(const std::vector<ProblemHead>& heads, int64_t threads) {
     head.k->pairwise(*head.p, head.batch, head.kv_head, scratch);
   });
 }
+
 // Whether NaN may have come from hidden pairs. 16-bit products leave infinite keys out, whether hidden or not (see
 // prepare_keys).
 bool may_need_pairs(const Attention& a) { return hides_pairs(a) || a.dtype != kFloat32; }

@@ -41,23 +41,23 @@ void Decoding::share(int64_t threads, int attempt) {
 // The chunks depend on sizes and lengths only, so that results do not depend on the threads.
 void Decoding::cut(int64_t threads, int attempt) {
   share(threads, attempt);
-  const Attention& any = *sequences_[0].problem;
+  const Attention& shape = *sequences_[0].problem;  // that of all
   if (is_whole()) return cut_whole(threads);
-  heads_ = are_side_by_side(any) ? any.kv_heads : 1;
-  const int64_t bytes = heads_ * key_bytes(any, any.qk_dim + any.v_dim);
+  heads_ = are_side_by_side(shape) ? shape.kv_heads : 1;
+  const int64_t bytes = heads_ * key_bytes(shape, shape.qk_dim + shape.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
   int64_t total_keys = 0;
   for (const Sequence& s : sequences_) total_keys += std::max(s.extent.stop - s.extent.start, (int64_t)0);
   // at least one key, whatever the size of a key
   const int64_t target =
-      std::max({total_keys * (any.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes, (int64_t)1});
+      std::max({total_keys * (shape.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes, (int64_t)1});
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
-  const bool in_memory = total_keys * any.kv_heads * bytes / heads_ >= kMinUnitBytes;
+  const bool in_memory = total_keys * shape.kv_heads * bytes / heads_ >= kMinUnitBytes;
   chunks_.clear();
   for (Sequence& s : sequences_) {
     const auto [start, stop] = s.extent;
     s.chunks = stop > start ? (stop - start + keys - 1) / keys : 0;
-    for (int64_t n = 0; n < any.kv_heads; n += heads_)
+    for (int64_t n = 0; n < shape.kv_heads; n += heads_)
       for (int64_t key = start; key < stop; key += keys)
         chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr, in_memory});
   }
@@ -66,13 +66,13 @@ void Decoding::cut(int64_t threads, int attempt) {
 // All keys of some heads are one chunk, which writes its results: keys are not divided with batch_invariant. More threads
 // get fewer heads at a time, which changes no result.
 void Decoding::cut_whole(int64_t threads) {
-  const Attention& any = *sequences_[0].problem;
-  heads_ = are_side_by_side(any) ? any.kv_heads : 1;
-  for (int64_t n = heads_ - 1; n > 0 && (int64_t)sequences_.size() * (any.kv_heads / heads_) < 2 * threads; n--)
-    if (threads > 1 && any.kv_heads % n == 0) heads_ = n;
+  const Attention& shape = *sequences_[0].problem;  // that of all
+  heads_ = are_side_by_side(shape) ? shape.kv_heads : 1;
+  for (int64_t n = heads_ - 1; n > 0 && (int64_t)sequences_.size() * (shape.kv_heads / heads_) < 2 * threads; n--)
+    if (threads > 1 && shape.kv_heads % n == 0) heads_ = n;
   chunks_.clear();
   for (Sequence& s : sequences_)
-    for (int64_t n = 0; n < any.kv_heads; n += heads_)
+    for (int64_t n = 0; n < shape.kv_heads; n += heads_)
       chunks_.push_back({s.problem, s.batch, n, heads_, s.extent.start,
                          std::max(s.extent.stop - s.extent.start, (int64_t)0), nullptr});
 }

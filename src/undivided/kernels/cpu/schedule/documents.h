@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "abi/attention.h"
+#include "schedule/schedule.h"
 
 namespace undivided {
 
@@ -24,8 +24,6 @@ struct Document {
   Gradients g;
   int64_t pairs;
 };
-
-inline int64_t element_size(int64_t type) { return type == kFloat32 ? 4 : 2; }
 
 template <class P>
 void advance(P*& pointer, int64_t elements, int64_t size = sizeof(P)) {
@@ -93,8 +91,8 @@ inline Attention sequence_of(const Attention& batch, int64_t b) {
   return a;
 }
 
-inline Gradients gradients_of(const Attention& pack, const Gradients& of_pack, const DocumentExtent& d) {
-  Gradients g = of_pack;
+inline Gradients gradients_of(const Attention& pack, const Gradients& pack_gradients, const DocumentExtent& d) {
+  Gradients g = pack_gradients;
   const int64_t size = element_size(pack.dtype), result = element_size(g.type), row = d.row, key = d.key;
   advance(g.grad_out, row * g.grad_out_s, size), advance(g.grad_lse, row), advance(g.dq, row * g.dq_s, result);
   advance(g.dk, key * g.dk_s, result), advance(g.dv, key * g.dv_s, result);
@@ -161,9 +159,9 @@ inline std::vector<Document> find_documents(const Attention& a, const Gradients&
   const std::vector<DocumentExtent> extents = find_extents(a);
   if (!extents.empty()) ranges.resize((size_t)(a.q_len * a.columns));
   for (const DocumentExtent& d : extents) {
-    int32_t* of_rows = ranges.data() + d.row * a.columns;
-    shift_ranges(a, d, of_rows);
-    documents.push_back({attention_of(a, d, of_rows), gradients_of(a, g, d), d.pairs});
+    int32_t* document_ranges = ranges.data() + d.row * a.columns;
+    shift_ranges(a, d, document_ranges);
+    documents.push_back({attention_of(a, d, document_ranges), gradients_of(a, g, d), d.pairs});
   }
   return documents;
 }

@@ -59,7 +59,8 @@ void add_units(BlockProblem& p, std::vector<Unit>& units) {
   for (size_t i = 0; i < p.blocks().size(); i++) units.push_back({&p, (int64_t)i, p.blocks()[i].cost});
 }
 
-// Cuts the problems, and returns their units. Null partial results if there is no memory for them.
+// Cuts the problems, and returns their units. bytes: raised to the scratch that a unit needs. has_memory: whether there
+// was memory for the partial results; no units otherwise.
 std::vector<Unit> cut(Work& work, int64_t& bytes, bool& has_memory) {
   int64_t floats = work.decoding.floats();
   for (const BlockProblem& p : work.prefill) floats += p.partial_floats();
@@ -106,11 +107,11 @@ int run(Work& work, int64_t threads) {
   });
   if (status != kOk) return status;
   bool out_of_range = work.decoding.is_out_of_range();
-  int merged = out_of_range ? kOk : work.decoding.merge(threads);
+  int merge_status = out_of_range ? kOk : work.decoding.merge(threads);
   for (BlockProblem& p : work.prefill)
     if (p.is_out_of_range()) out_of_range = true;
-    else if (merged == kOk) merged = p.merge(threads);
-  return merged != kOk ? merged : out_of_range ? kOutOfRange : kOk;
+    else if (merge_status == kOk) merge_status = p.merge(threads);
+  return merge_status != kOk ? merge_status : out_of_range ? kOutOfRange : kOk;
 }
 
 // Runs the problems again until all numbers fit. Each attempt repeats a whole problem, so that a row's result does not
@@ -124,9 +125,9 @@ int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
     failed.clear();
     for (const BlockProblem& p : work.prefill)
       if (p.is_out_of_range()) failed.push_back(&p.problem());
-    Work again;
-    for (const Attention* a : failed) again.prefill.emplace_back(*a, cut_threads, attempt);
-    std::swap(work.prefill, again.prefill);
+    Work next;
+    for (const Attention* a : failed) next.prefill.emplace_back(*a, cut_threads, attempt);
+    std::swap(work.prefill, next.prefill);
     if (work.decoding.is_out_of_range()) work.decoding.cut(cut_threads, attempt);
     else work.decoding = Decoding();
     status = run(work, threads);

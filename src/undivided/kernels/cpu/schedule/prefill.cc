@@ -46,8 +46,8 @@ KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t
 Division divide(const Attention& a, bool has_partials) {
   Division d;
   const int64_t group = a.heads / a.kv_heads;
-  d.share = group > 1 && a.q_len < kShareHeadsBelow;
-  d.heads = d.share ? a.kv_heads : a.heads, d.rows = d.share ? group * a.q_len : a.q_len;
+  d.shares_heads = group > 1 && a.q_len < kShareHeadsBelow;
+  d.heads = d.shares_heads ? a.kv_heads : a.heads, d.rows = d.shares_heads ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
   d.parts = a.v_dim % 16 || a.batch_invariant
                 ? 1
@@ -143,7 +143,7 @@ void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys)
   for (int64_t part = 0; part < parts; part++)
     for (int64_t h = 0; h < d_.heads; h++)
       for (RowBlock block : head_blocks) {
-        block.first_head = d_.share ? h * group : h, block.kv_head = d_.share ? h : h / group;
+        block.first_head = d_.shares_heads ? h * group : h, block.kv_head = d_.shares_heads ? h : h / group;
         if (d_.has_partials) {
           block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
           block.partials =
@@ -180,7 +180,7 @@ int BlockProblem::merge(int64_t threads) {
     std::vector<float*> partials;
     append_partials(b, h, 0, partials);
     for (int64_t r = first; r < std::min(first + kMergedRows, d_.rows); r++)
-      kernels().merge(a_, b, (d_.share ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
+      kernels().merge(a_, b, (d_.shares_heads ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
                       (int64_t)partials.size(), r * partial_size(a_));
   });
 }
@@ -188,7 +188,7 @@ int BlockProblem::merge(int64_t threads) {
 void advise_huge_pages(const Attention& a) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t huge = 2 << 20, min_bytes = kMinHugePageResult;
-  const int64_t size = a.dtype == kFloat32 ? 4 : 2;
+  const int64_t size = element_size(a.dtype);
   const int64_t elements = (a.batch - 1) * a.out_b + (a.heads - 1) * a.out_h + (a.q_len - 1) * a.out_s + a.v_dim;
   const uintptr_t start = ((uintptr_t)a.out + huge - 1) / huge * huge;
   const uintptr_t stop = ((uintptr_t)a.out + (uintptr_t)(elements * size)) / huge * huge;

@@ -13,7 +13,7 @@ namespace undivided {
 // How the blocks of a problem divide its heads, rows and keys.
 struct Division {
   int64_t heads, rows;  // rows of a head
-  bool share;           // the heads of a group share a block
+  bool shares_heads;    // the heads of a group share a block
   int64_t parts;        // of the keys
   bool has_partials;    // whether the blocks write partial results
 };

@@ -35,9 +35,6 @@ inline int64_t threads_for(const Attention& a) {
   return work < kMinParallelWork ? 1 : a.threads;
 }
 
-// Floats of a row's partial result: Dv sums, the largest score, the sum of the weights, rounded up to 16.
-inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 15) / 16 * 16; }
-
 // Runs merge(unit) for units of partial results that have so many floats; returns a Status. Alone if they are few:
 // the other threads would take longer to start.
 template <class Merge>
@@ -47,10 +44,12 @@ int merge_units(int64_t units, int64_t floats, int64_t threads, Merge merge) {
   return run_units(even_shares(units, threads), 64, threads, [&](int64_t unit, char*) { merge(unit); });
 }
 
+inline int64_t element_size(int64_t type) { return type == kFloat32 ? 4 : 2; }
+
 // Bytes of `dim` numbers of a key or value.
 inline int64_t key_bytes(const Attention& a, int64_t dim) {
   if (a.format) return a.format == kInt4 ? dim / 2 : dim;
-  return dim * (a.dtype == kFloat32 ? 4 : 2);
+  return dim * element_size(a.dtype);
 }
 
 // From the first to the last key that some row of a sequence sees.

@@ -212,7 +212,7 @@ INLINE void store_from_float(Float16* p, Vec x) {
 #endif
 }
 
-// Two vectors rounded to 16 bits, pairs side by side in 32 bits.
+// pair_bf16: two vectors rounded to 16 bits, pairs side by side in 32 bits.
 #if defined(__AVX512BF16__)
 // The sum, and in each lane the dot product of a pair of bf16.
 INLINE Vec dot_bf16(Vec sum, __m512i x, __m512i y) {
