@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from undivided.arguments.checks import check_tensor, check_type
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.nn import DotProductAttention, MultiheadAttention, TransformerLayer
@@ -71,12 +72,15 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
     >>> dist.destroy_process_group()
     """
     _check_not_parallelized(module)
+    if not isinstance(state, Mapping):
+        raise InputError("state", "be a mapping of names to tensors", type(state).__name__)
     own = dict(state)
     for name, axis, sizes, ranks in divisions(module):
         if name not in state:
             raise InputError("state", f"have the parameter {name!r} of module", f"{len(state)} other parameters")
         whole, expected = state[name], sum(sizes) * ranks.size
-        if whole.shape[axis] != expected:
+        check_tensor(f"state[{name!r}]", whole)
+        if whole.dim() <= axis or whole.shape[axis] != expected:
             hint = "pass the parameters of the layer with tp_size=1"
             raise InputError(f"state[{name!r}]", f"have size {expected} on axis {axis}", list(whole.shape), hint=hint)
         parts = [ranks.own(part, axis) for part in whole.split([size * ranks.size for size in sizes], axis)]
@@ -140,6 +144,7 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
 
 
 def _check_not_parallelized(module: torch.nn.Module) -> None:
+    check_type("module", module, torch.nn.Module, "a torch.nn.Module")
     layers = (layer for layer in module.modules() if isinstance(layer, _LAYERS))
     if any(layer.tensor_parallel.is_parallelized for layer in layers):
         raise InputError("module", "have layers built with tp_group", "layers divided by parallelize", hint=_STATE_HINT)

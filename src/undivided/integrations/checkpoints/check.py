@@ -13,24 +13,24 @@ from undivided.errors import InputError
 from undivided.nn import TransformerLayer
 
 
-def check_state(state: object) -> dict[str, Tensor]:
+def check_state(state: object, argument: str = "state") -> dict[str, Tensor]:
     """A copy of a state dict of whole tensors, without the scales of FP8.
 
     Raises:
         InputError: it is not one.
     """
     if not isinstance(state, Mapping):
-        raise InputError("state", "be a mapping of names to tensors", type(state).__name__)
+        raise InputError(argument, "be a mapping of names to tensors", type(state).__name__)
     kept = {name: value for name, value in state.items() if not str(name).endswith("_extra_state")}
     for name, value in kept.items():
         if not isinstance(value, Tensor):
-            raise InputError(f"state[{name!r}]", "be a tensor", type(value).__name__)
+            raise InputError(f"{argument}[{name!r}]", "be a tensor", type(value).__name__)
         if hasattr(value, "placements"):
             hint = (
                 "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
                 "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), on rank 0"
             )
-            raise InputError(f"state[{name!r}]", "be a whole tensor", "a DTensor", hint=hint)
+            raise InputError(f"{argument}[{name!r}]", "be a whole tensor", "a DTensor", hint=hint)
     return kept
 
 

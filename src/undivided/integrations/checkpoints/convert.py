@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import listed
+from undivided.arguments.checks import check_type, listed
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.integrations.checkpoints.check import check_result, check_state, checked_layers, checked_names
@@ -57,6 +57,7 @@ def from_hugging_face(
     <All keys matched successfully>
     """
     checked_layers(model)
+    check_type("layers", layers, str, "the name of the layers")
     names = checked_names(names)
     entries = {name: value for name, value in check_state(state).items() if not _COMPUTED.search(name)}
     result = _outer_state(entries, model, names)
@@ -108,6 +109,8 @@ def to_hugging_face(
     ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.v_proj.weight']
     """
     checked_layers(model)
+    check_type("layers", layers, str, "the name of the layers")
+    like = None if like is None else check_state(like, "like")
     entries = check_state(state)
     check_result(entries, model.state_dict(), "model", None)
     entries = _separate(model, entries)

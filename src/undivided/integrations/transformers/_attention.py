@@ -13,6 +13,7 @@ from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.functional import attention as attend
 from undivided.integrations.transformers._active import ACTIVE, TENSOR_RANKS
+from undivided.integrations.transformers._arguments import check_arguments
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
@@ -86,6 +87,7 @@ def attention(
     >>> attention(layer, q, k, k)[0].shape
     torch.Size([1, 5, 8, 16])
     """
+    check_arguments(dict(locals()))
     cache = others.get("cache")
     if has_latents(module):
         query, key, value = _latent_states(module, query, key, value, is_paged_cache(cache))

@@ -57,6 +57,8 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
     def __init__(self, config: Any = None, *, quantize: str | None = None, max_len: int | None = None) -> None:
         check_quantize(quantize)
         room = 0 if max_len is None else as_integer("max_len", max_len, 1)
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise InputError("config", "be the configuration of a model, or None", type(config).__name__)
         super().__init__(config=config)
         self.quantize = quantize
         if self.layer_class_to_replicate is not None:

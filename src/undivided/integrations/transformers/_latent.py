@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from undivided.arguments.checks import check_type
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 
@@ -55,6 +56,7 @@ def use_latents(model: nn.Module) -> int:
     >>> use_latents(transformers.DeepseekV3ForCausalLM(config))
     2
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     layers = [module for module in model.modules() if all(hasattr(module, name) for name in NEEDED)]
     if not layers:
         hint = f"a layer with {', '.join(NEEDED)}"

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided.arguments.checks import as_device, as_integer, check_tensor, check_type, checked_flag
+from undivided.errors import InputError
 from undivided.integrations.transformers._active import ACTIVE
 from undivided.integrations.transformers._model_mask import ModelMask, Sizes
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, read
@@ -54,12 +56,28 @@ def model_mask(
     Returns:
         A `ModelMask`, for the ``attention_mask`` of `attention`.
 
+    Raises:
+        InputError: an argument is wrong.
+
     >>> mask = model_mask(1, 2, 4, q_offset=2, mask_function=lambda b, h, q, k: k <= q)
     >>> mask.to_dense()[0, 0].int().tolist()
     [[1, 1, 1, 0], [1, 1, 1, 1]]
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
+    for name, size in (("batch_size", batch_size), ("q_length", q_length), ("kv_length", kv_length)):
+        as_integer(name, size, 0)
+    for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
+        if not (isinstance(offset, Tensor) and offset.numel() == 1):
+            as_integer(name, offset)
+    if mask_function is not None and not callable(mask_function):
+        raise InputError("mask_function", "be a function of positions, or None", type(mask_function).__name__)
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        if attention_mask.dim() != 2:
+            raise InputError("attention_mask", "have shape [B, S]", list(attention_mask.shape))
+    checked_flag("use_vmap", use_vmap)
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype")
     pattern = Pattern() if mask_function is None else read(mask_function)
     if (active := ACTIVE.get()) is not None:
         return active.model_mask(pattern, batch_size, q_length)
@@ -68,7 +86,7 @@ def model_mask(
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
     if attention_mask is not None:
         pattern = dataclasses.replace(pattern, padding=(*pattern.padding, attention_mask))
-    device, is_additive = torch.device(device), config is not None and not takes_booleans(type(config))
+    device, is_additive = as_device("device", device), config is not None and not takes_booleans(type(config))
     return ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if is_additive else torch.bool)
 
 

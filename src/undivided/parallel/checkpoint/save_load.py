@@ -197,6 +197,10 @@ def _check_training(model: object, optimizer: object) -> None:
         raise InputError("model", "be a torch.nn.Module", type(model).__name__)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError("optimizer", "be a torch.optim.Optimizer or None", type(optimizer).__name__)
+    if optimizer is not None:
+        own = set(map(id, model.parameters()))
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise InputError("optimizer", "have parameters of model only", "parameters of another one")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from undivided.arguments.checks import as_integer
 from undivided.errors import InputError
 
 __all__ = ["Cluster", "Group", "bytes_in", "bytes_per_second"]
@@ -23,7 +24,7 @@ def bytes_per_second(argument: str, text: str) -> float:
     >>> bytes_per_second("link", "400gbit"), bytes_per_second("intra", "900GB/s")
     (50000000000.0, 900000000000.0)
     """
-    quantity = _QUANTITY.fullmatch(text)
+    quantity = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     rate = _amount(quantity) if quantity else 0.0
     if not 0 < rate < math.inf:
         raise InputError(argument, "be a rate in bits or bytes per second, such as 400gbit or 50GB/s", repr(text))
@@ -39,7 +40,7 @@ def bytes_in(argument: str, text: str) -> int:
     >>> bytes_in("memory", "80GiB")
     85899345920
     """
-    quantity = _QUANTITY.fullmatch(text)
+    quantity = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     size = _amount(quantity) if quantity and quantity[3] == "B" and not quantity[4] else 0.0
     if not 1 <= size < math.inf:
         raise InputError(argument, "be a size in bytes, such as 141GB or 80GiB", repr(text))
@@ -115,7 +116,9 @@ class Cluster:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise InputError(name, "be a positive number", repr(value))
-        if not 0 <= self.reserve < self.memory:
+        for name in ("memory", "reserve"):
+            as_integer(name, getattr(self, name), 0)
+        if not self.reserve < self.memory:
             raise InputError("reserve", f"be at least 0 and less than memory ({self.memory} bytes)", repr(self.reserve))
 
     @property
@@ -126,6 +129,7 @@ class Cluster:
     def group(self, size: int, stride: int) -> Group:
         """The group of an axis; `stride` is the product of the sizes of the axes inside it, which divides `gpus` or is
         a multiple of it."""
+        size, stride = as_integer("size", size, 1), as_integer("stride", stride, 1)
         return Group(size, min(size, max(self.gpus // stride, 1)))
 
     def seconds(self, sent: float, share: float) -> float:

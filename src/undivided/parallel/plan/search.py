@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from undivided.arguments.checks import check_type, checked_choice, checked_flag
 from undivided.context_parallel._schedule import STRATEGIES, Strategy
 from undivided.context_parallel.plan import Option, mesh_shape
 from undivided.context_parallel.plan import plan as plan_attention
-from undivided.context_parallel.sharding import PlacementName
+from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.parallel.plan import memory as _memory
@@ -168,6 +169,14 @@ def plan_training(
     >>> plan.best.mesh, plan.best.memory.total < 74e9
     ('8x1x1', True)
     """
+    check_type("model", model, Model, "an undivided.parallel.plan.Model")
+    check_type("cluster", cluster, Cluster, "an undivided.parallel.plan.Cluster")
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype")
+    if recompute is not None:
+        checked_flag("recompute", recompute)
+    if strategy is not None:
+        checked_choice("strategy", strategy, STRATEGIES)
+    checked_choice("placement", placement, PLACEMENTS)
     sequences = cluster.ranks if batch is None else batch
     for name, number, largest in (("seq_len", seq_len, MAX_LENGTH), ("batch", sequences, 1 << 32)):
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= largest:
