@@ -75,6 +75,16 @@ def test_page_numbers_beyond_a_sequences_length_may_be_anything() -> None:
         paged(pages=table)
 
 
+@pytest.mark.parametrize(("heads", "qk_dim", "v_dim", "name"), [(0, 4, 4, "q"), (2, 0, 4, "q"), (2, 4, 0, "v")])
+def test_pages_without_numbers_are_refused_as_other_keys_are(heads: int, qk_dim: int, v_dim: int, name: str) -> None:
+    """A head size of 0 ended in a ZeroDivisionError or in a RuntimeError of the kernel, no heads in a ValueError."""
+    q, k, v = torch.ones(1, 1, heads, qk_dim), torch.ones(2, 4, heads, qk_dim), torch.ones(2, 4, heads, v_dim)
+    with pytest.raises(InputError, match=f"^{name} must have at least one head and a head size of at least 1"):
+        undivided.attention(
+            q, k, v, layout="bshd", mask=masks.lengths([3]), pages=torch.zeros(1, 2, dtype=torch.int32)
+        )
+
+
 def test_tensors_without_a_value_on_the_host_are_checked_by_structure_alone() -> None:
     meta = {"device": "meta"}
     q = t(2, 5, 4, 8, **meta)

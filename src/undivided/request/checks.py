@@ -110,9 +110,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     v_batch, v_len, v_heads, _ = _layout.sizes(v.shape, layout)
     k_dim, v_dim = head_size(k), head_size(v)
     hint = _layout_hint(q, k, v, layout)
-    if qk_dim == 0 or v_dim == 0 or heads == 0:
-        name, tensor = ("v", v) if v_dim == 0 else ("q", q)
-        raise InputError(name, "have at least one head and a head size of at least 1", list(tensor.shape))
+    _check_not_empty(q, v, heads, qk_dim)
     if k_dim != qk_dim:
         hint = hint or "q and k share a head size; only v may have another"
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{k_dim} in {list(k.shape)}", hint=hint)
@@ -126,6 +124,13 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
             hint = hint or "k and v may differ in their head sizes only"
             raise InputError("v", f"have the {what} of k ({k_size})", f"{v_size} in {list(v.shape)}", hint=hint)
     _check_heads(heads, kv_heads, k, hint)
+
+
+def _check_not_empty(q: Tensor, v: Tensor, heads: int, qk_dim: int) -> None:
+    """InputError if there is no query head, or a head size of 0."""
+    if heads == 0 or qk_dim == 0 or head_size(v) == 0:
+        name, tensor = ("v", v) if head_size(v) == 0 else ("q", q)
+        raise InputError(name, "have at least one head and a head size of at least 1", list(tensor.shape))
 
 
 def _check_heads(heads: int, kv_heads: int, k: Tensor, hint: str | None) -> None:
@@ -185,6 +190,7 @@ def check_pages(
             f"{pages.dtype} {list(pages.shape)}",
             hint="pages.to(torch.int32)" if pages.dim() == 2 else None,
         )
+    _check_not_empty(q, v, heads, qk_dim)
     if layout != "thd" and pages.shape[0] != batch:
         raise InputError("pages", f"have one row per sequence of q ({batch})", list(pages.shape))
     if k.shape[:3] != v.shape[:3]:
