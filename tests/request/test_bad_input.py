@@ -80,9 +80,7 @@ def test_pages_without_numbers_are_refused_as_other_keys_are(heads: int, qk_dim:
     """A head size of 0 ended in a ZeroDivisionError or in a RuntimeError of the kernel, no heads in a ValueError."""
     q, k, v = torch.ones(1, 1, heads, qk_dim), torch.ones(2, 4, heads, qk_dim), torch.ones(2, 4, heads, v_dim)
     with pytest.raises(InputError, match=f"^{name} must have at least one head and a head size of at least 1"):
-        undivided.attention(
-            q, k, v, layout="bshd", mask=masks.lengths([3]), pages=torch.zeros(1, 2, dtype=torch.int32)
-        )
+        undivided.attention(q, k, v, layout="bshd", mask=masks.lengths([3]), pages=torch.zeros(1, 2, dtype=torch.int32))
 
 
 def test_tensors_without_a_value_on_the_host_are_checked_by_structure_alone() -> None:

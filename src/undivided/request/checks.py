@@ -108,7 +108,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     batch, _, heads, qk_dim = _layout.sizes(q.shape, layout)
     k_batch, kv_len, kv_heads, _ = _layout.sizes(k.shape, layout)
     v_batch, v_len, v_heads, _ = _layout.sizes(v.shape, layout)
-    k_dim, v_dim = head_size(k), head_size(v)
+    k_dim = head_size(k)
     hint = _layout_hint(q, k, v, layout)
     _check_not_empty(q, v, heads, qk_dim)
     if k_dim != qk_dim:
