@@ -126,7 +126,7 @@ def as_device(argument: str, value: object) -> torch.device:
             return torch.device(value)
         except (RuntimeError, ValueError):  # ValueError: an int beyond 64 bits
             pass
-    raise InputError(argument, "be a torch.device or its name, such as 'cpu' or 'cuda:0'", repr(value))
+    raise InputError(argument, "be a torch.device or its name", repr(value), hint="'cpu' or 'cuda:0', for example")
 
 
 def checked_choice(argument: str, value: object, choices: Sequence[str]) -> str:
