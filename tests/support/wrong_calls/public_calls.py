@@ -340,6 +340,11 @@ def _mask_calls() -> dict[str, Callable[[], PublicCall]]:
 # --- the rest
 
 
+def _replace() -> None:
+    with replace_sdpa():
+        pass
+
+
 def _use(names: Any) -> None:
     with undivided.use_backends(*names if isinstance(names, list | tuple | set) else [names]):
         pass
@@ -458,7 +463,7 @@ def _other_calls() -> dict[str, Callable[[], PublicCall]]:
         "set_backends": lambda: PublicCall(_set, {"names": ["reference"], "disable": [], "batch_invariant": None}),
         "use_backends": lambda: PublicCall(_use, {"names": ["reference"]}),
         "use_backends.disable": lambda: PublicCall(_disable, {"names": ["native"]}),
-        "replace_sdpa": lambda: PublicCall(replace_sdpa, {}),
+        "replace_sdpa": lambda: PublicCall(_replace, {}),
         "quantization.quantize": lambda: PublicCall(quantization.quantize, {"x": t(2, 32), "format": "int8"}),
         "quantization.dequantize": lambda: PublicCall(quantization.dequantize, quantized),
         "quantization.empty": lambda: PublicCall(
