@@ -44,7 +44,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def _check_states(name: str, states: object) -> None:
     if isinstance(states, CachedStates):
         return
-    check_tensor(name, states)
+    if type(states) is not Tensor or states.is_nested or states.is_sparse:  # `undivided.attention` checks all others
+        check_tensor(name, states)
     assert isinstance(states, Tensor)
     if states.dim() != 4:
         raise InputError(name, "have four axes [B, H, S, D]", list(states.shape))
