@@ -30,7 +30,7 @@ class PublicCall(NamedTuple):
     function: Callable[..., Any]
     arguments: dict[str, Any]
     owner: Any = None
-    unspoiled: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
     is_valid: bool = True
 
 
@@ -262,7 +262,7 @@ def _layer_calls() -> dict[str, Callable[[], PublicCall]]:
     return {
         "DotProductAttention": lambda: PublicCall(undivided.DotProductAttention, dot),
         "MultiheadAttention": lambda: PublicCall(mha, attention),
-        "TransformerLayer": lambda: PublicCall(layer, whole, unspoiled=shared),
+        "TransformerLayer": lambda: PublicCall(layer, whole, constant=shared),
         "RotaryPositionEmbedding": lambda: PublicCall(
             undivided.RotaryPositionEmbedding, _all_options(undivided.RotaryPositionEmbedding, dim=8)
         ),
@@ -279,14 +279,14 @@ def _layer_calls() -> dict[str, Callable[[], PublicCall]]:
 
 
 def _layer_methods(
-    make: Callable[[], Any], given: dict[str, Any], unspoiled: tuple[str, ...] = ()
+    make: Callable[[], Any], given: dict[str, Any], constant: tuple[str, ...] = ()
 ) -> dict[str, Callable[[], PublicCall]]:
     """The forward of a layer and the methods that set its groups."""
     owner = type(make())
 
     def forward() -> PublicCall:
         layer = make()
-        return PublicCall(layer, _all_options(owner.forward) | given, layer, unspoiled)
+        return PublicCall(layer, _all_options(owner.forward) | given, layer, constant)
 
     return {
         f"{owner.__name__}.forward": forward,
@@ -329,7 +329,7 @@ def _mask_calls() -> dict[str, Callable[[], PublicCall]]:
         "intervals": lambda: _method(mask, "intervals", **sized, device="cpu"),
         "to_dense": lambda: _method(mask, "to_dense", **sized, heads=1, device="cpu"),
         "plot": lambda: _method(mask, "plot", **sized, path=None, heads=1, pixels=16)._replace(
-            unspoiled=(*sized, "heads")
+            constant=(*sized, "heads")
         ),
         "to": lambda: _method(mask, "to", device="cpu"),
         "with_first_head": lambda: _method(mask, "with_first_head", first_head=1),
@@ -442,7 +442,7 @@ def _other_calls() -> dict[str, Callable[[], PublicCall]]:
         "verify": lambda: PublicCall(
             undivided.verify,
             QKV | OPTIONS | {"backends": ("reference",), "gradients": False},
-            unspoiled=tuple(name for name in OPTIONS if name not in ("layout", "mask", "dropout_p", "dropout_seed")),
+            constant=tuple(name for name in OPTIONS if name not in ("layout", "mask", "dropout_p", "dropout_seed")),
         ),
         "scaled_dot_product_attention": lambda: PublicCall(
             undivided.scaled_dot_product_attention,
@@ -503,9 +503,9 @@ def _other_calls() -> dict[str, Callable[[], PublicCall]]:
             _all_options(plan_training, model=Model(2, 16, 2, 2, 8, 16, 10), cluster=Cluster(1, 2), seq_len=8),
         ),
         "Cluster": lambda: PublicCall(Cluster, cluster),
-        "bytes_in": lambda: PublicCall(bytes_in, {"argument": "memory", "text": "80GB"}, unspoiled=("argument",)),
+        "bytes_in": lambda: PublicCall(bytes_in, {"argument": "memory", "text": "80GB"}, constant=("argument",)),
         "bytes_per_second": lambda: PublicCall(
-            bytes_per_second, {"argument": "link", "text": "400gbit"}, unspoiled=("argument",)
+            bytes_per_second, {"argument": "link", "text": "400gbit"}, constant=("argument",)
         ),
         "Cluster.group": lambda: PublicCall(Cluster(1, 2).group, {"size": 2, "stride": 1}),
         "Model": lambda: PublicCall(
@@ -554,7 +554,7 @@ def transformers_calls() -> dict[str, Callable[[], PublicCall]]:
         "transformers.attention": lambda: PublicCall(
             hf.attention, _all_options(hf.attention, module=layer, query=q, key=k, value=k, is_causal=True)
         ),
-        "transformers.model_mask": lambda: PublicCall(hf.model_mask, mask, unspoiled=("config",)),  # imports models
+        "transformers.model_mask": lambda: PublicCall(hf.model_mask, mask, constant=("config",)),  # imports models
         "transformers.use_latents": lambda: PublicCall(hf.use_latents, {"model": layer}, is_valid=False),
         "transformers.Cache": lambda: PublicCall(hf.Cache, {"config": None, "quantize": None, "max_len": None}),
         "transformers.parallelize": lambda: PublicCall(

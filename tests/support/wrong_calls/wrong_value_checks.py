@@ -38,7 +38,7 @@ def _outcomes(make: Callable[[], PublicCall]) -> Iterator[str]:
     call = make()
     before = state(call.owner)
     kinds = _parameter_types(call.function)
-    for argument, label, value in _spoiled(call):
+    for argument, label, value in _wrong_arguments(call):
         error: Exception | None = None
         try:
             with warnings.catch_warnings():
@@ -61,10 +61,10 @@ def _outcomes(make: Callable[[], PublicCall]) -> Iterator[str]:
         call.function(**call.arguments)
 
 
-def _spoiled(call: PublicCall) -> Iterator[tuple[str, str, Any]]:
+def _wrong_arguments(call: PublicCall) -> Iterator[tuple[str, str, Any]]:
     """(argument, label, value) of each call."""
     for argument, valid in call.arguments.items():
-        if argument in call.unspoiled:
+        if argument in call.constant:
             continue
         for label, value in VALUES.items():
             if not (argument in CALLBACKS and callable(value)) and (argument, label) not in SLOW:

@@ -274,7 +274,7 @@ def test_a_level_that_the_system_or_the_build_denies_is_named(name: str, tmp_pat
     assert found == [why, *cpu.LEVELS[:levels]]
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are left out on x86 only")
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="no cmake or c++ in PATH")
 def test_a_build_for_this_machine_leaves_out_what_it_cannot_run_and_the_rest_compiles(tmp_path: Path) -> None:
     """scripts/test compiles the levels of its machine only; the compiler's front end checks the others."""
