@@ -30,7 +30,7 @@ SAMPLED = {"flex": contract.SAMPLE}
 """Backends that compile for every new shape, seconds each: a few cases stand for all."""
 
 BACKENDS = all_backends()
-HERE = tuple(backend for backend in BACKENDS if "cpu" in backend.limits.devices)
+HERE = tuple(backend for backend in BACKENDS if backend.runs_on("cpu"))
 FAST_HERE = tuple(backend for backend in HERE if backend.name not in SAMPLED)
 
 LAYOUT_CASES = [
@@ -107,7 +107,7 @@ def test_the_reference_refuses_nothing(case: Case) -> None:
     assert problem.chosen is get("reference")
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if "cpu" not in b.limits.devices], ids=_named)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if not b.runs_on("cpu")], ids=_named)
 def test_gpu_backends_give_the_missing_gpu_as_reason(backend: Backend) -> None:
     q = torch.randn(1, 8, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(undivided.NoBackendError) as refused:

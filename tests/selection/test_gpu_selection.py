@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from calls import problem_of
 from described_gpus import (
     A100,
     A100_OLD,
@@ -29,7 +30,8 @@ from described_gpus import (
 )
 
 from undivided import masks
-from undivided.backends import cudnn, flash_attn, torch_cudnn, torch_efficient
+from undivided.backends import all_backends, cudnn, flash_attn, torch_cudnn, torch_efficient
+from undivided.backends._base import Backend
 from undivided.backends.shared import cudnn_rules
 from undivided.machine import Machine
 
@@ -300,3 +302,12 @@ def test_unavailable_names_what_is_missing() -> None:
     assert cudnn.BACKEND.unavailable(BARE_H100) == "cuDNN is not installed"
     assert cudnn.BACKEND.unavailable(H100) is None
     assert "AMD" in (cudnn.BACKEND.unavailable(Machine(device="cuda", hip=True)) or "")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", all_backends(), ids=str)
+def test_a_backend_says_on_which_devices_it_runs(backend: Backend, device: str) -> None:
+    """The checks and benchmarks of a device run these backends."""
+    q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
+    reasons = backend.reasons(problem_of(q, q, q, layout="bshd", device=device), H100)
+    assert backend.runs_on(device) is not any(reason.startswith(f"device={device} (runs on") for reason in reasons)

@@ -103,10 +103,14 @@ class Backend:
         """Why this machine cannot run any problem with it; None if it can."""
         return _missing_package(self.limits, machine)
 
+    def runs_on(self, device: str) -> bool:
+        """Whether it has kernels for "cpu" or "cuda" tensors."""
+        return device in self.limits.devices
+
     def needs_gpu(self, machine: Machine) -> bool:
         """Whether the machine lacks a GPU for it, so that no package would help."""
         has_gpu = machine.compute_capability is not None or machine.hip
-        return not has_gpu and "cpu" not in self.limits.devices
+        return not has_gpu and not self.runs_on("cpu")
 
     def summary_on(self, machine: Machine) -> str:
         """Its line in the table on this machine."""

@@ -136,7 +136,7 @@ class TorchCudnn(Backend):
             k,
             v,
             out,
-            result.lse.contiguous(),
+            result.lse.contiguous().unsqueeze(-1),  # PyTorch passes its sizes to cuDNN
             seed,
             seed,
             None,

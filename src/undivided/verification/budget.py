@@ -35,16 +35,13 @@ from undivided.request.request import Tensors
 from undivided.request.result import lse_dtype
 from undivided.verification import oracle
 from undivided.verification.pieces import NAMES, Upstream, per_row
+from undivided.verification.plain_attention import orders
 from undivided.verification.plain_attention import plain as plain_attention
 
 __all__ = ["Budget", "budget_for", "distance", "relative_error"]
 
 FACTOR = 2
 """A kernel rounds about as often as the plain reference, but in other places: twice the error leaves room for that."""
-
-ORDERS = 3
-"""Orders of summation, of which the largest error counts: a gradient of four sinks is only four numbers, and a single
-order may be accurate in all of them by chance. Measured over the catalogue with six seeds; see the decision note."""
 
 DEVIATIONS = 3.5
 """The norm of n errors with normal distributions exceeds their standard deviation times (sqrt(n) + DEVIATIONS) in fewer
@@ -178,9 +175,8 @@ def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mappi
     """
     problem = call.problem
     worst = dict.fromkeys(right, 0.0)
-    for order in range(ORDERS):
-        # in fp64, order 0 is the order of the oracle
-        plain = plain_attention(call, tensors, upstream, problem.dtype, order + (problem.dtype == torch.float64))
+    for order in orders(tensors.q):
+        plain = plain_attention(call, tensors, upstream, problem.dtype, order)
         errors = {name: distance(plain[name], right[name]) for name in right}
         if problem.dtype == torch.float16 and not all(map(math.isfinite, errors.values())):
             plain = plain_attention(call, tensors, upstream, torch.bfloat16, order)

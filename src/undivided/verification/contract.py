@@ -49,9 +49,7 @@ def build_trial(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[In
 def available(device: str) -> tuple[Backend, ...]:
     """The backends that this machine has for tensors on the device."""
     machine, kind = Machine.this(device), device.split(":")[0]
-    return tuple(
-        backend for backend in all_backends() if kind in backend.limits.devices and not backend.unavailable(machine)
-    )
+    return tuple(backend for backend in all_backends() if backend.runs_on(kind) and not backend.unavailable(machine))
 
 
 def tasks(device: str, backends: Sequence[Backend], cases: Iterable[Case]) -> list[Task]:

@@ -7,7 +7,7 @@ Legend: B batch, H query heads, N key/value heads, R query rows of a piece, K ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -84,9 +84,14 @@ def piece_reach(piece: Piece, call: Call, tensors: Tensors) -> Quantities:
     return counts
 
 
-def attend(leaves: Leaves, tables: PairTables, call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a piece by the definition, with the sink as one more column of the softmax."""
-    score = scores(leaves, tables, call)
+def attend(
+    leaves: Leaves, tables: PairTables, call: Call, multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a piece by the definition, with the sink as one more column of the softmax.
+
+    multiply: the matrix product of queries and keys.
+    """
+    score = scores(leaves, tables, call, multiply)
     empty = tables.empty_rows
     score = score.masked_fill(empty, 0.0)  # the softmax of nothing is NaN
     lse = torch.logsumexp(score, -1) if score.shape[-1] else score.sum(-1)
@@ -99,10 +104,12 @@ def attend(leaves: Leaves, tables: PairTables, call: Call) -> tuple[Tensor, Tens
     return weights @ reachable(leaves.v, tables), lse.masked_fill(empty.squeeze(-1), -torch.inf)
 
 
-def scores(leaves: Leaves, tables: PairTables, call: Call) -> Tensor:
+def scores(
+    leaves: Leaves, tables: PairTables, call: Call, multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+) -> Tensor:
     """softcap(scale * q . k) - slope * distance + bias, [B, H, R, K] in the precision of q; -inf if not allowed."""
     q = leaves.q.masked_fill(tables.empty_rows, 0.0)  # hidden values may be NaN, and 0 * NaN is NaN
-    score = (q @ reachable(leaves.k, tables).transpose(-1, -2)) * call.scale
+    score = multiply(q, reachable(leaves.k, tables).transpose(-1, -2)) * call.scale
     if call.softcap is not None:
         score = call.softcap * torch.tanh(score / call.softcap)
     if tables.distance is not None and leaves.alibi_slopes is not None:

@@ -10,6 +10,8 @@ Legend: B batch, H query heads, N key/value heads, R query rows of a piece, K ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,13 +34,32 @@ from undivided.verification.pieces import (
     zeros,
 )
 
-__all__ = ["plain", "plain_piece"]
+__all__ = ["IN_SEQUENCE", "orders", "plain", "plain_piece"]
+
+RANDOM_ORDERS = 3
+"""Orders of summation, of which the largest error counts: a gradient of four sinks is only four numbers, and a single
+order may be accurate in all of them by chance. Measured over the catalogue with six seeds; see the decision note."""
+
+IN_SEQUENCE = -1
+"""The order in which every product of a sum over a head is added to the sum of those before it."""
+
+
+def orders(like: Tensor) -> tuple[int, ...]:
+    """The orders of summation whose largest error counts for tensors of this dtype and device.
+
+    A thread of a GPU adds the products of a fp32 sum one after another, and has more rounding errors than a processor,
+    whose lanes add parts of it. (Matrix units add the products of half types in fp32, which hardly shows.)
+    """
+    if like.dtype == torch.float64:
+        return tuple(range(1, RANDOM_ORDERS + 1))  # order 0 is that of the oracle
+    return (*range(RANDOM_ORDERS), *([IN_SEQUENCE] if like.is_cuda and like.dtype == torch.float32 else []))
 
 
 def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dtype, order: int = 0) -> Quantities:
     """The quantities of `oracle`, computed in a low precision.
 
-    order: 0 sums in the order of memory; any other number seeds a random order.
+    order: 0 sums in the order of memory; IN_SEQUENCE too, and adds the products of queries and keys, and of gradients
+        and values, one after another; any other number seeds a random order.
     """
     totals = zeros(call, tensors) | row_zeros(call, tensors)
     for piece in split(call.problem):
@@ -52,15 +73,24 @@ def plain_piece(
     """`plain` for one piece; without an upstream only out and lse."""
     tables = pair_tables(piece, call, tensors)
     leaves = piece_leaves(piece, call, tensors, precision)
-    shuffle = _Shuffle(order, leaves)
+    multiply = _in_sequence if order == IN_SEQUENCE else torch.matmul
+    shuffle = _Shuffle(max(order, 0), leaves)
     shuffled = shuffle.leaves(leaves)
     tables = PairTables(*(shuffle.keys(t, -1) for t in tables))  # type: ignore[arg-type]
     if upstream is None:
         with torch.no_grad():
-            out, lse = attend(shuffled, tables, call)
+            out, lse = attend(shuffled, tables, call, multiply)
         return shuffle.restore({"out": out, "lse": lse})
     grad_out, grad_lse = piece_upstream(piece, call.problem, upstream, tables, precision)
-    return shuffle.restore(_recompute(shuffled, tables, call, shuffle.values(grad_out), grad_lse))
+    return shuffle.restore(_recompute(shuffled, tables, call, shuffle.values(grad_out), grad_lse, multiply))
+
+
+def _in_sequence(a: Tensor, b: Tensor) -> Tensor:
+    """a [.., R, D] @ b [.., D, K], each product added to the sum of those before it."""
+    total = torch.zeros((), dtype=a.dtype, device=a.device)
+    for d in range(a.shape[-1]):
+        total = torch.addcmul(total, a[..., d, None], b[..., d, None, :])
+    return total
 
 
 class _Shuffle:
@@ -112,16 +142,23 @@ class _Shuffle:
         return results
 
 
-def _recompute(leaves: Leaves, tables: PairTables, call: Call, grad_out: Tensor, grad_lse: Tensor | None) -> Quantities:
+def _recompute(
+    leaves: Leaves,
+    tables: PairTables,
+    call: Call,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    multiply: Callable[[Tensor, Tensor], Tensor],
+) -> Quantities:
     """Out, lse and gradients of a piece as fused kernels compute them, but dense and in one precision.
 
     The backward has only out and lse of the forward, and recomputes the scores with other rounding errors (here the
     forward sums the entries of a head in reverse). If one key has almost all of the weight, that is most of the error.
     """
     forward = leaves._replace(q=leaves.q.flip(-1), k=leaves.k.flip(-1))
-    out, lse = (x.detach() for x in attend(forward, tables, call))
+    out, lse = (x.detach() for x in attend(forward, tables, call, multiply))
     with torch.enable_grad():
-        score = scores(leaves, tables, call)
+        score = scores(leaves, tables, call, multiply)
     empty, precision = tables.empty_rows, leaves.q.dtype
     quantities = {"out": out, "lse": lse}
     lse = lse.unsqueeze(-1).masked_fill(empty, 0.0)
@@ -133,7 +170,7 @@ def _recompute(leaves: Leaves, tables: PairTables, call: Call, grad_out: Tensor,
     survival = 1.0 if tables.kept is None else tables.kept.to(precision) * philox.survivor_scale(call.dropout_p)
     v = reachable(leaves.v, tables).detach()
     delta = (grad_out * out).sum(-1, keepdim=True)
-    grad_score = weights * ((grad_out @ v.transpose(-1, -2)) * survival - delta)
+    grad_score = weights * (multiply(grad_out, v.transpose(-1, -2)) * survival - delta)
     if grad_lse is not None:
         grad_score = grad_score + weights_without_sinks * grad_lse.unsqueeze(-1)
     quantities |= input_gradients(score, None, leaves, grad_score.to(precision), None)

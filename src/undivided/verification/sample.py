@@ -19,9 +19,9 @@ from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.verification import oracle
-from undivided.verification.budget import FACTOR, ORDERS, distance
+from undivided.verification.budget import FACTOR, distance
 from undivided.verification.pieces import Piece, Quantities, Upstream, kv_span
-from undivided.verification.plain_attention import plain_piece
+from undivided.verification.plain_attention import orders, plain_piece
 
 __all__ = ["Sample", "sample_of"]
 
@@ -80,7 +80,7 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
         right = gather(lambda piece: oracle.piece_oracle(piece, call, tensors, upstream))
         reached = gather(lambda piece: _expand(oracle.piece_reach(piece, call, tensors), problem))
         worst = dict.fromkeys(names, 0.0)
-        for order in range(ORDERS):
+        for order in orders(tensors.q):
 
             def plain_values(piece: Piece, order: int = order) -> Quantities:
                 return plain_piece(piece, call, tensors, upstream, problem.dtype, order)

@@ -61,6 +61,7 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         )
         assert dropout_p == 0.0
         assert debug is False
+        assert fake.are_aligned(q, k, v)
         sides = flash_sides(is_causal, window_size_left, window_size_right)
         return *fake.flash(q, k, v, scale, sides, cu_q=cu_q, cu_k=cu_k, slopes=alibi_slopes), None, None, None
 
@@ -86,6 +87,7 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     ):
         record.add("flash_backward", lse=lse, deterministic=torch.are_deterministic_algorithms_enabled())
         assert grad.is_contiguous()
+        assert fake.are_aligned(grad, q, k, v, out)
         sides = flash_sides(is_causal, window_size_left, window_size_right)
 
         def run(q, k, v):
@@ -122,6 +124,12 @@ def test_torch_flash_dense(aten: Recorder, mask: str, layout: str) -> None:
         "left-only": (False, 0, -1),
         "right-only": (False, -1, 1),
     }[mask]
+
+
+def test_torch_flash_copies_rows_that_do_not_start_at_16_bytes(aten: Recorder) -> None:
+    rows = torch.randn(2, 7, 4, 9, dtype=torch.float64)
+    q, k, v = (rows[:, :n, :, at : at + 8].detach() for n, at in ((5, 1), (7, 0), (7, 1)))
+    check(cuda, q, k, v)
 
 
 def test_torch_flash_rows_without_keys(aten: Recorder) -> None:

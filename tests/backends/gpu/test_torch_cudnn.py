@@ -21,13 +21,6 @@ from undivided.selection.policy import Policy
 from undivided.verification.cases import CASES, Case
 
 
-def are_aligned(*given: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes, which cuDNN assumes."""
-    return all(
-        t.data_ptr() % 16 == 0 and all(step * t.element_size() % 16 == 0 for step in t.stride()[:-1]) for t in given
-    )
-
-
 def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """[B, H, S, D], top-left."""
     allowed = fake.band_pairs(q.shape[2], k.shape[2], (None, 0 if causal else None), 0)
@@ -65,7 +58,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, lse_wanted, dropout_p, causal, debug, *, scale):
         record.add("forward", sizes=(max_q, max_k), causal=causal, cu_q=cu_q, cu_k=cu_k)
         assert (bias, lse_wanted, dropout_p, debug) == (None, True, 0.0, False)
-        assert are_aligned(q, k, v)
+        assert fake.are_aligned(q, k, v)
         if cu_q is not None:
             return *packed(q, k, v, cu_q, cu_k, (max_q, max_k), causal, scale), *(None,) * 7
         out, lse = dense(q, k, v, causal, scale)
@@ -76,8 +69,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def backward(grad, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, causal, *, scale):
         assert cu_q is None, "it would take the head size for the longest document"
         assert grad.stride() == out.stride()
-        assert are_aligned(q, k, v, grad, out)
-        assert lse.shape == q.shape[:3]
+        assert fake.are_aligned(q, k, v, grad, out)
+        assert lse.shape == (*q.shape[:3], 1), "its sizes are those of cuDNN's graph"
         return fake.gradients(lambda *t: dense(*t, causal, scale), (q, k, v), grad)
 
     fakes = types.SimpleNamespace(_cudnn_attention_forward=forward, _cudnn_attention_backward=backward)

@@ -35,6 +35,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout_p, mask_type, *, compute_log_sumexp, scale):
         record.add("forward", bias=bias, cu_q=cu_q, cu_k=cu_k, longest=(max_q, max_k), mask_type=mask_type)
         check_packing(q, k, cu_q, cu_k, max_q, max_k)
+        assert fake.are_aligned(q, k, v), "no kernel found to launch!"
         assert compute_log_sumexp
         assert dropout_p == 0.0
         assert cu_q is not None or (cu_k, max_q, max_k) == (None, None, None)
@@ -68,6 +69,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     ):
         record.add("backward", lse=lse, splits=num_splits_key)
         check_packing(q, k, cu_q, cu_k, max_q, max_k)
+        assert fake.are_aligned(grad, q, k, v)
         assert out.is_contiguous()  # its strides are not read
         return fake.efficient_gradients(
             q,
@@ -100,6 +102,13 @@ def test_dense(kernel: Recorder, bias_shape: tuple[int, ...] | None) -> None:
         check(torch_efficient.BACKEND, *fresh, mask=masks.causal(align), bias=bias)  # type: ignore[arg-type]
         assert kernel.last("forward")["mask_type"] == number
         assert kernel.last("backward")["lse"].shape == (2, 4, 32)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_rows_that_do_not_start_at_16_bytes_are_copied(kernel: Recorder, heads: int) -> None:
+    rows = torch.randn(2, 7, 4, 9, dtype=torch.float64)
+    q, k, v = (rows[:, :n, :heads, at : at + 8].detach() for n, at in ((5, 1), (7, 0), (7, 1)))
+    check(torch_efficient.BACKEND, q, k, v)
 
 
 def documents(q_len: int, kv_len: int, v_dim: int = 8) -> tuple[torch.Tensor, ...]:

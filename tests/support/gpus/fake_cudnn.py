@@ -145,6 +145,9 @@ class FakeGraph:
             if name in nodes:
                 nodes[name].check_aligned(memory)
         nodes["stats"].check_packed()
+        if "dO" in arguments and nodes["q"].ragged is not None:
+            rows = [memory[nodes[name].attributes["uid"]].stride(0) for name in ("q", "dq")]
+            assert rows[0] == rows[1], "dq would be written at the offsets of q"
         bottom_right = (
             arguments["diagonal_alignment"] == "bottom_right" and arguments["diagonal_band_right_bound"] is not None
         )

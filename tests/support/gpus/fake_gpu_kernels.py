@@ -42,6 +42,13 @@ def plain(
     return weight[..., : k.shape[1]] @ v, lse
 
 
+def are_aligned(*given: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, which kernels assume."""
+    return all(
+        t.data_ptr() % 16 == 0 and all(step * t.element_size() % 16 == 0 for step in t.stride()[:-1]) for t in given
+    )
+
+
 def band_pairs(q_len: int, kv_len: int, band: Band, shift: int) -> Tensor:
     """Pairs with ``i + shift - left <= j <= i + shift + right``, both ends included."""
     i, j = torch.arange(q_len)[:, None] + shift, torch.arange(kv_len)

@@ -79,11 +79,14 @@ class CudnnCall(NamedTuple):
         elif part is not None:
             full = full_lengths(problem.batch, problem.q_len, q)
             lengths = {"q": full if part.q is None else gpu.offsets(part.q, q), "kv": gpu.offsets(part.kv, q)}
-        q, k, v = (gpu.align(t) for t in (q, k, v))
         return CudnnCall(problem, call.scale, call.mask.band, q, k, v, lengths, starts, extra)
 
     def for_backward(self) -> CudnnCall:
-        """The call for the backward: without sinks, and with explicit lengths if keys do not fill their last tile.
+        """The call for the backward: without sinks, with the rows of packed queries one after another, and with
+        explicit lengths if keys do not fill their last tile.
+
+        With ragged rows cuDNN writes dq at the row stride of q, whatever stride dq has (seen with cuDNN 9.19 on SM90:
+        queries that are views of one projection of q, k and v got the gradients of other rows).
 
         On SM90 the backward gives the missing keys of that tile score 0 instead of -inf, which overflows if a row's
         log-sum-exp is below -88: NaN gradients, reported up to cuDNN 9.26 and for a single query. A padding mask, which
@@ -91,7 +94,8 @@ class CudnnCall(NamedTuple):
         adds one itself up to cuDNN 9.15.
         """
         problem = self.problem
-        without_sinks = self._replace(extra={name: t for name, t in self.extra.items() if name != "sink"})
+        q = self.q.contiguous() if self.packed else self.q
+        without_sinks = self._replace(q=q, extra={name: t for name, t in self.extra.items() if name != "sink"})
         if self.lengths or (problem.kv_len % _KEY_TILE == 0 and problem.q_len > 1):
             return without_sinks
         lengths = {"q": problem.q_len, "kv": problem.kv_len}

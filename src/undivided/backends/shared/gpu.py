@@ -132,9 +132,9 @@ def packing(call: Call, tensors: Tensors) -> dict[str, Any]:
 
 
 def views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """q, k, v as [B, S, H, D], or as [T, H, D] if documents are packed."""
+    """q, k, v as [B, S, H, D], or as [T, H, D] if documents are packed, with aligned rows (`align`)."""
     problem = call.problem
-    tokens = tuple(layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    tokens = tuple(align(layout.canonical(t, problem.layout)) for t in (tensors.q, tensors.k, tensors.v))
     return tokens if documents(call) is None else tuple(t[0] for t in tokens)
 
 
@@ -220,12 +220,13 @@ def used_keys(form: NormalForm) -> Tensor:
 
 
 def clean_tensors(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as [B, S, H, D], with 0 where no pair reads them: for kernels that multiply what they mask by 0.
+    """q, k, v as [B, S, H, D], with 0 where no pair reads them, and aligned rows: for kernels that multiply what they
+    mask by 0.
 
     Copies, unless the mask leaves no memory outside the real lengths.
     """
     problem = call.problem
-    q, k, v = (layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (align(layout.canonical(t, problem.layout)) for t in (tensors.q, tensors.k, tensors.v))
     if not problem.mask.kinds & _MAY_HOLD_GARBAGE or _nothing_to_clear(call):
         return q, k, v
     unused = ~used_keys(form)[..., None, None]
@@ -283,7 +284,7 @@ def deterministic(problem: Problem) -> Iterator[None]:
 
 
 _LOAD_BYTES = 16
-"""Bytes that cuDNN's kernels load at once, without checking strides or addresses (`align`)."""
+"""Bytes that the kernels of cuDNN and FlashAttention load at once, without checking strides or addresses (`align`)."""
 
 
 def align(tensor: Tensor) -> Tensor:

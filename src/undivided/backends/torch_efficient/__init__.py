@@ -129,7 +129,7 @@ class TorchEfficient(Backend):
         # deterministic: if keys are not split, one block writes each dq in a fixed order of summation
         one_split = problem.deterministic or (packing is not None and packing.one_split)
         dq, dk, dv, dbias = OPS._efficient_attention_backward(
-            layout.canonical(grad_out, problem.layout),
+            _aligned(layout.canonical(grad_out, problem.layout)),
             q,
             k,
             v,
@@ -183,11 +183,24 @@ def _size_reasons(problem: Problem) -> list[str]:
 
 
 def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """q, k, v as [B, S, H, D]; k and v are copied if their strides are too large for the kernel's 32-bit offsets."""
+    """q, k, v as [B, S, H, D].
+
+    Copied if their rows do not start at multiples of 16 bytes, because PyTorch has no kernel for that, or (k and v) if
+    their strides are too large for the kernel's 32-bit offsets.
+    """
     problem = call.problem
-    q, k, v = (layout.canonical(t, problem.layout) for t in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (_aligned(layout.canonical(t, problem.layout)) for t in (tensors.q, tensors.k, tensors.v))
     keys = gpu.longest(problem)[1]
     return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
+
+
+def _aligned(tensor_BSHD: Tensor) -> Tensor:
+    """`gpu.align`; PyTorch also looks at the stride between heads if there is only one."""
+    aligned = gpu.align(tensor_BSHD)
+    if aligned.shape[2] > 1:
+        return aligned
+    batch, step, _, last = aligned.stride()
+    return aligned.as_strided(aligned.shape, (batch, step, aligned.shape[3], last), aligned.storage_offset())
 
 
 def _mask_type(problem: Problem) -> int:

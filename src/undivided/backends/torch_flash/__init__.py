@@ -83,6 +83,10 @@ class TorchFlash(Backend):
         """Never: every PyTorch has it."""
         return None
 
+    def runs_on(self, device: str) -> bool:
+        """Also on CUDA, within limits of its own."""
+        return device in self.limits.devices | cuda.LIMITS.devices
+
     def summary_on(self, machine: Machine) -> str:
         """The summary, with the FlashAttention version that was activated in place of PyTorch's, if any."""
         if machine.flash_impl is None:

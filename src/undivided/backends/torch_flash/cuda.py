@@ -144,7 +144,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
     with gpu.deterministic(problem):
         grads = OPS._flash_attention_backward(
-            grad.contiguous(),
+            gpu.align(grad.contiguous()),
             q,
             k,
             v,
