@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any
 
 def users_file(variable: str, name: str) -> Path:
     """The path in this environment variable, else the file of this name in the user's cache folder."""
-    if text := os.environ.get(variable):
+    return _path(os.environ.get(variable), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"), name)
+
+
+@functools.cache
+def _path(text: str | None, cache: str | None, home: str | None, name: str) -> Path:
+    """The path that these values of the variables lead to; `Path.home` reads HOME."""
+    if text:
         return Path(text)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "undivided" / name
+    return Path(cache or Path.home() / ".cache") / "undivided" / name
 
 
 def read_json(path: Path) -> Any:

@@ -101,7 +101,7 @@ TABLE = [
     Row(
         "alibi-training", A100, ask(SQUARE, alibi_slopes=torch.empty(16, device="meta"), grad=True), "flash_attn",
         {
-            "torch_flash": ["gradients with ALiBi slopes"], "torch_efficient": ["ALiBi slopes"],
+            "torch_flash": ["ALiBi slopes (PyTorch builds"], "torch_efficient": ["ALiBi slopes"],
             "torch_cudnn": ["ALiBi slopes"],
             "cudnn": [
                 "ALiBi slopes that are not known to be the usual ones", "ALiBi slopes without a causal mask",
@@ -113,7 +113,7 @@ TABLE = [
         "usual-alibi-training-h100", H100, ask(SQUARE, alibi_slopes=usual_slopes(16, "meta"), mask=masks.causal(), grad=True),
         "cudnn",
         {
-            "torch_flash": ["gradients with ALiBi slopes"],
+            "torch_flash": ["ALiBi slopes (PyTorch builds"],
             "torch_efficient": ["ALiBi slopes"], "torch_cudnn": ["ALiBi slopes"],
         },
     ),
@@ -122,7 +122,7 @@ TABLE = [
         ask(SQUARE, kv_len=8192, alibi_slopes=usual_slopes(16, "meta"), mask=masks.window(512, 512, "bottom_right")),
         "flash_attn",
         {
-            "torch_efficient": ["ALiBi slopes", "a sliding window"],
+            "torch_flash": ["ALiBi slopes"], "torch_efficient": ["ALiBi slopes", "a sliding window"],
             "torch_cudnn": ["ALiBi slopes", "sliding window", "bottom-right"],
             "cudnn": ["without a causal mask", "with a sliding window", "with bottom-right alignment"],
         },

@@ -66,7 +66,7 @@ predicate               N    N    R   G          G     G     G     G
 chunks                  N    N    R   G          G     G     G     G
 bias                    N    N    R   E          C     C     C     G
 train-bias-fp32         N    N    E   E          E     E     E     G
-alibi                   N    N    R   F          A     A     F     G
+alibi                   N    N    R   G          A     A     G     G
 train-softcap           N    N    R   G          A     A     A     G
 train-sinks             N    N    R   G          G     G     A     G
 train-dropout           N    N    R   G          G     G     G     G

@@ -25,7 +25,7 @@ from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
 from undivided.benchmarking.competitors import selectable_backends
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.suites import empty_report
-from undivided.benchmarking.tasks import OTHERS, Task, compile_task, run_task, settings
+from undivided.benchmarking.tasks import OTHERS, Task, compile_task, others, run_task, settings
 from undivided.selection.measured import read
 from undivided.verification import workers
 
@@ -40,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
         "--suite", action="append", choices=(*SUITES, *GPU_SUITES), help="may be repeated; default: the GPU suites"
     )
     parser.add_argument("--filter", default="", help="run only problems whose suite/name contains this text")
+    parser.add_argument(
+        "--other", action="append", choices=OTHERS, help="of the other competitors, only this one; may be repeated"
+    )
     parser.add_argument("--quick", action="store_true", help="run only a representative selection")
     parser.add_argument("--json", type=Path, help="write the report to this file, after every problem")
     parser.add_argument("--ranks", type=Path, metavar="FILE", help="add the rates to this table for selection")
@@ -60,11 +63,12 @@ def main() -> int:
         read(options.ranks)  # fail before minutes are spent if the file is not a table
     planned = plan(options.suite or GPU_SUITES, filter=options.filter, quick=options.quick)
     backends = selectable_backends(options.device)
-    report = _report(options, empty_report(planned, settings(options.device, backends, options.patience)))
+    competing = tuple(options.other or others(options.device))
+    report = _report(options, empty_report(planned, settings(options.device, backends, competing, options.patience)))
     done_before = {(case["suite"], case["name"]) for case in report["cases"]}
     selected = sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda benchmark: not benchmark.quick)
     tasks = [
-        Task(benchmark.suite, benchmark.name, options.device, backends, options.patience)
+        Task(benchmark.suite, benchmark.name, options.device, backends, competing, options.patience)
         for benchmark in selected
         if (benchmark.suite, benchmark.name) not in done_before
     ]

@@ -10,7 +10,7 @@ from undivided.benchmarking import competitors
 from undivided.benchmarking.catalogue import Benchmark, benchmarks
 from undivided.benchmarking.runs import Settings, run
 
-__all__ = ["OTHERS", "Task", "compile_task", "run_task", "settings"]
+__all__ = ["OTHERS", "Task", "compile_task", "others", "run_task", "settings"]
 
 OTHERS = ("sdpa", "flex")
 """The other competitors; flex only on a GPU, because on a CPU it compiles for seconds and is slow."""
@@ -25,6 +25,7 @@ class Task(NamedTuple):
     name: str
     device: str
     backends: tuple[str, ...]
+    others: tuple[str, ...]
     seconds: float
 
     @property
@@ -34,26 +35,27 @@ class Task(NamedTuple):
 
 
 @functools.cache
-def settings(device: str, backends: tuple[str, ...], seconds: float) -> Settings:
+def settings(device: str, backends: tuple[str, ...], others: tuple[str, ...], seconds: float) -> Settings:
     """The settings, one object per process, because they store the best rates of the probes."""
-    return Settings(backends, _others(device), device, patience=seconds, attempts=2)
+    return Settings(backends, others, device, patience=seconds, attempts=2)
+
+
+def others(device: str) -> tuple[str, ...]:
+    """The other competitors on a device."""
+    return tuple(name for name in OTHERS if device != "cpu" or name not in COMPILED)
 
 
 def run_task(task: Task) -> dict[str, Any]:
     """The case that a benchmark reports."""
-    return run(task.benchmark, settings(task.device, task.backends, task.seconds))
+    return run(task.benchmark, settings(task.device, task.backends, task.others, task.seconds))
 
 
 def compile_task(task: Task) -> None:
     """Call each competitor that compiles once, so that its kernels are in the caches on disk."""
     prepared = competitors.prepare(task.benchmark, task.device)
-    others = [name for name in _others(task.device) if name in COMPILED]
-    participants, _ = competitors.competitors(prepared, task.backends, others)
+    compiled = [name for name in task.others if name in COMPILED]
+    participants, _ = competitors.competitors(prepared, task.backends, compiled)
     for competitor in participants:
         if competitor.name in COMPILED:
             with contextlib.suppress(Exception):  # the verification raises and reports it again
                 competitor.call()
-
-
-def _others(device: str) -> tuple[str, ...]:
-    return tuple(name for name in OTHERS if device != "cpu" or name not in COMPILED)

@@ -41,7 +41,7 @@ def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor
             result = reference.composite(call, tensors)
         return _for_caller(result, call.problem) if "lse" in features else result.out
     if "backward" not in features:
-        if tensors.q.is_meta or any_autocast():
+        if tensors.q.is_meta or any_autocast() or is_elsewhere(tensors.q):
             result = forward(backend, call, tensors)
         else:
             result = backend.forward(call, tensors)
@@ -81,9 +81,18 @@ def _replace_gradients(
     return tuple(None if old is None else new for old, new in zip(grads, recorded, strict=True))
 
 
+def is_elsewhere(q: Tensor) -> bool:
+    """Whether a tensor is on a GPU other than the current one, on which Triton, cuDNN and others launch kernels."""
+    return q.is_cuda and q.get_device() != torch.cuda.current_device()
+
+
 def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
-    """Run a backend's forward with autocast off, because backends choose their own precision."""
+    """Run a backend's forward on the device of the tensors, with autocast off, because backends choose their own
+    precision."""
     q = tensors.q
+    if is_elsewhere(q):
+        with torch.cuda.device(q.device):
+            return forward(backend, call, tensors)
     if q.is_meta:
         problem = call.problem
         out = q.new_empty((*q.shape[:-1], problem.v_dim))
@@ -97,7 +106,10 @@ def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
 def backward(
     backend: Backend, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Run a backend's backward with autocast off."""
+    """Run a backend's backward on the device of the tensors, with autocast off."""
+    if is_elsewhere(tensors.q):
+        with torch.cuda.device(tensors.q.device):
+            return backward(backend, call, tensors, result, grad_out, grad_lse)
     if tensors.q.is_meta:
         return [
             torch.empty_like(t) if t is not None and needed else None

@@ -34,21 +34,7 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     record = Recorder()
 
     def flash_forward(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        debug,
-        *,
-        scale,
-        window_size_left,
-        window_size_right,
-        alibi_slopes,
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, debug, *, scale, window_size_left, window_size_right
     ):
         record.add(
             "flash_forward",
@@ -63,7 +49,7 @@ def aten(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         assert debug is False
         assert fake.are_aligned(q, k, v)
         sides = flash_sides(is_causal, window_size_left, window_size_right)
-        return *fake.flash(q, k, v, scale, sides, cu_q=cu_q, cu_k=cu_k, slopes=alibi_slopes), None, None, None
+        return *fake.flash(q, k, v, scale, sides, cu_q=cu_q, cu_k=cu_k), None, None, None
 
     def flash_backward(
         grad,
@@ -147,16 +133,6 @@ def test_torch_flash_packed_documents_with_a_tail(aten: Recorder) -> None:
     assert call["q"].shape == (10, 4, 8)
     assert call["cu_q"].dtype == torch.int32
     assert call["max_q"] >= 5
-
-
-def test_torch_flash_alibi(aten: Recorder) -> None:
-    check(
-        cuda,
-        *tensors(3, 5),
-        mask=masks.causal("bottom_right"),
-        alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 1.0]),
-        backward=False,
-    )
 
 
 def test_the_determinism_flag_is_set_for_one_call_only(aten: Recorder) -> None:

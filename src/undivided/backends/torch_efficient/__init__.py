@@ -67,6 +67,8 @@ class TorchEfficient(Backend):
         capability = machine.compute_capability
         if problem.dtype == torch.bfloat16 and capability is not None and capability < (8, 0):
             reasons.append(f"dtype=bfloat16 on compute capability {gpu.capability_text(machine)} (min 8.0)")
+        if problem.dtype == torch.float32 and problem.kv_len == 1 and "backward" in problem.features:
+            reasons.append("float32 gradients with a single key (the products of its matrix units have 22 bits)")
         if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
             reasons.append(
                 "bottom-right alignment with more queries than keys (the kernel cannot start its diagonal below the "

@@ -1,7 +1,7 @@
 """The CUDA half of `torch_flash`: PyTorch's copy of FlashAttention-2, called below SDPA.
 
 The kernel aligns causal masks bottom-right, so SDPA refuses its causal flag for unequal lengths. A direct call gives
-bottom-right alignment, and also windows, packed documents, ALiBi and the log-sum-exp, which SDPA does not offer.
+bottom-right alignment, and also windows, packed documents and the log-sum-exp, which SDPA does not offer.
 
 Source of the limits: PyTorch, aten/src/ATen/native/transformers/cuda (sdp_utils.cpp, attention_backward.cu) and
 flash_attn/flash_api.cpp; torch/nn/attention/varlen.py for packed tokens.
@@ -38,11 +38,12 @@ LIMITS = Limits(
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents"}),
     alignments=frozenset({"bottom_right"}),
-    features=frozenset({"backward", "gqa", "lse", "alibi"}),
+    features=frozenset({"backward", "gqa", "lse"}),
     compute_capability=((8, 0), (12, 1)),
     packages=(("torch", (2, 6), None),),
     notes={
         "dropout": "it draws its own pattern",
+        "alibi": "PyTorch builds its kernel without them",
         "softcap": "PyTorch's operator has no argument for it",
         "lse_grad": "PyTorch's operator returns lse as a constant",
         "lengths": "PyTorch's operator takes lengths of packed tokens only",
@@ -58,7 +59,7 @@ def _activated(limits: Limits, highest: tuple[int, int]) -> Limits:
         features=limits.features & LIMITS.features,
         compute_capability=((9, 0), highest),
         packages=(("torch", (2, 13), None),),  # earlier versions were not examined
-        notes=LIMITS.notes | {"alibi": "PyTorch's operators refuse it with this implementation"},
+        notes=LIMITS.notes | {"alibi": "PyTorch's operators refuse them with this implementation"},
     )
 
 
@@ -76,10 +77,7 @@ def reasons(problem: Problem, machine: Machine) -> list[str]:
     impl = machine.flash_impl
     if impl is not None:
         return common + _activated_reasons(impl, problem, machine)
-    reasons = limit_reasons(LIMITS, problem, machine) + common
-    if {"alibi", "backward"} <= problem.features:
-        reasons.append("gradients with ALiBi slopes (PyTorch's backward operator has no argument for them)")
-    return reasons + gpu.large_head_reasons(problem, machine)
+    return limit_reasons(LIMITS, problem, machine) + common + gpu.large_head_reasons(problem, machine)
 
 
 def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[str]:
@@ -104,22 +102,11 @@ def forward(call: Call, tensors: Tensors) -> Result:
     """Attention by ``aten::_flash_attention_forward``."""
     problem = call.problem
     causal, left, right = _band(call)
-    slopes = tensors.alibi_slopes
     form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
     out, lse, *_ = OPS._flash_attention_forward(
-        q,
-        k,
-        v,
-        *packing,
-        0.0,
-        causal,
-        False,
-        scale=call.scale,
-        window_size_left=left,
-        window_size_right=right,
-        alibi_slopes=None if slopes is None else slopes.float().contiguous(),
+        q, k, v, *packing, 0.0, causal, False, scale=call.scale, window_size_left=left, window_size_right=right
     )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)

@@ -16,6 +16,7 @@ from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients,
 from undivided.backends.shared import gpu
 from undivided.backends.triton import invariant
 from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, processors, strides
+from undivided.backends.triton.launches import launch
 from undivided.kernels.triton import config
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -118,52 +119,72 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
 
     problem = inputs.problem
     q, length = inputs.q[:, :, rows.span], rows.span.stop - rows.span.start
-    switches = inputs.switches(rows)
-    value_steps = -(-problem.v_dim // switches["VALUE_STEP"])
+    value_steps = -(-problem.v_dim // config.column_step(problem.v_dim))
     tile, group, blocks, splits, tables, places = _blocks(inputs, rows, value_steps)
     parts, part_lses = out[None], lse[None]
     if splits > 1:
         parts = out.new_empty((splits, problem.batch, problem.heads, length, problem.v_dim), dtype=torch.float32)
         part_lses = lse.new_empty((splits, problem.batch, problem.heads, length))
-    descriptors = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n) or (inputs.k, inputs.v)
-    forward.forward_kernel[blocks * value_steps * splits, problem.heads // group, problem.batch](
-        q=q,
-        k=descriptors[0],
-        v=descriptors[1],
-        out=parts,
-        lse=part_lses,
-        sinks=inputs.sinks,
-        pages=inputs.pages,
-        tiles=tables,
-        tiles_b=strides(tables)[0],
-        places=tables if places is None else places,
-        places_b=0 if places is None else strides(places)[0],
-        value_steps=value_steps,
-        **axis_strides(q=q, k=inputs.k, v=inputs.v),
-        **_paging(inputs),
-        **inputs.scales(),
-        out_z=parts.stride(0),
-        out_b=parts.stride(1),
-        out_h=parts.stride(2),
-        out_s=parts.stride(3),
-        lse_z=part_lses.stride(0),
-        lse_b=part_lses.stride(1),
-        lse_h=part_lses.stride(2),
+    descriptors = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n)
+    tensors = {
+        "q": q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "out": parts,
+        "lse": part_lses,
+        "tiles": tables,
         **inputs.pointers(rows),
-        **(switches | {"SINKS": switches["SINKS"] and splits == 1}),
-        GROUP=group,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BIAS=inputs.bias is not None,
-        PAGE=problem.page_size or 0,
-        SPLITS=splits,
-        PLAIN=inputs.plain and not switches["DENSE"],
-        TMA=descriptors[0] is not inputs.k,
-        CLEAN=inputs.clean,
-        INVARIANT=places is not None,
-        SPECIALISE=inputs.uses_warp_specialisation(tile, descriptors[0] is not inputs.k),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **inputs.scales(),
+    }
+    if inputs.sinks is not None:
+        tensors["sinks"] = inputs.sinks
+    if inputs.pages is not None:
+        tensors["pages"] = inputs.pages
+    if places is not None:
+        tensors["places"] = places
+
+    def others() -> dict[str, Any]:
+        switches = inputs.switches(rows)
+        return {
+            "tiles_b": strides(tables)[0],
+            "places_b": 0 if places is None else strides(places)[0],
+            "value_steps": value_steps,
+            **axis_strides(q=q, k=inputs.k, v=inputs.v),
+            **_paging(inputs),
+            **inputs.scale_strides(tensors),
+            "out_z": parts.stride(0),
+            "out_b": parts.stride(1),
+            "out_h": parts.stride(2),
+            "out_s": parts.stride(3),
+            "lse_z": part_lses.stride(0),
+            "lse_b": part_lses.stride(1),
+            "lse_h": part_lses.stride(2),
+            **inputs.placeholders(forward.forward_kernel, tensors),
+            **inputs.pointer_strides(tensors),
+            **switches,
+            "SINKS": switches["SINKS"] and splits == 1,
+            "GROUP": group,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BIAS": inputs.bias is not None,
+            "PAGE": problem.page_size or 0,
+            "SPLITS": splits,
+            "PLAIN": inputs.plain and not switches["DENSE"],
+            "TMA": descriptors is not None,
+            "CLEAN": inputs.clean,
+            "INVARIANT": places is not None,
+            "SPECIALISE": inputs.uses_warp_specialisation(tile, descriptors is not None),
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    launch(
+        forward.forward_kernel,
+        (blocks * value_steps * splits, problem.heads // group, problem.batch),
+        (*inputs.facts(rows), tile, splits, places is not None, descriptors is not None),
+        tensors,
+        others,
+        None if descriptors is None else dict(zip("kv", descriptors, strict=True)),
     )
     if splits > 1:
         _combine(inputs, parts, part_lses, out, lse)
@@ -207,22 +228,27 @@ def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse:
     from undivided.kernels.triton import forward
 
     splits, batch, heads, length, v_dim = parts.shape
-    forward.combine_kernel[(batch * heads * length,)](
-        parts,
-        part_lses,
-        out,
-        lse,
-        inputs.sinks,
-        parts.stride(0),
-        v_dim,
-        part_lses.stride(0),
-        *strides(out)[:3],
-        heads,
-        length,
-        V_DIM=v_dim,
-        WIDTH=max(16, 1 << (v_dim - 1).bit_length()),
-        SPLITS=splits,
-        SINKS=inputs.tensors.sinks is not None,
+    tensors = {"parts": parts, "part_lses": part_lses, "out": out, "lse": lse}
+    if inputs.sinks is not None:
+        tensors["sinks"] = inputs.sinks
+    launch(
+        forward.combine_kernel,
+        (batch * heads * length, 1, 1),
+        (),
+        tensors,
+        lambda: {
+            **inputs.placeholders(forward.combine_kernel, tensors),
+            "part_z": parts.stride(0),
+            "part_row": v_dim,
+            "lse_z": part_lses.stride(0),
+            **dict(zip(("out_b", "out_h", "out_s"), strides(out), strict=False)),
+            "heads": heads,
+            "q_len": length,
+            "V_DIM": v_dim,
+            "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
+            "SPLITS": splits,
+            "SINKS": inputs.sinks is not None,
+        },
     )
 
 

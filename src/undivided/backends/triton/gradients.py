@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride
 from undivided.backends.triton import tables as _triton_tables
 from undivided.backends.triton.inputs import Inputs, Rows, axis_strides
-from undivided.kernels.triton.config import Config
+from undivided.backends.triton.launches import launch
+from undivided.kernels.triton.config import Config, column_step
 from undivided.request.result import Result, sink_factor
 
 
@@ -32,7 +34,7 @@ class _Backward:
         self.delta = (self.g.float() * out.float()).sum(-1).contiguous()
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.factor = None
-        if inputs.tensors.sinks is not None:
+        if inputs.sinks is not None:
             self.factor = sink_factor(self.lse, inputs.sinks).contiguous()
         self.row_slopes = torch.zeros_like(self.delta) if self.needs[5] else None
 
@@ -58,57 +60,73 @@ class _Backward:
             for gradient, tensor, needed in zip(gradients, tensors, self.needs, strict=True)
         ]
 
-    def _arguments(self, rows: Rows, tile: Config, block_m: int, block_n: int) -> dict[str, Any]:
-        """The arguments of all three passes; q, g and dq begin at the first of these rows."""
-        inputs, problem = self.inputs, self.problem
-        q, g = inputs.q[:, :, rows.span], self.g[:, :, rows.span]
-        tables = inputs.tiles(block_m, block_n)
-        first_block = rows.span.start // block_m
-        arguments: dict[str, Any] = {
-            "q": q,
+    def _tensors(self, rows: Rows, block_m: int, block_n: int) -> dict[str, Tensor]:
+        """The tensors of all three passes; q, g and the tables begin at the first of these rows."""
+        inputs = self.inputs
+        optional = {"factor": self.factor, "grad_lse": self.grad_lse}
+        return {
+            "q": inputs.q[:, :, rows.span],
             "k": inputs.k,
             "v": inputs.v,
-            "g": g,
+            "g": self.g[:, :, rows.span],
             "lse": self.lse,
             "delta": self.delta,
-            "factor": self.delta if self.factor is None else self.factor,
-            "grad_lse": self.delta if self.grad_lse is None else self.grad_lse,
-            "tiles": tables.rows[:, first_block:],
-            "tiles_b": batch_stride(tables.rows),
-            "heads": problem.heads,
-            "row_values": problem.q_len,
+            "tiles": inputs.tiles(block_m, block_n).rows[:, rows.span.start // block_m :],
+            **{name: tensor for name, tensor in optional.items() if tensor is not None},
+            **inputs.pointers(rows),
+        }
+
+    def _others(
+        self, kernel: Any, rows: Rows, tensors: dict[str, Tensor], tile: Config, block_m: int, block_n: int
+    ) -> dict[str, Any]:
+        """The other arguments that all three passes have."""
+        return {
+            "tiles_b": batch_stride(tensors["tiles"]),
+            "heads": self.problem.heads,
+            "row_values": self.problem.q_len,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "GRAD_LSE": self.grad_lse is not None,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
+            **self.inputs.placeholders(kernel, tensors),
+            **axis_strides(**{name: tensors[name] for name in "qkvg"}),
+            **self.inputs.pointer_strides(tensors),
+            **self.inputs.switches(rows),
         }
-        arguments |= axis_strides(q=q, k=inputs.k, v=inputs.v, g=g)
-        return arguments | inputs.pointers(rows) | inputs.switches(rows)
 
-    def _descriptors(self, arguments: dict[str, Any], tile: Config, first: str, second: str) -> dict[str, Any]:
+    def _facts(self, rows: Rows, *more: Hashable) -> tuple[Hashable, ...]:
+        return (*self.inputs.facts(rows), *more)
+
+    def _descriptors(self, tensors: dict[str, Tensor], tile: Config, first: str, second: str) -> dict[str, Any] | None:
         """The two tensors that a pass loops over, as tensor descriptors if possible."""
-        descriptors = self.inputs.descriptors(tile, arguments[first], arguments[second], tile.block_n)
-        return {"TMA": False} if descriptors is None else {"TMA": True, first: descriptors[0], second: descriptors[1]}
+        descriptors = self.inputs.descriptors(tile, tensors[first], tensors[second], tile.block_n)
+        return None if descriptors is None else dict(zip((first, second), descriptors, strict=True))
 
     def _rows(self, rows: Rows, dq: Tensor) -> None:
         from undivided.kernels.triton import backward
 
-        tile = self.inputs.tile("rows")
-        arguments = self._arguments(rows, tile, tile.block_m, tile.block_n)
-        arguments |= self._descriptors(arguments, tile, "k", "v")
-        steps = -(-self.problem.qk_dim // arguments["DIM_STEP"])
+        tile, problem = self.inputs.tile("rows"), self.problem
+        tensors = self._tensors(rows, tile.block_m, tile.block_n)
+        descriptors = self._descriptors(tensors, tile, "k", "v")
+        steps = -(-problem.qk_dim // column_step(problem.qk_dim))
         dq = dq[:, :, rows.span]
-        blocks = -(-arguments["q_len"] // tile.block_m)
-        backward.rows_kernel[blocks * steps, self.problem.heads, self.problem.batch](
-            dq=dq,
-            dslope=self.delta if self.row_slopes is None else self.row_slopes,
-            steps=steps,
-            **axis_strides(dq=dq),
-            **arguments,
-            BIAS=self.inputs.bias is not None,
-            CLEAN=self.inputs.clean,
-            SPECIALISE=self.inputs.uses_warp_specialisation(tile, arguments["TMA"]),
+        blocks = -(-dq.shape[2] // tile.block_m)
+        launch(
+            backward.rows_kernel,
+            (blocks * steps, problem.heads, problem.batch),
+            self._facts(rows, tile, descriptors is None),
+            {**tensors, "dq": dq} | ({} if self.row_slopes is None else {"dslope": self.row_slopes}),
+            lambda: {
+                **self._others(backward.rows_kernel, rows, tensors, tile, tile.block_m, tile.block_n),
+                "steps": steps,
+                **axis_strides(dq=dq),
+                "BIAS": self.inputs.bias is not None,
+                "CLEAN": self.inputs.clean,
+                "TMA": descriptors is not None,
+                "SPECIALISE": self.inputs.uses_warp_specialisation(tile, descriptors is not None),
+            },
+            descriptors,
         )
 
     def _keys(self, rows: Rows, dk: Tensor, dv: Tensor, add: bool) -> None:
@@ -116,9 +134,9 @@ class _Backward:
 
         problem, tile = self.problem, self.inputs.tile("keys")
         block_m, block_n = tile.block_n, tile.block_m  # a program keeps keys and visits rows
-        arguments = self._arguments(rows, tile, block_m, block_n)
-        steps = max(-(-problem.qk_dim // arguments["DIM_STEP"]), -(-problem.v_dim // arguments["VALUE_STEP"]))
-        arguments |= self._descriptors(arguments, tile, "q", "g")
+        tensors = self._tensors(rows, block_m, block_n)
+        descriptors = self._descriptors(tensors, tile, "q", "g")
+        steps = max(-(-dim // column_step(dim)) for dim in (problem.qk_dim, problem.v_dim))
         whole = rows.span == slice(0, problem.q_len)
         tables = self.inputs.tiles(block_m, block_n, columns=whole)
         columns = tables.columns
@@ -126,20 +144,32 @@ class _Backward:
             first, last = rows.span.start // block_m, -(-rows.span.stop // block_m)
             columns = _triton_tables.column_table(tables.rows[:, first:last], -(-problem.kv_len // block_n))
         for with_k, with_v in ((True, False), (False, True)) if tile.split_gradients else ((True, True),):
-            backward.keys_kernel[columns.shape[1] * steps, problem.kv_heads, problem.batch](
-                dk=dk,
-                dv=dv,
-                columns=columns,
-                columns_b=batch_stride(columns),
-                steps=steps,
-                ADD=add,
-                WITH_K=with_k,
-                WITH_V=with_v,
-                **axis_strides(dk=dk, dv=dv),
-                **arguments,
-                BIAS=self.inputs.bias is not None,
-                GAPLESS=whole and self.inputs.gapless,
-                CLEAN=self.inputs.clean,
+            arguments = {
+                "steps": steps,
+                "ADD": add,
+                "WITH_K": with_k,
+                "WITH_V": with_v,
+                "BIAS": self.inputs.bias is not None,
+                "GAPLESS": whole and self.inputs.gapless,
+                "CLEAN": self.inputs.clean,
+                "TMA": descriptors is not None,
+            }
+
+            def others(columns: Tensor = columns, arguments: dict[str, Any] = arguments) -> dict[str, Any]:
+                return {
+                    **self._others(backward.keys_kernel, rows, tensors, tile, block_m, block_n),
+                    "columns_b": batch_stride(columns),
+                    **axis_strides(dk=dk, dv=dv),
+                    **arguments,
+                }
+
+            launch(
+                backward.keys_kernel,
+                (columns.shape[1] * steps, problem.kv_heads, problem.batch),
+                self._facts(rows, tile, *arguments.values()),
+                {**tensors, "dk": dk, "dv": dv, "columns": columns},
+                others,
+                descriptors,
             )
 
     def _empty_bias(self) -> Tensor:
@@ -153,22 +183,22 @@ class _Backward:
         from undivided.kernels.triton import backward
 
         problem, tile = self.problem, self.inputs.tile("rows")
-        arguments = self._arguments(rows, tile, tile.block_m, tile.block_n)
+        tensors = self._tensors(rows, tile.block_m, tile.block_n)
         part = dbias[:, :, rows.span]
-        grid = (
-            -(-problem.kv_len // tile.block_n),
-            -(-arguments["q_len"] // tile.block_m),
-            dbias.shape[0] * dbias.shape[1],
-        )
-        backward.pairs_kernel[grid](
-            dbias=part,
-            dbias_b=part.stride(0),
-            dbias_h=part.stride(1),
-            dbias_q=part.stride(2),
-            own_batch=dbias.shape[0],
-            own_heads=dbias.shape[1],
-            batches=problem.batch,
-            **arguments,
+        launch(
+            backward.pairs_kernel,
+            (-(-problem.kv_len // tile.block_n), -(-part.shape[2] // tile.block_m), dbias.shape[0] * dbias.shape[1]),
+            self._facts(rows, tile),
+            {**tensors, "dbias": part},
+            lambda: {
+                **self._others(backward.pairs_kernel, rows, tensors, tile, tile.block_m, tile.block_n),
+                "dbias_b": part.stride(0),
+                "dbias_h": part.stride(1),
+                "dbias_q": part.stride(2),
+                "own_batch": dbias.shape[0],
+                "own_heads": dbias.shape[1],
+                "batches": problem.batch,
+            },
         )
 
     def _bias(self, dbias: Tensor | None) -> Tensor | None:

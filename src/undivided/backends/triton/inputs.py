@@ -6,7 +6,7 @@ Legend: B batch, H query heads, N key/value heads, S sequence (Sq queries, Sk ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,27 @@ from undivided.request.request import Tensors
 MASK_PAIRS = 1 << 28
 """Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 256 MiB of bool."""
 
+
+POINTERS = {
+    "ranges": torch.int32,
+    "bias": torch.float32,
+    "dense": torch.float32,
+    "slopes": torch.float32,
+    "seed": torch.int64,
+    "row_at": torch.float32,
+    "key_at": torch.float32,
+    "sequence": torch.float32,
+    "position": torch.float32,
+    "k_scale": torch.float32,
+    "v_scale": torch.float32,
+    "sinks": torch.float32,
+    "pages": torch.int32,
+    "places": torch.int32,
+    "factor": torch.float32,
+    "grad_lse": torch.float32,
+    "dslope": torch.float32,
+}
+"""The pointers of the kernels that not every call has, with the dtypes of their placeholders."""
 
 _HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree", "blocks"})
 """Kinds of mask under which unused memory, which may hold NaN, may lie between used keys."""
@@ -57,6 +78,11 @@ def processors(device: torch.device) -> int:
 def precision() -> str:
     """The precision of fp32 products: "tf32" if PyTorch's matrix products may use it, else "ieee"."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@functools.cache
+def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=dtype, device=device)
 
 
 def _descriptor(tensor: Tensor, rows: int) -> Any:
@@ -111,10 +137,11 @@ class Inputs:
     def __post_init__(self) -> None:
         call, problem, tensors = self.call, self.problem, self.tensors
         self.q = layout.heads_first(tensors.q, problem.layout)
+        self.pages: Tensor | None = None
+        self.page_strides = (0, 0, 0, 0)
         if call.pages is None:
             self.k = layout.heads_first(tensors.k, problem.layout)
             self.v = layout.heads_first(tensors.v, problem.layout)
-            self.pages, self.page_strides = self.q, (0, 0, 0, 0)
         else:  # pools [pages, page_size, N, D]: a key's row is found through the table
             self.k, self.v = tensors.k.transpose(1, 2), tensors.v.transpose(1, 2)
             self.pages = call.pages.contiguous()
@@ -133,22 +160,15 @@ class Inputs:
         self.form: NormalForm | None = form
         self.masked = not call.mask.is_full
         self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
-        self.ranges = form.table if form is not None and self.masked else self._nothing(torch.int32)
+        self.ranges = self.q if form is None else form.table
         self.bias = None
         if tensors.bias is not None:
             self.bias = tensors.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
         self.slopes = None if tensors.alibi_slopes is None else self._row_slopes(tensors.alibi_slopes)
-        self.sinks = self._nothing() if tensors.sinks is None else tensors.sinks.detach().float().contiguous()
-        self.seed = self._seed(call.dropout_seed)
+        self.sinks = None if tensors.sinks is None else tensors.sinks.detach().float().contiguous()
 
-    def _nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A placeholder for a tensor that the kernel does not read."""
-        return torch.empty(1, dtype=dtype, device=self.tensors.q.device)
-
-    def _seed(self, seed: int | Tensor | None) -> Tensor:
+    def _seed(self, seed: int | Tensor) -> Tensor:
         """The seed as int64 [1], created on the device: copying a number there would wait for it."""
-        if seed is None:
-            return self._nothing(torch.int64)
         if isinstance(seed, Tensor):
             return seed.to(device=self.q.device, dtype=torch.int64).reshape(1)
         return torch.full((1,), seed, dtype=torch.int64, device=self.q.device)
@@ -198,56 +218,84 @@ class Inputs:
             columns=columns,
         )
 
-    def pointers(self, rows: Rows) -> dict[str, Any]:
-        """The arguments of mask, bias, slopes and dropout, for these rows."""
-        form, nothing = self.form, self._nothing()
-        bias = nothing if self.bias is None else self.bias[:, :, rows.span]
-        dense = nothing if rows.dense is None else rows.dense.view(torch.uint8)
+    def pointers(self, rows: Rows) -> dict[str, Tensor]:
+        """The tensors of mask, bias, slopes and dropout that this call has, for these rows."""
+        form, tensors = self.form, {}
+        if self.columns:
+            tensors["ranges"] = self.ranges
+        if self.bias is not None:
+            tensors["bias"] = self.bias[:, :, rows.span]
         if rows.dense is not None:
-            dense = dense.expand(-1, -1, rows.span.stop - rows.span.start, self.problem.kv_len)
-        slopes = nothing if self.slopes is None else self.slopes
-        arguments: dict[str, Any] = {
-            "ranges": self.ranges,
-            "bias": bias,
-            "dense": dense,
-            "slopes": slopes,
-            "seed": self.seed,
-            "row_at": nothing,
-            "key_at": nothing,
-            "sequence": nothing,
-            "position": nothing,
-        }
+            dense = rows.dense.view(torch.uint8)
+            tensors["dense"] = dense.expand(-1, -1, rows.span.stop - rows.span.start, self.problem.kv_len)
+        if self.slopes is not None:
+            tensors["slopes"] = self.slopes
+        if self.call.dropout_p > 0:
+            assert self.call.dropout_seed is not None
+            tensors["seed"] = self._seed(self.call.dropout_seed)
         if form is not None and self.problem.features & {"alibi", "dropout"}:
-            arguments["key_at"] = form.kv_position.contiguous()
-            arguments["position"] = form.q_position.contiguous()
-            arguments["row_at"] = (form.q_position + form.shift).contiguous()
-            arguments["sequence"] = form.sequence_number.contiguous()
-        for name in ("ranges", "row_at", "key_at", "sequence", "position"):
-            arguments[f"{name}_b"] = batch_stride(arguments[name]) if arguments[name].dim() > 1 else 0
-        for name, tensor in (("bias", bias), ("dense", dense)):
-            steps = strides(tensor) if tensor.dim() == 4 else (0, 0, 0, 0)
-            arguments |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_q", f"{name}_k"), steps, strict=True))
-        steps = slopes.stride() if self.slopes is not None else (0, 0, 0)
-        return arguments | dict(zip(("slopes_b", "slopes_h", "slopes_q"), steps, strict=True))
+            tensors["key_at"] = form.kv_position.contiguous()
+            tensors["position"] = form.q_position.contiguous()
+            tensors["row_at"] = (form.q_position + form.shift).contiguous()
+            tensors["sequence"] = form.sequence_number.contiguous()
+        return tensors
 
-    def scales(self) -> dict[str, Any]:
-        """The arguments of quantised keys and values, for the forward."""
-        call, problem = self.call, self.problem
-        arguments: dict[str, Any] = {"FORMAT": config.FORMATS[problem.quantized]}
-        for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-            step_b = step_h = step_s = 0
-            if scale is None:
-                scale = self._nothing()
-            else:
-                if problem.quantized == "int4" and scale.stride(-1) != 1:
-                    scale = scale.contiguous()
-                axes = layout.STRIDES["bshd" if call.pages is not None else problem.layout]
-                step_b, step_h, step_s = axes(scale.stride())
-            # the first axis of a pool has the pages
-            numbers = (scale, step_b, step_h, step_s, step_b)
-            names = (name, *(f"{name}_{axis}" for axis in ("b", "h", "s", "page")))
-            arguments |= dict(zip(names, numbers, strict=True))
+    def pointer_strides(self, pointers: Mapping[str, Tensor]) -> dict[str, int]:
+        """The strides of the tensors of `pointers`, as arguments; 0 for those that the call does not have."""
+        arguments = {}
+        for name in ("ranges", "row_at", "key_at", "sequence", "position"):
+            tensor = pointers.get(name)
+            arguments[f"{name}_b"] = batch_stride(tensor) if tensor is not None and tensor.dim() > 1 else 0
+        for name, axes in (("bias", "bhqk"), ("dense", "bhqk"), ("slopes", "bhq")):
+            tensor = pointers.get(name)
+            steps = (0,) * len(axes) if tensor is None else tensor.stride() if name == "slopes" else strides(tensor)
+            arguments |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=True)}
         return arguments
+
+    def scales(self) -> dict[str, Tensor]:
+        """The scales of quantised keys and values, for the forward."""
+        tensors = {}
+        for name, scale in (("k_scale", self.call.k_scale), ("v_scale", self.call.v_scale)):
+            if scale is not None:
+                rows = self.problem.quantized == "int4" and scale.stride(-1) != 1
+                tensors[name] = scale.contiguous() if rows else scale
+        return tensors
+
+    def scale_strides(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """The format of quantised keys and values, and the strides of their scales, as arguments."""
+        arguments = {"FORMAT": config.FORMATS[self.problem.quantized]}
+        for name in ("k_scale", "v_scale"):
+            step_b = step_h = step_s = 0
+            if name in tensors:
+                axes = layout.STRIDES["bshd" if self.call.pages is not None else self.problem.layout]
+                step_b, step_h, step_s = axes(tensors[name].stride())
+            # the first axis of a pool has the pages
+            names = (f"{name}_{axis}" for axis in ("b", "h", "s", "page"))
+            arguments |= dict(zip(names, (step_b, step_h, step_s, step_b), strict=True))
+        return arguments
+
+    def placeholders(self, kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """For each pointer of a kernel that the call does not have, a tensor that the kernel does not read."""
+        missing = [name for name in kernel.arg_names if name in POINTERS and name not in arguments]
+        return {name: _placeholder(POINTERS[name], self.q.device) for name in missing}
+
+    def facts(self, rows: Rows) -> tuple[Hashable, ...]:
+        """What decides the arguments of a launch, besides the sizes and strides of its tensors and its tile sizes."""
+        call, problem, form = self.call, self.problem, self.form
+        moved = form is not None and (form.key_index is not None or form.row_index is not None)
+        return (
+            problem,
+            call.scale,
+            call.softcap,
+            call.dropout_p,
+            self.columns,
+            rows.span.start,
+            self.clean,
+            form is None or form.exact,
+            0 if form is None else form.first_head,
+            moved,
+            precision() if problem.dtype == torch.float32 else "",
+        )
 
     def switches(self, rows: Rows) -> dict[str, Any]:
         """Sizes, scalars, and compile-time switches."""

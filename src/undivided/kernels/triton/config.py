@@ -79,15 +79,16 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
 }
 
 _HOPPER: Mapping[tuple[str, int, int], Config] = {
-    # 64 rows per group of 4 warps, for wgmma; keys and values by TMA, which needs no registers for addresses
-    ("forward", 2, 64): Config(128, 64, 4, 3, True),
-    ("forward", 2, 128): Config(128, 128, 8, 2, True),
+    # 64 rows per group of 4 warps, for wgmma; keys and values by TMA, which needs no registers for addresses. Two or
+    # three programs of 4 warps share a processor: one multiplies while another computes exponentials
+    ("forward", 2, 64): Config(64, 128, 4, 2, True),
+    ("forward", 2, 128): Config(64, 64, 4, 3, True),
     ("forward", 2, 256): Config(128, 64, 8, 2, True),
-    ("rows", 2, 64): Config(128, 64, 8, 2, True),
-    ("rows", 2, 128): Config(128, 64, 8, 2, True),
-    ("rows", 2, 256): Config(128, 32, 8, 2, True),
-    ("keys", 2, 64): Config(128, 64, 8, 2, True),
-    ("keys", 2, 128): Config(128, 64, 8, 2, True),
+    ("rows", 2, 64): Config(64, 128, 4, 3, True),
+    ("rows", 2, 128): Config(128, 64, 8, 3, True),
+    ("rows", 2, 256): Config(64, 32, 4, 3, True),
+    ("keys", 2, 64): Config(64, 128, 4, 2, True),
+    ("keys", 2, 128): Config(64, 64, 4, 2, True),
     ("keys", 2, 256): Config(128, 32, 8, 2, True, split_gradients=True),
     ("decode", 2, 64): Config(16, 128, 4, 3, True),
     ("decode", 2, 128): Config(16, 64, 4, 3, True),
@@ -124,7 +125,9 @@ WIDEST = 256
 STEP = 128
 
 LIGHT = 32
-"""Keys (or rows) per iteration under dropout, a bias or a dense mask; with 8 warps nothing spills on sm80 and sm90."""
+"""Keys (or rows) per iteration under dropout, a bias or a dense mask."""
+ROWS_PER_WARP = 16
+"""Rows of a warp there: with as many, nothing spills on sm80 and sm90; with fewer, warps compute the same rows twice."""
 
 CANDIDATES = tuple(
     Config(m, n, warps, stages, descriptors)
@@ -181,7 +184,7 @@ def with_fewer_pairs(tile: Config) -> Config:
     """Tile sizes with fewer pairs per thread, for problems with more values per pair, which would spill otherwise."""
     if tile.block_m < 64:
         return tile
-    return tile._replace(block_n=min(tile.block_n, LIGHT), warps=8)
+    return tile._replace(block_n=min(tile.block_n, LIGHT), warps=max(tile.warps, tile.block_m // ROWS_PER_WARP))
 
 
 def candidates(name: str, architecture: str) -> tuple[Config, ...]:

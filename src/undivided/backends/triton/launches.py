@@ -1,0 +1,84 @@
+"""Launches of Triton kernels, remembered: everything but the tensors of a call is computed and looked up once.
+
+A launch through Triton's own interface costs the host more than many of these kernels take: about a hundred arguments
+are collected, bound by name and specialised each time. A remembered launch is a list of arguments in which only the
+tensors are replaced, passed to the compiled kernel.
+
+Triton specialises a kernel on the alignment of each pointer and on the values of its other arguments. Both are decided
+by the key of a launch: facts that the caller names, and the sizes, strides and alignment of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+MAX_LAUNCHES = 1024
+"""Remembered launches: a model has a few per kind of layer and length; all are forgotten if there are more."""
+
+ALIGNMENT = 16
+"""Bytes: Triton compiles a kernel for pointers that are multiples of this, and another for others."""
+
+
+class _Launch(NamedTuple):
+    """A compiled kernel, its arguments in the order of its parameters, and the names of the tensors among them by
+    place."""
+
+    compiled: Any
+    arguments: list[Any]
+    tensors: tuple[tuple[int, str], ...]
+
+
+_launches: dict[Hashable, _Launch] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    facts: tuple[Hashable, ...],
+    tensors: Mapping[str, Tensor],
+    others: Callable[[], Mapping[str, Any]],
+    replaced: Mapping[str, Any] | None = None,
+) -> None:
+    """Launch a kernel on the current stream of the current device.
+
+    Args:
+        kernel: a function decorated with ``triton.jit``.
+        grid: its programs.
+        facts: what decides, together with the sizes and strides of `tensors`, all that `others` returns.
+        tensors: the tensors of the call, by the names of the kernel's arguments.
+        others: returns the remaining arguments and the options of the compilation by name; called once per key.
+        replaced: objects that are passed in place of some of the tensors (tensor descriptors).
+    """
+    key = (kernel, grid, facts, tuple([(name, *_seen(tensor)) for name, tensor in tensors.items()]))
+    known = _launches.get(key)
+    given = tensors if replaced is None else {**tensors, **replaced}
+    if known is None:
+        arguments = {**others(), **given}
+        compiled = kernel[grid](**arguments)
+        if compiled is not None:  # None: Triton's interpreter ran it
+            _remember(key, kernel, compiled, arguments, given)
+        return
+    values = known.arguments.copy()
+    for place, name in known.tensors:
+        values[place] = given[name]
+    known.compiled[grid](*values)
+
+
+def _seen(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What a kernel's arguments and its compilation depend on, besides the facts."""
+    return tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0, tensor.get_device()
+
+
+def _remember(
+    key: Hashable, kernel: Any, compiled: Any, arguments: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    values = [arguments[name] for name in kernel.arg_names]
+    places = tuple((place, name) for place, name in enumerate(kernel.arg_names) if name in given)
+    for place, _ in places:
+        values[place] = None  # keeps no memory of a call
+    if len(_launches) >= MAX_LAUNCHES:
+        _launches.clear()
+    _launches[key] = _Launch(compiled, values, places)

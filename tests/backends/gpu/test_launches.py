@@ -1,0 +1,106 @@
+"""Remembered launches of Triton kernels, with a kernel that records its calls, because there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from undivided.backends.triton import launches
+
+
+class Kernel:
+    """What `launches` uses of a ``triton.jit`` function; `compiled` counts compilations, `calls` has the arguments."""
+
+    arg_names = ("x", "x_stride", "scale", "BLOCK", "y")
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def run(num_warps: int, **arguments: Any) -> Kernel.Compiled:
+            assert arguments.keys() == set(self.arg_names)
+            self.compiled += 1
+            compiled = Kernel.Compiled(self)
+            compiled[grid](*(arguments[name] for name in self.arg_names))
+            return compiled
+
+        return run
+
+    class Compiled:
+        def __init__(self, kernel: Kernel) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *arguments: self.kernel.calls.append((grid, *arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(launches, "_launches", {})
+    return Kernel()
+
+
+def launch(kernel: Kernel, x: Tensor, y: Tensor, scale: float = 2.0, **more: Any) -> None:
+    launches.launch(
+        kernel,
+        (4, 1, 1),
+        (scale,),
+        {"x": x, "y": y},
+        lambda: {"x_stride": x.stride(0), "scale": scale, "BLOCK": 16, "num_warps": 4},
+        **more,
+    )
+
+
+def test_a_second_launch_gets_its_own_tensors_and_the_same_other_arguments(kernel: Kernel) -> None:
+    first, second = (tuple(torch.zeros(8, 4) for _ in range(2)) for _ in range(2))
+    launch(kernel, *first)
+    launch(kernel, *second)
+    assert kernel.compiled == 1
+    for call, (x, y) in zip(kernel.calls, (first, second), strict=True):
+        grid, *arguments = call
+        assert grid == (4, 1, 1)
+        assert arguments[0] is x
+        assert arguments[4] is y
+        assert arguments[1:4] == [4, 2.0, 16]
+
+
+def test_no_tensor_is_kept(kernel: Kernel) -> None:
+    launch(kernel, torch.zeros(8, 4), torch.zeros(8, 4))
+    (known,) = launches._launches.values()
+    assert not any(isinstance(value, Tensor) for value in known.arguments)
+
+
+def test_an_object_replaces_its_tensor_in_every_launch(kernel: Kernel) -> None:
+    x, y = torch.zeros(8, 4), torch.zeros(8, 4)
+    launch(kernel, x, y, replaced={"x": "one descriptor"})
+    launch(kernel, x, y, replaced={"x": "another"})
+    assert kernel.compiled == 1
+    assert [call[1] for call in kernel.calls] == ["one descriptor", "another"]
+
+
+@pytest.mark.parametrize("change", ["sizes", "strides", "alignment", "facts"])
+def test_what_the_arguments_or_the_compilation_depend_on_is_not_reused(kernel: Kernel, change: str) -> None:
+    x, y = torch.zeros(8, 4), torch.zeros(8, 4)
+    launch(kernel, x, y)
+    others = {
+        "sizes": torch.zeros(9, 4),
+        "strides": torch.zeros(8, 8)[:, :4],
+        "alignment": torch.zeros(33)[1:].view(8, 4),
+    }
+    launch(kernel, others.get(change, x), y, scale=3.0 if change == "facts" else 2.0)
+    assert kernel.compiled == 2
+    stride, scale = kernel.calls[1][2:4]
+    assert (stride, scale) == (others.get(change, x).stride(0), 3.0 if change == "facts" else 2.0)
+
+
+def test_the_memory_is_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "MAX_LAUNCHES", 3)
+    x = torch.zeros(8, 4)
+    for n in range(10):
+        launch(kernel, x, x, scale=float(n))
+        assert len(launches._launches) <= 3
+    assert [call[3] for call in kernel.calls] == [float(n) for n in range(10)]
