@@ -121,7 +121,8 @@ class Cudnn(Backend):
         }
         buffers["do"] = grad.contiguous()
         # cuDNN writes ragged gradients for real tokens only; all others must be 0
-        grads = {f"d{name}": torch.zeros(buffers[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
+        new = torch.zeros if cudnn_call.lengths else torch.empty
+        grads = {f"d{name}": new(buffers[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
         bias_buffers = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
         cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | bias_buffers)
         dq, dk, dv = (
