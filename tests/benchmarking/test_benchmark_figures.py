@@ -15,7 +15,7 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.benchmarking import competitors, peak, runs, timing
-from undivided.benchmarking.catalogue import DTYPES, Benchmark, Goal, benchmarks
+from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, Benchmark, Goal, benchmarks
 from undivided.benchmarking.catalogue.serving import STEPS
 from undivided.benchmarking.competitors import Competitor, Prepared, prepare
 from undivided.benchmarking.serving.competitors import _copied_keys
@@ -205,7 +205,7 @@ class TestFigures:
 
 @pytest.mark.usefixtures("quiet")
 class TestCompetitors:
-    @pytest.mark.parametrize("suite", [suite for suite in SINGLE if suite != "serving"])
+    @pytest.mark.parametrize("suite", [*(suite for suite in SINGLE if suite != "serving"), *GPU_SUITES])
     def test_every_kind_of_problem_is_computed_rightly_by_all_that_take_part(self, suite: str) -> None:
         """The catalogue made small: its features, layouts and directions, not its sizes."""
         seen = set()
@@ -238,7 +238,8 @@ class TestCompetitors:
             seen.add(key)
             result = runs.run(replace(one, case=case, without=without, goal=Goal()), hurried())
             for entry in result["entries"]:
-                assert entry["ok"], (one.name, entry)
+                inexact = case.alibi and entry["name"] in ("sdpa", "math")  # their bias has the dtype of q
+                assert entry["ok"] or inexact, (one.name, entry)
             assert entries(result)["undivided"]["seconds"] > 0
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -332,7 +333,8 @@ def _shrunk(case: Case) -> dict[str, Any]:
     """Masks of the catalogue for 40 tokens, and 48 keys to decode over."""
     if case.q_len == 1 and case.kv_len is not None:
         lengths = [48, 17][: case.batch] if case.mask is not None else None
-        return {"kv_len": 48, "mask": (lambda: masks.lengths(lengths)) if lengths else None}
+        page_size = case.page_size and min(case.page_size, 16)
+        return {"kv_len": 48, "mask": (lambda: masks.lengths(lengths)) if lengths else None, "page_size": page_size}
     if case.mask is None:
         return {}
     kinds = case.mask().kinds

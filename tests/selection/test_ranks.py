@@ -178,14 +178,15 @@ class TestOrder:
 class TestTableOfThePackage:
     def test_every_level_that_could_be_measured_has_entries(self) -> None:
         levels = {kind.split("/")[0] for kind in _measured.read(_measured.OURS)}
-        assert {"generic", "avx2", "avx512", "avx512_bf16", "amx"} <= levels
+        assert {"generic", "avx2", "avx512", "avx512_bf16", "amx", "sm90"} <= levels
 
     def test_every_run_names_its_processor_threads_date_commit_version_and_report(self) -> None:
         reports = Path(undivided.__file__).parents[2] / "benchmarks"
         runs = {entry.run for places in _measured.read(_measured.OURS).values() for entry in places.values()}
         for run in runs:
-            assert _measured.estimates._vendor(run.machine) in ("amd", "intel")
-            assert "thread" in run.machine
+            vendor = _measured.estimates._vendor(run.machine)
+            assert vendor in ("amd", "intel", "nvidia")
+            assert "thread" in run.machine or vendor == "nvidia"
             assert run.when[:2] == "20"
             assert run.commit
             assert run.torch[:1].isdigit()

@@ -18,7 +18,7 @@ from undivided.backends import all_backends
 
 # One row per problem, one column per machine; R reference, F torch_flash, E torch_efficient, T torch_cudnn,
 # A flash_attn, C cudnn, X flex, N native, G triton (ours on a GPU). A new backend changes this table, on purpose;
-# so does a measurement: of these machines `cpu` (level avx512) and `amx` were measured (benchmarks/*-ranks-*.json).
+# so does a measurement: of these machines `cpu` (level avx512), `amx` and `h100` were measured (benchmarks/).
 NAMES = {
     "R": "reference",
     "F": "torch_flash",
@@ -45,7 +45,7 @@ train-short-fp32        F    F    E   E          E     E     E     G
 train-4-tokens          N    N    R   F          A     C     C     G
 train-1-token           F    F    R   F          A     A     A     G
 train-gqa               N    N    R   F          A     C     C     G
-decode                  N    N    R   F          A     C     C     G
+decode                  N    N    R   F          A     F     C     G
 decode-lengths          N    N    R   G          A     A     G     G
 decode-pages-16         N    N    R   G          G     G     G     G
 decode-pages-256        N    N    R   G          A     A     G     G
@@ -57,9 +57,9 @@ train-window            N    N    R   F          A     C     C     G
 two-sided-window        N    N    R   F          A     C     C     G
 window-with-globals     N    N    R   G          G     G     G     G
 prefix-lm               N    N    R   G          G     G     G     G
-train-packed            N    N    R   F          A     C     C     G
-train-packed-slots      N    N    R   G          G     C     C     G
-train-padded            N    N    R   G          C     C     C     G
+train-packed            N    N    R   F          A     G     C     G
+train-packed-slots      N    N    R   G          G     G     C     G
+train-padded            N    N    R   G          C     G     C     G
 left-padded             N    N    R   G          G     G     G     G
 dense-mask              N    N    R   G          G     G     G     G
 predicate               N    N    R   G          G     G     G     G

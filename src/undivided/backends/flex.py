@@ -73,7 +73,7 @@ class Flex(Backend):
 
     def rank(self, problem: Problem, machine: Machine) -> float:
         """By the table in `gpu`."""
-        return gpu.rank(self.name, machine)
+        return gpu.rank(self.name, problem, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """Without a C++ compiler for the CPU kernel."""

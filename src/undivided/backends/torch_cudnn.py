@@ -59,7 +59,7 @@ class TorchCudnn(Backend):
 
     def rank(self, problem: Problem, machine: Machine) -> float:
         """By the table in `gpu`."""
-        return gpu.rank(self.name, machine)
+        return gpu.rank(self.name, problem, machine)
 
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU or cuDNN."""

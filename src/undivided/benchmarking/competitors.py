@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.machine import Machine
+from undivided.masks import Mask
 from undivided.quantization import dequantize
 from undivided.request.call import Call
 from undivided.request.normalise import normalise
@@ -188,7 +190,7 @@ def _without(prepared: Prepared, case: Case) -> Competitor:
     original, benchmark = prepared.inputs.arguments, prepared.benchmark
     mask = original["mask"]
     if case.mask != benchmark.case.mask:
-        mask = case.mask() if case.mask else None
+        mask = case.mask() if case.mask else _every_pair(prepared)
     arguments = {
         **original,
         "mask": mask,
@@ -210,6 +212,12 @@ def _without(prepared: Prepared, case: Case) -> Competitor:
     call, tensors = normalise(Request.from_keywords(**arguments))
     inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)
     return _ours(Prepared(prepared.benchmark, inputs, call, tensors), None, "without")
+
+
+def _every_pair(prepared: Prepared) -> Mask | None:
+    """The mask that allows every pair: packed tokens are one document."""
+    problem = prepared.problem
+    return masks.documents([0, problem.q_len], [0, problem.kv_len]) if problem.packed else None
 
 
 def _competitor(
@@ -317,9 +325,16 @@ def _flex(prepared: Prepared) -> Competitor:
     reasons = flex.BACKEND.reasons(prepared.problem, Machine.this(prepared.tensors.q.device))
     if reasons:
         raise Absent("; ".join(reasons))
-    call = flex.bind_kernel(prepared.call, prepared.tensors)
-    leaves = prepared.tensors.heads_first(prepared.problem.layout)
-    return _competitor("flex", "FlexAttention, compiled", prepared, call, leaves, prepared.grad_out)
+    kernel, layout = flex.bind_kernel(prepared.call, prepared.tensors), prepared.problem.layout
+    return _competitor(
+        "flex",
+        "FlexAttention, compiled",
+        prepared,
+        lambda: _layout.from_heads_first(kernel(), layout),
+        prepared.tensors[:3],
+        prepared.inputs.grad_out,
+        lambda x: _layout.heads_first(x, layout),
+    )
 
 
 def _onnxruntime(prepared: Prepared) -> Competitor:

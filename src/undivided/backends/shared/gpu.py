@@ -52,11 +52,18 @@ _FLASH_FIRST = {
     "flex": 60,
 }
 _CUDNN_FIRST_AFTER: Version = (9, 15, 0)
+_WHERE_MEMORY_MAY_BE_UNUSED = 8
+"""Of `triton` on sm90, if tokens may lie outside all sequences: it neither copies inputs to clear them, as for cuDNN,
+nor clears rows of the output. Measured on an H100, 16 causal documents of 1024 tokens, 16 heads of 128: 0.21 ms, with
+cuDNN 0.77 ms (its kernel alone 0.17), with torch_flash 0.44 ms (0.33)."""
 
 
-def rank(name: str, machine: Machine) -> float:
-    """The default rank of this backend on this machine."""
+def rank(name: str, problem: Problem, machine: Machine) -> float:
+    """The default rank of this backend for a problem on this machine."""
     capability, cudnn = machine.compute_capability, machine.version("cudnn")
+    hopper = capability is not None and capability[0] == 9
+    if name == "triton" and hopper and problem.q_len > 1 and problem.mask.kinds & _MAY_HOLD_GARBAGE:
+        return _WHERE_MEMORY_MAY_BE_UNUSED
     prefer = capability is not None and capability[0] in (9, 10) and cudnn is not None and cudnn > _CUDNN_FIRST_AFTER
     return (_CUDNN_FIRST if prefer else _FLASH_FIRST)[name]
 

@@ -95,7 +95,7 @@ def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[st
 
 def rank(problem: Problem, machine: Machine) -> float:
     """By the table in `gpu`."""
-    return gpu.rank("torch_flash", machine)
+    return gpu.rank("torch_flash", problem, machine)
 
 
 def forward(call: Call, tensors: Tensors) -> Result:
