@@ -160,6 +160,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
     assert {row["kernel"] for row in compiled} == {
         "forward_kernel",
         "combine_kernel",
+        "delta_kernel",
         "rows_kernel",
         "keys_kernel",
         "pairs_kernel",

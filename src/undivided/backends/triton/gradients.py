@@ -16,6 +16,9 @@ from undivided.backends.triton.launches import launch
 from undivided.kernels.triton.config import Config, column_step
 from undivided.request.result import Result, sink_factor
 
+DELTA_PAIRS = 4096
+"""Numbers of the gradient that a program of `delta_kernel` reads: 32 for each of its 128 threads."""
+
 
 def gradients(inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
     """Gradients of (q, k, v, bias, sinks, alibi_slopes); None if ``call.needs`` is False for one."""
@@ -27,16 +30,38 @@ class _Backward:
         problem = inputs.problem
         self.inputs, self.problem = inputs, problem
         self.needs = inputs.call.needs
-        g = layout.heads_first(grad_out, problem.layout)
-        self.g = g if g.stride(-1) == 1 or g.shape[-1] == 1 else g.contiguous()
-        out = layout.heads_first(result.out, problem.layout)
+        self.g = _with_whole_rows(layout.heads_first(grad_out, problem.layout))
         self.lse = result.lse.contiguous()
-        self.delta = (self.g.float() * out.float()).sum(-1).contiguous()
+        self.delta = self._delta(_with_whole_rows(layout.heads_first(result.out, problem.layout)))
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.factor = None
         if inputs.sinks is not None:
             self.factor = sink_factor(self.lse, inputs.sinks).contiguous()
         self.row_slopes = torch.zeros_like(self.delta) if self.needs[5] else None
+
+    def _delta(self, out: Tensor) -> Tensor:
+        """The sum of gradient times output of every row, fp32 [B, H, Sq]."""
+        from undivided.kernels.triton import backward
+
+        batch, heads, length, v_dim = out.shape
+        delta = torch.empty((batch, heads, length), dtype=torch.float32, device=out.device)
+        width = max(16, 1 << (v_dim - 1).bit_length())
+        block = max(DELTA_PAIRS // width, 1)
+        launch(
+            backward.delta_kernel,
+            (-(-length // block), heads, batch),
+            (),
+            {"g": self.g, "out": out, "delta": delta},
+            lambda: {
+                **axis_strides(g=self.g, out=out),
+                "heads": heads,
+                "q_len": length,
+                "V_DIM": v_dim,
+                "WIDTH": width,
+                "BLOCK": block,
+            },
+        )
+        return delta
 
     def run(self) -> list[Tensor | None]:
         tensors, parts = self.inputs.tensors, list(self.inputs.parts())
@@ -222,3 +247,8 @@ class _Backward:
         sequence = self.inputs.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
         total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
         return total.index_add_(0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1))
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if the last axis has gaps."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

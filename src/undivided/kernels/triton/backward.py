@@ -6,8 +6,9 @@ of the output and ``delta = sum(g * out)``:
     dv = (dropout(w))^T g          ds = w * (dropout(g v^T) - delta) + p * dlse
     dq = scale * (ds * rate) k     dk = scale * (ds * rate)^T q          dbias = ds      dslope = -ds * |i + d - j|
 
-where rate is the derivative of the softcap. There are three passes, each deterministic: `rows_kernel` writes dq and the
-row sums for ALiBi, `keys_kernel` writes dk and dv (summed over the heads of the group), `pairs_kernel` writes dbias.
+where rate is the derivative of the softcap. `delta_kernel` writes delta. Then there are three passes, each
+deterministic: `rows_kernel` writes dq and the row sums for ALiBi, `keys_kernel` writes dk and dv (summed over the heads
+of the group), `pairs_kernel` writes dbias.
 
 Memory traffic: the pass over rows reads a key tile once per block of rows, the pass over keys reads q and g once per key
 tile.
@@ -32,6 +33,26 @@ from undivided.kernels.triton.tile import (
     row_ranges,
     runs,
 )
+
+
+@triton.jit
+def delta_kernel(
+    g, out, delta, g_b, g_h, g_s, out_b, out_h, out_s, heads, q_len,
+    V_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """delta = sum(g * out) of a block of rows of one head, in fp32, contiguous [B, H, Sq].
+
+    The grid is (blocks of rows, heads, batch). WIDTH: V_DIM, rounded up to a power of two.
+    """
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_d = tl.arange(0, WIDTH)
+    rows = o_m.to(tl.int64)[:, None]
+    inside = (o_m < q_len)[:, None] & (o_d < V_DIM)[None, :]
+    g_tile = tl.load(g + b * g_b + h * g_h + rows * g_s + o_d[None, :], mask=inside, other=0.0)
+    out_tile = tl.load(out + b * out_b + h * out_h + rows * out_s + o_d[None, :], mask=inside, other=0.0)
+    total = tl.sum(g_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    tl.store(delta + (b * heads + h) * q_len + o_m, total, mask=o_m < q_len)
 
 
 @triton.jit
