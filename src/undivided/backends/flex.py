@@ -115,9 +115,9 @@ class Flex(Backend):
         if problem.device == "cpu":
             out = _compiled()(*inputs, **settings)
             lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan, device="cpu")
-            return Result(gpu.fix_empty_rows(out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
+            return Result(gpu.fix_empty_rows(problem, out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
         out, lse = _with_lse(inputs, settings)
-        return Result(*gpu.fix_empty_rows(out.transpose(1, 2), lse, form)).in_layout(problem.layout)
+        return Result(*gpu.fix_empty_rows(problem, out.transpose(1, 2), lse, form)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None

@@ -117,7 +117,7 @@ class TorchCudnn(Backend):
             scale=call.scale,
         )
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
-        return Result(*gpu.fix_empty_rows(out.transpose(1, 2), lse, None)).in_layout(problem.layout)
+        return Result(*gpu.fix_empty_rows(problem, out.transpose(1, 2), lse, None)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -173,7 +173,7 @@ def _packed_forward(call: Call, tensors: Tensors) -> Result:
         scale=call.scale,
     )
     lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    fixed = gpu.fix_empty_rows(out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
+    fixed = gpu.fix_empty_rows(problem, out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
     return Result(*fixed).in_layout(problem.layout)
 
 

@@ -50,7 +50,7 @@ def fix_empty_rows(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Te
     problem = call.problem
     lse = stats_BHS if tensors.sinks is None else gpu.without_sinks(stats_BHS, tensors.sinks)
     form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    out, lse = gpu.fix_empty_rows(out_BSHD, lse, form)
+    out, lse = gpu.fix_empty_rows(problem, out_BSHD, lse, form)
     if tensors.bias is not None:
         return gpu.blank(out, lse, gpu.closed_rows(call, tensors))
     return out, lse

@@ -34,7 +34,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     else:
         out, lse, *_ = _package()._flash_attn_forward(q, k, v, **settings, return_softmax=False)
-    return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -79,7 +79,7 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         alibi_slopes=_slopes(tensors),
         return_softmax_lse=True,
     )
-    fixed = gpu.fix_empty_rows(out, lse, call.normal_form(tensors.q))
+    fixed = gpu.fix_empty_rows(call.problem, out, lse, call.normal_form(tensors.q))
     return Result(*fixed).in_layout(call.problem.layout)
 
 

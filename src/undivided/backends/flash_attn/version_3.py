@@ -33,7 +33,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, "causal"))
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:

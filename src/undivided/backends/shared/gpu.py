@@ -159,9 +159,16 @@ def has_rows_without_keys(problem: Problem) -> bool:
     return (problem.align == "bottom_right" and problem.q_len > problem.kv_len) or "window" in problem.mask.kinds
 
 
-def fix_empty_rows(out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None) -> tuple[Tensor, Tensor]:
+_READ_LSE = frozenset({"lse", "backward"})
+
+
+def fix_empty_rows(
+    problem: Problem, out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) with output 0 and lse = -inf in rows without keys, whatever the kernel wrote there. In place for
-    `out`."""
+    `out`. An lse that nobody reads stays as it is, if no mask leaves a row without keys (form: None)."""
+    if form is None and not problem.features & _READ_LSE:
+        return out_BSHD, lse_BHS
     lse = lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
     return (out_BSHD, lse) if form is None else blank(out_BSHD, lse, rows_without_keys(form))
 
@@ -301,8 +308,8 @@ def align(tensor: Tensor) -> Tensor:
     frontend refuses misaligned strides (sdpa_support_surface.h, `validate_sdpa_operand_stride_alignment`), but not
     misaligned addresses.
     """
-    steps = [stride for stride, size in zip(tensor.stride(), tensor.shape[:-1], strict=False) if size > 1]
-    misaligned = any(step * tensor.element_size() % _LOAD_BYTES for step in steps)
-    if misaligned or tensor.data_ptr() % _LOAD_BYTES:
+    numbers, strides = _LOAD_BYTES // tensor.element_size(), tensor.stride()
+    aligned = tensor.data_ptr() % _LOAD_BYTES == 0
+    if not aligned or any(stride % numbers and tensor.shape[axis] > 1 for axis, stride in enumerate(strides[:-1])):
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor

@@ -110,8 +110,8 @@ class TorchEfficient(Backend):
         )
         if packing is not None:
             lse = packing.gather(lse, problem.q_len)
-            return Result(*gpu.fix_empty_rows(out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
-        out, lse = gpu.fix_empty_rows(out, lse[..., : problem.q_len], None)
+            return Result(*gpu.fix_empty_rows(problem, out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
+        out, lse = gpu.fix_empty_rows(problem, out, lse[..., : problem.q_len], None)
         if "bias" in problem.features and "lse" in problem.features:
             # the kernel returns lse = 0 for rows whose bias is -inf throughout; its backward needs no correction
             out, lse = gpu.blank(out, lse, gpu.closed_rows(call, tensors))

@@ -110,7 +110,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*gpu.fix_empty_rows(out, lse, form)).in_layout(call.problem.layout)
+    return Result(*gpu.fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
