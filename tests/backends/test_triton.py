@@ -88,6 +88,19 @@ def test_tables_cover_every_allowed_pair_and_mark_only_full_tiles_as_full(
                     assert pairs.shape[1] == block_n
 
 
+@pytest.mark.parametrize(("group", "block_m", "block_n"), [(4, 16, 64), (8, 4, 32), (40, 16, 32)])
+@pytest.mark.parametrize("columns", [2, 4])
+@pytest.mark.parametrize("always_masked", [False, True])
+def test_the_table_of_one_query_is_that_of_as_many_equal_rows(
+    group: int, block_m: int, block_n: int, columns: int, always_masked: bool
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    ranges = torch.randint(0, 300, (50, 1, columns), dtype=torch.int32, generator=generator).sort(-1).values
+    ranges[:10, :, 1] = ranges[:10, :, 0]  # rows without keys
+    one = tables._row_table(ranges, block_m, block_n, group, always_masked)
+    assert torch.equal(one, tables._row_table(ranges.expand(-1, group, -1), block_m, block_n, 1, always_masked))
+
+
 @pytest.mark.parametrize(
     ("lengths", "more", "unseen"),
     [

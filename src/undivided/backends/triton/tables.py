@@ -99,21 +99,25 @@ def _plain_tables(blocks: int, tiles: int, whole: int, device: torch.device, col
 
 
 def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_masked: bool) -> Tensor:
-    _, rows, width = ranges.shape
-    if group > 1:
-        ranges = ranges.repeat_interleave(group, dim=1)
-        rows *= group
+    _, queries, width = ranges.shape
+    rows = queries * group
     blocks = max(-(-rows // block_m), 1)
+    if group > 1 and queries > 1:
+        ranges = ranges.repeat_interleave(group, dim=1)
     missing = blocks * block_m - rows
     runs = []
     for side in range(0, width, 2):
         start, stop = ranges[..., side], ranges[..., side + 1]
         none = stop <= start
+        start, stop = start.masked_fill(none, FAR), stop.masked_fill(none, 0)
+        if queries == 1:  # all rows of a block are one: a third of the operators, in every step of decoding
+            runs.append(_run(start, stop, start, stop, block_n, always_masked).expand(-1, blocks, -1))
+            continue
         # rows beyond the tensor need no tile and make no tile partial
-        first = _blocked(start.masked_fill(none, FAR), missing, FAR, block_m).amin(-1)
-        last = _blocked(stop.masked_fill(none, 0), missing, 0, block_m).amax(-1)
-        latest = _blocked(start.masked_fill(none, FAR), missing, 0, block_m).amax(-1)
-        earliest = _blocked(stop.masked_fill(none, 0), missing, FAR, block_m).amin(-1)
+        first = _blocked(start, missing, FAR, block_m).amin(-1)
+        last = _blocked(stop, missing, 0, block_m).amax(-1)
+        latest = _blocked(start, missing, 0, block_m).amax(-1)
+        earliest = _blocked(stop, missing, FAR, block_m).amin(-1)
         runs.append(_run(first, last, latest, earliest, block_n, always_masked))
     if width == 2:
         runs.append(torch.zeros_like(runs[0]))
