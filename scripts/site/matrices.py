@@ -58,7 +58,7 @@ def backends(_: str) -> str:
 What each backend declares. A feature that a backend does not declare is refused with a reason, never approximated.
 "yes" is necessary, not sufficient: a backend also has rules about combinations, versions and sizes, and
 `undivided.explain` answers for one exact problem. [Selection](../learn/selection.md#the-backends) says what each
-backend is; `flex` has no gradients on a CPU. No GPU backend has run on a GPU yet.
+backend is; `flex` has no gradients on a CPU. [Which of them ran on a GPU](../how-to/run-on-a-gpu.md).
 
 ## Limits
 

@@ -161,6 +161,15 @@ TABLE = [
         },
     ),
     Row(
+        "fp32-one-key-h100", H100, ask((2, 64, 16, 128), kv_len=1, dtype=FULL, grad=True), "reference",
+        {
+            "torch_efficient": ["float32 gradients with a single key"],
+            "flash_attn": ["flash-attn 3: dtype=float32", "flash-attn 2: dtype=float32"],
+            "torch_flash": ["dtype=float32"], "torch_cudnn": ["dtype=float32", "key length 1"],
+            "cudnn": ["dtype=float32", "key length 1"],
+        },
+    ),
+    Row(
         "thd-fp32-a100", A100, ask((1, 4096, 16, 128), dtype=FULL, layout="thd", mask=DOCUMENTS & masks.causal(), grad=True),
         "torch_efficient",
         {

@@ -1,7 +1,7 @@
 """The error budget of a kernel: at most twice the error of plain low-precision arithmetic, plus one rounding.
 
     error(x)  = ||x - oracle|| / ||oracle||                       Frobenius norm, in fp64
-    budget    = 2 * error(plain) + eps                            plain: the worst of three orders of summation
+    budget    = 2 * error(plain) + eps                            plain: the worst of some orders of summation
 
 A gradient that is a sum over rows (of sinks, slopes, a bias of one number per row or fewer) may be a single number,
 in which plain arithmetic has hardly any error by chance. The rows' errors r are many, and if they are independent, the

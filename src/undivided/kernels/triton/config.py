@@ -1,8 +1,8 @@
 """Tile sizes: one table per architecture, replaced by the sizes that `undivided tune` measured on this machine.
 
-The tables are not measured yet. They are derived from FlashAttention-2 (csrc/flash_attn, flash_fwd_launch_template.h
-and flash_bwd_launch_template.h) and PyTorch's FlexAttention (torch/_inductor, template_heuristics/triton.py), restricted
-to sizes with which our kernels compile without spills in the loop over full tiles, and with pipelined loads: bf16,
+The rows of sm90 for 16-bit types were measured on an H100 (docs/decisions/2026-11-26-first-run-on-an-h100.md). The others
+are derived from FlashAttention-2 (csrc/flash_attn, flash_fwd_launch_template.h and flash_bwd_launch_template.h) and
+PyTorch's FlexAttention (torch/_inductor, template_heuristics/triton.py), restricted to sizes with which our kernels compile without spills in the loop over full tiles, and with pipelined loads: bf16,
 causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and sm120. `tests/support/gpus/triton_compile.py` prints registers,
 spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md has the results. Nothing is tuned automatically.
 """
