@@ -47,7 +47,7 @@ IN_SEQUENCE = -1
 def orders(like: Tensor) -> tuple[int, ...]:
     """The orders of summation whose largest error counts for tensors of this dtype and device.
 
-    A thread of a GPU adds the products of a fp32 sum one after another, and has more rounding errors than a processor,
+    A thread of a GPU adds the products of an fp32 sum one after another, and has more rounding errors than a processor,
     whose lanes add parts of it. (Matrix units add the products of half types in fp32, which hardly shows.)
     """
     if like.dtype == torch.float64:

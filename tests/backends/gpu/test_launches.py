@@ -82,11 +82,12 @@ def test_an_object_replaces_its_tensor_in_every_launch(kernel: Kernel) -> None:
     assert [call[1] for call in kernel.calls] == ["one descriptor", "another"]
 
 
-@pytest.mark.parametrize("change", ["sizes", "strides", "alignment", "facts"])
+@pytest.mark.parametrize("change", ["dtype", "sizes", "strides", "alignment", "facts"])
 def test_what_the_arguments_or_the_compilation_depend_on_is_not_reused(kernel: Kernel, change: str) -> None:
     x, y = torch.zeros(8, 4), torch.zeros(8, 4)
     launch(kernel, x, y)
     others = {
+        "dtype": torch.zeros(8, 4, dtype=torch.int32),
         "sizes": torch.zeros(9, 4),
         "strides": torch.zeros(8, 8)[:, :4],
         "alignment": torch.zeros(33)[1:].view(8, 4),

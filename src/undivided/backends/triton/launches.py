@@ -5,7 +5,7 @@ are collected, bound by name and specialised each time. A remembered launch is a
 tensors are replaced, passed to the compiled kernel.
 
 Triton specialises a kernel on the alignment of each pointer and on the values of its other arguments. Both are decided
-by the key of a launch: facts that the caller names, and the sizes, strides and alignment of its tensors.
+by the key of a launch: facts that the caller names, and the dtypes, sizes, strides and alignment of its tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def launch(
     Args:
         kernel: a function decorated with ``triton.jit``.
         grid: its programs.
-        facts: what decides, together with the sizes and strides of `tensors`, all that `others` returns.
+        facts: what decides, together with the dtypes, sizes and strides of `tensors`, all that `others` returns.
         tensors: the tensors of the call, by the names of the kernel's arguments.
         others: returns the remaining arguments and the options of the compilation by name; called once per key.
         replaced: objects that are passed in place of some of the tensors (tensor descriptors).
@@ -69,7 +69,7 @@ def launch(
 
 def _seen(tensor: Tensor) -> tuple[Hashable, ...]:
     """What a kernel's arguments and its compilation depend on, besides the facts."""
-    return tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0, tensor.get_device()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0, tensor.get_device()
 
 
 def _remember(
