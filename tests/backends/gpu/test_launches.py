@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from undivided.backends.triton import launches
+from undivided.backends import triton
+from undivided.backends.triton import gradients, launches
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
+from undivided.verification import inputs
+from undivided.verification.cases import CASES
 
 
 class Kernel:
@@ -105,3 +111,35 @@ def test_the_memory_is_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) 
         launch(kernel, x, x, scale=float(n))
         assert len(launches._launches) <= 3
     assert [call[3] for call in kernel.calls] == [float(n) for n in range(10)]
+
+
+def test_launches_of_the_whole_contract_with_one_key_have_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of every case and dtype, without running a kernel."""
+    known: dict[Any, dict[str, Any]] = {}
+    repeated = 0
+
+    def checked(
+        kernel: Any, grid: Any, facts: Any, tensors: Any, others: Callable[[], dict[str, Any]], replaced: Any = None
+    ) -> None:
+        nonlocal repeated
+        arguments = {name: str(x) if isinstance(x, Tensor) else x for name, x in others().items()}
+        assert arguments.keys() | tensors.keys() >= set(kernel.arg_names)
+        key = launches.key_of(kernel, grid, facts, tensors)
+        repeated += key in known
+        assert known.setdefault(key, arguments) == arguments
+
+    monkeypatch.setattr(triton, "launch", checked)
+    monkeypatch.setattr(gradients, "launch", checked)
+    backend = triton.BACKEND
+    for case in CASES.values():
+        for dtype in case.dtypes:
+            built = inputs.build(case, dtype)
+            call, given = normalise(Request.from_keywords(**built.arguments))
+            if dtype == torch.float64 or 0 in (call.problem.batch, call.problem.q_len, call.problem.kv_len):
+                continue  # refused
+            with torch.no_grad():
+                result = backend.forward(call, given)
+                if any(call.needs):
+                    backend.backward(call, given, result, built.grad_out, built.grad_lse)
+    assert len(known) > 500
+    assert repeated > 20

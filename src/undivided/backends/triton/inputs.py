@@ -280,9 +280,11 @@ class Inputs:
         return {name: _placeholder(POINTERS[name], self.q.device) for name in missing}
 
     def facts(self, rows: Rows) -> tuple[Hashable, ...]:
-        """What decides the arguments of a launch, besides the sizes and strides of its tensors and its tile sizes."""
+        """What decides the arguments of a launch, besides its tile sizes and what `launches` reads of its tensors."""
         call, problem, form = self.call, self.problem, self.form
-        moved = form is not None and (form.key_index is not None or form.row_index is not None)
+        of_form: tuple[Hashable, ...] = ()
+        if form is not None:
+            of_form = form.exact, form.first_head, form.key_index is None, form.row_index is None
         return (
             problem,
             call.scale,
@@ -291,9 +293,7 @@ class Inputs:
             self.columns,
             rows.span.start,
             self.clean,
-            form is None or form.exact,
-            0 if form is None else form.first_head,
-            moved,
+            of_form,
             precision() if problem.dtype == torch.float32 else "",
         )
 

@@ -52,7 +52,7 @@ def launch(
         others: returns the remaining arguments and the options of the compilation by name; called once per key.
         replaced: objects that are passed in place of some of the tensors (tensor descriptors).
     """
-    key = (kernel, grid, facts, tuple([(name, *_seen(tensor)) for name, tensor in tensors.items()]))
+    key = key_of(kernel, grid, facts, tensors)
     known = _launches.get(key)
     given = tensors if replaced is None else {**tensors, **replaced}
     if known is None:
@@ -65,6 +65,13 @@ def launch(
     for place, name in known.tensors:
         values[place] = given[name]
     known.compiled[grid](*values)
+
+
+def key_of(
+    kernel: Any, grid: tuple[int, int, int], facts: tuple[Hashable, ...], tensors: Mapping[str, Tensor]
+) -> Hashable:
+    """The key of a launch: two launches with one key differ in nothing but their tensors."""
+    return kernel, grid, facts, tuple([(name, *_seen(tensor)) for name, tensor in tensors.items()])
 
 
 def _seen(tensor: Tensor) -> tuple[Hashable, ...]:
