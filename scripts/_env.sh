@@ -21,7 +21,7 @@ make_venv() {
 stamp() {
   {
     pwd
-    cat pyproject.toml constraints.txt cmake/CMakeLists.txt src/undivided/kernels/cpu/*/*.{h,cc}
+    cat pyproject.toml constraints.txt cmake/CMakeLists.txt cmake/*.cc src/undivided/kernels/cpu/*/*.{h,cc}
     grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2>/dev/null || true
   } | cksum
 }

@@ -335,6 +335,10 @@ def test_errors_of_wrong_calls(arguments: dict[str, Any], said: str) -> None:
             "scaling['rope_type'] must be one of 'default', 'linear', 'dynamic', 'yarn', 'llama3', got 'ntk'",
         ),
         ({"scaling": {"rope_type": "linear"}}, "scaling must have 'factor' with rope_type 'linear', got []"),
+        (
+            {"scaling": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "scaling['low_freq_factor'] must be below scaling['high_freq_factor'], got 4.0 and 4.0",
+        ),
         ({"scaling": {"type": "linear", "factor": 0.5}}, "scaling['factor'] must be a number of at least 1, got 0.5"),
         (
             {"scaling": YARN | {"beta": 3}},

@@ -65,7 +65,16 @@ def checked_scaling(config: object, pretrained_length: int | None) -> Scaling:
     for key in _REQUIRED[kind]:
         if key not in values:
             raise InputError("scaling", f"have {key!r} with rope_type {kind!r}", sorted(values))
-    return Scaling(kind, {key: _checked(key, value) for key, value in values.items()})
+    scaling = Scaling(kind, {key: _checked(key, value) for key, value in values.items()})
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        raise InputError(
+            "scaling['low_freq_factor']",
+            "be below scaling['high_freq_factor']",
+            f"{low} and {high}",
+            hint="1.0 and 4.0 in the configurations of Llama 3.1",
+        )
+    return scaling
 
 
 def _checked(key: str, value: object) -> Any:
