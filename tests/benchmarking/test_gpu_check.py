@@ -261,6 +261,8 @@ class TestScript:
             "machine",
             "--only",
             "contract",
+            "--only",
+            "host",
             "--filter",
             "gqa-of-a-prime",
             "--jobs",
@@ -275,6 +277,13 @@ class TestScript:
             "gqa-of-a-prime-7-heads"
         }
         assert "torch_flash" in (tmp_path / "out/machine.txt").read_text()
+        times = json.loads((tmp_path / "out/host.json").read_text())["times"]
+        assert {(row["problem"], row["competitor"]) for row in times} >= {
+            ("causal, 128 tokens", "chosen"),
+            ("causal, 128 tokens", "sdpa"),
+            ("3 packed documents", "torch_flash"),
+        }
+        assert all(row["microseconds"] > 0 for row in times)
 
     def test_it_uses_all_cores_however_many_threads_a_process_has(self, tmp_path: Path) -> None:
         """nproc prints OMP_NUM_THREADS, which the script sets to 1."""

@@ -6,6 +6,8 @@ The problems run in a separate process, which is replaced if a kernel faults or 
 report is written after every problem, so an interrupted run keeps its results, and --resume continues it. With --warm
 all kernels are compiled in parallel before anything is timed. With --ranks the rates are added to a table for selection
 (see `undivided ranks`). `undivided bench` does the same with tables and a progress bar.
+
+With --host it prints how long the host takes for small calls, and writes that instead (`overhead.host_times`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from undivided._files import replace_text
 from undivided.benchmarking import markdown, plan
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
 from undivided.benchmarking.competitors import selectable_backends
+from undivided.benchmarking.overhead import HostTime, host_times
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.suites import empty_report
 from undivided.benchmarking.tasks import OTHERS, Task, compile_task, others, run_task, settings
+from undivided.machine import Machine
 from undivided.selection.measured import read
 from undivided.verification import workers
 
@@ -43,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--other", action="append", choices=OTHERS, help="of the other competitors, only this one; may be repeated"
     )
+    parser.add_argument("--host", action="store_true", help="time small calls on the host, and nothing else")
     parser.add_argument("--quick", action="store_true", help="run only a representative selection")
     parser.add_argument("--json", type=Path, help="write the report to this file, after every problem")
     parser.add_argument("--ranks", type=Path, metavar="FILE", help="add the rates to this table for selection")
@@ -58,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the command; the exit code is 1 if one of our results was wrong, 2 if something was not run."""
     options = _parser().parse_args()
+    if options.host:
+        return _host(options.device, options.json)
     deadline = time.monotonic() + options.seconds
     if options.ranks is not None:
         read(options.ranks)  # fail before minutes are spent if the file is not a table
@@ -93,6 +100,19 @@ def main() -> int:
     if left:
         print(f"not run: {left} (time limit; --resume runs the rest)")
     return 1 if report["failed"] or any(map(_is_wrong, report["cases"])) else 2 if left else 0
+
+
+def _host(device: str, path: Path | None) -> int:
+    """Print the host's times of small calls, and write them."""
+    machine, times = str(Machine.this(device)), list[HostTime]()
+    print(machine, flush=True)
+    for row in host_times(device):
+        if not times or row.problem != times[-1].problem:
+            print(row.problem)
+        print(f"{row.competitor:>18} {row.microseconds:9.1f} us", flush=True)
+        times.append(row)
+    _write(path, {"machine": machine, "times": [row._asdict() for row in times]})
+    return 0
 
 
 def _warm(tasks: list[Task], jobs: int, seconds: float) -> None:
