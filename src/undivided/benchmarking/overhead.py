@@ -129,6 +129,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Callable[
 _attend: Callable[..., Tensor] = attention
 
 
+TURN = 0.05
+"""Longest turn in seconds, for calls that the CPU computes."""
+
+
 class HostTime(NamedTuple):
     """Microseconds of one call on the host: a problem, and a backend, "chosen" or "sdpa"."""
 
@@ -180,7 +184,8 @@ def host_times(device: str, calls: int = 50, turns: int = 7) -> Iterator[HostTim
 
     Args:
         device: "cpu", on which a call also computes, or "cuda".
-        calls: consecutive calls of a turn; the device may still compute when the host has launched the last one.
+        calls: consecutive calls of a turn, fewer if they take longer than `TURN`; the device may still compute when the
+            host has launched the last one.
         turns: the median over so many turns counts.
 
     >>> next(host_times("cpu", calls=1, turns=1)).problem
@@ -196,12 +201,15 @@ def host_times(device: str, calls: int = 50, turns: int = 7) -> Iterator[HostTim
                 run()
             except NoBackendError:
                 continue
+            start = time.perf_counter()
+            run()
+            number = min(calls, max(1, int(TURN / (time.perf_counter() - start))))
             times = []
             for _ in range(turns):
                 wait()
                 start = time.perf_counter()
-                for _ in range(calls):
+                for _ in range(number):
                     run()
-                times.append((time.perf_counter() - start) / calls)
+                times.append((time.perf_counter() - start) / number)
             wait()
             yield HostTime(name, competitor, round(1e6 * statistics.median(times), 1))
