@@ -20,6 +20,7 @@ from undivided.benchmarking.catalogue.serving import STEPS
 from undivided.benchmarking.competitors import Competitor, Prepared, prepare
 from undivided.benchmarking.serving.competitors import _copied_keys
 from undivided.benchmarking.timing import Reading
+from undivided.verification import sample as sample_module
 from undivided.verification.cases import Case
 from undivided.verification.sample import sample_of
 
@@ -117,6 +118,18 @@ class TestVerificationFirst:
             missing = value.clone()
             missing[0, 0, 3, 1] = math.nan
             assert sample.error(name, missing) == math.inf
+
+    def test_a_sample_in_blocks_of_rows_is_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The scores of a head of 65536 tokens do not fit into the memory of a GPU in fp64."""
+        prepared = competitors.prepare(tiny(backward=True, q_len=700, heads=2, mask=masks.causal))
+        arguments = prepared.call, prepared.tensors, prepared.inputs.grad_out
+        whole = sample_of(*arguments)
+        monkeypatch.setattr(sample_module, "PAIRS_AT_ONCE", 1)
+        blocks = sample_of(*arguments)
+        for name in ("out", "dq", "dk", "dv"):
+            torch.testing.assert_close(blocks.right[name], whole.right[name], rtol=1e-12, atol=1e-12)
+            assert torch.equal(blocks.zero[name], whole.zero[name])
+            assert 0.5 < blocks.allowed[name] / whole.allowed[name] < 2
 
     def test_a_sample_requires_exact_zeros_where_nothing_reaches(self) -> None:
         case = replace(TINY, mask=lambda: masks.causal("bottom_right"), kv_len=8, q_len=12)

@@ -31,6 +31,9 @@ MAX_FULL_PAIRS = 1 << 18
 ROWS = 32
 """Query rows of each sampled block."""
 
+PAIRS_AT_ONCE = 1 << 26
+"""Largest score matrix of a computation, 512 MiB in fp64: the rows of a whole head of 65536 tokens are 64 blocks."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:
@@ -76,7 +79,7 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
         names = ("out",) if grad_out is None else ("out", "dq", "dk", "dv")
         upstream = None if grad_out is None else Upstream(grad_out)
         pieces = _pieces(problem, whole_heads=grad_out is not None)
-        gather = functools.partial(_gather, pieces, names)
+        gather = functools.partial(_gather, pieces, problem, names)
         right = gather(lambda piece: oracle.piece_oracle(piece, call, tensors, upstream))
         reached = gather(lambda piece: _expand(oracle.piece_reach(piece, call, tensors), problem))
         worst = dict.fromkeys(names, 0.0)
@@ -130,8 +133,26 @@ def _expand(reached: Quantities, problem: Problem) -> Quantities:
 
 
 def _gather(
-    pieces: tuple[Piece, ...], names: tuple[str, ...], compute: Callable[[Piece], Quantities]
+    pieces: tuple[Piece, ...], problem: Problem, names: tuple[str, ...], compute: Callable[[Piece], Quantities]
 ) -> dict[str, Tensor]:
     """The quantities that `compute` returns for all pieces, each one flat and in fp64."""
-    parts = [compute(piece) for piece in pieces]
-    return {name: torch.cat([part[name].double().flatten() for part in parts]) for name in names}
+    parts = [_computed_in_blocks(piece, problem, names, compute) for piece in pieces]
+    return {name: torch.cat([part[name].flatten() for part in parts]) for name in names}
+
+
+def _computed_in_blocks(
+    piece: Piece, problem: Problem, names: tuple[str, ...], compute: Callable[[Piece], Quantities]
+) -> Quantities:
+    """The quantities of a piece in fp64, from blocks of its rows: rows follow one another, sums over rows are added."""
+    heads, sequences = (part.stop - part.start for part in (piece.heads, piece.batch))
+    step = max(PAIRS_AT_ONCE // max(sequences * heads * problem.kv_len, 1), ROWS)
+    whole: Quantities = {}
+    for start in range(piece.rows.start, max(piece.rows.stop, piece.rows.start + 1), step):
+        block = compute(piece._replace(rows=slice(start, min(start + step, piece.rows.stop))))
+        for name in names:
+            part = block[name].double()
+            if name not in whole:
+                whole[name] = part
+            else:
+                whole[name] = torch.cat((whole[name], part), 2) if name in ("out", "dq") else whole[name] + part
+    return whole
