@@ -117,7 +117,10 @@ def _waits(backend: Any, call: Any, given: Any) -> list[str]:
 
 
 class Launch:
-    """A fake Triton kernel."""
+    """A fake of a Triton kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **named: None
@@ -131,9 +134,9 @@ def test_triton(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """The seed, and the tables of a call without a mask, were once created on the host and copied at every call."""
     from undivided.kernels.triton import backward, forward
 
-    for module, names in ((forward, ("forward", "combine")), (backward, ("rows", "keys", "pairs"))):
+    for module, names in ((forward, ("forward", "combine")), (backward, ("delta", "rows", "keys", "pairs"))):
         for one in names:
-            monkeypatch.setattr(module, f"{one}_kernel", Launch())
+            monkeypatch.setattr(module, f"{one}_kernel", Launch(getattr(module, f"{one}_kernel")))
     monkeypatch.setattr(inputs, "processors", lambda device: 132)
     monkeypatch.setattr(inputs, "architecture", lambda device: "sm90")
     assert _waits(get("triton"), *_asked(name, True, **OPTIONS[options]())) == []
