@@ -171,7 +171,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
             assert row["spilled"] == 0, row
         if row["problem"].startswith(("plain", "everything")):
             assert row["spilled"] <= SPILLED.get((architecture, row["kernel"], row["problem"]), 0), row
-        if row["problem"].startswith("plain"):
+        if row["problem"].startswith("plain") and row["kernel"] != "delta_kernel":  # it has no product
             assert (row["wgmma"] > 0) == hopper, row
             assert (row["descriptor_loads"] > 0) == hopper, row
             assert row["descriptor_loads"] or row["async_copies"], row
@@ -203,8 +203,10 @@ def test_batch_invariant_calls_of_every_kind_compile_to_the_same_arithmetic(
 def test_blackwell_and_small_shared_memory(architecture: str, problem: str, tmp_path: Path) -> None:
     """The pass over keys took 112 KiB at head size 256, and so ran on no GPU with 99, which Ada has too."""
     compiled = _compiled(tmp_path, architecture, problem)
-    assert {row["kernel"] for row in compiled} == {"forward_kernel", "rows_kernel", "keys_kernel"}
+    assert {row["kernel"] for row in compiled} == {"forward_kernel", "delta_kernel", "rows_kernel", "keys_kernel"}
     for row in compiled:
+        if row["kernel"] == "delta_kernel":  # it has no product
+            continue
         large = architecture == "sm100"
         assert (row["tcgen05"] > 0) == (row["descriptor_loads"] > 0) == large, row
         assert row["spilled"] <= 32, row
