@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from typing import Any
 
 import pytest
@@ -136,12 +135,10 @@ def test_a_nan_a_missing_value_and_another_shape_are_infinitely_wrong() -> None:
 
 
 def test_only_fp32_on_a_gpu_has_sums_of_one_product_after_another() -> None:
-    gpu = types.SimpleNamespace(dtype=torch.float32, is_cuda=True)
-    assert orders(gpu) == (0, 1, 2, IN_SEQUENCE)  # type: ignore[arg-type]
-    assert orders(torch.zeros(1)) == (0, 1, 2)
-    gpu.dtype = torch.bfloat16
-    assert orders(gpu) == (0, 1, 2)  # type: ignore[arg-type]
-    assert orders(torch.zeros(1, dtype=torch.float64)) == (1, 2, 3), "order 0 is that of the oracle"
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert orders(torch.float32, gpu) == (0, 1, 2, IN_SEQUENCE)
+    assert orders(torch.float32, cpu) == orders(torch.bfloat16, gpu) == (0, 1, 2)
+    assert orders(torch.float64, gpu) == (1, 2, 3), "order 0 is that of the oracle"
 
 
 def test_one_product_after_another_rounds_more_often_in_large_heads() -> None:

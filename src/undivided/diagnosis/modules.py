@@ -21,7 +21,7 @@ from undivided import masks
 from undivided.cache import InferenceParams, KVCache, PagedKVCache
 from undivided.nn import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
 from undivided.sdpa import scaled_dot_product_attention
-from undivided.verification.lines import Line, Lines, Task, command_parser, in_processes, pending
+from undivided.verification.lines import Line, Task, command_parser, run
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest distance of a result, relative to its norm. A wrong token or head changes it by tenths."""
@@ -215,12 +215,7 @@ def main() -> int:
         for name in CHECKS
         if options.filter in name
     ]
-    report = Lines(options.json, options.resume)
-    left = pending(planned, report.lines)
-    report.add_all(
-        in_processes(left, task_lines, jobs=options.jobs, seconds=options.seconds, task_seconds=TASK_SECONDS)
-    )
-    return report.end(planned)
+    return run(planned, task_lines, options, TASK_SECONDS)
 
 
 if __name__ == "__main__":

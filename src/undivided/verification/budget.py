@@ -175,7 +175,7 @@ def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mappi
     """
     problem = call.problem
     worst = dict.fromkeys(right, 0.0)
-    for order in orders(tensors.q):
+    for order in orders(problem.dtype, tensors.q.device):
         plain = plain_attention(call, tensors, upstream, problem.dtype, order)
         errors = {name: distance(plain[name], right[name]) for name in right}
         if problem.dtype == torch.float16 and not all(map(math.isfinite, errors.values())):

@@ -24,7 +24,7 @@ from undivided.errors import NoBackendError
 from undivided.functional import attention
 from undivided.machine import Machine
 from undivided.verification.contract import COMPILES, available
-from undivided.verification.lines import Line, Lines, Task, command_parser, in_processes, pending
+from undivided.verification.lines import Line, Task, command_parser, run
 
 CHOSEN = "chosen"
 TASK_SECONDS = 240.0
@@ -200,12 +200,7 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"{Machine.this(arguments.device)}", flush=True)
     planned = [task for task in tasks(arguments.device) if arguments.filter in task.case]
-    report = Lines(arguments.json, arguments.resume)
-    left = pending(planned, report.lines)
-    report.add_all(
-        in_processes(left, task_lines, jobs=arguments.jobs, seconds=arguments.seconds, task_seconds=TASK_SECONDS)
-    )
-    return report.end(planned)
+    return run(planned, task_lines, arguments, TASK_SECONDS)
 
 
 if __name__ == "__main__":

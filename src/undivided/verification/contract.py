@@ -22,10 +22,10 @@ from undivided.arguments.tensors import dtype_name
 from undivided.backends import all_backends, get
 from undivided.backends._base import Backend
 from undivided.machine import Machine
-from undivided.verification import inputs, runs
+from undivided.verification import inputs, lines, runs
 from undivided.verification.cases import CASES, Case
 from undivided.verification.inputs import DIFFERENTIABLE, Inputs
-from undivided.verification.lines import Line, Lines, Task, command_parser, in_processes, pending
+from undivided.verification.lines import Line, Task, command_parser
 
 COMPILES = frozenset({"flex"})
 """Backends that compile for seconds for every new shape: they run only the cases of `SAMPLE`."""
@@ -118,15 +118,7 @@ def main() -> int:
     names = arguments.backend or [backend.name for backend in available(arguments.device)]
     cases = [case for case in CASES.values() if arguments.filter in case.name]
     planned = tasks(arguments.device, [get(name) for name in names], cases)
-    report = Lines(arguments.json, arguments.resume)
-    left = pending(planned, report.lines)
-    lines = (
-        in_processes(left, task_lines, jobs=arguments.jobs, seconds=arguments.seconds, task_seconds=TASK_SECONDS)
-        if arguments.jobs
-        else (line for task in left for line in task_lines(task))
-    )
-    report.add_all(lines)
-    return report.end(planned)
+    return lines.run(planned, task_lines, arguments, TASK_SECONDS)
 
 
 if __name__ == "__main__":

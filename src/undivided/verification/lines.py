@@ -14,7 +14,7 @@ from typing import NamedTuple
 from undivided._files import replace_text
 from undivided.verification import workers
 
-__all__ = ["Line", "Lines", "Task", "command_parser", "in_processes", "pending"]
+__all__ = ["Line", "Lines", "Task", "command_parser", "in_processes", "pending", "run"]
 
 WRITE_EVERY = 2.0
 """Seconds between two writes of the file."""
@@ -127,3 +127,20 @@ class Lines:
         if left:
             print(f"not run: {left} (time limit; --resume runs the rest)", flush=True)
         return 1 if any(line.verdict == "wrong" for line in self.lines) else 2 if left else 0
+
+
+def run(
+    planned: Sequence[Task], task_lines: Callable[[Task], list[Line]], options: argparse.Namespace, task_seconds: float
+) -> int:
+    """Run the tasks whose lines the file lacks, and print what came out; the result is the exit code (`Lines.end`).
+
+    options: of `command_parser`, and the number of processes as `jobs`; 0 runs in this one, without limits.
+    """
+    report = Lines(options.json, options.resume)
+    left = pending(planned, report.lines)
+    if options.jobs:
+        lines = in_processes(left, task_lines, jobs=options.jobs, seconds=options.seconds, task_seconds=task_seconds)
+    else:
+        lines = (line for task in left for line in task_lines(task))
+    report.add_all(lines)
+    return report.end(planned)

@@ -44,15 +44,15 @@ IN_SEQUENCE = -1
 """The order in which every product of a sum over a head is added to the sum of those before it."""
 
 
-def orders(like: Tensor) -> tuple[int, ...]:
-    """The orders of summation whose largest error counts for tensors of this dtype and device.
+def orders(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """The orders of summation whose largest error counts for tensors of this dtype on this device.
 
     A thread of a GPU adds the products of an fp32 sum one after another, and has more rounding errors than a processor,
     whose lanes add parts of it. (Matrix units add the products of half types in fp32, which hardly shows.)
     """
-    if like.dtype == torch.float64:
+    if dtype == torch.float64:
         return tuple(range(1, RANDOM_ORDERS + 1))  # order 0 is that of the oracle
-    return (*range(RANDOM_ORDERS), *([IN_SEQUENCE] if like.is_cuda and like.dtype == torch.float32 else []))
+    return (*range(RANDOM_ORDERS), *([IN_SEQUENCE] if device.type == "cuda" and dtype == torch.float32 else []))
 
 
 def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dtype, order: int = 0) -> Quantities:

@@ -83,7 +83,7 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
         right = gather(lambda piece: oracle.piece_oracle(piece, call, tensors, upstream))
         reached = gather(lambda piece: _expand(oracle.piece_reach(piece, call, tensors), problem))
         worst = dict.fromkeys(names, 0.0)
-        for order in orders(tensors.q):
+        for order in orders(problem.dtype, tensors.q.device):
 
             def plain_values(piece: Piece, order: int = order) -> Quantities:
                 return plain_piece(piece, call, tensors, upstream, problem.dtype, order)

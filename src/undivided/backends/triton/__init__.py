@@ -134,12 +134,8 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         "lse": part_lses,
         "tiles": tables,
         **inputs.pointers(rows),
-        **inputs.scales(),
+        **inputs.forward_only(),
     }
-    if inputs.sinks is not None:
-        tensors["sinks"] = inputs.sinks
-    if inputs.pages is not None:
-        tensors["pages"] = inputs.pages
     if places is not None:
         tensors["places"] = places
 

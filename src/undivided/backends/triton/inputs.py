@@ -252,9 +252,10 @@ class Inputs:
             arguments |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=True)}
         return arguments
 
-    def scales(self) -> dict[str, Tensor]:
-        """The scales of quantised keys and values, for the forward."""
-        tensors = {}
+    def forward_only(self) -> dict[str, Tensor]:
+        """The tensors of this call that only the forward reads: sinks, block table, scales of quantised numbers."""
+        optional = {"sinks": self.sinks, "pages": self.pages}
+        tensors = {name: tensor for name, tensor in optional.items() if tensor is not None}
         for name, scale in (("k_scale", self.call.k_scale), ("v_scale", self.call.v_scale)):
             if scale is not None:
                 rows = self.problem.quantized == "int4" and scale.stride(-1) != 1
