@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_interpreter
 import torch
 from calls import call_of
 from torch import Tensor
@@ -41,8 +42,9 @@ def test_the_quick_interpreter_gives_the_bits_of_tritons_own(monkeypatch: pytest
     monkeypatch.setattr(interpreter, "_patch_builtin", counted)
     q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
     few, quick = results()
-    for name in ("_patch_lang", "_get_np_dtype"):
-        monkeypatch.setattr(interpreter, name, getattr(interpreter, name).__wrapped__)
+    for owner, name in quick_interpreter.REPLACED:
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
     many, own = results()
     assert 5 * few < many
     assert all(torch.equal(a, b) for a, b in zip(quick, own, strict=True))
