@@ -43,12 +43,12 @@ class LinearByToken(torch.nn.Linear):
 
 
 def rollout() -> tuple[Tensor, Tensor]:
-    """48 sampled tokens per prompt, and their log-probabilities."""
+    """24 sampled tokens per prompt, and their log-probabilities."""
     torch.manual_seed(1)
     out = model.generate(
         prompts,
         attention_mask=real.long(),
-        max_new_tokens=48,
+        max_new_tokens=24,
         do_sample=True,
         top_k=None,
         output_logits=True,

@@ -122,8 +122,8 @@ def speculative(model: Model, prompt: bytes, count: int) -> tuple[bytes, int]:
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 data, at = torch.tensor(list(TEXT)), torch.arange(128)
-for _ in range(160):
-    starts = torch.randint(len(TEXT) - 129, (8,))
+for _ in range(120):
+    starts = torch.randint(len(TEXT) - 129, (4,))
     batch = torch.stack([data[start : start + 129] for start in starts])
     logits = model(batch[:, :-1], at, None, masks.causal())
     loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -111,7 +111,7 @@ def requests() -> list[Request]:
 
     systems = [draw(70), draw(45)]  # two beginnings that most prompts share
     lengths = torch.randint(3, 60, (64,), generator=make).tolist()
-    counts = torch.randint(8, 33, (64,), generator=make).tolist()
+    counts = torch.randint(4, 17, (64,), generator=make).tolist()
     prompts = [(systems[n % 3] if n % 3 < 2 else []) + draw(length) for n, length in enumerate(lengths)]
     return [Request(n, prompt, count) for n, (prompt, count) in enumerate(zip(prompts, counts, strict=True))]
 

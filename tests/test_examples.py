@@ -79,3 +79,29 @@ def test_every_example_is_named_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert EXAMPLES
     assert not [path.name for path in EXAMPLES if f"examples/{path.name}" not in readme]
+
+
+SPAWNS = """
+import os
+from torch.multiprocessing import spawn
+def run(rank, text):
+    print(__name__, rank, text, os.getppid(), flush=True)
+print("runs as", __name__, flush=True)
+"""
+
+
+def test_programs_that_spawn_processes_are_run_as_new_interpreters_would_run_them(tmp_path: Path) -> None:
+    """Each process runs the program again, under another name; one that starts processes in turn is an error."""
+    program = tmp_path / "program.py"
+    program.write_text(f"{SPAWNS}\nif __name__ == '__main__':\n    spawn(run, ('text',), nprocs=2)\n")
+    done = forked_processes.run(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("runs as __mp_main__") == done.stdout.count("text") == 2
+    program.write_text(f"{SPAWNS}\nspawn(run, ('text',), nprocs=2)\n")
+    done = forked_processes.run(program)
+    assert done.returncode
+    assert "has finished its bootstrapping phase" in done.stderr
+    program.write_text(f"{SPAWNS}\nif __name__ == '__main__':\n    spawn(lambda rank: None, nprocs=2)\n")
+    done = forked_processes.run(program)
+    assert done.returncode
+    assert "ickle" in done.stderr

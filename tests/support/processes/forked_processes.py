@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import quick_spawn
+
 IMPORTED = ["torch.distributed.tensor.parallel", "torch._inductor.compile_fx", "transformers.generation.utils"]
 """Imported once by the process that is forked; those that are not installed are left out."""
 
@@ -77,6 +79,7 @@ def _run(
         stream.reconfigure(encoding="utf-8")
     if warnings_are_errors:
         _make_errors()
+    quick_spawn.install()
     sys.argv = [str(program) if isinstance(program, Path) else "-c", *arguments]
     if isinstance(program, Path):
         sys.path.insert(0, str(program.resolve().parent))
