@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import forked_processes
 import pytest
 
 import undivided
@@ -25,6 +26,14 @@ def _run(code: str) -> str:
     return done.stdout
 
 
+def _run_beside_torch(code: str) -> str:
+    """The same in a process that has imported torch, which takes seconds, and nothing of this package."""
+    done = forked_processes.run(code, warnings_are_errors=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout
+
+
 def test_the_import_is_quiet_and_leaves_out_what_is_built_on_attention() -> None:
     loaded = _run("import undivided, sys; print(*sys.modules)").split()
     assert not [name for name in AT_FIRST_USE if f"undivided.{name}" in loaded]
@@ -35,7 +44,7 @@ def test_the_import_reads_no_entry_points() -> None:
     code = (
         "import undivided, sys; from undivided.backends import all_backends; print(all_backends.cache_info().currsize)"
     )
-    assert _run(code) == "0\n"
+    assert _run_beside_torch(code) == "0\n"
 
 
 @pytest.mark.parametrize("name", undivided.__all__)
@@ -46,7 +55,7 @@ def test_every_public_name_is_in_a_new_process(name: str) -> None:
 
 
 def test_names_and_packages_are_imported_at_first_use() -> None:
-    printed = _run(
+    printed = _run_beside_torch(
         "import sys, undivided\n"
         "print(undivided.nn.DotProductAttention is undivided.DotProductAttention, 'undivided.nn' in sys.modules)\n"
         "print('undivided.verification' in sys.modules)\n"
@@ -68,12 +77,12 @@ def test_names_and_packages_are_imported_at_first_use() -> None:
     ],
 )
 def test_every_form_of_import_finds_a_layer(code: str) -> None:
-    assert _run(code) == "TransformerLayer\n"
+    assert _run_beside_torch(code) == "TransformerLayer\n"
 
 
 def test_a_pickle_of_a_lazy_name_loads_in_a_new_process() -> None:
     pickled = pickle.dumps((undivided.KVCache, undivided.verify, undivided.DotProductAttention))
-    assert "KVCache" in _run(f"import pickle; print(pickle.loads({pickled!r}))")
+    assert "KVCache" in _run_beside_torch(f"import pickle; print(pickle.loads({pickled!r}))")
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
@@ -99,7 +108,7 @@ def test_the_parallel_layers_are_imported_at_first_use() -> None:
     ("first", "imported"), [("explain", ["explain"]), ("init-example", ["init_example"]), ("--version", [])]
 )
 def test_the_command_line_imports_the_command_that_runs(first: str, imported: list[str]) -> None:
-    printed = _run(
+    printed = _run_beside_torch(
         "import sys; from undivided.cli._app import COMMANDS, application\n"
         f"application({first!r})\n"
         "print([name for name in COMMANDS if f'undivided.cli.commands.{name}' in sys.modules])\n"
