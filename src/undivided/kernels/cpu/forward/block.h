@@ -93,6 +93,7 @@ class Block {
   // One key block after another, each for all panels.
   void run_key_blocks() {
     Prefetch first = prefetch_keys(from_, smaller_of(first_block_key_ + kBlockKeys, to_), count_);
+    if (!Mode::kAmx) first.touch_far_rows();
     for (int64_t i = 0; i < count_; i++) {
       if (!Mode::kAmx) first.step();  // AMX packs K first, row by row, in the order of the hardware's prefetcher
       begin(w_.panels[i], w_.sums_of<Mode>(a_, i));
@@ -110,6 +111,7 @@ class Block {
         prefetch_next_block<T>(prefetch, a_, *block_.next_block, kBlockKeys);
         prefetch.pace(count_ * work_of(stop - t));
       }
+      if (!Mode::kAmx) prefetch.touch_far_rows();
       for (int64_t i = 0; i < count_; i++) step(w_.panels[i], w_.sums_of<Mode>(a_, i), key_block, t, stop, prefetch);
     }
     for (int64_t i = 0; i < count_; i++) finish(w_.panels[i], w_.sums_of<Mode>(a_, i));
@@ -265,6 +267,7 @@ class Block {
       if (keys > 0) steps += work_of(keys);
     }
     prefetch.pace(steps);
+    if (!Mode::kAmx) prefetch.touch_far_rows();
     return prefetch;
   }
   // The number of prefetch steps that a panel takes for this many keys.
