@@ -43,7 +43,7 @@ QUICK = {
 """The tests of --quick: a test file (without .py), and a regular expression that its tests' names must match."""
 
 quick_interpreter.install()
-# Garbage is collected more rarely: each collection looks through all collected tests, a sixth of the time.
+# Garbage is collected more rarely while tests are collected: each time looks through all that exist, a sixth of the time.
 gc.set_threshold(50_000, 20, 50)
 
 
@@ -66,6 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if re.search(QUICK.get(item.path.stem, "$^"), item.nodeid.partition("::")[2])]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks through the collected tests again; some libraries force one in every call."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
