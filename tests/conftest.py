@@ -43,7 +43,7 @@ QUICK = {
 """The tests of --quick: a test file (without .py), and a regular expression that its tests' names must match."""
 
 quick_interpreter.install()
-# Garbage is collected more rarely while tests are collected: each time looks through all that exist, a sixth of the time.
+# Garbage is collected more rarely while tests are collected: it looks through all that there are, a sixth of the time.
 gc.set_threshold(50_000, 20, 50)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_processes
 import torch
 
 from undivided.context_parallel.exchange.spans import PREFIX, span
@@ -16,12 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "22_trace_a_ring.py
 
 
 def test_the_keys_of_a_round_are_in_flight_while_the_round_before_is_computed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, tmp_path, "--ranks", "3", "--tokens", "240"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forked_processes.run(EXAMPLE, str(tmp_path), "--ranks", "3", "--tokens", "240")
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()[1:4]] == ["rank 0", "rank 1", "rank 2"]
     events = json.loads((tmp_path / "ring.json").read_text())["traceEvents"]

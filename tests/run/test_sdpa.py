@@ -165,10 +165,14 @@ def cases(draw: st.DrawFn) -> Case:
     return replace(case, mask=tuple(some(scores)), mask_kind=kind)
 
 
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(cases())
-def test_any_call(case: Case) -> None:
-    assert_is_pytorchs(case)
+@pytest.mark.parametrize("examples", [250, pytest.param(600, marks=pytest.mark.slow)])
+def test_any_call(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(cases())
+    def check(case: Case) -> None:
+        assert_is_pytorchs(case)
+
+    check()
 
 
 @pytest.mark.parametrize("number", [False, True], ids=["bool", "-inf"])
