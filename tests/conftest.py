@@ -68,10 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def pytest_collection_finish() -> None:
-    """No collection of garbage looks through the collected tests again; some libraries force one in every call."""
-    gc.collect()
-    gc.freeze()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """No collection of garbage looks through many collected tests again; some libraries force one in every call."""
+    if len(session.items) > 1000:  # with few, hypothesis may be imported later, and looks for references to its objects
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import pytest
 import torch
 import worker_faults
@@ -30,6 +31,12 @@ ROOT = Path(__file__).parents[2]
 
 
 class TestWorkers:
+    @pytest.fixture(autouse=True)
+    def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """New processes that need not import torch again."""
+        context = forked_processes.context()
+        monkeypatch.setattr(workers.multiprocessing, "get_context", lambda method: context)
+
     def test_a_process_that_dies_hangs_or_raises_costs_its_task_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workers, "START_SECONDS", 20.0)
         tasks = ["raises", "first", "dies", "second", "hangs"]

@@ -7,11 +7,11 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -131,22 +131,17 @@ class Layer(torch.nn.Module):
         return self.attention(qkv_layer=self.qkv(x).unflatten(-1, (3, 4, 8)))
 
 
-def _train_on_two_ranks(rank: int, rendezvous: str, results: str) -> None:
-    """Gradients of a batch divided over two ranks: data parallel, sharded by wrapper, sharded in place."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file:{rendezvous}", rank=rank, world_size=2)
-    try:
-        found = {}
-        x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))[rank : rank + 1]
-        for name, wrap in WRAPPERS.items():
-            torch.manual_seed(0)
-            model = wrap(Layer())
-            model(x).square().sum().backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            found[name] = model(x).detach()
-        torch.save(found, f"{results}.{rank}")
-    finally:
-        distributed.destroy_process_group()
+def _train_on_a_rank() -> dict[str, list[Any]]:
+    """Gradients of a batch divided over the ranks: data parallel, sharded by wrapper, sharded in place."""
+    rank, found = distributed.get_rank(), {}
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))[rank : rank + 1]
+    for name, wrap in WRAPPERS.items():
+        torch.manual_seed(0)
+        model = wrap(Layer())
+        model(x).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        found[name] = model(x).tolist()
+    return found
 
 
 def _sharded(layer: Layer) -> torch.nn.Module:
@@ -162,17 +157,16 @@ WRAPPERS: dict[str, Callable[[Layer], torch.nn.Module]] = {
 
 
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
-def test_data_parallel_and_sharded_training_equal_one_process(tmp_path: Path) -> None:
+def test_data_parallel_and_sharded_training_equal_one_process() -> None:
     torch.manual_seed(0)
     layer = Layer()
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
     (layer(x).square().sum() / 2).backward()  # ranks average
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     want = layer(x).detach()
-    results = tmp_path / "found"
-    torch.multiprocessing.spawn(_train_on_two_ranks, (str(tmp_path / "rendezvous"), str(results)), nprocs=2)
-    for rank in range(2):
-        found = torch.load(f"{results}.{rank}")
+    [results] = run_ranks(2, _train_on_a_rank)
+    for rank, found in enumerate(results):
+        assert isinstance(found, dict), found
         assert list(found) == list(WRAPPERS)
         for name, out in found.items():
-            torch.testing.assert_close(out, want[rank : rank + 1], msg=name)
+            torch.testing.assert_close(torch.tensor(out), want[rank : rank + 1], msg=name)

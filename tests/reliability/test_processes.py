@@ -39,7 +39,7 @@ class Results(Dataset[torch.Tensor]):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker:UserWarning")  # on one core
-@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_the_workers_of_a_data_loader_compute_the_same_bits(start: str) -> None:
     if start not in multiprocessing.get_all_start_methods():
         pytest.skip(f"{start} is not available here")
@@ -104,7 +104,7 @@ def test_too_little_memory_is_an_error_and_the_next_call_works() -> None:
     code = """
 import gc, os, resource, torch, undivided
 torch.set_num_threads(2)
-q = torch.randn(1, 3000, 8, 128)
+q = torch.randn(1, 2000, 8, 128)
 few = q[:, :64]
 expected = undivided.attention(few, few, few, layout="bshd")
 def forward():

@@ -103,8 +103,9 @@ SHARED: dict[str, tuple[Callable[[], Mask], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("rounds", [20, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SHARED)
-def test_threads_may_share_a_mask_that_none_has_used(name: str) -> None:
+def test_threads_may_share_a_mask_that_none_has_used(name: str, rounds: int) -> None:
     """All of them compute what the kernel reads of the mask, and one of these results stays."""
     new_mask, layout, options = SHARED[name]
     shapes = ((90, 4, 32), (300, 2, 32)) if layout == "thd" else ((3, 30, 4, 32), (3, 300, 2, 32))
@@ -117,7 +118,7 @@ def test_threads_may_share_a_mask_that_none_has_used(name: str) -> None:
 
     expected = results(new_mask())
     with ThreadPoolExecutor(THREADS) as pool:
-        for _ in range(40):
+        for _ in range(rounds):
             mask, start = new_mask(), threading.Barrier(THREADS)
 
             def run(_: int, mask: Mask = mask, start: threading.Barrier = start) -> bool:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import levels
 import pytest
 
@@ -208,13 +207,7 @@ class TestMeasurement:
 @needs_compiler
 class TestCommand:
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(TOOL), "--level", "generic", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        return forked_processes.run(TOOL, "--level", "generic", *words, environment={"OMP_NUM_THREADS": "1"})
 
     @pytest.mark.slow
     def test_one_threshold_is_built_timed_and_judged(self, tmp_path: Path) -> None:
