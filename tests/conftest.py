@@ -1,6 +1,8 @@
 """What every test file has: Triton's interpreter, the option --quick, and fixtures."""
 
+import contextlib
 import gc
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -70,7 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """No collection of garbage looks through many collected tests again; some libraries force one in every call."""
-    if len(session.items) > 1000:  # with few, hypothesis may be imported later, and looks for references to its objects
+    if len(session.items) > 1000:
+        with contextlib.suppress(
+            ImportError
+        ):  # at its import it looks for references, and finds none in what is frozen
+            importlib.import_module("hypothesis")
         gc.collect()
         gc.freeze()
 

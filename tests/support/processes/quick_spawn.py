@@ -71,4 +71,4 @@ class _Process(context.SpawnProcess):
 
 
 class _Context(context.SpawnContext):
-    Process = _Process  # type: ignore[assignment]
+    Process = _Process
