@@ -11,7 +11,7 @@ Legend: B batch, S sequence, H heads, D head size, T total tokens of all packed 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Literal
 
 import torch
@@ -34,15 +34,17 @@ microsecond each."""
 class Strides:
     """What a kernel reads of the strides: those of batch, head and token, of q, of k and of v.
 
-    Repeated calls share the object: `packed` is what the native kernel makes of it and of the sizes, None before.
+    Repeated calls share the object: `packed` is what the native kernel makes of it and of the sizes, None before;
+    `plans` is what `triton` makes of calls without a mask.
     """
 
-    __slots__ = ("k", "packed", "q", "v")
+    __slots__ = ("k", "packed", "plans", "q", "v")
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> None:
         select, select_kv = STRIDES[layout], STRIDES["bshd" if paged else layout]  # pages are [.., page_size, N, D]
         self.q, self.k, self.v = select(q.stride()), select_kv(k.stride()), select_kv(v.stride())
         self.packed: tuple[bytes, ...] | None = None
+        self.plans: dict[Hashable, object] = {}
 
 
 def rank(layout: Layout) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class CheckedMask:
         self.mask, self.problem = mask, problem
         self.packed: bytes | None = None
         """What the native kernel makes of the form."""
+        self.plans: dict[Hashable, object] = {}
+        """What `triton` makes of it for calls of each kind."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None

@@ -14,9 +14,9 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
-from undivided.backends.triton import invariant
+from undivided.backends.triton import invariant, plans
 from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, processors, strides
-from undivided.backends.triton.launches import launch
+from undivided.backends.triton.launches import Launch, launch
 from undivided.kernels.triton import config
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -83,6 +83,9 @@ class Triton(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """One launch per block of rows, usually one in all, and one more if keys are split."""
+        known = plans.find(call, tensors)
+        if known is not None:
+            return known.run(call, tensors)
         problem = call.problem
         inputs = Inputs(call, tensors)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
@@ -90,7 +93,9 @@ class Triton(Backend):
         out = out_BSHD.transpose(1, 2)
         lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=tensors.q.device)
         for rows in inputs.parts():
-            _forward(inputs, rows, out[:, :, rows.span], lse[:, :, rows.span])
+            plan = _forward(inputs, rows, out[:, :, rows.span], lse[:, :, rows.span])
+            if plan is not None and rows.span == slice(0, problem.q_len):
+                plans.keep(call, inputs, plan)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
     def backward(
@@ -113,8 +118,9 @@ def _evaluated(problem: Problem) -> str:
     return ", ".join(words)
 
 
-def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
-    """out [B, H, R, Dv] and lse [B, H, R] of these rows."""
+def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> plans.Plan | None:
+    """out [B, H, R, Dv] and lse [B, H, R] of these rows. Returns what a repeated call needs; None under Triton's
+    interpreter."""
     from undivided.kernels.triton import forward
 
     problem = inputs.problem
@@ -174,7 +180,7 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
             "num_stages": tile.stages,
         }
 
-    launch(
+    launched = launch(
         forward.forward_kernel,
         (blocks * value_steps * splits, problem.heads // group, problem.batch),
         (*inputs.facts(rows), tile, splits, places is not None, descriptors is not None),
@@ -182,8 +188,12 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> None:
         others,
         None if descriptors is None else dict(zip("kv", descriptors, strict=True)),
     )
-    if splits > 1:
-        _combine(inputs, parts, part_lses, out, lse)
+    combined = _combine(inputs, parts, part_lses, out, lse) if splits > 1 else None
+    if launched is None:
+        return None
+    kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges")}
+    described = None if descriptors is None else (*map(plans.without_tensor, descriptors),)
+    return plans.Plan(launched, combined, splits, kept, described)
 
 
 class _Blocks(NamedTuple):
@@ -219,7 +229,7 @@ def _blocks(inputs: Inputs, rows: Rows, value_steps: int) -> _Blocks:
     return _Blocks(tile, group, count, splits, tables[:, rows.span.start // tile.block_m :], None)
 
 
-def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse: Tensor) -> None:
+def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse: Tensor) -> Launch | None:
     """Merge the parts [splits, B, H, R, Dv] and their lse [splits, B, H, R] into out and lse; sinks enter here."""
     from undivided.kernels.triton import forward
 
@@ -227,7 +237,7 @@ def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse:
     tensors = {"parts": parts, "part_lses": part_lses, "out": out, "lse": lse}
     if inputs.sinks is not None:
         tensors["sinks"] = inputs.sinks
-    launch(
+    return launch(
         forward.combine_kernel,
         (batch * heads * length, 1, 1),
         (),

@@ -22,16 +22,25 @@ ALIGNMENT = 16
 """Bytes: Triton compiles a kernel for pointers that are multiples of this, and another for others."""
 
 
-class _Launch(NamedTuple):
-    """A compiled kernel, its arguments in the order of its parameters, and the names of the tensors among them by
-    place."""
+class Launch(NamedTuple):
+    """A compiled kernel and its programs, its arguments in the order of its parameters, and the names of the tensors
+    among them by place."""
 
     compiled: Any
+    grid: tuple[int, int, int]
     arguments: list[Any]
     tensors: tuple[tuple[int, str], ...]
 
+    def run(self, given: Mapping[str, Any]) -> None:
+        """Launch the kernel with these tensors, or objects in place of them, by name."""
+        values = self.arguments.copy()
+        for place, name in self.tensors:
+            values[place] = given[name]
+        self.compiled[self.grid](*values)
 
-_launches: dict[Hashable, _Launch] = {}
+
+Key = tuple[int, tuple[int, int, int], tuple[Hashable, ...], tuple[tuple[Hashable, ...], ...]]
+_launches: dict[Key, Launch] = {}
 
 
 def launch(
@@ -41,7 +50,7 @@ def launch(
     tensors: Mapping[str, Tensor],
     others: Callable[[], Mapping[str, Any]],
     replaced: Mapping[str, Any] | None = None,
-) -> None:
+) -> Launch | None:
     """Launch a kernel on the current stream of the current device.
 
     Args:
@@ -51,6 +60,9 @@ def launch(
         tensors: the tensors of the call, by the names of the kernel's arguments.
         others: returns the remaining arguments and the options of the compilation by name; called once per key.
         replaced: objects that are passed in place of some of the tensors (tensor descriptors).
+
+    Returns:
+        The remembered launch; None under Triton's interpreter.
     """
     key = key_of(kernel, grid, facts, tensors)
     known = _launches.get(key)
@@ -58,20 +70,16 @@ def launch(
     if known is None:
         arguments = {**others(), **given}
         compiled = kernel[grid](**arguments)
-        if compiled is not None:  # None: Triton's interpreter ran it
-            _remember(key, kernel, compiled, arguments, given)
-        return
-    values = known.arguments.copy()
-    for place, name in known.tensors:
-        values[place] = given[name]
-    known.compiled[grid](*values)
+        # None: Triton's interpreter ran it
+        return None if compiled is None else _remember(key, kernel, compiled, arguments, given)
+    known.run(given)
+    return known
 
 
-def key_of(
-    kernel: Any, grid: tuple[int, int, int], facts: tuple[Hashable, ...], tensors: Mapping[str, Tensor]
-) -> Hashable:
+def key_of(kernel: Any, grid: tuple[int, int, int], facts: tuple[Hashable, ...], tensors: Mapping[str, Tensor]) -> Key:
     """The key of a launch: two launches with one key differ in nothing but their tensors."""
-    return kernel, grid, facts, tuple([(name, *_seen(tensor)) for name, tensor in tensors.items()])
+    # the id of the kernel, which lives as long as its module: Triton's hash of it is a tenth of the cost of a call
+    return id(kernel), grid, facts, tuple([(name, *_seen(tensor)) for name, tensor in tensors.items()])
 
 
 def _seen(tensor: Tensor) -> tuple[Hashable, ...]:
@@ -79,13 +87,12 @@ def _seen(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0, tensor.get_device()
 
 
-def _remember(
-    key: Hashable, kernel: Any, compiled: Any, arguments: Mapping[str, Any], given: Mapping[str, Any]
-) -> None:
+def _remember(key: Key, kernel: Any, compiled: Any, arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Launch:
     values = [arguments[name] for name in kernel.arg_names]
     places = tuple((place, name) for place, name in enumerate(kernel.arg_names) if name in given)
     for place, _ in places:
         values[place] = None  # keeps no memory of a call
     if len(_launches) >= MAX_LAUNCHES:
         _launches.clear()
-    _launches[key] = _Launch(compiled, values, places)
+    known = _launches[key] = Launch(compiled, key[1], values, places)
+    return known

@@ -202,16 +202,30 @@ def candidates(name: str, architecture: str) -> tuple[Config, ...]:
 
 
 _trials: dict[str, Config] = {}
+_changes = 0
+"""How often `_trials` or the file of tile sizes changed in this process."""
+
+
+def revision() -> tuple[int, str | None]:
+    """What differs once `config` may choose other tile sizes."""
+    return _changes, os.environ.get("UNDIVIDED_TUNED")
+
+
+def _changed() -> None:
+    global _changes
+    _changes += 1
 
 
 @contextmanager
 def trial(name: str, tile: Config) -> Iterator[None]:
     """In the ``with`` block this pass runs with these tile sizes, to measure them."""
     _trials[name] = tile
+    _changed()
     try:
         yield
     finally:
         del _trials[name]
+        _changed()
 
 
 def _key(architecture: str, name: str, itemsize: int, width: int) -> str:
@@ -259,4 +273,5 @@ def remember(architecture: str, measured: Mapping[tuple[str, int, int], Config],
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps({"tiles": tiles}, indent=1) + "\n")
     _tuned.cache_clear()
+    _changed()
     return path

@@ -1,0 +1,125 @@
+"""Plans: what a forward computed on its way to the kernels, kept for the next call with tensors of the same kind.
+
+A repeated call finds its plan in an object that such calls share: the checked mask, or the strides if there is no
+mask. It allocates the results and launches, which takes the host half of the time of a forward without a plan. Plans
+are for calls whose only tensors are q, k, v, a block table and the mask's ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undivided.arguments import layout
+from undivided.arguments.tensors import is_traced
+from undivided.backends.triton.inputs import Inputs, precision
+from undivided.backends.triton.launches import ALIGNMENT, Launch
+from undivided.kernels.triton import config
+from undivided.request.call import Call
+from undivided.request.problem import Problem
+from undivided.request.request import Tensors
+from undivided.request.result import Result
+
+MAX_PLANS = 16
+"""Plans of one mask, or of one kind of tensors: all are forgotten if there are more (a scale that always changes)."""
+
+_MORE_TENSORS = frozenset({"bias", "alibi", "sinks", "dropout", "quantized"})
+
+
+class Plan(NamedTuple):
+    """The launches of a forward.
+
+    launch: of the kernel; combine: of the merge of the parts, None if keys are not split.
+    tensors: tables and ranges of the mask, which the kernel reads.
+    descriptors: those of k and v, without their tensors; None if they are read through pointers.
+    """
+
+    launch: Launch
+    combine: Launch | None
+    splits: int
+    tensors: Mapping[str, Tensor]
+    descriptors: tuple[Any, Any] | None
+
+    def run(self, call: Call, tensors: Tensors) -> Result:
+        """The results for these tensors. Kernels take addresses, so that no views are made."""
+        problem, (q, k, v, *_) = call.problem, tensors
+        batch, heads, q_len, v_dim = problem.batch, problem.heads, problem.q_len, problem.v_dim
+        out_BSHD = layout.empty(problem.layout, (batch, q_len, heads, v_dim), q)
+        lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
+        parts, part_lses = out_BSHD, lse
+        if self.combine is not None:
+            parts = torch.empty((self.splits, batch, heads, q_len, v_dim), dtype=torch.float32, device=q.device)
+            part_lses = torch.empty((self.splits, batch, heads, q_len), dtype=torch.float32, device=q.device)
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "out": parts, "lse": part_lses, **self.tensors}
+        if self.descriptors is not None:
+            first, second = self.descriptors
+            given["k"], given["v"] = _described(first, k), _described(second, v)
+        if call.pages is not None:
+            given["pages"] = call.pages.contiguous()
+        self.launch.run(given)
+        if self.combine is not None:
+            self.combine.run({"parts": parts, "part_lses": part_lses, "out": out_BSHD, "lse": lse})
+        return Result(out_BSHD, lse).in_layout(problem.layout)
+
+
+def find(call: Call, tensors: Tensors) -> Plan | None:
+    """The plan of an earlier call with the same mask and tensors of the same kind; None if there is none."""
+    plans = _plans(call)
+    if not plans or is_traced():
+        return None
+    plan = plans.get(_key(call, tensors))
+    return plan if isinstance(plan, Plan) else None
+
+
+def keep(call: Call, inputs: Inputs, plan: Plan) -> None:
+    """Keep the plan of a forward that ran in one launch, if such calls share an object to keep it in."""
+    plans, form = _plans(call), inputs.form
+    if plans is None or is_traced() or (form is not None and not form.exact):
+        return
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[_key(call, inputs.tensors)] = plan
+
+
+def without_tensor(descriptor: Any) -> Any:
+    """A tensor descriptor that keeps no memory of a call."""
+    return _described(descriptor, None)
+
+
+def _described(descriptor: Any, tensor: Tensor | None) -> Any:
+    """The descriptor with another tensor of the same kind. Its class would check all fields again."""
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__)
+    other.base = tensor
+    return other
+
+
+def _plans(call: Call) -> dict[Hashable, object] | None:
+    """Where the plans of such calls are; None if they have none. Calls without `strides` have other tensors."""
+    problem = call.problem
+    if call.strides is None or problem.batch_invariant or not _is_planned(problem):
+        return None
+    return call.strides.plans if call.checked_mask is None else call.checked_mask.plans
+
+
+def _is_planned(problem: Problem) -> bool:
+    return _MORE_TENSORS.isdisjoint(problem.features)
+
+
+def _key(call: Call, tensors: Tensors) -> Hashable:
+    """What a plan depends on besides the object that it is kept in, which stands for dtypes, sizes, strides, device and
+    mask."""
+    q, k, v, pages = tensors.q, tensors.k, tensors.v, call.pages
+    return (
+        call.scale,
+        call.softcap,
+        q.data_ptr() % ALIGNMENT == 0,
+        k.data_ptr() % ALIGNMENT == 0,
+        v.data_ptr() % ALIGNMENT == 0,
+        pages is None or (pages.data_ptr() % ALIGNMENT == 0, pages.is_contiguous()),
+        config.revision(),
+        precision() if call.problem.dtype == torch.float32 else "",
+    )

@@ -1,0 +1,186 @@
+"""Plans of repeated forwards of the `triton` backend. There is no GPU, so Triton's interpreter runs the kernels, in
+place of a compiler that returns kernels to launch again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import undivided
+from undivided import masks
+from undivided.backends import triton
+from undivided.backends.triton import launches, plans
+from undivided.kernels.triton import config
+from undivided.request.call import Call
+from undivided.request.normalise import normalise
+from undivided.request.request import Request, Tensors
+from undivided.verification import inputs
+from undivided.verification.cases import CASES
+
+
+class Compiled:
+    """A launch of an interpreted kernel."""
+
+    def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
+        self.kernel, self.options = kernel, options
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *values: self.kernel[grid](
+            **dict(zip(self.kernel.arg_names, values, strict=True)), **self.options
+        )
+
+
+class Compiler:
+    """An interpreted kernel that returns what Triton's own returns from a launch: a compiled kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arg_names = kernel, kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled]:
+        def run(**arguments: Any) -> Compiled:
+            self.kernel[grid](**arguments)
+            options = {name: value for name, value in arguments.items() if name not in self.arg_names}
+            return Compiled(self.kernel, options)
+
+        return run
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plan]:
+    """Remembered launches of interpreted kernels; the list has the plan of every forward that ran one."""
+    compilers: dict[int, Compiler] = {}
+
+    def launch(kernel: Any, *arguments: Any, **more: Any) -> launches.Launch | None:
+        compiler = compilers.setdefault(id(kernel), Compiler(kernel))
+        return launches.launch(compiler, *arguments, **more)
+
+    found: list[plans.Plan] = []
+    find = plans.find
+
+    def noted(call: Call, tensors: Tensors) -> plans.Plan | None:
+        plan = find(call, tensors)
+        if plan is not None:
+            found.append(plan)
+        return plan
+
+    monkeypatch.setattr(launches, "_launches", {})
+    monkeypatch.setattr(triton, "launch", launch)
+    monkeypatch.setattr(plans, "find", noted)
+    return found
+
+
+def kinds_of_calls() -> dict[str, Any]:
+    """A case of the contract for each layout, paged or not, and for each kind of mask that plans serve, and one with
+    another feature."""
+    chosen: dict[Any, str] = {}
+    for name, case in CASES.items():
+        call, _ = normalise(Request.from_keywords(**inputs.build(case, case.dtypes[0]).arguments))
+        problem = call.problem
+        if 0 in (problem.batch, problem.q_len, problem.kv_len):
+            continue
+        if plans._plans(call) is None:
+            chosen.setdefault("another feature", name)
+            continue
+        chosen.setdefault((problem.layout, problem.page_size is None), name)
+        for kind in problem.mask.kinds:
+            chosen.setdefault(kind, name)
+    return {name: CASES[name] for name in chosen.values()}
+
+
+@pytest.mark.parametrize("name", kinds_of_calls())
+def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[plans.Plan]) -> None:
+    case = CASES[name]
+    dtype = next(dtype for dtype in case.dtypes if dtype != torch.float64)
+    arguments = dict(inputs.build(case, dtype).arguments)
+    first, given = normalise(Request.from_keywords(**arguments))
+    with torch.no_grad():
+        triton.BACKEND.forward(first, given)
+        for name in ("q", "k", "v"):  # other memory, other values, the same strides
+            needs, arguments[name] = arguments[name].requires_grad, copy.deepcopy(arguments[name].detach())
+            arguments[name].requires_grad_(needs)
+            arguments[name] *= -1.5
+    second, given = normalise(Request.from_keywords(**arguments))
+    home = plans._plans(second)
+    with torch.no_grad():
+        assert not runs
+        found = triton.BACKEND.forward(second, given)
+        assert bool(runs) == (home is not None and (not second.mask.parts or second.normal_form(given.q).exact))
+        if home:
+            home.clear()
+        expected = triton.BACKEND.forward(second, given)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+
+
+def decode(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
+    out: torch.Tensor = undivided.attention(q, k, k, layout="bshd", backend="triton", **options)
+    return out
+
+
+def test_decoding_splits_its_keys_in_a_plan_too(runs: list[plans.Plan]) -> None:
+    k = torch.randn(1, 600, 2, 16)
+    outs = [decode(torch.full((1, 1, 4, 16), n), k) for n in (1.0, 2.0)]
+    assert [plan.splits for plan in runs] == [2]
+    for n, out in enumerate(outs, 1):
+        expected = undivided.attention(torch.full((1, 1, 4, 16), float(n)), k, k, layout="bshd", backend="reference")
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tensor_descriptors_of_a_plan_are_those_of_its_call(runs: list[plans.Plan]) -> None:
+    with config.trial("forward", config.INTERPRETED._replace(descriptors=True)):
+        for _ in range(3):
+            q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
+            torch.testing.assert_close(decode(q, k), undivided.attention(q, k, k, layout="bshd", backend="reference"))
+    assert len(runs) == 2
+    assert all(plan.descriptors is not None and plan.descriptors[0].base is None for plan in runs)
+
+
+@pytest.mark.parametrize("change", ["scale", "softcap", "alignment of q", "alignment of k", "tile sizes", "mask"])
+def test_other_calls_have_other_plans(change: str, runs: list[plans.Plan]) -> None:
+    q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
+    options: dict[str, Any] = {"mask": mask, "scale": 0.5, "softcap": 2.0}
+    decode(q, k, **options)
+    decode(q, k, **options)
+    assert len(runs) == 1
+    if change in ("scale", "softcap"):
+        decode(q, k, **{**options, change: 3.0})
+    elif change == "tile sizes":
+        with config.trial("forward", config.INTERPRETED._replace(block_n=16)):
+            decode(q, k, **options)
+    elif change == "mask":
+        decode(q, k, **{**options, "mask": masks.causal()})
+    else:
+        moved = [
+            torch.randn(x.numel() + 1)[1:].view(x.shape) if change.endswith(n) else x for n, x in (("q", q), ("k", k))
+        ]
+        decode(*moved, **options)
+    assert len(runs) == 1
+
+
+def test_a_mask_that_changed_has_no_plan(runs: list[plans.Plan]) -> None:
+    q, k, lengths = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.tensor([40, 40])
+    mask = masks.lengths(lengths)
+    for length in (30, 7):
+        lengths[0] = length
+        expected = undivided.attention(q, k, k, layout="bshd", mask=masks.lengths([length, 40]), backend="reference")
+        for _ in range(2):
+            torch.testing.assert_close(decode(q, k, mask=mask), expected, rtol=1e-5, atol=1e-5)
+    assert len(runs) == 2
+
+
+def test_plans_are_bounded_and_keep_placeholders_alone(runs: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MAX_PLANS", 3)
+    q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
+    for n in range(1, 9):
+        decode(q, k, mask=mask, scale=n / 8)
+    call, _ = normalise(Request.from_keywords(q=q, k=k, v=k, layout="bshd", mask=mask))
+    kept = plans._plans(call)
+    assert kept is not None
+    assert 0 < len(kept) <= 3
+    for plan in kept.values():
+        assert isinstance(plan, plans.Plan)
+        assert all(value.numel() == 1 for value in plan.launch.arguments if isinstance(value, torch.Tensor))
