@@ -73,9 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """No collection of garbage looks through many collected tests again; some libraries force one in every call."""
     if len(session.items) > 1000:
-        with contextlib.suppress(
-            ImportError
-        ):  # at its import it looks for references, and finds none in what is frozen
+        with contextlib.suppress(ImportError):  # its import looks for references, and finds none in what is frozen
             importlib.import_module("hypothesis")
         gc.collect()
         gc.freeze()

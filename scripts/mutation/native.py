@@ -43,7 +43,7 @@ TESTS = ("tests/backends/native/test_native*.py", "tests/backends/native/test_ba
 CANNOT_EMULATE = ("generic", "avx2", "avx512")
 CASES, SLOW = 16, 0.6
 ALL_CASES = "test_native_records"  # quick, and each case is another line of abi/check.cc
-TEAM_TESTS = ("test_thread_team.py", "test_native_library.py")
+TEAM_TESTS = ("test_thread_team.py", "test_native_forks.py", "test_native_library.py")
 TOKENS = re.compile(
     r"//[^\n]*|/\*.*?\*/|^[ \t]*#[^\n]*|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[A-Za-z_][\w:]*|\d[\w.']*"
     r"|<<|>>|->|\+\+|--|[<>=!+\-*/&|]=|&&|\|\||\S",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -47,20 +49,27 @@ def test_every_case_of_the_catalogue(case: Case) -> None:
     assert not differences(simulated(inputs, *TURNS[case.name]), alone(inputs, backend="reference"))
 
 
-@pytest.mark.parametrize("case", UNPAGED, ids=lambda case: case.name)
-def test_within_the_budget_of_a_single_kernel(case: Case) -> None:
+def budgeted() -> Iterator[Any]:
+    """Two dtypes of each case; the second takes as long as the first, and is merged in the same way."""
+    for case in UNPAGED:
+        for dtype in case.dtypes[:2]:
+            slow = [pytest.mark.slow] * (dtype != case.dtypes[0])
+            yield pytest.param(case, dtype, id=f"{case.name}-{str(dtype).removeprefix('torch.')}", marks=slow)
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*budgeted()])
+def test_within_the_budget_of_a_single_kernel(case: Case, dtype: torch.dtype) -> None:
     """Partial results are merged in fp32, and gradients summed in it, so that many ranks are no less exact than one."""
-    for dtype in case.dtypes[:2]:
-        inputs = build(case, dtype)
-        grad_lse = inputs.grad_lse
-        if grad_lse is not None and case.layout == "thd":
-            grad_lse = grad_lse.unsqueeze(0)
-        budget = budget_for(*call_of(**inputs.arguments), Upstream(inputs.grad_out, grad_lse))
-        found = simulated(inputs, *TURNS[case.name])
-        wrong = {
-            name: (budget.error(name, t), budget.allowed[name]) for name, t in found.items() if not budget.met(name, t)
-        }
-        assert not wrong, (dtype, wrong)
+    inputs = build(case, dtype)
+    grad_lse = inputs.grad_lse
+    if grad_lse is not None and case.layout == "thd":
+        grad_lse = grad_lse.unsqueeze(0)
+    budget = budget_for(*call_of(**inputs.arguments), Upstream(inputs.grad_out, grad_lse))
+    found = simulated(inputs, *TURNS[case.name])
+    wrong = {
+        name: (budget.error(name, t), budget.allowed[name]) for name, t in found.items() if not budget.met(name, t)
+    }
+    assert not wrong, (dtype, wrong)
 
 
 @pytest.mark.parametrize("heads", [(18, 18), (18, 6), (2, 2), (3, 1), (10, 2)], ids=lambda h: f"{h[0]}-for-{h[1]}")

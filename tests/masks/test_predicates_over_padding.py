@@ -26,12 +26,11 @@ Q_LENGTHS, KV_LENGTHS = [5, 0, 7], [4, 3, 6]  # of at most 9 queries and 7 keys
 Q_LEN, KV_LEN = 9, 7
 TEXT_TIME, MEDIA_TIME = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 1, 2, 2])
 MISSING = flex._no_compiler(Machine.this())
-BACKENDS = [
-    "reference",
-    "native",
-    "torch_flash",
-    pytest.param("flex", marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING))),
-]
+NEEDS_COMPILER = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+OURS = ["reference", "native", "torch_flash"]
+BACKENDS = [*OURS, pytest.param("flex", marks=NEEDS_COMPILER)]
+IN_DOCUMENTS = [*OURS, pytest.param("flex", marks=[NEEDS_COMPILER, pytest.mark.slow])]
+"""FlexAttention compiles for each mask, which takes seconds; padded batches run it in any case."""
 
 
 def flamingo(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ def test_padding_on_the_left() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["tokens-after-the-documents", "gaps-between-documents"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", IN_DOCUMENTS)
 def test_documents_in_thd(padded: bool, backend: str) -> None:
     """10 tokens; the captured tensor covers them up to the last real one."""
     cu = torch.tensor([0, 3, 3, 7])
