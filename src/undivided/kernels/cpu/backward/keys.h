@@ -174,6 +174,8 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
   const int64_t count = smaller_of(p.unit_keys, a.kv_len - key);
   const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
   const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
+  [[maybe_unused]] const FarRows<T> far_k(k, a.k_s, count, a.qk_dim), far_v(v, a.v_s, count, a.v_dim);
+  if (!Mode::kAmx) far_k.touch(), far_v.touch();
 #if defined(UNDIVIDED_AMX)
   if constexpr (kParts<Mode> > 1) {
     uint8_t* const visible = w.visible;
@@ -205,8 +207,14 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
 #endif
       if constexpr (!Mode::Arith::kPairs) {
     const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
-    for (int64_t j = 0; j < count; j++) widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
-    for (int64_t j = 0; j < count; j++) widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
+    for (int64_t j = 0; j < count; j++) {
+      far_k.prefetch(j + kRowsAhead);
+      widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
+    }
+    for (int64_t j = 0; j < count; j++) {
+      far_v.prefetch(j + kRowsAhead);
+      widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
+    }
     return {key, count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
   } else {
     KeyRows<Mode> rows = {key, count, k, v, a.k_s, a.v_s};
@@ -237,6 +245,7 @@ static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradi
   const int64_t width = ColumnPanels(dim).width;
   const float unit = ldexpf(1, -bits);
   Vec zero_or_nan = {};
+  if (!Mode::kAmx) touch_gradients<T>(p, gradient, at + keys.first * stride, stride, keys.count);
   for (int64_t j = 0; j < keys.count; j++) {
     const int64_t row = at + (keys.first + j) * stride;
     for (int64_t d = 0; d < dim; d += kLanes) {

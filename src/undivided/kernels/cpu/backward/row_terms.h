@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "gemm/prefetch.h"
 #include "gemm/small.h"
 
 namespace {

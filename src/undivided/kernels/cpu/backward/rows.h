@@ -72,6 +72,29 @@ static void scale_rows(const Backward& p, const Head& head, int64_t row_block,
   p.row_scales[head.index * p.row_blocks + row_block] = {grad, scale_bits(largest_q), least};
 }
 
+// The rows of Q, dO and O of a block that are those of its first head.
+template <class Mode>
+struct FarBlockRows {
+  typedef typename Mode::T T;
+  FarRows<T> q, grad, out;
+
+  static FarBlockRows of(const Backward& p, const RowBlock& block) {
+    const Attention& a = p.a;
+    const Gradients& g = p.g;
+    const int64_t head = block.first_head + block.row / a.q_len, row = block.row % a.q_len;
+    const int64_t rows = Mode::kAmx ? 0 : smaller_of(block.rows, a.q_len - row);  // on AMX nothing was measured
+    const auto [first_q, first_grad] = row_pointers<T>(p, block, 0);
+    const T* first_out = (const T*)a.out + block.batch * a.out_b + head * a.out_h + row * a.out_s;
+    return {{first_q, a.q_s, rows, a.qk_dim}, {first_grad, g.grad_out_s, rows, a.v_dim},
+            {first_out, a.out_s, rows, a.v_dim}};
+  }
+  INLINE_MEMBER void touch() const { out.touch(), grad.touch(), q.touch(); }
+  // What the next rows' delta needs, and Q, which is packed later.
+  INLINE_MEMBER void prefetch_for(int64_t row) const {
+    out.prefetch(row + kRowsAhead), grad.prefetch(row + kRowsAhead), q.prefetch(row);
+  }
+};
+
 template <class Mode>
 static void begin_row_block(const Backward& p, const Head& head, int64_t row_block) {
   const Attention& a = p.a;
@@ -82,6 +105,8 @@ static void begin_row_block(const Backward& p, const Head& head, int64_t row_blo
   constexpr bool needs_norms = kHeadScaled<Mode> || kRowScaled<Mode>;
   [[maybe_unused]] ValueNorms<typename Mode::T> value_norms(a, head);
   float grad_norms[kRowPanels<Mode> * kPanel] = {};
+  const FarBlockRows<Mode> far_rows = FarBlockRows<Mode>::of(p, block);
+  far_rows.touch();
   for (int64_t first = 0; first < block.rows; first += kPanel) {
     read_ranges(a, block, first, panel);
     const int64_t at = index * p.panels + (block.row + first) / kPanel;
@@ -96,6 +121,7 @@ static void begin_row_block(const Backward& p, const Head& head, int64_t row_blo
     for (int64_t r = 0; r < kPanel; r++) {
       const int64_t row = block.row + first + r, lane = at * kPanel + r;
       RowTerms x = {kInfinity, 0, 0, 0, 0};
+      far_rows.prefetch_for(first + r);
       if (r < panel.rows)
         x = row_terms<typename Mode::T>(p, block.batch, block.first_head + row / a.q_len, row % a.q_len, needs_norms);
       p.base[lane] = x.base - (float)weight_bits<Mode>(a), p.lse[lane] = x.lse, p.delta[lane] = x.delta;
@@ -137,6 +163,13 @@ INLINE void store_gradient(const Backward& p, bool accumulate, T* row, float* ro
   }
 }
 
+// Prefetches the first lines of rows of a tensor of p.g.type that are written next, if they are far apart.
+template <class T>
+INLINE void touch_gradients(const Backward& p, const void* gradient, int64_t at, int64_t stride, int64_t rows) {
+  if (p.g.type == kFloat32) FarRows<float, true>((const float*)gradient + at, stride, rows, 0).touch();
+  else FarRows<T, true>((const T*)gradient + at, stride, rows, 0).touch();
+}
+
 template <class Mode>
 static void finish_row_block(const Backward& p, const Head& head, int64_t row_block) {
   typedef typename Mode::T T;
@@ -146,6 +179,11 @@ static void finish_row_block(const Backward& p, const Head& head, int64_t row_bl
   const RowBlock block = rows_of(p, head, row_block);
   const float unit = ldexpf(1, -score_bits<Mode>(p, index));
   Vec zero_or_nan = {};
+  if (!Mode::kAmx) {
+    const int64_t head = block.first_head + block.row / a.q_len, row = block.row % a.q_len,
+                  at = block.batch * g.dq_b + head * g.dq_h + row * g.dq_s;
+    touch_gradients<T>(p, g.dq, at, g.dq_s, smaller_of(block.rows, a.q_len - row));
+  }
   for (int64_t first = 0; first < block.rows; first += kLanes) {
     const int64_t row = block.row + first, count = smaller_of(block.rows - first, kLanes);
     const float* from = p.dqt + (index * p.panels + row / kPanel) * dq_depth<Mode>(p) * kPanel + row % kPanel;

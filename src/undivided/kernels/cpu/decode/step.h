@@ -62,7 +62,7 @@ struct StepRows {
     for (int64_t n = 0; n < others.regions; n++) region[regions++] = others.region[n];
     lines += others.lines;
   }
-  void prefetch_all() const {
+  INLINE_MEMBER void prefetch_all() const {  // see gemm/prefetch.h
     for (int64_t n = 0; n < regions; n++)
       for (int64_t i = 0; i < region[n].lines; i++) __builtin_prefetch(region[n].at + i * 64, 0, 2);
   }
