@@ -107,12 +107,12 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
     missing = blocks * block_m - rows
     runs = []
     for side in range(0, width, 2):
+        if queries == 1:
+            runs.append(_run_of_one(ranges[..., side : side + 2], block_n, always_masked).expand(-1, blocks, -1))
+            continue
         start, stop = ranges[..., side], ranges[..., side + 1]
         none = stop <= start
         start, stop = start.masked_fill(none, FAR), stop.masked_fill(none, 0)
-        if queries == 1:  # all rows of a block are one: a third of the operators, in every step of decoding
-            runs.append(_run(start, stop, start, stop, block_n, always_masked).expand(-1, blocks, -1))
-            continue
         # rows beyond the tensor need no tile and make no tile partial
         first = _blocked(start, missing, FAR, block_m).amin(-1)
         last = _blocked(stop, missing, 0, block_m).amax(-1)
@@ -120,9 +120,8 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
         earliest = _blocked(stop, missing, FAR, block_m).amin(-1)
         runs.append(_run(first, last, latest, earliest, block_n, always_masked))
     if width == 2:
-        runs.append(torch.zeros_like(runs[0]))
-    else:
-        runs[1] = without_overlap(runs[0], runs[1])
+        return torch.nn.functional.pad(runs[0], (0, 4)).contiguous()
+    runs[1] = without_overlap(runs[0], runs[1])
     return torch.cat(runs, -1).contiguous()
 
 
@@ -145,6 +144,19 @@ def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n:
     full_end = torch.maximum(full_end, full_begin).clamp(max=end)
     run = torch.stack((begin, full_begin, full_end, end), -1)
     return run.masked_fill(empty[..., None], 0).to(torch.int32)
+
+
+def _run_of_one(ranges: Tensor, block_n: int, always_masked: bool) -> Tensor:
+    """`_run` of blocks whose rows are one query, with one range [B, 1, 2]: a third of the operators, in every step of
+    decoding."""
+    ends = ranges * (ranges[..., 1:] > ranges[..., :1])
+    run = torch.stack((ends // block_n, (ends + (block_n - 1)) // block_n), -1).flatten(-2)
+    # [begin, full_begin, full_end, end), but a range within one tile ends in it before the next one begins
+    if always_masked:
+        run[..., 1:3] = run[..., 3:]
+    else:
+        run[..., 2] = torch.maximum(run[..., 1], run[..., 2])
+    return run
 
 
 def without_overlap(run: Tensor, second: Tensor) -> Tensor:
