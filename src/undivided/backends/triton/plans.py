@@ -1,8 +1,8 @@
 """Plans: what a forward computed on its way to the kernels, kept for the next call with tensors of the same kind.
 
 A repeated call finds its plan in an object that such calls share: the checked mask, or the strides if there is no
-mask. It allocates the results and launches, which takes the host a quarter to a third of the time without a plan. Plans
-are for calls whose only tensors are q, k, v, a block table and the mask's ranges.
+mask. It allocates the results and launches, which takes Python about a third of the time without a plan. Plans are for
+calls whose only tensors are q, k, v, a block table and the mask's ranges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from undivided.backends.triton.inputs import Inputs, precision
 from undivided.backends.triton.launches import ALIGNMENT, Launch
 from undivided.kernels.triton import config
 from undivided.request.call import Call
-from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import Result
 
@@ -100,13 +99,9 @@ def _described(descriptor: Any, tensor: Tensor | None) -> Any:
 def _plans(call: Call) -> dict[Hashable, object] | None:
     """Where the plans of such calls are; None if they have none. Calls without `strides` have other tensors."""
     problem = call.problem
-    if call.strides is None or problem.batch_invariant or not _is_planned(problem):
+    if call.strides is None or problem.batch_invariant or not _MORE_TENSORS.isdisjoint(problem.features):
         return None
     return call.strides.plans if call.checked_mask is None else call.checked_mask.plans
-
-
-def _is_planned(problem: Problem) -> bool:
-    return _MORE_TENSORS.isdisjoint(problem.features)
 
 
 def _key(call: Call, tensors: Tensors) -> Hashable:

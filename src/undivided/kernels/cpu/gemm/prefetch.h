@@ -10,7 +10,7 @@ namespace {
 // Rows that are so far apart that each has a page of its own. The hardware's prefetcher stops at the end of such a row,
 // and the translation of the next one's address takes as long as hundreds of multiply-adds: many of them begin
 // together. Rows that are closer are left to the hardware. (Zen 3, heads of a token side by side, in turns: forward of
-// 1024 to 4096 tokens 1.05 to 1.1 times as fast, gradients of 256 to 2048 tokens 1.01 to 1.09.)
+// 1024 to 4096 tokens 1.0 to 1.1 times as fast, gradients of 256 to 2048 tokens 1.01 to 1.09.)
 // All functions are inlined: GCC drops calls of one that does nothing but prefetch, as if it had no effect.
 template <class T, bool Written = false>
 class FarRows {
