@@ -62,10 +62,10 @@ struct Tuning {
   int64_t backward_rows = 128, backward_rows_three_parts = 128;
 
   // Decoding: the cache that the next step is prefetched to, for __builtin_prefetch: 3 is L1, 2 is L2. (L2 against L1,
-  // 16k keys of 8 heads: Zen 4, fp32 1.3 to 1.95, bf16 1.3 to 1.8; Zen 5, bf16 0.85 to 0.95, int8 0.9. On AMX only L2 was
-  // measured, on other processors nothing.)
+  // 16k keys of 8 heads: Zen 3 0.95 to 1.0; Zen 4, fp32 1.3 to 1.95, bf16 1.3 to 1.8; Zen 5, bf16 0.85 to 0.95, int8 0.9.
+  // On AMX only L2 was measured, on other processors nothing.)
   // tune-cpu: decode_prefetch, decode_prefetch_zen5
-  int64_t decode_prefetch = 2, decode_prefetch_zen5 = 3;
+  int64_t decode_prefetch = 2, decode_prefetch_zen5 = 2;
   // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
   // half as many instructions. (Zen 5, 16k keys of 8 heads: one row 1.1 to 1.25, two 0.9 to 1.0, four 0.7 to 0.9, eight
   // 1.05 to 1.2; 1k keys, in L3: one row 0.8 to 1.0, four 1.0, eight 1.3. Zen 4, 32k keys: two rows 0.9 to 0.95, four 1.1;
@@ -79,6 +79,7 @@ constexpr Tuning kVectors = {};
 constexpr Tuning avx512() {
   Tuning t = kVectors;
   t.max_row_major_keys = 128;
+  t.decode_prefetch_zen5 = 3;
   return t;
 }
 constexpr Tuning kAvx512 = avx512();

@@ -33,7 +33,7 @@ struct PackedRows {
 #if defined(UNDIVIDED_BF16_DOT)
 template <class Half>
 INLINE UVec load_bits(const Half* row, int64_t left) {
-  if (left >= kLanes) return __builtin_convertvector(*(const UnalignedHVec*)row, UVec);
+  if (left >= kLanes) return load_halves(row);
   UVec x = {};
   for (int64_t i = 0; i < left; i++) x[i] = row[i].bits;
   return x;

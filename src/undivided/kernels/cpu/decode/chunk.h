@@ -160,10 +160,9 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
       for (int64_t n = 0; n < chunk.kv_heads; n++) finish_head(*step, n, scores + n * Engine::kScores);
     } else {
       if (has_previous) finish_head(*previous, 0, weights);
-      else
-        for (int64_t i = Engine::value_steps(a, rows, step->keys); i > 0; i--) v_prefetch.step();
       std::swap(scores, weights), has_previous = true;
     }
+    k_prefetch.finish(), v_prefetch.finish();
     next->keys = next_keys;
     Step<T>* const free = previous;
     previous = step, step = next, next = free;

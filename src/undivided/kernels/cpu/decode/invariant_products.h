@@ -6,6 +6,8 @@
 
 namespace {
 
+constexpr int64_t kKeysPerPrefetch = 4;  // keys per prefetch step in the second product
+
 // Calls f with the number of rows that are computed, 1, 2, 4 or 8, as a constant.
 template <class F>
 INLINE void with_padded_rows(int64_t rows, F f) {

@@ -88,15 +88,17 @@ struct Step : StepScales<kIsQuantized<T>> {
   StepRows<T> k, v;
 };
 
-// Prefetches a step in the order of memory, some lines per call of step().
+// Prefetches a step in the order of memory while the present one is computed: some lines per call of step(), or the
+// lines that take() returns. A processor waits for 10 to 24 lines at a time, and a load that needs one of these places
+// waits behind prefetches: evenly spread, as with take(), they delay it least.
 class StepPrefetch {
  public:
-  StepPrefetch() : next_(nullptr), end_(nullptr) {}
+  StepPrefetch() {}
+  // times: how often step() will be called.
   template <class T>
   StepPrefetch(const StepRows<T>& rows, int64_t times) : next_(rows.region), end_(rows.region + rows.regions) {
-    if (next_ == end_) return;
     lines_ = round_up((rows.lines + times - 1) / times, kLinesAtOnce);
-    begin();
+    begin_if_left();
   }
   // The rows of a step, none if it has no keys. times: how often step() will be called.
   template <class T>
@@ -104,24 +106,40 @@ class StepPrefetch {
     if (step.keys > 0) *this = StepPrefetch(rows, times);
   }
 
-  inline __attribute__((always_inline)) void step() {
-    if (left_ < lines_) return step_across();
+  INLINE_MEMBER void step() {
+    if (stop_ - at_ < lines_ * 64) return step_across();
     const char* stop = at_ + lines_ * 64;
-    if (to_l1_) prefetch_lines<3>(at_, stop);
+    if (to_l1()) prefetch_lines<3>(at_, stop);
     else prefetch_lines<2>(at_, stop);
-    at_ = stop, left_ -= lines_;
+    at_ = stop;
+  }
+  // The next N lines, for the caller to prefetch() one by one between other instructions.
+  template <int N>
+  INLINE_MEMBER const char* take() {
+    if (__builtin_expect(stop_ - at_ < N * 64, 0)) return take_across(N);
+    const char* at = at_;
+    at_ += N * 64;
+    return at;
+  }
+  INLINE_MEMBER void prefetch(const char* line) const {
+    if (to_l1()) __builtin_prefetch(line, 0, 3);
+    else __builtin_prefetch(line, 0, 2);
+  }
+  // Prefetches what is left.
+  INLINE_MEMBER void finish() {
+    while (begin_if_left()) prefetch(at_), at_ += 64;
   }
 
  private:
-  static constexpr int64_t kLinesAtOnce = 4;
-  const Region *next_, *end_;
-  int64_t lines_ = 0, left_ = 0;
-  const char* at_ = nullptr;
-  bool to_l1_ = prefetches_to_l1();
+  static constexpr int64_t kLinesAtOnce = kLanes < 16 ? 1 : 4;
+  const Region *next_ = nullptr, *end_ = nullptr;
+  int64_t lines_ = 0;
+  const char *at_ = nullptr, *stop_ = nullptr;
+  bool is_zen5_ = undivided::amd_family() == undivided::kZen5;
 
-  static bool prefetches_to_l1() {
-    const bool zen5 = undivided::amd_family() == undivided::kZen5;
-    return (zen5 ? kTuning.decode_prefetch_zen5 : kTuning.decode_prefetch) == 3;
+  INLINE_MEMBER bool to_l1() const {
+    constexpr int64_t others = kTuning.decode_prefetch, zen5 = kTuning.decode_prefetch_zen5;
+    return (others == zen5 || !is_zen5_ ? others : zen5) == 3;
   }
   // Prefetches whole groups of lines to the cache that __builtin_prefetch calls `Locality`.
   template <int Locality>
@@ -131,20 +149,20 @@ class StepPrefetch {
       for (int i = 0; i < kLinesAtOnce; i++) __builtin_prefetch(at + i * 64, 0, Locality);
     }
   }
-  void begin() { at_ = next_->at, left_ = next_->lines, next_++; }
+  // Whether a line is left, at at_.
+  INLINE_MEMBER bool begin_if_left() {
+    if (at_ < stop_) return true;
+    if (next_ == end_) return false;
+    at_ = next_->at, stop_ = at_ + next_->lines * 64, next_++;
+    return true;
+  }
   void __attribute__((noinline)) step_across() {
-    for (int64_t lines_wanted = lines_; lines_wanted > 0;) {
-      if (left_ == 0) {
-        if (next_ == end_) return;
-        begin();
-      }
-      const int64_t count = smaller_of(lines_wanted, left_);
-      for (int64_t i = 0; i < count; i++) {
-        if (to_l1_) __builtin_prefetch(at_ + i * 64, 0, 3);
-        else __builtin_prefetch(at_ + i * 64, 0, 2);
-      }
-      at_ += count * 64, left_ -= count, lines_wanted -= count;
-    }
+    for (int64_t i = 0; i < lines_ && begin_if_left(); i++) prefetch(at_), at_ += 64;
+  }
+  // Prefetches up to `count` lines, and returns the address of some that are in L1.
+  const char* __attribute__((noinline)) take_across(int64_t count) {
+    for (int64_t i = 0; i < count && begin_if_left(); i++) prefetch(at_), at_ += 64;
+    return (const char*)this;
   }
 };
 

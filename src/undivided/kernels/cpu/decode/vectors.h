@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kRowsPerPass = kLanes < 8 ? kLanes : 8;
 constexpr int kAccumulators = kLanes < 16 ? 8 : 16;  // accumulators of the second product
-constexpr int64_t kKeysPerPrefetch = 4;              // keys per prefetch step in the second product
+// Rows of the second product at a time: more than 4 need more accumulators than there are registers.
+constexpr int kValueRows = kLanes < 16 ? 4 : 8;
 
 // Rows are computed 1, 2, 4 or 8 at a time; the added rows are zeros.
 INLINE int64_t round_up_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
@@ -33,6 +34,10 @@ template <>
 struct Load<Int4> {
   static constexpr int kVecs = 2;
 };
+
+// Loads that read a cache line; int4 reads scales too.
+template <class T>
+constexpr int kLoadsPerLine = kHasGroups<T> ? 32 / kLanes : 64 / (kLanes * Load<T>::kVecs * (int)sizeof(T));
 
 // Rows of K or V of the n-th head, and their scales.
 template <class T>
@@ -72,15 +77,33 @@ static void multiply_by_scales(const StepPart<T>& part, int64_t rows, int64_t ke
     }
 }
 
+// For group number `index` of `Loads` loads: as many lines of the next step as these loads read. prefetch_beside()
+// prefetches them. If the loads read less than a line, every few groups prefetch one here.
+template <int Loads, class T>
+INLINE const char* take_lines(StepPrefetch& prefetch, int64_t index) {
+  constexpr int lines = Loads / kLoadsPerLine<T>;
+  if constexpr (lines > 0) return prefetch.take<lines>();
+  if (index % (kLoadsPerLine<T> / Loads) == 0) prefetch.prefetch(prefetch.take<1>());
+  return nullptr;
+}
+// For load number `i` of a group: prefetches its line, if it is the first load of one.
+template <int Loads, class T>
+INLINE void prefetch_beside(const StepPrefetch& prefetch, const char* lines, int i) {
+  if (Loads >= kLoadsPerLine<T> && i % kLoadsPerLine<T> == 0) prefetch.prefetch(lines + i / kLoadsPerLine<T> * 64);
+}
+
 // Scores of R query rows and kLanes / R keys, from key `first` on.
 template <int R, class T>
-INLINE Vec decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t first, int64_t dim) {
+INLINE Vec decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t first, int64_t dim,
+                         StepPrefetch& prefetch) {
   constexpr int keys = kLanes / R, vecs = Load<T>::kVecs;
   Vec acc[kLanes] = {};
   int64_t d = 0;
   for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
+    const char* lines = take_lines<keys, T>(prefetch, d / (vecs * kLanes));
 #pragma GCC unroll 16
     for (int j = 0; j < keys; j++) {
+      prefetch_beside<keys, T>(prefetch, lines, j);
       Vec y[vecs];
       StepPart<T>::load_at(k, first + j, d, y);
 #pragma GCC unroll 2
@@ -107,9 +130,8 @@ static void decode_score_step(const float* q, int64_t q_stride, const StepPart<T
   constexpr int group = kLanes / R;
   StepPrefetch prefetch = shared;
   for (int64_t j = 0; j < keys; j += group) {
-    prefetch.step();
     float found[kLanes];
-    store(found, decode_scores<R>(q, q_stride, k, j, dim));
+    store(found, decode_scores<R>(q, q_stride, k, j, dim, prefetch));
     for (int r = 0; r < R; r++) memcpy(scores + r * kDecodeStepKeys + j, found + r * group, group * 4);
   }
   shared = prefetch;
@@ -127,9 +149,10 @@ INLINE void decode_value_columns(const float* weights, const StepPart<T>& v, int
 #pragma GCC unroll 8
     for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
   for (int64_t j = 0; j < keys; j++) {
-    if (j % kKeysPerPrefetch == 0) prefetch.step();
+    const char* lines = take_lines<Loads, T>(prefetch, j);
 #pragma GCC unroll 8
     for (int l = 0; l < Loads; l++) {
+      prefetch_beside<Loads, T>(prefetch, lines, l);
       Vec y[vecs];
       StepPart<T>::load_at(v, j, first + l * vecs * kLanes, y);
 #pragma GCC unroll 2
@@ -171,12 +194,12 @@ static void decode_value_step(const float* weights, const StepPart<T>& v, int64_
       }
 }
 
-// Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass.
-template <class F>
+// Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass of at most Limit (4 or 8).
+template <int Limit = kRowsPerPass, class F>
 INLINE void for_each_pass(int64_t rows, F f) {
   for (int64_t r = 0; r < rows;) {
     int64_t left = rows - r;
-    if constexpr (kRowsPerPass == 8)
+    if constexpr (Limit == 8)
       if (left >= 8) {
         f(std::integral_constant<int, 8>(), r), r += 8;
         continue;
@@ -236,20 +259,9 @@ struct DecodeVectors {
   static void clear_sums(const Attention& a, const HeadState& state) {
     memset(state.sums, 0, (size_t)(round_up_rows(state.rows) * a.v_dim) * 4);
   }
-  // Prefetch steps of the products: one per vector of scores, one per kKeysPerPrefetch keys.
-  static int64_t score_steps(const Attention&, int64_t rows, int64_t keys) {
-    int64_t steps = 0;
-    for_each_pass(round_up_rows(rows), [&](auto count, int64_t) { steps += (keys * count + kLanes - 1) / kLanes; });
-    return steps;
-  }
-  static int64_t value_steps(const Attention& a, int64_t rows, int64_t keys) {
-    int64_t steps = 0;
-    for_each_pass(round_up_rows(rows), [&](auto count, int64_t) {
-      constexpr int64_t narrow = Load<T>::kVecs * kLanes, wide = value_loads<decltype(count)::value, T>() * narrow;
-      steps += (a.v_dim / wide + a.v_dim % wide / narrow) * ((keys + kKeysPerPrefetch - 1) / kKeysPerPrefetch);
-    });
-    return larger_of(steps, 1);
-  }
+  // The products do not call StepPrefetch::step().
+  static int64_t score_steps(const Attention&, int64_t, int64_t) { return 1; }
+  static int64_t value_steps(const Attention&, int64_t, int64_t) { return 1; }
 
   static void scale_sums(const Attention& a, const HeadState& state, const float* decay) {
     for (int64_t r = 0; r < state.rows; r++)
@@ -277,7 +289,7 @@ struct DecodeVectors {
       multiply_by_scales(values, round_up_rows(state.rows), step.keys, weights, scaled);
       weights = scaled;
     }
-    for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
+    for_each_pass<kValueRows>(round_up_rows(state.rows), [&](auto count, int64_t r) {
       decode_value_step<decltype(count)::value>(weights + r * kDecodeStepKeys, values, a.v_dim, step.keys,
                                                 state.sums + r * a.v_dim, a.v_dim, prefetch);
     });

@@ -67,8 +67,7 @@ INLINE __m512i zip_index(int first) {
     }
 #endif
     for (; d + kLanes <= columns; d += kLanes) {
-      UVec low = even ? __builtin_convertvector(*(const UnalignedHVec*)(even + d), UVec) : UVec{};
-      UVec high = odd ? __builtin_convertvector(*(const UnalignedHVec*)(odd + d), UVec) : UVec{};
+      UVec low = even ? load_halves(even + d) : UVec{}, high = odd ? load_halves(odd + d) : UVec{};
       store((float*)to + d, (Vec)(low | high << 16));
     }
     for (; d < columns; d++) to[d] = (even ? even[d].bits : 0u) | (uint32_t)(odd ? odd[d].bits : 0) << 16;
