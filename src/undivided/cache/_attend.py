@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
@@ -198,12 +197,3 @@ def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
     if dim != heads.head_dim:
         raise InputError("q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}")
     return q_len
-
-
-def table(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Lists of pages as a block table, int32 [sequences, pages of the longest]; 0 after the end of a list, and for an
-    evicted page."""
-    width = max(1, *map(len, tables)) if tables else 1
-    rows = [[*[max(page, 0) for page in pages], *[0] * (width - len(pages))] for pages in tables]
-    with torch.inference_mode(False):
-        return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), width)

@@ -15,6 +15,7 @@ from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
+from undivided.cache._block_table import BlockTable
 from undivided.cache._checks import checked_tokens
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.pages import Pages
@@ -86,7 +87,8 @@ class InferenceParams(ShardedSteps):
     _batch: Batch
     _step: Step | None
     _rows: Rows | None  # pool rows of the new tokens, on the device
-    _table: tuple[object, Tensor] | None  # `page_table`, once it was read, and what it was made from
+    _table: BlockTable
+    _page_table: tuple[object, Tensor] | None  # once it was read, and what it was made from
 
     def __init__(
         self,
@@ -137,7 +139,8 @@ class InferenceParams(ShardedSteps):
         ledger: Slots | Pages = Slots(self.max_batch_size, self.max_sequence_length)
         if self.is_paged:
             ledger = BatchPages(self.total_num_pages, self.page_size, self.max_batch_size, self._world)
-        self._batch, self._table = Batch(ledger, self.max_batch_size, self.max_sequence_length), None
+        self._batch = Batch(ledger, self.max_batch_size, self.max_sequence_length)
+        self._table, self._page_table = BlockTable(), None
         self._set_step(None)
 
     @property
@@ -348,10 +351,10 @@ class InferenceParams(ShardedSteps):
         """
         slots = () if self._step is None else self._step.slots
         pages = slots, self._batch.changes, self.device
-        if self._table is None or self._table[0] != pages:
-            tables = self._batch.tables(slots, 0 if self._ranks is None else self._ranks.rank)
-            self._table = pages, _attend.table(tables, self.device or torch.device("cpu"))
-        return self._table[1]
+        if self._page_table is None or self._page_table[0] != pages:
+            lists = self._batch.tables(slots, 0 if self._ranks is None else self._ranks.rank)
+            self._page_table = pages, self._table.of(lists, self.device or torch.device("cpu"))
+        return self._page_table[1]
 
     @property
     def batch_size(self) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 from undivided.arguments.checks import as_device, as_integer
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
-from undivided.cache import _attend
 from undivided.cache._attend import CachedSequences
+from undivided.cache._block_table import BlockTable
 from undivided.cache._cache import Cache
 from undivided.cache._checks import checked_token_ids
 from undivided.cache._graphs import outside_of_graphs
@@ -40,7 +40,8 @@ class SequencesOnPages(Cache):
         storage = Storage(*sizes) if ranks is None else ranks.storage(*sizes)
         ledger = Pages(self.num_pages, self.page_size, batch, 1 if ranks is None else ranks.world)
         super().__init__(ledger, storage, batch, layout)
-        self._table: tuple[int, Tensor] | None = None
+        self._table = BlockTable()
+        self._block_table: tuple[int, Tensor] | None = None  # once it was read, and the ledger's changes until then
 
     @property
     def block_table(self) -> Tensor:
@@ -49,10 +50,10 @@ class SequencesOnPages(Cache):
         0 after the end of a sequence, and for evicted pages.
         """
         ledger, rank = self._ledger, 0 if self._ranks is None else self._ranks.rank
-        if self._table is None or self._table[0] != ledger.changes:
-            tables = [ledger.of_rank(rank, n) for n in range(self.batch)]
-            self._table = ledger.changes, _attend.table(tables, self.device)
-        return self._table[1]
+        if self._block_table is None or self._block_table[0] != ledger.changes:
+            lists = [ledger.of_rank(rank, n) for n in range(self.batch)]
+            self._block_table = ledger.changes, self._table.of(lists, self.device)
+        return self._block_table[1]
 
     @outside_of_graphs
     def remember(self, tokens: Sequence[int] | Tensor, i: int) -> None:

@@ -40,7 +40,7 @@ class Pages:
     def __init__(self, num_pages: int, page_size: int, batch: int, ranks: int = 1) -> None:
         self.num_pages, self.page_size, self.ranks = num_pages, page_size, ranks
         self.lengths: Counts = (0,) * batch
-        self.tables: list[list[int]] = [[] for _ in range(batch)]
+        self.tables: list[list[int]] = [[] for _ in range(batch)]  # a list is replaced, never changed: see BlockTable
         total = num_pages * ranks
         self.references = [0] * total
         # of each rank, taken from the end: page 0 first
@@ -176,6 +176,7 @@ class Pages:
         held = [place for place in places if pages[place] != EVICTED]
         if held:
             self._release([pages[place] for place in held])
+            self.tables[sequence] = pages = list(pages)
             for place in held:
                 pages[place] = EVICTED
             self.evicted[sequence] = self.lengths[sequence]

@@ -89,7 +89,7 @@ struct Step : StepScales<kIsQuantized<T>> {
 };
 
 // Prefetches a step in the order of memory while the present one is computed: some lines per call of step(), or the
-// lines that take() returns. A processor waits for 10 to 24 lines at a time, and a load that needs one of these places
+// lines that take() returns. A core waits for some 10 to 24 lines at a time, and a load that needs one of these places
 // waits behind prefetches: evenly spread, as with take(), they delay it least.
 class StepPrefetch {
  public:
