@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import undivided
 from undivided import masks
@@ -47,32 +48,64 @@ def test_the_table_follows_every_change_of_a_cache(seed: int) -> None:
     assert all(torch.equal(table, copy) for table, copy in earlier)
 
 
+class Tables:
+    """A `BlockTable` that is given lists as a new state each time."""
+
+    def __init__(self) -> None:
+        self.table, self.state = BlockTable(), 0
+
+    def of(self, lists: list[list[int]]) -> torch.Tensor:
+        self.state += 1
+        return self.table.of(self.state, lambda: list(lists), CPU)
+
+
 def test_only_lists_that_were_replaced_are_read() -> None:
-    table, lists = BlockTable(), [[n, n + 1] for n in range(10)]
-    first = table.of(lists, CPU)
-    assert table.of(list(lists), CPU) is first
+    tables, lists = Tables(), [[n, n + 1] for n in range(10)]
+    first = tables.of(lists)
+    assert tables.of(lists) is first
     lists[3].append(99)  # against the rule, so that a reading would be seen
     lists[4] = [7, 8, 9]
-    second = table.of(lists, CPU)
+    second = tables.of(lists)
     assert second[3].tolist() == [3, 4, 0]
     assert second[4].tolist() == [7, 8, 9]
     assert first[4].tolist() == [4, 5]
 
 
+def test_lists_of_a_known_state_are_not_read() -> None:
+    tables = Tables()
+    first = tables.of([[1, 2], [3]])
+    assert tables.table.of(tables.state, lambda: pytest.fail("read again"), CPU) is first
+    meta = torch.device("meta")
+    assert tables.table.of(tables.state, lambda: [[1, 2], [3]], meta).device == meta
+
+
 def test_tables_of_other_sizes_are_made_anew() -> None:
-    table = BlockTable()
-    assert table.of([], CPU).shape == (0, 1)
-    assert table.of([[], []], CPU).tolist() == [[0], [0]]
-    assert table.of([[4, -1, 5], [], [2]], CPU).tolist() == [[4, 0, 5], [0, 0, 0], [2, 0, 0]]
-    wide = table.of([[1] * 5] * 4, CPU)
+    tables = Tables()
+    assert tables.of([]).shape == (0, 1)
+    assert tables.of([[], []]).tolist() == [[0], [0]]
+    assert tables.of([[4, -1, 5], [], [2]]).tolist() == [[4, 0, 5], [0, 0, 0], [2, 0, 0]]
+    wide = tables.of([[1] * 5] * 4)
     assert wide.shape == (4, 5)
     short = [[1], [2], [3], [4]]
-    assert table.of(short, CPU).tolist() == [[1], [2], [3], [4]]
-    assert table.of([*short[:3], [5, 6]], CPU).tolist() == [[1, 0], [2, 0], [3, 0], [5, 6]]
+    assert tables.of(short).tolist() == [[1], [2], [3], [4]]
+    assert tables.of([*short[:3], [5, 6]]).tolist() == [[1, 0], [2, 0], [3, 0], [5, 6]]
 
 
 def test_a_table_has_a_version_counter_in_inference_mode() -> None:
-    table, lists = BlockTable(), [[n] for n in range(4)]
+    tables, lists = Tables(), [[n] for n in range(4)]
     with torch.inference_mode():
-        assert not table.of(lists, CPU).is_inference()
-        assert not table.of([*lists[:3], [9, 9]], CPU).is_inference()
+        assert not tables.of(lists).is_inference()
+        assert not tables.of([*lists[:3], [9, 9]]).is_inference()
+
+
+def test_a_fake_table_does_not_outlive_its_mode() -> None:
+    cache = undivided.PagedKVCache(8, page_size=4, kv_heads=1, head_dim=8, batch=2, dtype=torch.float32)
+    tokens, q = torch.randn(2, 5, 1, 8), torch.randn(2, 1, 1, 8)
+    cache.append(tokens, tokens)
+    for _ in range(2):  # without a table before, and with one
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(cache.attend(torch.randn(2, 1, 1, 8)), FakeTensor)
+        with FakeTensorMode():
+            assert cache.block_table.shape == (2, 2)
+        assert type(cache.attend(q)) is torch.Tensor
+        assert cache.block_table.tolist() == [[0, 1], [2, 3]]

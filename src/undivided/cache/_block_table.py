@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from undivided.arguments.tensors import values_are_traced
 
 
 class BlockTable:
@@ -17,38 +18,56 @@ class BlockTable:
     """
 
     def __init__(self) -> None:
+        self._made_from: tuple[object, torch.device] | None = None
         self._lists: list[list[int]] = []
-        self._tensor = torch.zeros(0, 1, dtype=torch.int32)
+        self._tensor = torch.empty(0)
 
-    def of(self, lists: Sequence[list[int]], device: torch.device) -> Tensor:
-        """The table of these lists. Earlier results keep their values.
+    def of(self, state: object, read: Callable[[], list[list[int]]], device: torch.device) -> Tensor:
+        """The table of the lists of pages that `read` returns. Earlier results keep their values.
 
         Args:
-            lists: the pages of each sequence. A list that was given before is the same as then: a change replaces it.
+            state: a value that differs if the lists do; `read` is called for a new one only.
+            read: returns the lists, in a list of its own. The pages in a list that it returned before are the same as
+                then: a change replaces the list.
             device: device of the table.
         """
-        before, last = self._lists, self._tensor
-        width = max([1, *map(len, lists)])
-        self._lists = list(lists)
+        if self._made_from == (state, device):
+            return self._tensor
+        if values_are_traced():  # a fake tensor cannot serve the next call
+            return _rows(read(), device)
+        before, last, lists = self._lists, self._tensor, read()
         changed = [n for n, (old, new) in enumerate(zip(before, lists, strict=False)) if old is not new]
-        with torch.inference_mode(False):  # its version counter says whether it was checked
-            if len(before) != len(lists) or 2 * len(changed) > len(lists) or last.device != device:
-                self._tensor = _rows(lists, width, device)
-            elif changed or width != last.shape[1]:
-                kept = min(width, last.shape[1])
-                table = torch.zeros(len(lists), width, dtype=torch.int32, device=device)
-                table[:, :kept] = last[:, :kept]
-                if changed:
-                    table[torch.tensor(changed, device=device)] = _rows([lists[n] for n in changed], width, device)
-                self._tensor = table
+        is_similar = self._made_from is not None and self._made_from[1] == device and len(before) == len(lists)
+        if not is_similar or 2 * len(changed) > len(lists):
+            self._tensor = _rows(lists, device)
+        elif changed or _width(lists) != last.shape[1]:
+            self._tensor = _with_rows(last, lists, changed)
+        self._made_from, self._lists = (state, device), lists
         return self._tensor
 
 
-def _rows(lists: Sequence[list[int]], width: int, device: torch.device) -> Tensor:
-    if not lists:
-        return torch.zeros(0, width, dtype=torch.int32, device=device)
-    numbers = array("i")
-    for pages in lists:
-        numbers.extend(pages if min(pages, default=0) >= 0 else [max(page, 0) for page in pages])
-        numbers.extend([0] * (width - len(pages)))
-    return torch.frombuffer(numbers, dtype=torch.int32).view(len(lists), width).to(device, copy=True)
+def _width(lists: Sequence[list[int]]) -> int:
+    return max([1, *map(len, lists)])
+
+
+def _rows(lists: Sequence[list[int]], device: torch.device, width: int | None = None) -> Tensor:
+    """The rows of these lists, with this many pages or those of the longest."""
+    width = width or _width(lists)
+    rows = [
+        [*(pages if min(pages, default=0) >= 0 else [max(page, 0) for page in pages]), *[0] * (width - len(pages))]
+        for pages in lists
+    ]
+    with torch.inference_mode(False):  # its version counter says whether it was checked
+        return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(lists), width)
+
+
+def _with_rows(table: Tensor, lists: Sequence[list[int]], changed: Sequence[int]) -> Tensor:
+    """A copy of the table that is as wide as these lists are long, with new rows for the changed ones."""
+    width, device = _width(lists), table.device
+    kept = min(width, table.shape[1])
+    with torch.inference_mode(False):
+        copy = table.new_zeros(len(lists), width)
+        copy[:, :kept] = table[:, :kept]
+        if changed:
+            copy[torch.tensor(changed, device=device)] = _rows([lists[n] for n in changed], device, width)
+    return copy

@@ -88,7 +88,6 @@ class InferenceParams(ShardedSteps):
     _step: Step | None
     _rows: Rows | None  # pool rows of the new tokens, on the device
     _table: BlockTable
-    _page_table: tuple[object, Tensor] | None  # once it was read, and what it was made from
 
     def __init__(
         self,
@@ -139,8 +138,7 @@ class InferenceParams(ShardedSteps):
         ledger: Slots | Pages = Slots(self.max_batch_size, self.max_sequence_length)
         if self.is_paged:
             ledger = BatchPages(self.total_num_pages, self.page_size, self.max_batch_size, self._world)
-        self._batch = Batch(ledger, self.max_batch_size, self.max_sequence_length)
-        self._table, self._page_table = BlockTable(), None
+        self._batch, self._table = Batch(ledger, self.max_batch_size, self.max_sequence_length), BlockTable()
         self._set_step(None)
 
     @property
@@ -350,11 +348,9 @@ class InferenceParams(ShardedSteps):
         Over ranks, those of this rank. If not paged, the cache row of each sequence, [b, 1].
         """
         slots = () if self._step is None else self._step.slots
-        pages = slots, self._batch.changes, self.device
-        if self._page_table is None or self._page_table[0] != pages:
-            lists = self._batch.tables(slots, 0 if self._ranks is None else self._ranks.rank)
-            self._page_table = pages, self._table.of(lists, self.device or torch.device("cpu"))
-        return self._page_table[1]
+        rank = 0 if self._ranks is None else self._ranks.rank
+        state, device = (slots, self._batch.changes), self.device or torch.device("cpu")
+        return self._table.of(state, lambda: self._batch.tables(slots, rank), device)
 
     @property
     def batch_size(self) -> int:

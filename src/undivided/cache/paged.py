@@ -41,7 +41,6 @@ class SequencesOnPages(Cache):
         ledger = Pages(self.num_pages, self.page_size, batch, 1 if ranks is None else ranks.world)
         super().__init__(ledger, storage, batch, layout)
         self._table = BlockTable()
-        self._block_table: tuple[int, Tensor] | None = None  # once it was read, and the ledger's changes until then
 
     @property
     def block_table(self) -> Tensor:
@@ -50,10 +49,7 @@ class SequencesOnPages(Cache):
         0 after the end of a sequence, and for evicted pages.
         """
         ledger, rank = self._ledger, 0 if self._ranks is None else self._ranks.rank
-        if self._block_table is None or self._block_table[0] != ledger.changes:
-            lists = [ledger.of_rank(rank, n) for n in range(self.batch)]
-            self._block_table = ledger.changes, self._table.of(lists, self.device)
-        return self._block_table[1]
+        return self._table.of(ledger.changes, lambda: [ledger.of_rank(rank, n) for n in range(self.batch)], self.device)
 
     @outside_of_graphs
     def remember(self, tokens: Sequence[int] | Tensor, i: int) -> None:

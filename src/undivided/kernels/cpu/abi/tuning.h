@@ -62,8 +62,8 @@ struct Tuning {
   int64_t backward_rows = 128, backward_rows_three_parts = 128;
 
   // Decoding: the cache that the next step is prefetched to, for __builtin_prefetch: 3 is L1, 2 is L2. (L2 against L1,
-  // 16k keys of 8 heads: Zen 3 0.95 to 1.0; Zen 4, fp32 1.3 to 1.95, bf16 1.3 to 1.8; Zen 5, bf16 0.85 to 0.95, int8 0.9.
-  // On AMX only L2 was measured, on other processors nothing.)
+  // 16k keys of 8 heads: Zen 3 0.95 to 1.0; Zen 4, fp32 1.3 to 1.95, bf16 1.3 to 1.8; Zen 5, bf16 0.85 to 0.95, int8
+  // 0.9. On AMX only L2 was measured, on other processors nothing.)
   // tune-cpu: decode_prefetch, decode_prefetch_zen5
   int64_t decode_prefetch = 2, decode_prefetch_zen5 = 2;
   // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need

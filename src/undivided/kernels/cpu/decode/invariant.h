@@ -297,7 +297,7 @@ class InvariantUnit {
         const int64_t place = scale_weights(part, current, n);
         StepPart<Byte> rows = {(const Byte* const*)(const void*)current.rows.row, n * a_.v_h, nullptr, 0};
         const auto add = [&](const uint32_t* weights, int64_t keys) {
-          for_each_four(padded_, [&](auto count, int64_t r) {
+          for_each_pass<kRowsOfPairs>(padded_, [&](auto count, int64_t r) {
             const PairSums to = {block_sums_ + (n * padded_ + r) * sum_stride_, sum_stride_,
                                  weights + r * kWeightStride, keys};
             Format::template add_values<decltype(count)::value>(to, rows, 0, a_.v_dim, prefetch);

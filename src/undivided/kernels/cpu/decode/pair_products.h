@@ -12,14 +12,6 @@ namespace {
 constexpr int kRowsOfPairs = 4;
 constexpr int64_t kStepPairs = kDecodeStepKeys / 2, kPairColumns = 32, kAllColumns = INT64_MAX;
 
-// Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass.
-template <class F>
-INLINE void for_each_four(int64_t rows, F f) {
-  if (rows == 1) return f(std::integral_constant<int, 1>(), 0);
-  if (rows == 2) return f(std::integral_constant<int, 2>(), 0);
-  for (int64_t r = 0; r < rows; r += kRowsOfPairs) f(std::integral_constant<int, kRowsOfPairs>(), r);
-}
-
 template <class T>
 INLINE const T* row_of(const StepPart<T>& part, int64_t j) {
   return part.row[j] + part.offset;

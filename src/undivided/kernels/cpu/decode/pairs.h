@@ -29,7 +29,7 @@ struct DecodePairs : DecodeVectors<Key> {
     const int64_t size = Format::query_floats(a.qk_dim);
     memset(q, 0, (size_t)(round_up_rows(rows) * size) * 4);
     if constexpr (std::is_same<Q, BFloat16>::value)
-      for_each_four(round_up_rows(rows), [&](auto count, int64_t r) {
+      for_each_pass<kRowsOfPairs>(round_up_rows(rows), [&](auto count, int64_t r) {
         for (int64_t i = 0; i < count && r + i < rows; i++)
           Format::pack_query(from[r + i], a.qk_dim, q + r * size + i * kLanes, count * kLanes);
       });
@@ -40,12 +40,13 @@ struct DecodePairs : DecodeVectors<Key> {
   static int64_t score_steps(const Attention& a, int64_t rows, int64_t keys) {
     const int64_t blocks = (a.qk_dim + Format::kColumns - 1) / Format::kColumns;
     int64_t steps = 0;
-    for_each_four(round_up_rows(rows), [&](auto, int64_t) { steps += (keys + kLanes - 1) / kLanes * 2 * blocks; });
+    for_each_pass<kRowsOfPairs>(round_up_rows(rows),
+                                [&](auto, int64_t) { steps += (keys + kLanes - 1) / kLanes * 2 * blocks; });
     return steps;
   }
   static int64_t value_steps(const Attention& a, int64_t rows, int64_t keys) {
     int64_t steps = 0;
-    for_each_four(round_up_rows(rows), [&](auto count, int64_t) {
+    for_each_pass<kRowsOfPairs>(round_up_rows(rows), [&](auto count, int64_t) {
       steps += Format::template value_passes<decltype(count)::value>(a.v_dim) * (keys / Format::kKeysPerPrefetch);
     });
     return larger_of(steps, 1);
@@ -56,7 +57,7 @@ struct DecodePairs : DecodeVectors<Key> {
     const StepPart<T> keys = keys_of(a, step, n);
     const int64_t size = Format::query_floats(a.qk_dim);
     StepPrefetch prefetch = shared;
-    for_each_four(round_up_rows(state.rows), [&](auto count, int64_t r) {
+    for_each_pass<kRowsOfPairs>(round_up_rows(state.rows), [&](auto count, int64_t r) {
       constexpr int R = decltype(count)::value;
       for (int64_t j = 0; j < step.keys; j += kLanes) {
         Vec found[R];
@@ -79,7 +80,7 @@ struct DecodePairs : DecodeVectors<Key> {
     for (int64_t d = 0; d < a.v_dim; d += smaller_of(Format::kWeightColumns, a.v_dim)) {
       const PairSums all = {state.sums, size, pairs, step.keys};
       Format::pack_weights(values, d, a.v_dim, weights, rows, step.keys, pairs, all);
-      for_each_four(rows, [&](auto count, int64_t r) {
+      for_each_pass<kRowsOfPairs>(rows, [&](auto count, int64_t r) {
         const PairSums to = {state.sums + r * size, size, pairs + r * stride, step.keys};
         Format::template add_values<decltype(count)::value>(to, values, d, a.v_dim, prefetch);
       });

@@ -194,7 +194,8 @@ static void decode_value_step(const float* weights, const StepPart<T>& v, int64_
       }
 }
 
-// Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass of at most Limit (4 or 8).
+// Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass of at most Limit rows, 4 or
+// 8.
 template <int Limit = kRowsPerPass, class F>
 INLINE void for_each_pass(int64_t rows, F f) {
   for (int64_t r = 0; r < rows;) {
