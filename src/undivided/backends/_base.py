@@ -7,7 +7,7 @@ stay consistent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,6 +23,10 @@ from undivided.request.result import Result
 
 Gradients = Sequence[Tensor | None]
 """Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None if not needed."""
+
+Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""The forward of a call with other tensors (q, k, v, pages, k_scale, v_scale) of the same sizes, strides and dtypes. It
+returns out in the caller's layout, and checks nothing."""
 
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
@@ -168,6 +172,10 @@ class Backend:
             The gradient of each of `tensors`; None if ``call.needs`` is False for it.
         """
         raise NotImplementedError
+
+    def replay(self, call: Call, tensors: Tensors) -> Replay | None:
+        """The forward of this call for other tensors of the same sizes; None if the backend prepares each call anew."""
+        return None
 
     def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
         """The output [B, H, Sq, Dv] of a PyTorch operator that autograd records itself; None to use `forward`.

@@ -32,8 +32,16 @@ from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
 from undivided.request.checks import checked_mask
+from undivided.request.request import Request
+from undivided.run.replay import Prepared, may_replay
+from undivided.selection.policy import Policy, policy
 
 _AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _layout.LAYOUTS}
+
+_TENSORS = ("bias", "alibi_slopes", "sinks")
+_RULES = ("backend", "deterministic", "batch_invariant")
+_REPEATABLE = frozenset({*_TENSORS, *_RULES, "scale", "softcap", "return_lse"})
+_NUMBERS = frozenset({float, type(None)})
 
 Output = Tensor | tuple[Tensor, Tensor]
 
@@ -91,21 +99,67 @@ class CachedCall(NamedTuple):
 
 def attend(call: CachedCall) -> Output:
     """Attention over the cached keys of one process."""
-    mask, (q, cached, layout, q_counts, _, options) = call.validated_mask(), call
+    mask = call.validated_mask()
+    if (repeated := _repeated(call, mask)) is not None:
+        return repeated
+    q, k, v, options = _arguments(call, mask)
+    result: Output = attention(q, k, v, **options)
+    return _packed(result) if call.layout == "thd" and options["layout"] != "thd" else result
+
+
+def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
+    """The output by what an earlier call prepared, mostly one of another layer; None for calls that must be prepared.
+
+    Those have optional tensors, return the lse, or have a block table that somebody has written to.
+    """
+    q, cached, layout, q_counts, _, options = call
+    (k, v, k_scale, v_scale), lengths, pages = cached[:3]
+    scale = softcap = None
+    rules: tuple[Any, ...] = ()
+    if options:
+        if not _REPEATABLE.issuperset(options) or options.get("return_lse", False) is not False:
+            return None
+        if any(options.get(name) is not None for name in _TENSORS):
+            return None
+        scale, softcap = options.get("scale"), options.get("softcap")
+        if not {type(scale), type(softcap)} <= _NUMBERS:
+            return None
+        rules = tuple(map(options.get, _RULES))
+    if not may_replay(q, k, v) or (pages is not None and pages._version):
+        return None
+    allowed = _policy(*rules)
+    sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
+    key = ("repeated", layout, sizes, lengths, q_counts, scale, softcap, allowed)
+    prepared = mask.cached(key, _prepare, call, mask, allowed)
+    return None if prepared is None else prepared.run(q, k, v, pages, k_scale, v_scale)
+
+
+def _policy(
+    backend: str | None = None, deterministic: bool | None = None, batch_invariant: bool | None = None
+) -> Policy:
+    return policy(backend, deterministic, batch_invariant=batch_invariant)
+
+
+def _prepare(call: CachedCall, mask: Mask, allowed: Policy) -> Prepared | None:
+    q, k, v, options = _arguments(call, mask)
+    return Prepared.of(Request.from_keywords(q, k, v, **options), allowed)
+
+
+def _arguments(call: CachedCall, mask: Mask) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """q, k, v and the keywords of `attention`.
+
+    Packed sequences with the same number of queries become the padded batch without padding that they are: its mask of
+    lengths takes a third of the time to prepare that documents take.
+    """
+    q, cached, layout, q_counts, _, options = call
     if layout == "thd":
         assert q_counts is not None
         if options.get("bias") is not None:
             hint = "a cache in layout 'bshd', with padding"
             raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
         if q_counts.count(q_counts[0]) == len(q_counts) and q_counts[0] and mask.structure.kinds <= _SAME_IF_PADDED:
-            return _attend_rows(q, cached, mask, options)
-    return _attend(q, cached, layout, q_counts, mask, dict(options))
-
-
-def _attend(
-    q: Tensor, cached: CachedSequences, layout: Layout, q_counts: Counts | None, mask: Mask, options: dict[str, Any]
-) -> Output:
-    """`attend`, with a mask that `validated_mask` returned. `options` is changed."""
+            q, layout, q_counts = q.unflatten(0, (len(cached.lengths), -1)), "bshd", None
+    options = {"layout": layout, "pages": cached.pages, **options}
     if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":
@@ -118,15 +172,11 @@ def _attend(
         options["k_scale"], options["v_scale"] = _scales(cached, layout)
     if mask is not EVERY:  # without a mask there is less work per step
         options["mask"] = mask
-    out: Output = attention(q, k, v, layout=layout, pages=cached.pages, **options)
-    return out
+    return q, k, v, options
 
 
-def _attend_rows(q: Tensor, cached: CachedSequences, mask: Mask, options: dict[str, Any]) -> Output:
-    """`attend` for packed sequences with the same number of queries, as the padded batch without padding that they are:
-    its mask of lengths takes a third of the time to prepare that documents take."""
-    rows = q.unflatten(0, (len(cached.lengths), -1))
-    result = _attend(rows, cached, "bshd", None, mask, dict(options))
+def _packed(result: Output) -> Output:
+    """The result of packed sequences, from that of the padded batch without padding."""
     if isinstance(result, Tensor):
         return result.flatten(0, 1)
     out, lse = result

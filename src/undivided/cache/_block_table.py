@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from undivided.arguments.tensors import values_are_traced
 
@@ -13,8 +14,8 @@ from undivided.arguments.tensors import values_are_traced
 class BlockTable:
     """Lists of pages as an int32 tensor [sequences, pages of the longest].
 
-    It has 0 after the end of a list, and for an evicted page. A step of decoding changes one or two lists; to read all
-    of 32 sequences of 200 pages each takes milliseconds.
+    It has 0 after the end of a list, and for an evicted page. Its in-place version is 0 until a caller writes to it. A
+    step of decoding changes one or two lists; to read all of 32 sequences of 200 pages each takes milliseconds.
     """
 
     def __init__(self) -> None:
@@ -64,10 +65,9 @@ def _rows(lists: Sequence[list[int]], device: torch.device, width: int | None = 
 def _with_rows(table: Tensor, lists: Sequence[list[int]], changed: Sequence[int]) -> Tensor:
     """A copy of the table that is as wide as these lists are long, with new rows for the changed ones."""
     width, device = _width(lists), table.device
-    kept = min(width, table.shape[1])
     with torch.inference_mode(False):
-        copy = table.new_zeros(len(lists), width)
-        copy[:, :kept] = table[:, :kept]
-        if changed:
-            copy[torch.tensor(changed, device=device)] = _rows([lists[n] for n in changed], device, width)
-    return copy
+        copy = pad(table, (0, width - table.shape[1]))
+        if not changed:
+            return copy
+        rows = _rows([lists[n] for n in changed], device, width)
+        return copy.index_copy(0, torch.tensor(changed, device=device), rows)

@@ -169,6 +169,11 @@ def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     return decision
 
 
+def repeat(decision: Decision) -> None:
+    """Note that a decision of `select` holds for another call."""
+    _last.decision = decision
+
+
 class _Last(threading.local):
     decision: Decision | None = None
 

@@ -13,9 +13,18 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
-from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
+from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
 from undivided.backends.native import blocks, gradients
-from undivided.backends.native.call import DTYPES, Records, is_plain, page_fields, plain_record, with_addresses
+from undivided.backends.native.call import (
+    DTYPES,
+    Records,
+    is_plain,
+    is_ranges,
+    page_fields,
+    plain_record,
+    with_addresses,
+)
+from undivided.backends.native.replay import NEEDS_MORE, KernelReplay, new_output
 from undivided.backends.native.scales import contiguous_groups
 from undivided.kernels import cpu
 from undivided.machine import Machine
@@ -103,7 +112,7 @@ class Native(Backend):
         addresses, strides = (q.data_ptr(), k.data_ptr(), v.data_ptr()), call.strides
         if 0 in addresses or q.is_neg() or k.is_neg() or v.is_neg():
             (tensors, addresses), strides = with_addresses(tensors), None
-        out, lse = _new_output(problem, q), UNREAD
+        out, lse = new_output(problem, q), UNREAD
         features = problem.features
         if "lse" in features or "backward" in features:  # `Problem.lse_is_read`, without the cost of a property
             lse = out.new_empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32)
@@ -124,13 +133,23 @@ class Native(Backend):
         problem, (tensors, _) = call.problem, with_addresses(tensors)
         virtual = blocks.VirtualSequences.of_call(call, tensors, pairs, joins_heads=True)
         result = self.forward(*virtual.paged_call())
-        out = torch.zeros_like(_new_output(problem, tensors.q))
+        out = torch.zeros_like(new_output(problem, tensors.q))
         virtual.rows.put_heads(result.out, layout.heads_first(out, problem.layout).transpose(1, 2))
         if result.lse is UNREAD:
             return Result(out, UNREAD)
         lse = out.new_full((problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=torch.float32)
         virtual.rows.put_heads(result.lse[..., None], lse.transpose(1, 2)[..., None])
         return Result(out, lse)
+
+    def replay(self, call: Call, tensors: Tensors) -> Replay | None:
+        """The forward by one record, if the mask is ranges and no optional tensor is read."""
+        library, problem = cpu.load(), call.problem
+        if isinstance(library, str) or not problem.features.isdisjoint(NEEDS_MORE):
+            return None
+        if "blocks" in problem.mask.kinds or not is_ranges(call, tensors.q):
+            return None
+        out_BHSD = layout.heads_first(new_output(problem, tensors.q), problem.layout)
+        return KernelReplay(library, Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, UNREAD), True))
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -194,13 +213,6 @@ def _has_readable_pages(call: Call, tensors: Tensors) -> bool:
 
 def _shared_notes(parts: list[tuple[int, int, int]]) -> list[str]:
     return [f"{count} sequences share keys {key} to {key + keys - 1}" for count, key, keys in parts]
-
-
-def _new_output(problem: Problem, q: Tensor) -> Tensor:
-    """Uninitialised, contiguous, in the caller's layout."""
-    if problem.v_dim == problem.qk_dim and q.is_contiguous():
-        return torch.empty_like(q)
-    return q.new_empty((*q.shape[:-1], problem.v_dim))
 
 
 BACKEND = Native()

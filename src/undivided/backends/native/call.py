@@ -64,12 +64,16 @@ _OPTIONAL_FEATURES = frozenset({"bias", "alibi", "sinks", "dropout"})
 
 
 def is_plain(call: Call, tensors: Tensors) -> bool:
-    """Whether the mask is ranges only and the call has no optional feature. Most calls are plain and take the shortest
-    path."""
+    """Whether the mask is ranges and the call has no optional feature. Most calls are plain: they take a short path."""
     problem = call.problem
     if problem.features & _OPTIONAL_FEATURES or problem.batch_invariant:
         return False
-    return problem.mask.kinds <= _BANDS or call.normal_form(tensors.q).exact
+    return is_ranges(call, tensors.q)
+
+
+def is_ranges(call: Call, q: Tensor) -> bool:
+    """Whether the mask is a range of keys for each row, and nothing else."""
+    return call.problem.mask.kinds <= _BANDS or call.normal_form(q).exact
 
 
 def require_memory(tensor: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""A forward that runs again with other tensors: the kernel's record of the first call, with other addresses."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from undivided.backends.native.call import Records
+from undivided.kernels import cpu
+from undivided.request.problem import Problem
+
+NEEDS_MORE = frozenset({"backward", "lse", "bias", "alibi", "sinks", "dropout", "strided"})
+"""Features of calls that have other outputs, or read tensors that a replay does not get."""
+
+_CHANGING = ("threads", "q", "k", "v", "out", "pages", "k_scale", "v_scale")
+"""The fields of the record that differ from call to call, in its order."""
+
+_STARTS = [8 * cpu.FIELDS.index(name) for name in _CHANGING]
+_BETWEEN = [slice(a, b) for a, b in zip([0, *(s + 8 for s in _STARTS)], [*_STARTS, cpu.RECORD.size], strict=True)]
+_PACK = struct.Struct("=" + "q".join(f"{part.stop - part.start}s" for part in _BETWEEN)).pack
+
+
+class KernelReplay:
+    """The forward of a call of one record.
+
+    Args:
+        library: the loaded kernel.
+        records: of the call. They need not be kept alive, nor the call's tensors.
+    """
+
+    def __init__(self, library: cpu.Library, records: Records) -> None:
+        call = records.call
+        record = records.record(slice(0, call.problem.q_len))
+        self._parts = tuple([record[part] for part in _BETWEEN])
+        self._forward, self._problem = library.forward, call.problem
+        self._mask = call.checked_mask  # its normal form owns the table of ranges that the record points to
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+    ) -> Tensor:
+        out = new_output(self._problem, q)
+        a, b, c, d, e, f, g, h, end = self._parts  # a loop over them costs two microseconds
+        table, k_scales, v_scales = _address(pages), _address(k_scale), _address(v_scale)
+        threads, output = torch.get_num_threads(), out.data_ptr()
+        q_, k_, v_ = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        self._forward(_PACK(a, threads, b, q_, c, k_, d, v_, e, output, f, table, g, k_scales, h, v_scales, end))
+        return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def new_output(problem: Problem, q: Tensor) -> Tensor:
+    """Uninitialised, contiguous, in the caller's layout."""
+    if problem.v_dim == problem.qk_dim and q.is_contiguous():
+        return torch.empty_like(q)
+    return q.new_empty((*q.shape[:-1], problem.v_dim))

@@ -1,0 +1,83 @@
+"""Running a prepared call again, for callers whose calls differ only in where their tensors lie.
+
+The layers of a model that decodes make such calls: one mask and the same sizes, but each layer its own cache. Checks,
+selection and the kernel's record take several times as long as the kernel takes for a short cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from undivided.arguments.tensors import is_traced, span
+from undivided.backends._base import Replay
+from undivided.request.request import Request
+from undivided.run.autograd import any_autocast
+from undivided.run.prepare import prepare
+from undivided.selection.decision import Decision, repeat
+from undivided.selection.policy import Policy
+
+_jit_trace = torch._C._get_tracing_state
+
+
+def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing but the backend sees a call with these tensors: no gradient, mode, transform or autocast."""
+    return (
+        q.is_cpu
+        and type(q) is Tensor
+        and not q.is_neg()
+        and not q._is_zerotensor()
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        and not any_autocast()
+        and not is_traced()
+        and forward_ad._current_level < 0
+        and _jit_trace() is None
+    )
+
+
+class Prepared:
+    """A call that was prepared, for tensors of the same sizes, strides and dtypes.
+
+    Args:
+        decision: which backend runs.
+        replay: its forward.
+        tensors: q, k, v and the scales of the first call, whose extent in memory all must have.
+    """
+
+    def __init__(self, decision: Decision, replay: Replay, tensors: Sequence[Tensor | None]) -> None:
+        self._decision, self._replay = decision, replay
+        self._extents = tuple([0 if t is None else span(t) * t.itemsize for t in tensors])
+
+    @staticmethod
+    def of(request: Request, allowed: Policy) -> Prepared | None:
+        """The call of a request; None if its backend prepares each call anew.
+
+        Raises:
+            InputError, NoBackendError: as `prepare`.
+        """
+        decision, call, tensors = prepare(request, allowed)
+        replay = decision.backend.replay(call, tensors)
+        if replay is None:
+            return None
+        return Prepared(decision, replay, (*tensors[:3], call.k_scale, call.v_scale))
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+    ) -> Tensor | None:
+        """The output for other tensors; None if one of them has lost its memory."""
+        q_extent, k_extent, v_extent, *scale_extents = self._extents
+        if not (_holds(q, q_extent) and _holds(k, k_extent) and _holds(v, v_extent)):
+            return None
+        scales = zip((k_scale, v_scale), scale_extents, strict=True)
+        if k_scale is not None and not all(s is None or _holds(s, extent) for s, extent in scales):
+            return None
+        repeat(self._decision)
+        return self._replay(q, k, v, pages, k_scale, v_scale)
+
+
+def _holds(tensor: Tensor, extent: int) -> bool:
+    """Whether the storage, which can be resized at any time, has this many bytes from the tensor's first element on."""
+    return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + extent
