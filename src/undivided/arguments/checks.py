@@ -55,6 +55,13 @@ def check_tensor(name: str, value: object, hint: str | None = None) -> None:
         raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
     if torch.compiler.is_compiling():
         return
+    if type(value) is not Tensor:
+        _check_class(name, value)
+    check_memory(name, value)
+
+
+def _check_class(name: str, value: Tensor) -> None:
+    """InputError if a kernel cannot read the values of a tensor of this subclass."""
     for base in type(value).__mro__:
         if (hint := _ELSEWHERE.get(base.__name__)) is not None:
             raise InputError(name, "be a plain tensor", f"a {base.__name__}", hint=hint.format(name=name))
@@ -64,7 +71,6 @@ def check_tensor(name: str, value: object, hint: str | None = None) -> None:
         raise InputError(
             name, "be initialized", type(value).__name__, "run the lazy module once before its parameters are used"
         )
-    check_memory(name, value)
 
 
 def check_memory(name: str, tensor: Tensor) -> None:

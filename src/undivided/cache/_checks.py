@@ -29,10 +29,11 @@ def checked_tokens(
     heads: Heads,
     device: torch.device,
     names: tuple[str, str, str] = ("k", "v", "lengths"),
+    checked_lengths: bool = False,
 ) -> NewTokens:
-    """New keys and values in canonical order with their counts; InputError if they do not fit."""
+    """New keys and values in canonical order with their counts; InputError if they do not fit. `checked_lengths`: the
+    lengths are `Counts`."""
     k_name, v_name, lengths_name = names
-    expected = _expected_shape(layout, batch, heads.kv_heads)
     for name, tensor, dim in ((k_name, k, heads.head_dim), (v_name, v, heads.value_dim)):
         check_tensor(name, tensor)
         if tensor.dim() == _layout.rank(layout):
@@ -40,15 +41,17 @@ def checked_tokens(
             if sizes[0] == (1 if layout == "thd" else batch) and sizes[2:] == (heads.kv_heads, dim):
                 _check_dtype_and_device(name, tensor, heads.dtype, device)
                 continue
-        must = f"have shape {expected.format(dim=dim)} in {layout!r}"
+        expected = _expected_shape(layout, batch, heads.kv_heads).format(dim=dim)
+        must = f"have shape {expected} in {layout!r}"
         raise InputError(name, must, list(tensor.shape), _shape_hint(tensor, layout, batch, heads.kv_heads, dim))
     k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
     if k.shape[1] != v.shape[1]:
         raise InputError(v_name, f"have the length of {k_name} ({k.shape[1]})", v.shape[1])
     if layout == "thd":
         return NewTokens(k, v, packed_counts(lengths_name, lengths, batch, k.shape[1]), True)
-    if lengths is None:
-        return NewTokens(k, v, (k.shape[1],) * batch, False)
+    whole = (k.shape[1],) * batch
+    if lengths is None or (checked_lengths and lengths == whole):
+        return NewTokens(k, v, whole, False)
     return NewTokens(k, v, checked_counts(lengths_name, lengths, batch, k.shape[1], f"new tokens in {k_name}"), False)
 
 

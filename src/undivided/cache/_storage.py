@@ -215,7 +215,8 @@ class Storage:
         if rows.tokens is not None:
             k, v = k.index_select(0, rows.tokens), v.index_select(0, rows.tokens)
         for part, tokens in zip(self._rows, self._encoded(k, v), strict=True):
-            part.index_copy_(0, rows.rows, _as_bytes(tokens).to(part.dtype))
+            numbers = _as_bytes(tokens)
+            part.index_copy_(0, rows.rows, numbers if numbers.dtype == part.dtype else numbers.to(part.dtype))
 
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
         """Copy the first rows of a page to another page for each pair (from, to), all at once."""

@@ -229,7 +229,7 @@ class InferenceParams(ShardedSteps):
             )
             raise InputError("quantize", "be None for step(), which returns the caches", repr(self.quantize), hint)
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
-        storage = self._write(layer_number, new_k, new_v, format)
+        storage = self._append(layer_number, new_k, new_v, format)
         k, v = storage.k, storage.v
         if not self.is_paged:
             cached = self._cached_sequences(storage)
@@ -279,22 +279,23 @@ class InferenceParams(ShardedSteps):
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         step = self._current_step()
         q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
-        check_tensor("new_k", new_k)
-        if new_k.dim() == q.dim() and (new := new_k.shape[format.index("t" if format == "thd" else "s")]) != q_len:
-            raise InputError("q", f"have the tokens of new_k ({new})", q_len)
-        storage = self._write(layer_number, new_k, new_v, format)
+        storage = self._append(layer_number, new_k, new_v, format, q_len)
         counts = None if format != "thd" and step.counts.count(q_len) == len(step.counts) else step.counts
         return CachedCall(q, self._cached_sequences(storage), format, counts, mask, options)
 
-    def _write(self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout) -> Storage:
+    def _append(
+        self, layer_number: int, new_k: Tensor, new_v: Tensor, format: Layout, q_len: int | None = None
+    ) -> Storage:
+        """The storage of a layer, after the step's tokens were written to it. q_len: the tokens that the query has."""
         step = self._current_step()
-        check_tensor("new_k", new_k)
-        if self.device is None:
-            self.device = new_k.device
-            self._set_step(step, self._sharded)
-        self.allocate_memory(layer_number)
-        storage = self._storages[layer_number]
-        device = storage.k.device
+        storage = self._storages.get(layer_number) if type(layer_number) is int else None
+        if storage is None:
+            check_tensor("new_k", new_k)
+            if self.device is None:
+                self.device = new_k.device
+                self._set_step(step, self._sharded)
+            self.allocate_memory(layer_number)
+            storage = self._storages[layer_number]
         tokens = checked_tokens(
             new_k,
             new_v,
@@ -302,9 +303,12 @@ class InferenceParams(ShardedSteps):
             layout=format,
             batch=len(step.slots),
             heads=self._heads,
-            device=device,
+            device=storage.k.device,
             names=("new_k", "new_v", "the step's tokens"),
+            checked_lengths=True,
         )
+        if q_len is not None and tokens.k.shape[1] != q_len:
+            raise InputError("q", f"have the tokens of new_k ({tokens.k.shape[1]})", q_len)
         if step.rows:
             if self._rows is None:
                 self._rows = storage.rows(step.rows)
