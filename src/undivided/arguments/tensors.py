@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -51,9 +52,8 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 def span(tensor: Tensor) -> int:
     """Number of elements from the first to the last in memory, inclusive; 0 if it is empty."""
-    if 0 in tensor.shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    sizes, steps = tensor.shape, tensor.stride()
+    return 0 if 0 in sizes else 1 + sum(map(operator.mul, sizes, steps)) - sum(steps)
 
 
 def batch_stride(table: Tensor) -> int:
