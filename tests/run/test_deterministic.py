@@ -12,11 +12,12 @@ from torch import Tensor
 import undivided
 from undivided import KVCache, PagedKVCache, masks
 from undivided.backends import all_backends, reference
+from undivided.cache._masks import CAUSAL
 from undivided.context_parallel.exchange.simulate import SimulatedGroup, simulate
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 
-PASSES = ("forward", "recorded", "backward")
+PASSES = ("forward", "replay", "recorded", "backward")
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Problem]]]
             monkeypatch.setattr(reference, name, recording(name, getattr(reference, name)))
     double = reference.BACKEND.double_backward
     monkeypatch.setattr(reference.BACKEND, "double_backward", recording("double_backward", double))
+    CAUSAL.__dict__.pop("_memory", None)  # what earlier calls of caches prepared
     torch.manual_seed(0)
     yield found
     torch.use_deterministic_algorithms(False)
@@ -154,8 +156,8 @@ def forward_mode() -> None:
     torch.func.jvp(lambda q: attend(q, k, v), (q,), (q,))
 
 
-BOTH = {"forward": ("forward", "answer", "recorded"), "backward": ("backward", "gradients", "recorded")}
-FORWARD = {"forward": ("forward", "answer")}
+BOTH = {"forward": ("forward", "replay", "answer", "recorded"), "backward": ("backward", "gradients", "recorded")}
+FORWARD = {"forward": ("forward", "replay", "answer")}
 PLAIN_OPERATIONS = {"forward": ("composite",)}
 
 ENTRIES: dict[str, tuple[Callable[[], None], dict[str, tuple[str, ...]]]] = {
