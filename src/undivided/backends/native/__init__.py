@@ -148,8 +148,16 @@ class Native(Backend):
             return None
         if "blocks" in problem.mask.kinds or not is_ranges(call, tensors.q):
             return None
-        out_BHSD = layout.heads_first(new_output(problem, tensors.q), problem.layout)
-        return KernelReplay(library, Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, UNREAD), True))
+        if call.k_scale is not None and contiguous_groups(call) is not call:
+            return None
+        out = new_output(problem, tensors.q)
+        if is_plain(call, tensors):
+            own, addresses = with_addresses(tensors)
+            strides, (_table, pages) = call.strides if own is tensors else None, page_fields(call, tensors)
+            return KernelReplay(library, plain_record(call, own, addresses, strides, out, UNREAD, pages), call)
+        views = *_kernel_views(call, tensors), layout.heads_first(out, problem.layout), UNREAD
+        records = Records(call, tensors, views, forward=True)
+        return KernelReplay(library, records.record(slice(0, problem.q_len)), call)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None

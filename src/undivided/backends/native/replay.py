@@ -7,8 +7,8 @@ import struct
 import torch
 from torch import Tensor
 
-from undivided.backends.native.call import Records
 from undivided.kernels import cpu
+from undivided.request.call import Call
 from undivided.request.problem import Problem
 
 NEEDS_MORE = frozenset({"backward", "lse", "bias", "alibi", "sinks", "dropout", "strided"})
@@ -27,12 +27,11 @@ class KernelReplay:
 
     Args:
         library: the loaded kernel.
-        records: of the call. They need not be kept alive, nor the call's tensors.
+        record: of the call. What it points to need not be kept alive, but for the call's mask.
+        call: the call.
     """
 
-    def __init__(self, library: cpu.Library, records: Records) -> None:
-        call = records.call
-        record = records.record(slice(0, call.problem.q_len))
+    def __init__(self, library: cpu.Library, record: bytes, call: Call) -> None:
         self._parts = tuple([record[part] for part in _BETWEEN])
         self._forward, self._problem = library.forward, call.problem
         self._mask = call.checked_mask  # its normal form owns the table of ranges that the record points to
