@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import undivided
-from undivided import PagedKVCache, masks
+from undivided import PagedKVCache, masks, quantization
+from undivided.kernels import cpu
 
 LENGTHS = (50, 33)
 
@@ -45,3 +46,68 @@ def test_a_cache_gives_batch_invariant_results_if_a_call_requests_them() -> None
     for i, key in enumerate(keys):
         alone = undivided.attention(q[i : i + 1], key[None], key[None], layout="bshd", batch_invariant=True)
         assert torch.equal(out[i : i + 1], alone)
+
+
+@pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native kernel is not built")
+class TestRepeatedCalls:
+    """A call keeps what it found for the same mask and block table; the reference does not."""
+
+    pages, chosen = 4, torch.tensor([[[0, 2]], [[1, 3]]], dtype=torch.int32)
+
+    def operands(self, quantize: quantization.Format | None = None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        pool = torch.randn(3, 2 * self.pages, 8, 2, 32)
+        table = torch.randperm(2 * self.pages).view(2, self.pages).int()
+        k, v = pool[0], pool[1]
+        if quantize is None:
+            return {"k": k, "v": v}, table
+        (k, k_scale), (v, v_scale) = quantization.quantize(k, quantize), quantization.quantize(v, quantize)
+        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, table
+
+    def agree(self, operands: dict[str, torch.Tensor], table: torch.Tensor, mask: masks.Mask) -> None:
+        q = torch.randn(2, 1, 4, 32)
+        out, expected = (
+            undivided.attention(q, **operands, layout="bshd", mask=mask, pages=table, backend=backend)
+            for backend in ("native", "reference")
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+    def test_other_keys_and_scales_of_the_same_sizes(self, quantize: quantization.Format | None) -> None:
+        mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)
+        _, table = self.operands()
+        for _ in range(3):
+            self.agree(self.operands(quantize)[0], table, mask)
+
+    def test_other_strides(self) -> None:
+        mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)
+        operands, table = self.operands()
+        wide = {name: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :2] for name, x in operands.items()}
+        for given in (operands, wide, operands):
+            self.agree(given, table, mask)
+
+    def test_tables_that_change_in_place(self) -> None:
+        chosen = self.chosen.clone()
+        mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(chosen, 8)
+        operands, table = self.operands()
+        self.agree(operands, table, mask)
+        table.copy_(table.flip(1))
+        self.agree(operands, table, mask)
+        chosen.copy_(torch.tensor([[[1, 3]], [[0, 1]]]))
+        self.agree(operands, table, mask)
+        self.agree(operands, table.clone(), mask)
+        with torch.inference_mode():
+            for _ in range(2):
+                self.agree(operands, torch.randperm(8).view(2, 4).int(), mask)
+
+    def test_blocks_without_a_block_table(self) -> None:
+        mask = masks.blocks(8, 8, torch.tensor([[[0, 2], [1, 3]]]))
+        for layout in ("bshd", "bhsd", "bshd"):
+            for _ in range(2):
+                q, k = torch.randn(2, 16, 4, 32), torch.randn(2, 32, 2, 32)
+                heads_first = (lambda x: x.transpose(1, 2).contiguous()) if layout == "bhsd" else (lambda x: x)
+                q, k = heads_first(q), heads_first(k)
+                out, expected = (
+                    undivided.attention(q, k, k, layout=layout, mask=mask, backend=backend)
+                    for backend in ("native", "reference")
+                )
+                torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

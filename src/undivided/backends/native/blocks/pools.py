@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -41,11 +42,33 @@ def with_padding(tensor: Tensor, page: int) -> Tensor:
     return pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, page)).contiguous()
 
 
+class PoolViews(NamedTuple):
+    """How tensors are seen as overlapping pages ``[count, page, heads, D]``.
+
+    Args:
+        sizes, strides: of each view.
+        extents: elements from each tensor's first to the last that its view reads.
+    """
+
+    sizes: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    extents: list[int]
+
+    def of(self, operands: list[Tensor]) -> list[Tensor] | None:
+        """The views of these tensors; None if one would end after the memory of its tensor."""
+        for x, extent in zip(operands, self.extents, strict=True):
+            if extent > x.untyped_storage().nbytes() // x.itemsize - x.storage_offset():
+                return None
+        views = zip(operands, self.sizes, self.strides, strict=True)
+        return [x.as_strided(sizes, strides) for x, sizes, strides in views]
+
+
 def find_pools(
     operands: list[Tensor], size: tuple[int, int], places: tuple[Tensor, ...]
-) -> tuple[list[Tensor], Tensor] | None:
-    """Each tensor as overlapping pages ``[count, page, heads, D]``, one for each unit of its memory; and the page at
-    each place (batch, token, first head), int64. size: tokens and heads of a page.
+) -> tuple[PoolViews, Tensor] | None:
+    """How each tensor is seen as pages, one for each unit of its memory; and the page, int64, at each place.
+
+    size: tokens and heads of a page. places: batch, token and first head.
 
     None if one page index cannot serve all tensors or needs more than 32 bits, or a page would end after the memory of
     its tensor.
@@ -56,14 +79,14 @@ def find_pools(
         return None
     index = sum(place * step for place, step in zip(places, steps[0], strict=True))
     assert isinstance(index, Tensor)
-    last, pools = int(index.max()), []
+    last = int(index.max())
     if last > INT32_MAX:
         return None
+    views = PoolViews([], [], [])
     for x, unit in zip(operands, units, strict=True):
-        inner = (*size, *x.shape[3:])
-        extent = sum((count - 1) * stride for count, stride in zip(inner, x.stride()[1:], strict=True)) + 1
-        left = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
-        if last * unit + extent > left:
-            return None
-        pools.append(x.as_strided((last + 1, *inner), (unit, *x.stride()[1:])))
-    return pools, index
+        inner, strides = (*size, *x.shape[3:]), x.stride()[1:]
+        views.sizes.append((last + 1, *inner))
+        views.strides.append((unit, *strides))
+        inside = sum((count - 1) * stride for count, stride in zip(inner, strides, strict=True)) + 1
+        views.extents.append(last * unit + inside)
+    return None if views.of(operands) is None else (views, index)

@@ -9,13 +9,15 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.backends.native.blocks.pools import find_pools, page_size, token_major, with_padding
+from undivided.arguments.layout import Strides
+from undivided.arguments.tensors import versions
+from undivided.backends.native.blocks.pools import PoolViews, find_pools, page_size, token_major, with_padding
 from undivided.backends.native.blocks.rows import Rows
 from undivided.masks import Mask
 from undivided.masks.normal_form import BlockPairs, NormalForm, Ranges
@@ -49,20 +51,51 @@ class VirtualPart:
     head: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class VirtualSequences:
-    """A call as a call of V sequences over their chosen blocks."""
+class PagedCall(NamedTuple):
+    """What calls of one mask, one block table and operands of the same sizes and strides share.
 
+    Args:
+        operands: sizes and strides of q, k, v and their scales.
+        pages, version: the caller's block table and its in-place version; None without one.
+        views: how the operands are seen as pages.
+        call: of the virtual sequences, without scales.
+    """
+
+    operands: object
+    pages: Tensor | None
+    version: object
+    views: PoolViews
     call: Call
-    tensors: Tensors
+
+
+@dataclass(eq=False)
+class Chosen:
+    """The chosen blocks of every virtual sequence: what follows from the mask and the sizes of a call.
+
+    Args:
+        pairs: the mask.
+        rows: the query rows as rows of query blocks.
+        ranges: the ranges of the mask's normal form, int ``[B|1, Sq, 2 * C]``.
+    """
+
     pairs: BlockPairs
     rows: Rows
+    ranges: Tensor
+    paged: PagedCall | None = None
+    """That of the last call."""
 
     @staticmethod
-    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool = False) -> VirtualSequences:
-        """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `Rows.of_call`; `parts`
-        requires one key head per sequence."""
-        return VirtualSequences(call, tensors, pairs, Rows.of_call(pairs, call.problem, joins_heads))
+    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool) -> Chosen:
+        """The chosen blocks of a call, kept with its checked mask."""
+        form, checked = call.normal_form(tensors.q), call.checked_mask
+        assert checked is not None
+        key = ("blocks", joins_heads)
+        if (known := checked.plans.get(key)) is not None:
+            assert isinstance(known, Chosen)
+            return known
+        chosen = Chosen(pairs, Rows.of_call(pairs, call.problem, joins_heads), form.ranges)
+        checked.plans[key] = chosen
+        return chosen
 
     @cached_property
     def table(self) -> Tensor:
@@ -82,7 +115,7 @@ class VirtualSequences:
     def form(self) -> NormalForm:
         """The ranges of each row among the chosen keys of its virtual sequence."""
         size, table = self.pairs.kv_block, self.table
-        raw = self.rows.take(self.call.normal_form(self.tensors.q).ranges).long()
+        raw = self.rows.take(self.ranges).long()
         if self.rows.real is not None:
             raw = raw * self.rows.real[..., None]
         columns = raw.shape[-1]
@@ -98,30 +131,89 @@ class VirtualSequences:
         geometry = Geometry(virtual, self.rows.size, keys, ranges.device, 0, self.rows.size, 0, keys)
         return NormalForm(ranges, keys, virtual, self.rows.group, (), geometry)
 
+
+@dataclass(frozen=True, eq=False)
+class VirtualSequences:
+    """A call as a call of V sequences over their chosen blocks."""
+
+    call: Call
+    tensors: Tensors
+    chosen: Chosen
+
+    @staticmethod
+    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool = False) -> VirtualSequences:
+        """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `Rows.of_call`; `parts`
+        requires one key head per sequence."""
+        return VirtualSequences(call, tensors, Chosen.of_call(call, tensors, pairs, joins_heads))
+
+    @property
+    def rows(self) -> Rows:
+        """The query rows as rows of query blocks."""
+        return self.chosen.rows
+
+    @property
+    def form(self) -> NormalForm:
+        """The ranges of each row among the chosen keys of its virtual sequence."""
+        return self.chosen.form
+
     def paged_call(self) -> tuple[Call, Tensors]:
         """The call whose pages are the chosen blocks, and its tensors; keys are read in place if strides allow."""
-        call, problem = self.call, self.call.problem
-        operands = token_major(self.tensors, call)
-        page = page_size(self.pairs.kv_block, call, operands[0])
-        first, token = self._places(operands[0], page)
-        heads, units = self.rows.key_heads, self.rows.units
-        head = (torch.arange(units) * problem.kv_heads // units)[:, None, None]
-        places = torch.broadcast_tensors(first, token, head)
-        in_place = find_pools(operands, (page, heads), places)
-        if in_place is None:
-            in_place = find_pools([with_padding(x, page) for x in operands], (page, heads), places)
-            assert in_place is not None
-        pools, index = in_place
+        q, operands = self.heads(self.tensors.q), token_major(self.tensors, self.call)
+        paged, pools = self._known(q, operands), None
+        if paged is not None:
+            pools = paged.views.of(operands)
+        if paged is None or pools is None:
+            page = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
+            found = find_pools(operands, *self._pages(operands, page))
+            if found is None:
+                operands = [with_padding(x, page) for x in operands]
+                found = find_pools(operands, *self._pages(operands, page))
+            assert found is not None
+            paged, pools = self._paged(q, operands, found, page)
+        k, v, *scales = pools
+        call = paged.call
+        if scales:
+            call = call.with_problem(call.problem, strides=call.strides, k_scale=scales[0], v_scale=scales[1])
+        return call, Tensors(q, k, v, None, None, None)
+
+    def _known(self, q: Tensor, operands: list[Tensor]) -> PagedCall | None:
+        """What an earlier call found for the same block table and operands like these."""
+        known, pages = self.chosen.paged, self.call.pages
+        if known is None or known.pages is not pages or known.operands != _description(q, operands):
+            return None
+        return known if pages is None or known.version == versions((pages,)) else None
+
+    def _paged(
+        self, q: Tensor, operands: list[Tensor], found: tuple[PoolViews, Tensor], page: int
+    ) -> tuple[PagedCall, list[Tensor]]:
+        """The paged call over the pools that were found, kept for the next call, and the pools."""
+        (views, index), pages = found, self.call.pages
+        pools = views.of(operands)
+        assert pools is not None
         table = index.reshape(-1, index.shape[-1]).to(torch.int32).contiguous()
-        k_scale, v_scale = pools[2:] if len(pools) > 2 else (None, None)
-        paged = self.virtual_call(self.form, page, pages=table, k_scale=k_scale, v_scale=v_scale)
-        return paged, Tensors(self.heads(self.tensors.q), pools[0], pools[1], None, None, None)
+        strides = Strides(q, pools[0], pools[1], "bhsd", True)
+        call = self.virtual_call(self.form, page, pages=table, strides=strides, k_scale=None, v_scale=None)
+        version = None if pages is None else versions((pages,))
+        paged = PagedCall(_description(q, operands), pages, version, views, call)
+        if pages is None or version is not None:
+            self.chosen.paged = paged
+        return paged, pools
+
+    def _pages(self, operands: list[Tensor], page: int) -> tuple[tuple[int, int], tuple[Tensor, ...]]:
+        """Tokens and heads of a virtual page; and where each page starts (batch, token, head), ``[N, U, A, n]``."""
+        first, token = self._places(operands[0], page)
+        units = self.rows.units
+        head = (torch.arange(units) * self.call.problem.kv_heads // units)[:, None, None]
+        return (page, self.rows.key_heads), tuple(torch.broadcast_tensors(first, token, head))
 
     def parts(self) -> Iterator[VirtualPart]:
         """The virtual sequences in parts whose copied keys take at most `GATHERED_BYTES`."""
         k, v = token_major(self.tensors, self.call)
-        size, columns = self.pairs.kv_block, self.table.shape[3]
-        table, origin = self.table.flatten(0, 2), self.key_start.repeat_interleave(self.rows.units * self.rows.blocks)
+        size, columns = self.chosen.pairs.kv_block, self.chosen.table.shape[3]
+        table, origin = (
+            self.chosen.table.flatten(0, 2),
+            self.chosen.key_start.repeat_interleave(self.rows.units * self.rows.blocks),
+        )
         order = torch.arange(len(table))
         sequence = order // (self.rows.units * self.rows.blocks)
         head = order // self.rows.blocks % self.rows.units // (self.rows.units // self.call.problem.kv_heads)
@@ -148,10 +240,12 @@ class VirtualSequences:
 
     def _tokens(self, page: int) -> Tensor:
         """Raw index of the first key of each virtual page, ``[N, U, A, n]``; any for pages that no row sees."""
-        key = torch.where(self.table < self.pairs.limit, self.table * self.pairs.kv_block, 0)
-        if (parts := self.pairs.kv_block // page) > 1:
+        key = torch.where(
+            self.chosen.table < self.chosen.pairs.limit, self.chosen.table * self.chosen.pairs.kv_block, 0
+        )
+        if (parts := self.chosen.pairs.kv_block // page) > 1:
             key = (key[..., None] + torch.arange(parts) * page).flatten(3)
-        return key + self.key_start[:, None, None, None]
+        return key + self.chosen.key_start[:, None, None, None]
 
     def heads(self, tensor: Tensor) -> Tensor:
         """q, out or its gradient as heads of the virtual sequences, ``[V, G, size, D]``."""
@@ -181,3 +275,8 @@ class VirtualSequences:
         checked = CheckedMask(mask, problem)
         checked.keep(form)
         return self.call.with_problem(problem, mask=mask, checked_mask=checked, **changes)
+
+
+def _description(q: Tensor, operands: list[Tensor]) -> object:
+    """Sizes and strides of the tensors of a call."""
+    return [(x.shape, x.stride()) for x in (q, *operands)]

@@ -12,7 +12,7 @@ class BlockSums:
     """The gradient of k or v: fp32 sums per block of each sequence and key head, and one block that is not read."""
 
     def __init__(self, virtual: VirtualSequences, dim: int) -> None:
-        geometry, self._size = virtual.pairs.geometry, virtual.pairs.kv_block
+        geometry, self._size = virtual.chosen.pairs.geometry, virtual.chosen.pairs.kv_block
         self._virtual, self._kv_heads = virtual, virtual.call.problem.kv_heads
         length = torch.as_tensor(geometry.kv_size).expand(virtual.rows.sequences)
         self._counts = -(-length // self._size)
@@ -29,7 +29,7 @@ class BlockSums:
 
     def tokens(self, like_BSND: Tensor) -> Tensor:
         """The sums as ``[B, Sk, N, D]`` in the dtype of the input; 0 for keys of no sequence."""
-        geometry, dim = self._virtual.pairs.geometry, self._sums.shape[-1]
+        geometry, dim = self._virtual.chosen.pairs.geometry, self._sums.shape[-1]
         sums = self._sums[:-1].view(self._total, self._kv_heads, self._size, dim).transpose(1, 2)
         sums = sums.reshape(self._total * self._size, self._kv_heads, dim).to(like_BSND.dtype)
         batch, keys = like_BSND.shape[:2]
