@@ -7,7 +7,10 @@ import torch
 
 import undivided
 from undivided import PagedKVCache, masks, quantization
+from undivided.backends import native
 from undivided.kernels import cpu
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
 
 LENGTHS = (50, 33)
 
@@ -84,6 +87,18 @@ class TestRepeatedCalls:
         wide = {name: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :2] for name, x in operands.items()}
         for given in (operands, wide, operands):
             self.agree(given, table, mask)
+
+    def test_other_strides_in_one_call(self) -> None:
+        mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)
+        operands, table = self.operands()
+        request = Request.from_keywords(torch.randn(2, 1, 4, 32), **operands, layout="bshd", mask=mask, pages=table)
+        call, tensors = normalise(request)
+        wide = [torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :2] for x in operands.values()]
+        outs = [
+            native.BACKEND.forward(call.with_problem(call.problem), tensors._replace(k=k, v=v)).out
+            for k, v in (operands.values(), wide)
+        ]
+        assert torch.equal(*outs)
 
     def test_tables_that_change_in_place(self) -> None:
         chosen = self.chosen.clone()
