@@ -205,6 +205,27 @@ def test_memory_that_was_taken_away_is_refused() -> None:
         cache.attend(queries(1))
 
 
+def escaped(q: Tensor) -> Tensor:
+    """A tensor that has outlived the transform it belongs to."""
+    kept: list[Tensor] = []
+
+    def keep(row: Tensor) -> Tensor:
+        kept.append(row)
+        return row
+
+    torch.vmap(keep)(q[None])
+    return kept[0]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["sparse", "escaped", "nested"])
+def test_queries_that_no_kernel_can_read_are_refused(kind: str) -> None:
+    cache, q = cache_of("paged"), queries(1)
+    cache.attend(q)
+    with pytest.raises(InputError, match="q must"):
+        cache.attend({"sparse": Tensor.to_sparse, "escaped": escaped, "nested": torch.nested.as_nested_tensor}[kind](q))
+
+
 @needs_native
 def test_a_query_without_memory_is_zero() -> None:
     cache = cache_of("paged")

@@ -80,4 +80,7 @@ class Prepared:
 
 def _holds(tensor: Tensor, extent: int) -> bool:
     """Whether the storage, which can be resized at any time, has this many bytes from the tensor's first element on."""
-    return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + extent
+    try:
+        return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + extent
+    except NotImplementedError:  # tensors of torch.func have no storage
+        return False
