@@ -205,6 +205,16 @@ def test_memory_that_was_taken_away_is_refused() -> None:
         cache.attend(queries(1))
 
 
+@needs_native
+def test_scales_that_were_taken_away_are_refused() -> None:
+    cache, q = cache_of("paged int8"), queries(1)
+    cache.attend(q)
+    assert cache.v_scale is not None
+    cache.v_scale.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match=r"v_scale must have its .* in memory"):
+        cache.attend(q)
+
+
 def escaped(q: Tensor) -> Tensor:
     """A tensor that has outlived the transform it belongs to."""
     kept: list[Tensor] = []

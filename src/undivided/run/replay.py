@@ -68,18 +68,19 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor | None:
         """The output for other tensors; None if one of them has lost its memory."""
-        q_extent, k_extent, v_extent, *scale_extents = self._extents
-        if not (_holds(q, q_extent) and _holds(k, k_extent) and _holds(v, v_extent)):
+        of_q, of_k, of_v, of_k_scale, of_v_scale = self._extents
+        if not (_holds(q, of_q) and _holds(k, of_k) and _holds(v, of_v)):
             return None
-        scales = zip((k_scale, v_scale), scale_extents, strict=True)
-        if k_scale is not None and not all(s is None or _holds(s, extent) for s, extent in scales):
+        if not (_holds(k_scale, of_k_scale) and _holds(v_scale, of_v_scale)):
             return None
         repeat(self._decision)
         return self._replay(q, k, v, pages, k_scale, v_scale)
 
 
-def _holds(tensor: Tensor, extent: int) -> bool:
+def _holds(tensor: Tensor | None, extent: int) -> bool:
     """Whether the storage, which can be resized at any time, has this many bytes from the tensor's first element on."""
+    if tensor is None:
+        return True
     try:
         return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + extent
     except NotImplementedError:  # tensors of torch.func have no storage
