@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_oracle import needs_library
 
 import undivided
 from undivided import PagedKVCache, masks, quantization
 from undivided.backends import native
-from undivided.kernels import cpu
 from undivided.request.normalise import normalise
 from undivided.request.request import Request
 
@@ -51,7 +51,7 @@ def test_a_cache_gives_batch_invariant_results_if_a_call_requests_them() -> None
         assert torch.equal(out[i : i + 1], alone)
 
 
-@pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native kernel is not built")
+@needs_library
 class TestRepeatedCalls:
     """A call keeps what it found for the same mask and block table; the reference does not."""
 
@@ -66,10 +66,10 @@ class TestRepeatedCalls:
         (k, k_scale), (v, v_scale) = quantization.quantize(k, quantize), quantization.quantize(v, quantize)
         return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, table
 
-    def agree(self, operands: dict[str, torch.Tensor], table: torch.Tensor, mask: masks.Mask) -> None:
+    def agree(self, operands: dict[str, torch.Tensor], table: torch.Tensor, mask: masks.Mask, **options: float) -> None:
         q = torch.randn(2, 1, 4, 32)
         out, expected = (
-            undivided.attention(q, **operands, layout="bshd", mask=mask, pages=table, backend=backend)
+            undivided.attention(q, **operands, layout="bshd", mask=mask, pages=table, backend=backend, **options)
             for backend in ("native", "reference")
         )
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -81,12 +81,36 @@ class TestRepeatedCalls:
         for _ in range(3):
             self.agree(self.operands(quantize)[0], table, mask)
 
+    def test_other_options(self) -> None:
+        mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)
+        operands, table = self.operands()
+        for options in ({}, {"scale": 0.7}, {"scale": -0.7}, {"softcap": 1.0}, {"softcap": 3.0}, {}):
+            self.agree(operands, table, mask, **options)
+
+    def test_a_request_for_batch_invariance_reaches_the_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)
+        operands, table = self.operands()
+        seen, forward = [], native.Native.forward
+        monkeypatch.setattr(native.Native, "forward", lambda *a: seen.append(a[1].problem) or forward(*a))
+        for wanted in (False, True, False):
+            seen.clear()
+            q = torch.randn(2, 1, 4, 32)
+            undivided.attention(q, **operands, layout="bshd", mask=mask, pages=table, batch_invariant=wanted)
+            assert [problem.batch_invariant for problem in seen] == [wanted, wanted]  # the call, and its sequences
+
     def test_other_strides(self) -> None:
         mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)
         operands, table = self.operands()
         wide = {name: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :2] for name, x in operands.items()}
         for given in (operands, wide, operands):
             self.agree(given, table, mask)
+
+    def test_keys_and_values_of_different_strides(self) -> None:
+        mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)
+        operands, table = self.operands()
+        for name in ("k", "v", "k"):
+            x = operands[name]
+            self.agree({**operands, name: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :2]}, table, mask)
 
     def test_other_strides_in_one_call(self) -> None:
         mask = masks.lengths(torch.tensor([30, 27])) & masks.pages(self.chosen, 8)

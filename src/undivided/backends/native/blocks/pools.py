@@ -54,11 +54,15 @@ class PoolViews(NamedTuple):
     strides: list[tuple[int, ...]]
     extents: list[int]
 
-    def of(self, operands: list[Tensor]) -> list[Tensor] | None:
-        """The views of these tensors; None if one would end after the memory of its tensor."""
-        for x, extent in zip(operands, self.extents, strict=True):
-            if extent > x.untyped_storage().nbytes() // x.itemsize - x.storage_offset():
-                return None
+    def fit(self, operands: list[Tensor]) -> bool:
+        """Whether each view ends in the memory of its tensor."""
+        return all(
+            extent <= x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+            for x, extent in zip(operands, self.extents, strict=True)
+        )
+
+    def of(self, operands: list[Tensor]) -> list[Tensor]:
+        """The views of these tensors, which they `fit`."""
         views = zip(operands, self.sizes, self.strides, strict=True)
         return [x.as_strided(sizes, strides) for x, sizes, strides in views]
 
@@ -89,4 +93,4 @@ def find_pools(
         views.strides.append((unit, *strides))
         inside = sum((count - 1) * stride for count, stride in zip(inner, strides, strict=True)) + 1
         views.extents.append(last * unit + inside)
-    return None if views.of(operands) is None else (views, index)
+    return (views, index) if views.fit(operands) else None

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.arguments.layout import Strides
 from undivided.arguments.tensors import versions
 from undivided.backends.native.blocks.pools import PoolViews, find_pools, page_size, token_major, with_padding
 from undivided.backends.native.blocks.rows import Rows
@@ -51,21 +50,23 @@ class VirtualPart:
     head: Tensor
 
 
-class PagedCall(NamedTuple):
-    """What calls of one mask, one block table and operands of the same sizes and strides share.
+class ChosenPages(NamedTuple):
+    """The chosen blocks as pages, for one block table and operands of the same sizes and strides.
 
     Args:
-        operands: sizes and strides of q, k, v and their scales.
+        operands: sizes and strides of k, v and their scales.
         pages, version: the caller's block table and its in-place version; None without one.
+        size: tokens of a page.
+        table: the block table of the virtual sequences.
         views: how the operands are seen as pages.
-        call: of the virtual sequences, without scales.
     """
 
     operands: object
     pages: Tensor | None
     version: object
+    size: int
+    table: Tensor
     views: PoolViews
-    call: Call
 
 
 @dataclass(eq=False)
@@ -81,8 +82,8 @@ class Chosen:
     pairs: BlockPairs
     rows: Rows
     ranges: Tensor
-    paged: PagedCall | None = None
-    """That of the last call."""
+    pages: ChosenPages | None = None
+    """Those of the last call."""
 
     @staticmethod
     def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool) -> Chosen:
@@ -151,71 +152,58 @@ class VirtualSequences:
         """The query rows as rows of query blocks."""
         return self.chosen.rows
 
-    @property
-    def form(self) -> NormalForm:
-        """The ranges of each row among the chosen keys of its virtual sequence."""
-        return self.chosen.form
-
     def paged_call(self) -> tuple[Call, Tensors]:
         """The call whose pages are the chosen blocks, and its tensors; keys are read in place if strides allow."""
-        q, operands = self.heads(self.tensors.q), token_major(self.tensors, self.call)
-        paged, pools = self._known(q, operands), None
-        if paged is not None:
-            pools = paged.views.of(operands)
-        if paged is None or pools is None:
-            page = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
-            found = find_pools(operands, *self._pages(operands, page))
+        operands = token_major(self.tensors, self.call)
+        pages = self._known_pages(operands)
+        if pages is None:
+            size = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
+            shape, starts = (size, self.rows.key_heads), self._page_starts(operands[0], size)
+            found = find_pools(operands, shape, starts)
             if found is None:
-                operands = [with_padding(x, page) for x in operands]
-                found = find_pools(operands, *self._pages(operands, page))
+                operands = [with_padding(x, size) for x in operands]
+                found = find_pools(operands, shape, starts)
             assert found is not None
-            paged, pools = self._paged(q, operands, found, page)
-        k, v, *scales = pools
-        call = paged.call
-        if scales:
-            call = call.with_problem(call.problem, strides=call.strides, k_scale=scales[0], v_scale=scales[1])
-        return call, Tensors(q, k, v, None, None, None)
+            pages = self._keep_pages(operands, size, *found)
+        k, v, *scales = pages.views.of(operands)
+        k_scale, v_scale = scales or (None, None)
+        call = self.virtual_call(self.chosen.form, pages.size, pages=pages.table, k_scale=k_scale, v_scale=v_scale)
+        return call, Tensors(self.heads(self.tensors.q), k, v, None, None, None)
 
-    def _known(self, q: Tensor, operands: list[Tensor]) -> PagedCall | None:
+    def _known_pages(self, operands: list[Tensor]) -> ChosenPages | None:
         """What an earlier call found for the same block table and operands like these."""
-        known, pages = self.chosen.paged, self.call.pages
-        if known is None or known.pages is not pages or known.operands != _description(q, operands):
+        known, pages = self.chosen.pages, self.call.pages
+        if known is None or known.pages is not pages or known.operands != _sizes_and_strides(operands):
             return None
-        return known if pages is None or known.version == versions((pages,)) else None
+        if pages is not None and known.version != versions((pages,)):
+            return None
+        return known if known.views.fit(operands) else None
 
-    def _paged(
-        self, q: Tensor, operands: list[Tensor], found: tuple[PoolViews, Tensor], page: int
-    ) -> tuple[PagedCall, list[Tensor]]:
-        """The paged call over the pools that were found, kept for the next call, and the pools."""
-        (views, index), pages = found, self.call.pages
-        pools = views.of(operands)
-        assert pools is not None
+    def _keep_pages(self, operands: list[Tensor], size: int, views: PoolViews, index: Tensor) -> ChosenPages:
+        """What `find_pools` found, for this call and the next one."""
         table = index.reshape(-1, index.shape[-1]).to(torch.int32).contiguous()
-        strides = Strides(q, pools[0], pools[1], "bhsd", True)
-        call = self.virtual_call(self.form, page, pages=table, strides=strides, k_scale=None, v_scale=None)
+        pages = self.call.pages
         version = None if pages is None else versions((pages,))
-        paged = PagedCall(_description(q, operands), pages, version, views, call)
+        result = ChosenPages(_sizes_and_strides(operands), pages, version, size, table, views)
         if pages is None or version is not None:
-            self.chosen.paged = paged
-        return paged, pools
+            self.chosen.pages = result
+        return result
 
-    def _pages(self, operands: list[Tensor], page: int) -> tuple[tuple[int, int], tuple[Tensor, ...]]:
-        """Tokens and heads of a virtual page; and where each page starts (batch, token, head), ``[N, U, A, n]``."""
-        first, token = self._places(operands[0], page)
+    def _page_starts(self, k: Tensor, size: int) -> tuple[Tensor, ...]:
+        """Batch, token and first head of each page's start among the caller's keys, ``[N, U, A, n]``."""
+        first, token = self._places(k, size)
         units = self.rows.units
         head = (torch.arange(units) * self.call.problem.kv_heads // units)[:, None, None]
-        return (page, self.rows.key_heads), tuple(torch.broadcast_tensors(first, token, head))
+        return tuple(torch.broadcast_tensors(first, token, head))
 
     def parts(self) -> Iterator[VirtualPart]:
         """The virtual sequences in parts whose copied keys take at most `GATHERED_BYTES`."""
         k, v = token_major(self.tensors, self.call)
-        size, columns = self.chosen.pairs.kv_block, self.chosen.table.shape[3]
-        table, origin = (
-            self.chosen.table.flatten(0, 2),
-            self.chosen.key_start.repeat_interleave(self.rows.units * self.rows.blocks),
-        )
+        chosen, copies = self.chosen, self.rows.units * self.rows.blocks
+        size, columns = chosen.pairs.kv_block, chosen.table.shape[3]
+        table, origin = chosen.table.flatten(0, 2), chosen.key_start.repeat_interleave(copies)
         order = torch.arange(len(table))
-        sequence = order // (self.rows.units * self.rows.blocks)
+        sequence = order // copies
         head = order // self.rows.blocks % self.rows.units // (self.rows.units // self.call.problem.kv_heads)
         step = max(GATHERED_BYTES // (columns * size * (k.shape[3] + v.shape[3]) * 8), 1)
         for start in range(0, len(table), step):
@@ -223,8 +211,8 @@ class VirtualSequences:
             token = (table[span, :, None] * size + torch.arange(size)).flatten(1) + origin[span, None]
             token = token.clamp(0, self.call.problem.kv_len - 1)
             index = sequence[span, None] * (not self.rows.packed), token, head[span, None]
-            ranges = self.form.ranges[span]
-            form = dataclasses.replace(self.form, ranges=ranges, batch=len(ranges), geometry=None)
+            ranges = chosen.form.ranges[span]
+            form = dataclasses.replace(chosen.form, ranges=ranges, batch=len(ranges), geometry=None)
             yield VirtualPart(span, form, k[index][:, None], v[index][:, None], sequence[span], table[span], head[span])
 
     def _places(self, k: Tensor, page: int) -> tuple[Tensor, Tensor]:
@@ -240,12 +228,11 @@ class VirtualSequences:
 
     def _tokens(self, page: int) -> Tensor:
         """Raw index of the first key of each virtual page, ``[N, U, A, n]``; any for pages that no row sees."""
-        key = torch.where(
-            self.chosen.table < self.chosen.pairs.limit, self.chosen.table * self.chosen.pairs.kv_block, 0
-        )
-        if (parts := self.chosen.pairs.kv_block // page) > 1:
+        chosen, pairs = self.chosen, self.chosen.pairs
+        key = torch.where(chosen.table < pairs.limit, chosen.table * pairs.kv_block, 0)
+        if (parts := pairs.kv_block // page) > 1:
             key = (key[..., None] + torch.arange(parts) * page).flatten(3)
-        return key + self.chosen.key_start[:, None, None, None]
+        return key + chosen.key_start[:, None, None, None]
 
     def heads(self, tensor: Tensor) -> Tensor:
         """q, out or its gradient as heads of the virtual sequences, ``[V, G, size, D]``."""
@@ -277,6 +264,5 @@ class VirtualSequences:
         return self.call.with_problem(problem, mask=mask, checked_mask=checked, **changes)
 
 
-def _description(q: Tensor, operands: list[Tensor]) -> object:
-    """Sizes and strides of the tensors of a call."""
-    return [(x.shape, x.stride()) for x in (q, *operands)]
+def _sizes_and_strides(operands: list[Tensor]) -> object:
+    return [(x.shape, x.stride()) for x in operands]
