@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from native_oracle import needs_library
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import undivided
 from undivided import masks
 from undivided.arguments.layout import Layout
 from undivided.backends import reference
 from undivided.errors import InputError
-from undivided.kernels import cpu
 from undivided.run import replay
 
 Cache = undivided.KVCache | undivided.PagedKVCache
 
-needs_native = pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native kernel is not built")
 BATCH, HEADS, KV_HEADS, DIM = 3, 4, 2, 32
 KINDS = ("contiguous", "paged", "paged int8", "contiguous int4")
 MASKS = {
@@ -41,9 +41,9 @@ def cache_of(kind: str, layout: Layout = "bshd", lengths: tuple[int, ...] = (9, 
     shape = {"kv_heads": KV_HEADS, "head_dim": DIM, "batch": BATCH, "dtype": torch.float32, "layout": layout}
     quantize = words[1] if len(words) > 1 else None
     if words[0] == "paged":
-        cache: Cache = undivided.PagedKVCache(32, page_size=4, quantize=quantize, **shape)  # type: ignore[arg-type]
+        cache: Cache = undivided.PagedKVCache(32, page_size=4, quantize=quantize, **shape)
     else:
-        cache = undivided.KVCache(max_len=32, quantize=quantize, **shape)  # type: ignore[arg-type]
+        cache = undivided.KVCache(max_len=32, quantize=quantize, **shape)
     torch.manual_seed(seed)
     rows = (sum(lengths),) if layout == "thd" else (BATCH, max(lengths))
     cache.append(torch.randn(*rows, KV_HEADS, DIM), torch.randn(*rows, KV_HEADS, DIM), lengths=lengths)
@@ -63,17 +63,17 @@ def queries(count: int, layout: str = "bshd") -> Tensor:
 
 def anew(cache: Cache, *arguments: object, **options: object) -> Tensor:
     """The same call by the way that prepares everything: a mode looks on."""
-    with torch.utils._python_dispatch._disable_current_modes(), Looking():
-        return cache.attend(*arguments, **options)  # type: ignore[arg-type, return-value]
+    with Looking():
+        return cache.attend(*arguments, **options)
 
 
-class Looking(torch.utils._python_dispatch.TorchDispatchMode):
+class Looking(TorchDispatchMode):
     """A dispatch mode that changes nothing."""
 
     def __torch_dispatch__(
         self, function: Callable[..., object], kinds: object, arguments: tuple[object, ...] = (), options: object = None
     ) -> object:
-        return function(*arguments, **(options or {}))  # type: ignore[arg-type]
+        return function(*arguments, **(options or {}))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     run = replay.Prepared.run
 
     def counted(self: replay.Prepared, q: Tensor, *others: Tensor | None) -> Tensor | None:
-        out = run(self, q, *others)  # type: ignore[arg-type]
+        out = run(self, q, *others)
         if out is not None:
             seen.append(q)
         return out
@@ -92,7 +92,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return seen
 
 
-@needs_native
+@needs_library
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
@@ -109,13 +109,13 @@ def test_each_layer_reads_its_own_cache(kind: str, layout: str, name: str, count
             assert len(repeats) == seen + 1
 
 
-@needs_native
+@needs_library
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"scale": -0.3}, {"softcap": 2.0}, {"batch_invariant": True}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_make_another_call(kind: str, options: dict[str, object], repeats: list[Tensor]) -> None:
     cache, q = cache_of(kind), queries(1)
     plain = cache.attend(q)
-    out = cache.attend(q, **options)  # type: ignore[arg-type, call-overload]
+    out = cache.attend(q, **options)
     assert len(repeats) == 2
     torch.testing.assert_close(out, anew(cache, q, **options), rtol=1e-5, atol=1e-5)
     assert torch.equal(cache.attend(q), plain)
@@ -123,15 +123,15 @@ def test_options_make_another_call(kind: str, options: dict[str, object], repeat
         assert (out - plain).abs().max() > 1e-2
 
 
-@needs_native
+@needs_library
 @pytest.mark.parametrize("options", [{"return_lse": True}, {"sinks": torch.zeros(HEADS)}, {"backend": "reference"}])
 def test_other_results_and_backends_are_not_repeated(options: dict[str, object], repeats: list[Tensor]) -> None:
     cache, q = cache_of("paged"), queries(1)
-    cache.attend(q, **options)  # type: ignore[call-overload]
+    cache.attend(q, **options)
     assert repeats == []
 
 
-@needs_native
+@needs_library
 def test_the_last_decision_is_that_of_the_repeated_call() -> None:
     first, second, q = cache_of("paged"), cache_of("paged", seed=1), queries(1)
     first.attend(q)
@@ -143,7 +143,7 @@ def test_the_last_decision_is_that_of_the_repeated_call() -> None:
     assert decision.problem.page_size == 4
 
 
-@needs_native
+@needs_library
 def test_the_setting_of_backends_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch, repeats: list[Tensor]) -> None:
     cache, q = cache_of("contiguous"), queries(1)
     cache.attend(q)
@@ -157,7 +157,7 @@ def test_the_setting_of_backends_is_read_at_every_call(monkeypatch: pytest.Monke
     assert len(repeats) == 1
 
 
-@needs_native
+@needs_library
 def test_a_gradient_or_autocast_makes_a_call_of_its_own(repeats: list[Tensor]) -> None:
     cache = cache_of("contiguous")
     q = queries(1)
@@ -173,7 +173,7 @@ def test_a_gradient_or_autocast_makes_a_call_of_its_own(repeats: list[Tensor]) -
     assert len(repeats) == 2
 
 
-@needs_native
+@needs_library
 @pytest.mark.parametrize("step", [(1, 2), (2, 1)])
 def test_strides_of_the_queries_are_their_own(step: tuple[int, int]) -> None:
     cache, wide = cache_of("paged"), torch.randn(BATCH, 2, 2 * HEADS, DIM)
@@ -182,7 +182,7 @@ def test_strides_of_the_queries_are_their_own(step: tuple[int, int]) -> None:
     torch.testing.assert_close(cache.attend(q), cache.attend(q.contiguous()))
 
 
-@needs_native
+@needs_library
 def test_other_threads_are_used_when_their_number_changes() -> None:
     cache, q, before = cache_of("paged"), queries(1), torch.get_num_threads()
     out = cache.attend(q)
@@ -193,7 +193,7 @@ def test_other_threads_are_used_when_their_number_changes() -> None:
         torch.set_num_threads(before)
 
 
-@needs_native
+@needs_library
 def test_memory_that_was_taken_away_is_refused() -> None:
     cache, q = cache_of("paged"), queries(1)
     cache.attend(q)
@@ -205,7 +205,7 @@ def test_memory_that_was_taken_away_is_refused() -> None:
         cache.attend(queries(1))
 
 
-@needs_native
+@needs_library
 def test_scales_that_were_taken_away_are_refused() -> None:
     cache, q = cache_of("paged int8"), queries(1)
     cache.attend(q)
@@ -227,7 +227,7 @@ def escaped(q: Tensor) -> Tensor:
     return kept[0]
 
 
-@needs_native
+@needs_library
 @pytest.mark.parametrize("kind", ["sparse", "escaped", "nested"])
 def test_queries_that_no_kernel_can_read_are_refused(kind: str) -> None:
     cache, q = cache_of("paged"), queries(1)
@@ -236,7 +236,7 @@ def test_queries_that_no_kernel_can_read_are_refused(kind: str) -> None:
         cache.attend({"sparse": Tensor.to_sparse, "escaped": escaped, "nested": torch.nested.as_nested_tensor}[kind](q))
 
 
-@needs_native
+@needs_library
 def test_a_query_without_memory_is_zero() -> None:
     cache = cache_of("paged")
     zero = torch._efficientzerotensor((BATCH, 1, HEADS, DIM))
@@ -244,7 +244,7 @@ def test_a_query_without_memory_is_zero() -> None:
     torch.testing.assert_close(cache.attend(zero), expected)
 
 
-@needs_native
+@needs_library
 def test_a_block_table_that_was_written_to_is_checked(repeats: list[Tensor]) -> None:
     cache, q = cache_of("paged"), queries(1)
     assert isinstance(cache, undivided.PagedKVCache)
@@ -259,7 +259,7 @@ def test_a_block_table_that_was_written_to_is_checked(repeats: list[Tensor]) -> 
     assert len(repeats) == 2
 
 
-@needs_native
+@needs_library
 def test_a_mask_of_pairs_is_read_at_every_call(repeats: list[Tensor]) -> None:
     cache = cache_of("contiguous")
     allowed = torch.ones(BATCH, 1, 1, 18, dtype=torch.bool)
@@ -270,7 +270,7 @@ def test_a_mask_of_pairs_is_read_at_every_call(repeats: list[Tensor]) -> None:
     assert repeats == []
 
 
-@needs_native
+@needs_library
 def test_a_mask_that_was_used_can_be_copied() -> None:
     mask, cache, q = masks.window(4, 0), cache_of("paged"), queries(1)
     out = cache.attend(q, mask)
@@ -278,7 +278,7 @@ def test_a_mask_that_was_used_can_be_copied() -> None:
         assert torch.equal(cache.attend(q, other), out)
 
 
-@needs_native
+@needs_library
 def test_the_layers_of_inference_params_share_what_the_first_prepares(repeats: list[Tensor]) -> None:
     params = undivided.InferenceParams(4, 64, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=8)
     plain = undivided.InferenceParams(4, 64, KV_HEADS, DIM, torch.float32)

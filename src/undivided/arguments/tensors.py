@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 _modes = torch._C._len_torch_dispatch_stack
-_jit_trace = torch._C._get_tracing_state
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _KEYS = torch._C._TorchDispatchModeKey
+jit_trace = torch._C._get_tracing_state
+"""What ``torch.jit.trace`` records at the moment; None outside of it."""
 _TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 
@@ -33,7 +34,7 @@ def is_observed(q: object, k: object, v: object, mask: object = None, *others: o
 
     `mask` is a `Mask`, None, or what a caller passed by mistake; `others` are tensors, numbers or None.
     """
-    if _modes() or _jit_trace() is not None:
+    if _modes() or jit_trace() is not None:
         return torch._C._functorch.peek_interpreter_stack() is None
     if not (type(q) is type(k) is type(v) is Tensor) and any(map(has_dispatch, (q, k, v))):
         return True

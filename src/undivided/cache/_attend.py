@@ -18,6 +18,7 @@ from undivided.cache._ledger import eviction
 from undivided.cache._masks import (
     CAUSAL,
     EVERY,
+    NEVER_RANGES,
     PER_KEY,
     align,
     check_mask,
@@ -110,12 +111,12 @@ def attend(call: CachedCall) -> Output:
 def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
     """The output by what an earlier call prepared, mostly one of another layer; None for calls that must be prepared.
 
-    Those have optional tensors, return the lse, or have a block table that somebody has written to.
+    Those have optional tensors, return the lse, have a mask of single pairs, or a block table that somebody wrote to.
     """
     q, cached, layout, q_counts, _, options = call
     (k, v, k_scale, v_scale), lengths, pages = cached[:3]
     scale = softcap = None
-    rules: tuple[Any, ...] = ()
+    rules: dict[str, Any] = {}
     if options:
         if not _REPEATABLE.issuperset(options) or options.get("return_lse", False) is not False:
             return None
@@ -124,20 +125,16 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         scale, softcap = options.get("scale"), options.get("softcap")
         if not {type(scale), type(softcap)} <= _NUMBERS:
             return None
-        rules = tuple(map(options.get, _RULES))
+        rules = {name: options.get(name) for name in _RULES}
+    if mask.parts and mask.kinds & NEVER_RANGES:
+        return None
     if not may_replay(q, k, v) or (pages is not None and pages._version):
         return None
-    allowed = _policy(*rules)
+    allowed = policy(**rules)
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
     key = ("repeated", layout, sizes, lengths, q_counts, scale, softcap, allowed)
     prepared = mask.cached(key, _prepare, call, mask, allowed)
     return None if prepared is None else prepared.run(q, k, v, pages, k_scale, v_scale)
-
-
-def _policy(
-    backend: str | None = None, deterministic: bool | None = None, batch_invariant: bool | None = None
-) -> Policy:
-    return policy(backend, deterministic, batch_invariant=batch_invariant)
 
 
 def _prepare(call: CachedCall, mask: Mask, allowed: Policy) -> Prepared | None:

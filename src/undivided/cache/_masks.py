@@ -27,6 +27,9 @@ _WITH_LENGTHS = frozenset({"lengths", "documents"})
 PER_KEY = frozenset({"dense", "document_ids"})
 _PER_PAIR = PER_KEY | {"predicate"}
 
+NEVER_RANGES = frozenset({"dense", "predicate", "tree", "blocks"})
+"""Kinds of mask that are not a range of keys for each row."""
+
 
 def with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
     """The mask restricted to real tokens, the same object for repeated calls."""

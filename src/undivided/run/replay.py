@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from undivided.arguments.tensors import is_traced, span
+from undivided.arguments.tensors import is_traced, jit_trace, span
 from undivided.backends._base import Replay
 from undivided.request.request import Request
 from undivided.run.autograd import any_autocast
 from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision, repeat
 from undivided.selection.policy import Policy
-
-_jit_trace = torch._C._get_tracing_state
 
 
 def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -34,7 +32,7 @@ def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not any_autocast()
         and not is_traced()
         and forward_ad._current_level < 0
-        and _jit_trace() is None
+        and jit_trace() is None
     )
 
 

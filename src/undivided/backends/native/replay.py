@@ -40,11 +40,27 @@ class KernelReplay:
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor:
         out = new_output(self._problem, q)
-        a, b, c, d, e, f, g, h, end = self._parts  # a loop over them costs two microseconds
-        table, k_scales, v_scales = _address(pages), _address(k_scale), _address(v_scale)
-        threads, output = torch.get_num_threads(), out.data_ptr()
-        q_, k_, v_ = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        self._forward(_PACK(a, threads, b, q_, c, k_, d, v_, e, output, f, table, g, k_scales, h, v_scales, end))
+        part = self._parts
+        record = _PACK(  # a loop over the parts costs two microseconds
+            part[0],
+            torch.get_num_threads(),
+            part[1],
+            q.data_ptr(),
+            part[2],
+            k.data_ptr(),
+            part[3],
+            v.data_ptr(),
+            part[4],
+            out.data_ptr(),
+            part[5],
+            _address(pages),
+            part[6],
+            _address(k_scale),
+            part[7],
+            _address(v_scale),
+            part[8],
+        )
+        self._forward(record)
         return out
 
 
