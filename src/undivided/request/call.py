@@ -31,7 +31,7 @@ class CheckedMask:
         self.packed: bytes | None = None
         """What the native kernel makes of the form."""
         self.plans: dict[Hashable, object] = {}
-        """What `triton` makes of it for calls of each kind."""
+        """What `triton` makes of it for calls of each kind, and `native` of its chosen blocks."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None
