@@ -50,18 +50,18 @@ class Compiler:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plan]:
-    """Remembered launches of interpreted kernels; the list has the plan of every forward that ran one."""
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plans]:
+    """Remembered launches of interpreted kernels; the list has the plans of every forward that ran some."""
     compilers: dict[int, Compiler] = {}
 
     def launch(kernel: Any, *arguments: Any, **more: Any) -> launches.Launch | None:
         compiler = compilers.setdefault(id(kernel), Compiler(kernel))
         return launches.launch(compiler, *arguments, **more)
 
-    found: list[plans.Plan] = []
+    found: list[plans.Plans] = []
     find = plans.find
 
-    def noted(call: Call, tensors: Tensors) -> plans.Plan | None:
+    def noted(call: Call, tensors: Tensors) -> plans.Plans | None:
         plan = find(call, tensors)
         if plan is not None:
             found.append(plan)
@@ -92,7 +92,7 @@ def kinds_of_calls() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", kinds_of_calls())
-def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[plans.Plan]) -> None:
+def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[plans.Plans]) -> None:
     case = CASES[name]
     dtype = next(dtype for dtype in case.dtypes if dtype != torch.float64)
     arguments = dict(inputs.build(case, dtype).arguments)
@@ -121,26 +121,28 @@ def decode(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
     return out
 
 
-def test_decoding_splits_its_keys_in_a_plan_too(runs: list[plans.Plan]) -> None:
+def test_decoding_splits_its_keys_in_a_plan_too(runs: list[plans.Plans]) -> None:
     k = torch.randn(1, 600, 2, 16)
     outs = [decode(torch.full((1, 1, 4, 16), n), k) for n in (1.0, 2.0)]
-    assert [plan.splits for plan in runs] == [2]
+    assert [plan.parts[0] for found in runs for plan in found.launches] == [2]
     for n, out in enumerate(outs, 1):
         expected = undivided.attention(torch.full((1, 1, 4, 16), float(n)), k, k, layout="bshd", backend="reference")
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tensor_descriptors_of_a_plan_are_those_of_its_call(runs: list[plans.Plan]) -> None:
+def test_tensor_descriptors_of_a_plan_are_those_of_its_call(runs: list[plans.Plans]) -> None:
     with config.trial("forward", config.INTERPRETED._replace(descriptors=True)):
         for _ in range(3):
             q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
             torch.testing.assert_close(decode(q, k), undivided.attention(q, k, k, layout="bshd", backend="reference"))
     assert len(runs) == 2
-    assert all(plan.descriptors is not None and plan.descriptors[0].base is None for plan in runs)
+    assert all(
+        plan.descriptors is not None and plan.descriptors[0].base is None for found in runs for plan in found.launches
+    )
 
 
 @pytest.mark.parametrize("change", ["scale", "softcap", "alignment of q", "alignment of k", "tile sizes", "mask"])
-def test_other_calls_have_other_plans(change: str, runs: list[plans.Plan]) -> None:
+def test_other_calls_have_other_plans(change: str, runs: list[plans.Plans]) -> None:
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     options: dict[str, Any] = {"mask": mask, "scale": 0.5, "softcap": 2.0}
     decode(q, k, **options)
@@ -161,7 +163,7 @@ def test_other_calls_have_other_plans(change: str, runs: list[plans.Plan]) -> No
     assert len(runs) == 1
 
 
-def test_a_mask_that_changed_has_no_plan(runs: list[plans.Plan]) -> None:
+def test_a_mask_that_changed_has_no_plan(runs: list[plans.Plans]) -> None:
     q, k, lengths = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.tensor([40, 40])
     mask = masks.lengths(lengths)
     for length in (30, 7):
@@ -172,7 +174,9 @@ def test_a_mask_that_changed_has_no_plan(runs: list[plans.Plan]) -> None:
     assert len(runs) == 2
 
 
-def test_plans_are_bounded_and_keep_placeholders_alone(runs: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_bounded_and_keep_placeholders_alone(
+    runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plans, "MAX_PLANS", 3)
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     for n in range(1, 9):
@@ -181,6 +185,7 @@ def test_plans_are_bounded_and_keep_placeholders_alone(runs: list[plans.Plan], m
     kept = plans._plans(call)
     assert kept is not None
     assert 0 < len(kept) <= 3
-    for plan in kept.values():
-        assert isinstance(plan, plans.Plan)
-        assert all(value.numel() == 1 for value in plan.launch.arguments if isinstance(value, torch.Tensor))
+    for found in kept.values():
+        assert isinstance(found, plans.Plans)
+        values = [value for plan in found.launches for value in plan.launch.arguments]
+        assert all(value.numel() == 1 for value in values if isinstance(value, torch.Tensor))

@@ -145,6 +145,12 @@ def problems() -> Iterator[tuple[str, Any]]:
     )
     yield "mla-bf16-320", made(torch.bfloat16, 256, 256, 2, (320, 256), True)
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
+    steps = {"pack-mixed": ([0, 1, 101], [0, 900, 1800]), "pack-decode": ([0, 1, 2], [0, 900, 1800])}
+    for name, (ends, keys) in steps.items():
+        pool = torch.zeros(16, 128, 2, 128, dtype=torch.bfloat16)
+        arguments = {"mask": masks.documents(ends, keys) & masks.causal("bottom_right"), "layout": "thd"}
+        pages = torch.zeros(2, 8, dtype=torch.int32)
+        yield f"{name}-bf16-128", call_of(pool.new_zeros(ends[-1], 8, 128), pool, pool, pages=pages, **arguments)
     for format in FORMATS:
         for name, q_len, kv_len, mask in (("forward", 512, 512, masks.causal()), ("decode", 1, 8192, None)):
             q, k = torch.zeros(1, q_len, 8, 128, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, 128)

@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
-from undivided.backends.triton import invariant, plans
+from undivided.backends.triton import invariant, packs, plans
 from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, processors, strides
 from undivided.backends.triton.launches import Launch, launch
 from undivided.kernels.triton import config
@@ -93,9 +93,12 @@ class Triton(Backend):
         out = out_BSHD.transpose(1, 2)
         lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=tensors.q.device)
         for rows in inputs.parts():
-            plan = _forward(inputs, rows, out[:, :, rows.span], lse[:, :, rows.span])
-            if plan is not None and rows.span == slice(0, problem.q_len):
-                plans.keep(call, inputs, plan)
+            launched = [
+                _forward(inputs, rows, blocks, out[:, :, rows.span], lse[:, :, rows.span])
+                for blocks in _all_blocks(inputs, rows)
+            ]
+            if rows.span == slice(0, problem.q_len):
+                plans.keep(call, inputs, launched)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
     def backward(
@@ -118,19 +121,34 @@ def _evaluated(problem: Problem) -> str:
     return ", ".join(words)
 
 
-def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> plans.Plan | None:
-    """out [B, H, R, Dv] and lse [B, H, R] of these rows. Returns what a repeated call needs; None under Triton's
-    interpreter."""
+class _Blocks(NamedTuple):
+    """How a launch divides its work: `number` blocks of rows, of `group` heads per query, and `splits` parts of keys.
+
+    runs: the tiles of each block. places: of the blocks, None if they follow one another.
+    """
+
+    tile: config.Config
+    group: int
+    number: int
+    splits: int
+    runs: Tensor
+    places: Tensor | None
+
+
+def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
+    """Compute out [B, H, R, Dv] and lse [B, H, R] of these blocks. Returns what a repeated call needs; None under
+    Triton's interpreter."""
     from undivided.kernels.triton import forward
 
     problem = inputs.problem
+    tile, group, number, splits, runs, places = blocks
     q, length = inputs.q[:, :, rows.span], rows.span.stop - rows.span.start
-    value_steps = -(-problem.v_dim // config.column_step(problem.v_dim))
-    tile, group, blocks, splits, tables, places = _blocks(inputs, rows, value_steps)
+    value_steps = _value_steps(problem)
     parts, part_lses = out[None], lse[None]
     if splits > 1:
-        parts = out.new_empty((splits, problem.batch, problem.heads, length, problem.v_dim), dtype=torch.float32)
-        part_lses = lse.new_empty((splits, problem.batch, problem.heads, length))
+        heads, per_head = (problem.heads, length) if places is None else (problem.kv_heads, number * tile.block_m)
+        parts = out.new_empty((splits, problem.batch, heads, per_head, problem.v_dim), dtype=torch.float32)
+        part_lses = lse.new_empty((splits, problem.batch, heads, per_head))
     descriptors = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n)
     tensors = {
         "q": q,
@@ -138,17 +156,19 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> plans.Plan
         "v": inputs.v,
         "out": parts,
         "lse": part_lses,
-        "tiles": tables,
+        "tiles": runs,
         **inputs.pointers(rows),
         **inputs.forward_only(),
     }
     if places is not None:
         tensors["places"] = places
+    # what lies between two documents is not between keys of one block
+    clean = min(inputs.clean, 1) if places is not None and not inputs.always_masked else inputs.clean
 
     def others() -> dict[str, Any]:
         switches = inputs.switches(rows)
         return {
-            "tiles_b": strides(tables)[0],
+            "tiles_b": strides(runs)[0],
             "places_b": 0 if places is None else strides(places)[0],
             "value_steps": value_steps,
             **axis_strides(q=q, k=inputs.k, v=inputs.v),
@@ -173,8 +193,9 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> plans.Plan
             "SPLITS": splits,
             "PLAIN": inputs.plain and not switches["DENSE"],
             "TMA": descriptors is not None,
-            "CLEAN": inputs.clean,
-            "INVARIANT": places is not None,
+            "CLEAN": clean,
+            "PLACES": places is not None,
+            "INVARIANT": problem.batch_invariant,
             "SPECIALISE": inputs.uses_warp_specialisation(tile, descriptors is not None),
             "num_warps": tile.warps,
             "num_stages": tile.stages,
@@ -182,35 +203,28 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> plans.Plan
 
     launched = launch(
         forward.forward_kernel,
-        (blocks * value_steps * splits, problem.heads // group, problem.batch),
-        (*inputs.facts(rows), tile, splits, places is not None, descriptors is not None),
+        (number * value_steps * splits, problem.heads // group, problem.batch),
+        (*inputs.facts(rows), tile, group, splits, places is not None, descriptors is not None),
         tensors,
         others,
         None if descriptors is None else dict(zip("kv", descriptors, strict=True)),
     )
-    combined = _combine(inputs, parts, part_lses, out, lse) if splits > 1 else None
+    combined = _combine(inputs, blocks, parts, part_lses, out, lse) if splits > 1 else None
     if launched is None:
         return None
-    kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges")}
+    kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges", "places")}
     described = None if descriptors is None else (*map(plans.without_tensor, descriptors),)
-    return plans.Plan(launched, combined, splits, kept, described)
+    return plans.Plan(launched, combined, parts.shape, kept, described)
 
 
-class _Blocks(NamedTuple):
-    """How a launch divides its work: into blocks of rows, of `group` heads per query, and `splits` parts of the keys.
-
-    tables: the tiles of each block. places: of batch-invariant blocks, otherwise None.
-    """
-
-    tile: config.Config
-    group: int
-    blocks: int
-    splits: int
-    tables: Tensor
-    places: Tensor | None
+def _all_blocks(inputs: Inputs, rows: Rows) -> list[_Blocks]:
+    """The blocks of each launch that these rows need."""
+    if not inputs.problem.batch_invariant and packs.applies(inputs.call, inputs.form):
+        return _blocks_of_documents(inputs)
+    return [_blocks(inputs, rows)]
 
 
-def _blocks(inputs: Inputs, rows: Rows, value_steps: int) -> _Blocks:
+def _blocks(inputs: Inputs, rows: Rows) -> _Blocks:
     problem, length = inputs.problem, rows.span.stop - rows.span.start
     group = heads_per_kv = problem.heads // problem.kv_heads
     if problem.batch_invariant:
@@ -223,24 +237,60 @@ def _blocks(inputs: Inputs, rows: Rows, value_steps: int) -> _Blocks:
     group = heads_per_kv if decoding else 1
     tile = inputs.tile("decode" if decoding else "forward")
     count = -(-length * group // tile.block_m)
-    programs = count * value_steps * (problem.heads // group) * problem.batch
+    programs = count * _value_steps(problem) * (problem.heads // group) * problem.batch
     splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
-    tables = inputs.tiles(tile.block_m, tile.block_n, group).rows
-    return _Blocks(tile, group, count, splits, tables[:, rows.span.start // tile.block_m :], None)
+    runs = inputs.tiles(tile.block_m, tile.block_n, group).rows
+    return _Blocks(tile, group, count, splits, runs[:, rows.span.start // tile.block_m :], None)
 
 
-def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse: Tensor) -> Launch | None:
+def _blocks_of_documents(inputs: Inputs) -> list[_Blocks]:
+    """The blocks of long documents and those of short ones, or of one kind if that is known (see `packs`)."""
+    problem = inputs.problem
+    assert problem.documents is not None
+    group = problem.heads // problem.kv_heads
+    short = MAX_DECODE_ROWS // group  # most queries of a short document
+    longest = problem.documents[1]
+    if not short:
+        return [_blocks_of_some(inputs, "forward", 1, 0, None)]
+    if longest is not None and longest <= short:
+        return [_blocks_of_some(inputs, "decode", group, 0, None)]
+    return [_blocks_of_some(inputs, "forward", 1, short + 1, None), _blocks_of_some(inputs, "decode", group, 0, short)]
+
+
+def _blocks_of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int | None) -> _Blocks:
+    """The blocks, for the tile sizes of a pass, of the documents of `shortest` to `longest` queries."""
+    problem, form = inputs.problem, inputs.form
+    assert form is not None and problem.documents is not None
+    number, _, longest_kv = problem.documents
+    tile, splits = inputs.tile(name), 1
+    blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
+    if name == "decode":
+        keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
+        programs = number * _value_steps(problem) * problem.kv_heads
+        splits = _splits(keys, programs, processors(inputs.q.device))
+    return _Blocks(tile, group, blocks.places.shape[1], splits, blocks.runs, blocks.places)
+
+
+def _value_steps(problem: Problem) -> int:
+    return -(-problem.v_dim // config.column_step(problem.v_dim))
+
+
+def _combine(
+    inputs: Inputs, blocks: _Blocks, parts: Tensor, part_lses: Tensor, out: Tensor, lse: Tensor
+) -> Launch | None:
     """Merge the parts [splits, B, H, R, Dv] and their lse [splits, B, H, R] into out and lse; sinks enter here."""
     from undivided.kernels.triton import forward
 
     splits, batch, heads, length, v_dim = parts.shape
     tensors = {"parts": parts, "part_lses": part_lses, "out": out, "lse": lse}
+    if blocks.places is not None:
+        tensors["places"] = blocks.places
     if inputs.sinks is not None:
         tensors["sinks"] = inputs.sinks
     return launch(
         forward.combine_kernel,
         (batch * heads * length, 1, 1),
-        (),
+        (blocks.tile.block_m, blocks.group),
         tensors,
         lambda: {
             **inputs.placeholders(forward.combine_kernel, tensors),
@@ -248,12 +298,16 @@ def _combine(inputs: Inputs, parts: Tensor, part_lses: Tensor, out: Tensor, lse:
             "part_row": v_dim,
             "lse_z": part_lses.stride(0),
             **dict(zip(("out_b", "out_h", "out_s"), strides(out), strict=False)),
+            **dict(zip(("lse_b", "lse_h"), strides(lse), strict=False)),
             "heads": heads,
             "q_len": length,
             "V_DIM": v_dim,
             "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
             "SPLITS": splits,
             "SINKS": inputs.sinks is not None,
+            "PLACES": blocks.places is not None,
+            "BLOCK_M": blocks.tile.block_m,
+            "GROUP": blocks.group,
         },
     )
 

@@ -7,7 +7,7 @@ calls whose only tensors are q, k, v, a block table and the mask's ranges.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,58 +29,73 @@ _MORE_TENSORS = frozenset({"bias", "alibi", "sinks", "dropout", "quantized"})
 
 
 class Plan(NamedTuple):
-    """The launches of a forward.
+    """One launch of a forward.
 
     launch: of the kernel; combine: of the merge of the parts, None if keys are not split.
-    tensors: tables and ranges of the mask, which the kernel reads.
+    parts: sizes of the parts, [splits, B, H, rows, Dv].
+    tensors: tables and ranges of the mask, which the kernels read.
     descriptors: those of k and v, without their tensors; None if they are read through pointers.
     """
 
     launch: Launch
     combine: Launch | None
-    splits: int
+    parts: tuple[int, ...]
     tensors: Mapping[str, Tensor]
     descriptors: tuple[Any, Any] | None
 
-    def run(self, call: Call, tensors: Tensors) -> Result:
-        """The results for these tensors. Kernels take addresses, so that no views are made."""
-        problem, (q, k, v, *_) = call.problem, tensors
-        batch, heads, q_len, v_dim = problem.batch, problem.heads, problem.q_len, problem.v_dim
-        out_BSHD = layout.empty(problem.layout, (batch, q_len, heads, v_dim), q)
-        lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-        parts, part_lses = out_BSHD, lse
+    def run(self, pages: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        """Write the rows of this launch into `out`, in any layout, and `lse` [B, H, Sq]. Kernels take addresses, so
+        that no views are made."""
+        parts, part_lses = out, lse
         if self.combine is not None:
-            parts = torch.empty((self.splits, batch, heads, q_len, v_dim), dtype=torch.float32, device=q.device)
-            part_lses = torch.empty((self.splits, batch, heads, q_len), dtype=torch.float32, device=q.device)
-        given: dict[str, Any] = {"q": q, "k": k, "v": v, "out": parts, "lse": part_lses, **self.tensors}
+            parts = torch.empty(self.parts, dtype=torch.float32, device=out.device)
+            part_lses = torch.empty(self.parts[:-1], dtype=torch.float32, device=out.device)
+        given: dict[str, Any] = {"q": tensors.q, "out": parts, "lse": part_lses, **self.tensors}
+        given["k"], given["v"] = tensors.k, tensors.v
         if self.descriptors is not None:
             first, second = self.descriptors
-            given["k"], given["v"] = _described(first, k), _described(second, v)
-        if call.pages is not None:
-            given["pages"] = call.pages.contiguous()
+            given["k"], given["v"] = _described(first, tensors.k), _described(second, tensors.v)
+        if pages is not None:
+            given["pages"] = pages
         self.launch.run(given)
         if self.combine is not None:
-            self.combine.run({"parts": parts, "part_lses": part_lses, "out": out_BSHD, "lse": lse})
+            self.combine.run({**self.tensors, "parts": parts, "part_lses": part_lses, "out": out, "lse": lse})
+
+
+class Plans(NamedTuple):
+    """The launches of a forward, each of some of its rows."""
+
+    launches: Sequence[Plan]
+
+    def run(self, call: Call, tensors: Tensors) -> Result:
+        """The results for these tensors."""
+        problem, q = call.problem, tensors.q
+        batch, heads, q_len = problem.batch, problem.heads, problem.q_len
+        out_BSHD = layout.empty(problem.layout, (batch, q_len, heads, problem.v_dim), q)
+        lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
+        pages = None if call.pages is None else call.pages.contiguous()
+        for plan in self.launches:
+            plan.run(pages, tensors, out_BSHD, lse)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
 
-def find(call: Call, tensors: Tensors) -> Plan | None:
-    """The plan of an earlier call with the same mask and tensors of the same kind; None if there is none."""
+def find(call: Call, tensors: Tensors) -> Plans | None:
+    """The plans of an earlier call with the same mask and tensors of the same kind; None if there are none."""
     plans = _plans(call)
     if not plans or is_traced():
         return None
-    plan = plans.get(_key(call, tensors))
-    return plan if isinstance(plan, Plan) else None
+    found = plans.get(_key(call, tensors))
+    return found if isinstance(found, Plans) else None
 
 
-def keep(call: Call, inputs: Inputs, plan: Plan) -> None:
-    """Keep the plan of a forward that ran in one launch, if such calls share an object to keep it in."""
-    plans, form = _plans(call), inputs.form
-    if plans is None or is_traced() or (form is not None and not form.exact):
+def keep(call: Call, inputs: Inputs, launches: Sequence[Plan | None]) -> None:
+    """Keep the plans of a forward that ran in these launches, if such calls share an object to keep them in."""
+    known, plans, form = [plan for plan in launches if plan is not None], _plans(call), inputs.form
+    if len(known) < len(launches) or plans is None or is_traced() or (form is not None and not form.exact):
         return
     if len(plans) >= MAX_PLANS:
         plans.clear()
-    plans[_key(call, inputs.tensors)] = plan
+    plans[_key(call, inputs.tensors)] = Plans(known)
 
 
 def without_tensor(descriptor: Any) -> Any:

@@ -61,7 +61,8 @@ def forward_kernel(
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
-    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, INVARIANT: tl.constexpr,
+    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PLACES: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -69,7 +70,9 @@ def forward_kernel(
     CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
         last key of the block's rows; 2: anywhere.
     FORMAT: of k and v, from `config.FORMATS`.
-    INVARIANT: blocks of rows and tiles of keys are those of `backends.triton.invariant`; SPLITS is 1.
+    PLACES: blocks of rows lie where `places` says (`backends.triton.places`). With SPLITS > 1, part [z, h, i] is then of
+        head h and row i % BLOCK_M of block i // BLOCK_M.
+    INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
     The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). q, out, lse, bias and dense
@@ -85,10 +88,12 @@ def forward_kernel(
 
     o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     end_m, origin = q_len * GROUP, 0
-    if INVARIANT:
+    if PLACES:
         place = places + b * places_b + block * 3
         o_m = tl.load(place) + tl.arange(0, BLOCK_M)
-        end_m, origin = tl.load(place + 1), tl.load(place + 2)
+        end_m = tl.load(place + 1)
+        if INVARIANT:
+            origin = tl.load(place + 2)
     rows = o_m // GROUP
     heads = (h * GROUP + o_m % GROUP).to(tl.int64)
     ok_m = o_m < end_m
@@ -210,6 +215,8 @@ def forward_kernel(
     if SINKS:
         sink = tl.load(sinks + heads, mask=ok_m, other=0.0)
         result *= tl.where(some, tl.sigmoid(natural - sink), 0.0)[:, None]
+    if PLACES and SPLITS > 1:
+        heads, rows = heads * 0 + h, block * BLOCK_M + tl.arange(0, BLOCK_M)
     o_rows = out + split * out_z + b * out_b + heads * out_h + rows.to(tl.int64) * out_s
     tl.store(
         o_rows[:, None] + o_v[None, :],
@@ -222,30 +229,39 @@ def forward_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts, part_lses, out, lse, sinks, part_z, part_row, lse_z, out_b, out_h, out_s, heads, q_len,
-    V_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    parts, part_lses, out, lse, sinks, places, part_z, part_row, lse_z, out_b, out_h, out_s, lse_b, lse_h, heads, q_len,
+    V_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, PLACES: tl.constexpr,
+    BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
 ):
     """Merge the parts of one row: ``lse = log(sum exp(lse_z))``, ``out = sum exp(lse_z - lse) * out_z``, then sinks.
 
-    parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. The grid is (B * H * Sq,).
+    parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. With PLACES, H * Sq are the key/value
+    heads times the rows of all blocks, and rows that a block does not have are left out. The grid is (B * H * Sq,).
     """
     r = tl.program_id(0).to(tl.int64)
-    o_z = tl.arange(0, SPLITS).to(tl.int64)
-    o_d = tl.arange(0, WIDTH)
-    lses = tl.load(part_lses + o_z * lse_z + r)
-    largest = tl.max(lses, 0)
-    safe = tl.where(largest == float("-inf"), 0.0, largest)
-    weight = tl.exp(lses - safe)
-    total = tl.sum(weight, 0)
-    some = total != 0  # as in `forward_kernel`
-    natural = tl.where(some, safe + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-    pointers = parts + o_z[:, None] * part_z + r * part_row + o_d[None, :]
-    values = tl.load(pointers, mask=(o_d < V_DIM)[None, :], other=0.0)
-    result = tl.sum(values * weight[:, None], 0) / tl.where(some, total, 1.0)
     b, h, row = r // (heads * q_len), r // q_len % heads, r % q_len
-    if SINKS:
-        result *= tl.where(some, tl.sigmoid(natural - tl.load(sinks + h)), 0.0)
-    tl.store(
-        out + b * out_b + h * out_h + row * out_s + o_d, result.to(out.dtype.element_ty), mask=o_d < V_DIM
-    )
-    tl.store(lse + r, natural)
+    exists = True
+    if PLACES:
+        place = places + row // BLOCK_M * 3
+        pair = tl.load(place) + row % BLOCK_M
+        exists = pair < tl.load(place + 1)
+        h, row = h * GROUP + pair % GROUP, pair // GROUP
+    if exists:
+        o_z = tl.arange(0, SPLITS).to(tl.int64)
+        o_d = tl.arange(0, WIDTH)
+        lses = tl.load(part_lses + o_z * lse_z + r)
+        largest = tl.max(lses, 0)
+        safe = tl.where(largest == float("-inf"), 0.0, largest)
+        weight = tl.exp(lses - safe)
+        total = tl.sum(weight, 0)
+        some = total != 0  # as in `forward_kernel`
+        natural = tl.where(some, safe + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+        pointers = parts + o_z[:, None] * part_z + r * part_row + o_d[None, :]
+        values = tl.load(pointers, mask=(o_d < V_DIM)[None, :], other=0.0)
+        result = tl.sum(values * weight[:, None], 0) / tl.where(some, total, 1.0)
+        if SINKS:
+            result *= tl.where(some, tl.sigmoid(natural - tl.load(sinks + h)), 0.0)
+        tl.store(
+            out + b * out_b + h * out_h + row * out_s + o_d, result.to(out.dtype.element_ty), mask=o_d < V_DIM
+        )
+        tl.store(lse + b * lse_b + h * lse_h + row, natural)
