@@ -330,3 +330,32 @@ def test_a_predicate_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPa
         found.append((out.detach(), *torch.autograd.grad(out, leaves, g)))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(576, 512), (512, 512), (320, 256), (700, 300), (272, 520)])
+@pytest.mark.parametrize("shared", [True, False], ids=["v is a part of k", "v is another tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decoding_of_wide_heads(qk_dim: int, v_dim: int, shared: bool, dtype: torch.dtype) -> None:
+    if shared and v_dim > qk_dim:
+        return
+    lengths = masks.lengths([70, 3])
+    q, k = torch.randn(2, 1, 4, qk_dim).to(dtype), torch.randn(2, 80, 1, qk_dim).to(dtype)
+    v = k[..., :v_dim] if shared else torch.randn(2, 80, 1, v_dim).to(dtype)
+    for x in {k, v}:
+        x[1, 3:] = torch.nan
+    out, right = (
+        undivided.attention(q, k, v, layout="bshd", mask=lengths, backend=name) for name in ("triton", "reference")
+    )
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, right, rtol=tolerance, atol=tolerance)
+
+
+def test_latents_are_read_once_and_in_one_program() -> None:
+    latents = torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16)
+    call, tensors = call_of(latents.new_zeros(1, 1, 4, 576), latents, latents[..., :512], layout="bshd")
+    inputs = _triton_inputs.Inputs(call, tensors)
+    (blocks,) = backend._all_blocks(inputs, next(inputs.parts()))
+    assert blocks.steps == config.Steps(512, 64, 512)
+    assert inputs.values_are_keys
+    apart = _triton_inputs.Inputs(call, tensors._replace(v=latents[..., :512].clone()))
+    assert not apart.values_are_keys

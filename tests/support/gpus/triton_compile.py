@@ -151,6 +151,9 @@ def problems() -> Iterator[tuple[str, Any]]:
         arguments = {"mask": masks.documents(ends, keys) & masks.causal("bottom_right"), "layout": "thd"}
         pages = torch.zeros(2, 8, dtype=torch.int32)
         yield f"{name}-bf16-128", call_of(pool.new_zeros(ends[-1], 8, 128), pool, pool, pages=pages, **arguments)
+    latents = torch.zeros(1, 512, 1, 576, dtype=torch.bfloat16)
+    for name, v in (("latents", latents[..., :512]), ("wide", torch.zeros(1, 512, 1, 512, dtype=torch.bfloat16))):
+        yield f"decode-{name}-bf16", call_of(latents.new_zeros(1, 1, 16, 576), latents, v, layout="bshd")
     for format in FORMATS:
         for name, q_len, kv_len, mask in (("forward", 512, 512, masks.causal()), ("decode", 1, 8192, None)):
             q, k = torch.zeros(1, q_len, 8, 128, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, 128)

@@ -124,10 +124,11 @@ def _evaluated(problem: Problem) -> str:
 class _Blocks(NamedTuple):
     """How a launch divides its work: `number` blocks of rows, of `group` heads per query, and `splits` parts of keys.
 
-    runs: the tiles of each block. places: of the blocks, None if they follow one another.
+    steps: of columns. runs: the tiles of each block. places: of the blocks, None if they follow one another.
     """
 
     tile: config.Config
+    steps: config.Steps
     group: int
     number: int
     splits: int
@@ -141,9 +142,9 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
     from undivided.kernels.triton import forward
 
     problem = inputs.problem
-    tile, group, number, splits, runs, places = blocks
+    tile, steps, group, number, splits, runs, places = blocks
     q, length = inputs.q[:, :, rows.span], rows.span.stop - rows.span.start
-    value_steps = _value_steps(problem)
+    value_steps = -(-problem.v_dim // steps.values)
     parts, part_lses = out[None], lse[None]
     if splits > 1:
         heads, per_head = (problem.heads, length) if places is None else (problem.kv_heads, number * tile.block_m)
@@ -162,6 +163,8 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
     }
     if places is not None:
         tensors["places"] = places
+    latent = inputs.values_are_keys and steps.first == steps.values == problem.v_dim and descriptors is None
+    latent = latent and not problem.batch_invariant  # whether v is a part of k would decide on the order of sums
     # what lies between two documents is not between keys of one block
     clean = min(inputs.clean, 1) if places is not None and not inputs.always_masked else inputs.clean
 
@@ -185,6 +188,10 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
             **inputs.pointer_strides(tensors),
             **switches,
             "SINKS": switches["SINKS"] and splits == 1,
+            "DIM_STEP": steps.first,
+            "MORE_STEP": steps.more,
+            "VALUE_STEP": steps.values,
+            "LATENT": latent,
             "GROUP": group,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -204,7 +211,7 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
     launched = launch(
         forward.forward_kernel,
         (number * value_steps * splits, problem.heads // group, problem.batch),
-        (*inputs.facts(rows), tile, group, splits, places is not None, descriptors is not None),
+        (*inputs.facts(rows), tile, steps, group, splits, places is not None, descriptors is not None, latent),
         tensors,
         others,
         None if descriptors is None else dict(zip("kv", descriptors, strict=True)),
@@ -232,15 +239,16 @@ def _blocks(inputs: Inputs, rows: Rows) -> _Blocks:
         blocks = invariant.blocks(
             inputs.form if inputs.masked else None, problem, rows.span, tile, group, inputs.q.device
         )
-        return _Blocks(tile, group, blocks.number, 1, blocks.runs, blocks.places)
+        return _Blocks(tile, _steps(problem, "forward"), group, blocks.number, 1, blocks.runs, blocks.places)
     decoding = length * heads_per_kv <= MAX_DECODE_ROWS and rows.span.start == 0
     group = heads_per_kv if decoding else 1
-    tile = inputs.tile("decode" if decoding else "forward")
+    name = "decode" if decoding else "forward"
+    tile, steps = inputs.tile(name), _steps(problem, name)
     count = -(-length * group // tile.block_m)
-    programs = count * _value_steps(problem) * (problem.heads // group) * problem.batch
+    programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
     splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
     runs = inputs.tiles(tile.block_m, tile.block_n, group).rows
-    return _Blocks(tile, group, count, splits, runs[:, rows.span.start // tile.block_m :], None)
+    return _Blocks(tile, steps, group, count, splits, runs[:, rows.span.start // tile.block_m :], None)
 
 
 def _blocks_of_documents(inputs: Inputs) -> list[_Blocks]:
@@ -262,17 +270,19 @@ def _blocks_of_some(inputs: Inputs, name: str, group: int, shortest: int, longes
     problem, form = inputs.problem, inputs.form
     assert form is not None and problem.documents is not None
     number, _, longest_kv = problem.documents
-    tile, splits = inputs.tile(name), 1
+    tile, steps, splits = inputs.tile(name), _steps(problem, name), 1
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
     if name == "decode":
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
-        programs = number * _value_steps(problem) * problem.kv_heads
+        programs = number * -(-problem.v_dim // steps.values) * problem.kv_heads
         splits = _splits(keys, programs, processors(inputs.q.device))
-    return _Blocks(tile, group, blocks.places.shape[1], splits, blocks.runs, blocks.places)
+    return _Blocks(tile, steps, group, blocks.places.shape[1], splits, blocks.runs, blocks.places)
 
 
-def _value_steps(problem: Problem) -> int:
-    return -(-problem.v_dim // config.column_step(problem.v_dim))
+def _steps(problem: Problem, name: str) -> config.Steps:
+    """The steps of columns of a pass."""
+    few_bytes = problem.dtype.itemsize == 2 and problem.quantized is None
+    return config.column_steps(problem.qk_dim, problem.v_dim, name == "decode" and few_bytes)
 
 
 def _combine(

@@ -333,6 +333,12 @@ class Inputs:
         return not self.problem.features & {"alibi", "softcap"} and self.bias is None and self.call.scale > 0
 
     @property
+    def values_are_keys(self) -> bool:
+        """Whether v is the first columns of k in memory, as in latent attention."""
+        k, v = self.k, self.v
+        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+
+    @property
     def clean(self) -> int:
         """Which keys the kernels replace by 0: 0 none, 1 those before and after the keys of a block of rows, 2 all that
         the block does not use."""

@@ -129,6 +129,7 @@ def _key(call: Call, tensors: Tensors) -> Hashable:
         q.data_ptr() % ALIGNMENT == 0,
         k.data_ptr() % ALIGNMENT == 0,
         v.data_ptr() % ALIGNMENT == 0,
+        k.data_ptr() == v.data_ptr(),
         pages is None or (pages.data_ptr() % ALIGNMENT == 0, pages.is_contiguous()),
         config.revision(),
         precision() if call.problem.dtype == torch.float32 else "",

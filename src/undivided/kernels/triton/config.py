@@ -124,6 +124,8 @@ WIDTHS = (64, 128, 256, 512)
 WIDEST = 256
 """Head sizes up to this are contracted in one step, larger ones STEP columns at a time."""
 STEP = 128
+WIDEST_DECODING = 512
+"""The same for 16-bit types in decoding, whose tiles have few rows."""
 
 LIGHT = 32
 """Keys (or rows) per iteration under dropout, a bias or a dense mask."""
@@ -156,6 +158,31 @@ FORMATS: Mapping[Format | None, int] = {None: 0, "int8": 1, "fp8_e4m3": 2, "fp8_
 def column_step(dim: int) -> int:
     """Columns of a head that are loaded at once: a power of two, as Triton requires."""
     return STEP if dim > WIDEST else max(16, 1 << (dim - 1).bit_length())
+
+
+class Steps(NamedTuple):
+    """Columns that a forward loads at once: of q and k first, of q and k thereafter, and of v per program."""
+
+    first: int
+    more: int
+    values: int
+
+
+def column_steps(qk_dim: int, v_dim: int, decoding: bool) -> Steps:
+    """The steps of a forward. decoding: of a tile of few rows with numbers of 16 bits: with all columns of v in one program
+    a key is read once, and not once per step of v.
+
+    >>> column_steps(576, 512, decoding=True)
+    Steps(first=512, more=64, values=512)
+    """
+    first, values = column_step(qk_dim), column_step(v_dim)
+    more = first
+    if decoding and qk_dim > WIDEST:
+        first = min(1 << qk_dim.bit_length() - 1, WIDEST_DECODING)
+        more = column_step(min(qk_dim - first, STEP))
+    if decoding and WIDEST < v_dim <= WIDEST_DECODING:
+        values = WIDEST_DECODING
+    return Steps(first, more, values)
 
 
 def is_interpreted() -> bool:

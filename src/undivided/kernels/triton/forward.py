@@ -7,8 +7,8 @@ of all heads that share a key/value head are in one tile, so that its keys are r
 program computes an equal share of the tiles and `combine_kernel` merges the parts in a fixed order: results are
 bit-reproducible.
 
-Strides: every last axis has stride 1; all others are free. Head sizes up to DIM_STEP are kept in registers, larger ones
-are contracted in steps and loaded again for every tile.
+Strides: every last axis has stride 1; all others are free. Of q, DIM_STEP columns are kept in registers; the others are
+contracted in steps of MORE_STEP and loaded again for every tile.
 
 Quantised keys and values are dequantised in registers to the dtype of q.
 """
@@ -62,7 +62,7 @@ def forward_kernel(
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
     TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PLACES: tl.constexpr,
-    INVARIANT: tl.constexpr,
+    INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -73,6 +73,7 @@ def forward_kernel(
     PLACES: blocks of rows lie where `places` says (`backends.triton.places`). With SPLITS > 1, part [z, h, i] is then of
         head h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
+    LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
     The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). q, out, lse, bias and dense
@@ -157,15 +158,16 @@ def forward_kernel(
                     )
                 qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
-                for d in tl.static_range(DIM_STEP, QK_DIM, DIM_STEP):
+                for d in tl.static_range(DIM_STEP, QK_DIM, MORE_STEP):
+                    o_more = d + tl.arange(0, MORE_STEP)
                     q_more = tl.load(
-                        q_rows[:, None] + d + o_d[None, :],
-                        mask=ok_m[:, None] & (d + o_d < QK_DIM)[None, :],
+                        q_rows[:, None] + o_more[None, :],
+                        mask=ok_m[:, None] & (o_more < QK_DIM)[None, :],
                         other=0.0,
                     )
                     k_more = load_numbers(
                         k_head, k_rows, k_scales, o_n, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, ok_n,
-                        QK_DIM, d, DIM_STEP, d + DIM_STEP <= QK_DIM, masked, PAGE, FORMAT, q.dtype.element_ty,
+                        QK_DIM, d, MORE_STEP, d + MORE_STEP <= QK_DIM, masked, PAGE, FORMAT, q.dtype.element_ty,
                     )
                     qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
                 keys, allowed = o_n[None, :], True
@@ -194,6 +196,8 @@ def forward_kernel(
                     p = tl.where(keep, p * survivor, 0.0)
                 if TMA:
                     v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
+                elif LATENT:
+                    v_tile = k_tile
                 else:
                     v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
                     v_tile = load_numbers(
