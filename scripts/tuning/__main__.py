@@ -54,7 +54,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("scripts/tune-cpu", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="thresholds; default: all that count at the level")
     parser.add_argument("--list", action="store_true", help="list the thresholds and measure nothing")
-    parser.add_argument("--level", default=os.environ.get("UNDIVIDED_ISA"), help="the level; default: the highest")
+    parser.add_argument("--level", default=os.environ.get("UNDIVIDED_ISA"), help="the level; default: the one in use")
     parser.add_argument("--values", type=_numbers, help="values to try, such as 96,192, for one threshold")
     parser.add_argument("--filter", default="", help="time only problems whose name contains this")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing per problem (1)")

@@ -39,8 +39,21 @@ def _train(layer: torch.nn.Module, x: Tensor, **arguments: object) -> list[Tenso
     x = x.requires_grad_()
     out = moved(x, **arguments)
     out.float().square().mean().backward()
-    gradients = [weight.grad for weight in moved.parameters()]
-    return [out.detach(), *(grad for grad in (x.grad, *gradients) if grad is not None)]
+    assert x.grad is not None
+    return [out.detach(), x.grad, *_parameter_gradients(moved)]
+
+
+def _parameter_gradients(layer: torch.nn.Module) -> list[Tensor]:
+    """The gradients of a layer's parameters, in order, with that of a key bias appended to that of the query bias.
+
+    Without rounding the gradient of a key bias is 0, because softmax does not change if one vector is added to all
+    keys. Devices return different rounding errors, so their difference is relative to the norm of both gradients.
+    """
+    gradients = {name: weight.grad for name, weight in layer.named_parameters() if weight.grad is not None}
+    for name in [name for name in gradients if name.endswith("key_bias")]:
+        queries = name.removesuffix("key_bias") + "query_bias"
+        gradients[queries] = torch.cat([gradients[queries], gradients.pop(name)])
+    return list(gradients.values())
 
 
 def _transformer_layer(attn_input_format: str) -> TransformerLayer:

@@ -28,12 +28,13 @@ def _library(level: str) -> cpu.Library:
 
 
 def here() -> tuple[str, ...]:
-    """The levels of this machine, up to the one that UNDIVIDED_ISA names; none without the library. If the variable
-    UNDIVIDED_TEST_LEVELS is set, only those that it names."""
+    """The levels of this machine, none without the library. UNDIVIDED_ISA leaves out those above the one that it names,
+    UNDIVIDED_TEST_LEVELS all that it does not name."""
     loaded = cpu.load()
     if isinstance(loaded, str):
         return ()
-    levels = loaded.levels[: loaded.levels.index(loaded.level) + 1]
+    forced = os.environ.get("UNDIVIDED_ISA")  # otherwise the level in use may be below the highest
+    levels = loaded.levels[: loaded.levels.index(forced) + 1] if forced else loaded.levels
     chosen = os.environ.get("UNDIVIDED_TEST_LEVELS", "").split() or levels
     unknown = set(chosen) - set(levels)
     assert not unknown, f"UNDIVIDED_TEST_LEVELS: {sorted(unknown)} are not among {levels}"

@@ -173,7 +173,7 @@ def status() -> str:
     library = cpu.load()
     if isinstance(library, str):
         return "not loaded: PyTorch's kernels run on the CPU (the row native below says why, and what builds it)"
-    line = "; ".join([f"runs at level {library.level} (UNDIVIDED_ISA forces a lower one)", *_restrictions(library)])
+    line = "; ".join([f"runs at level {library.level} (UNDIVIDED_ISA forces another)", *_restrictions(library)])
     if library.is_forked():
         line += "; this process was forked: the kernel starts its own threads, and PyTorch's may wait for the parent's"
     return line

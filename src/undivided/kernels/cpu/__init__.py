@@ -151,7 +151,7 @@ def load() -> Library | str:
     """
     requested = os.environ.get("UNDIVIDED_ISA")
     if requested and requested not in LEVELS:
-        raise InputError("UNDIVIDED_ISA", f"be one of {', '.join(LEVELS)}", repr(requested), "unset it for the highest")
+        raise InputError("UNDIVIDED_ISA", f"be one of {', '.join(LEVELS)}", repr(requested), "unset it for the fastest")
     file = path()
     if not file.exists():
         return _install.not_built()
@@ -166,8 +166,8 @@ def load() -> Library | str:
 
 @functools.cache
 def warn_if_slower() -> None:
-    """Warn, once per process, if calls run slower than this processor allows: without the library, or below its highest
-    level. A lower level that UNDIVIDED_ISA names, and has, is no reason to warn."""
+    """Warn, once per process, if calls run slower than this processor allows: without the library, or because the build
+    or the system denies a level. A lower level that UNDIVIDED_ISA names, and has, is no reason to warn."""
     library = load()
     if isinstance(library, str):
         lost = f"calls on the CPU run on PyTorch's kernels, which are slower: {library}"

@@ -121,13 +121,14 @@ def test_every_compiler_builds_the_choice_of_a_level(compiler: str, tmp_path: Pa
 # Replaces abi/cpu_features.h in a build of abi/level.cc.
 PRETENDED_PROCESSOR = """
 #include "{features}"
-#define syscall(...) (-1L)
+#define syscall(...) ({permission})
 namespace undivided {{
 struct Pretended : CpuFeatures {{
   static Pretended read() {{
     Pretended all;
     all.ecx1 = all.ebx7 = all.ecx7 = all.edx7 = all.eax7_1 = all.ecx_extended = ~0u;
     all.xcr0 = {saved};
+    {more}
     return all;
   }}
 }};
@@ -151,15 +152,56 @@ DENIED = {
 def test_a_level_that_the_system_or_the_build_denies_is_named(name: str, tmp_path: Path) -> None:
     """A processor with AVX-512 whose registers the system does not save ran at a lower level without a message."""
     saved, options, levels, why = DENIED[name]
-    program, binary, header = tmp_path / "levels.cc", tmp_path / "levels", tmp_path / "abi" / "cpu_features.h"
-    header.parent.mkdir()
-    features = SOURCES / "abi" / "cpu_features.h"
-    header.write_text(PRETENDED_PROCESSOR.format(features=features, saved=saved), encoding="utf-8")
-    program.write_text(LEVELS_PROGRAM.replace("  for", "  puts(undivided::lost_level());\n  for"), encoding="utf-8")
-    command = ["g++", "-std=c++17", "-DUNDIVIDED_X86", *options, f"-I{tmp_path}", f"-I{SOURCES}"]
-    subprocess.run([*command, program, SOURCES / "abi" / "level.cc", "-o", binary], check=True, timeout=120)
+    binary = build_on_pretended(tmp_path, options, "undivided::lost_level()", saved)
     found = subprocess.run([binary], capture_output=True, text=True, check=True).stdout.splitlines()
     assert found == [why, *cpu.LEVELS[:levels]]
+
+
+def build_on_pretended(
+    folder: Path, options: list[str], first_line: str, saved: str = "0xe6", permission: str = "-1L", more: str = ""
+) -> Path:
+    """A program that prints a line, then the levels of a pretended processor."""
+    program, binary, header = folder / "levels.cc", folder / "levels", folder / "abi" / "cpu_features.h"
+    header.parent.mkdir()
+    features = SOURCES / "abi" / "cpu_features.h"
+    text = PRETENDED_PROCESSOR.format(features=features, saved=saved, permission=permission, more=more)
+    header.write_text(text, encoding="utf-8")
+    program.write_text(LEVELS_PROGRAM.replace("  for", f"  puts({first_line});\n  for"), encoding="utf-8")
+    command = ["g++", "-std=c++17", "-DUNDIVIDED_X86", *options, f"-I{folder}", f"-I{SOURCES}"]
+    subprocess.run([*command, program, SOURCES / "abi" / "level.cc", "-o", binary], check=True, timeout=120)
+    return binary
+
+
+NO_AMX = "all.edx7 = 0;"
+CHOICES = {
+    # name: vendor, missing features, whether tiles are permitted, chosen level, highest level
+    "Intel with AMX": ("intel", "", True, "amx", "amx"),
+    "Intel without fp16 tiles": ("intel", "all.eax7_1 = 1 << 5;", True, "amx_bf16", "amx_bf16"),
+    "Intel with denied tiles": ("intel", "", False, "avx512", "avx512_bf16"),
+    "Intel without AMX": ("intel", NO_AMX, True, "avx512", "avx512_bf16"),
+    "Intel without bf16": ("intel", NO_AMX + "all.eax7_1 = 0;", True, "avx512", "avx512"),
+    "Intel without AVX-512": ("intel", "all.ebx7 = 1 << 3 | 1 << 5 | 1 << 8;", True, "avx2", "avx2"),
+    "AMD": ("amd", NO_AMX, True, "avx512_bf16", "avx512_bf16"),
+    "AMD without bf16": ("amd", NO_AMX + "all.eax7_1 = 0;", True, "avx512", "avx512"),
+    "AMD without AVX-512": ("amd", "all.ebx7 = 1 << 3 | 1 << 5 | 1 << 8;", True, "avx2", "avx2"),
+    "another vendor": ("", NO_AMX, True, "avx512_bf16", "avx512_bf16"),
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="of Linux on x86")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_highest_level_runs_but_intels_slow_dot_products_only_on_request(name: str, tmp_path: Path) -> None:
+    """bf16 took twice the time on Intel's processors whose AMX was hidden."""
+    vendor, missing, permitted, chosen, highest = CHOICES[name]
+    more, permission = (f"all.{vendor} = true; " if vendor else "") + missing, "0L" if permitted else "-1L"
+    options = ["-DUNDIVIDED_AMX"]
+    binary = build_on_pretended(tmp_path, options, "undivided::kernels().name", permission=permission, more=more)
+    levels = cpu.LEVELS[: cpu.LEVELS.index(highest) + 1]
+    for requested, running in [("", chosen), ("neon", chosen), *((level, level) for level in levels)]:
+        environment = {**os.environ, "UNDIVIDED_ISA": requested}
+        found = subprocess.run([binary], capture_output=True, text=True, check=True, env=environment).stdout.split()
+        assert found == [running, *levels], requested
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are left out on x86 only")

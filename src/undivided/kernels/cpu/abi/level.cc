@@ -95,6 +95,13 @@ int highest_level() {
   return highest;
 }
 
+// The level that runs unless UNDIVIDED_ISA names another: the highest, but for Intel's processors without usable AMX.
+// Their bf16 dot products have half the rate of multiply-adds: docs/decisions/2026-11-27-intel-without-amx.md.
+int default_level() {
+  const int highest = highest_level();
+  return is_intel() && strcmp(kLevels[highest]->name, "avx512_bf16") == 0 ? highest - 1 : highest;
+}
+
 }  // namespace
 
 bool is_intel() {
@@ -122,9 +129,9 @@ const char* level_name(int level) { return level < 0 || level > highest_level() 
 const Kernels& kernels() {
   static const Kernels* const chosen = [] {
     const char* requested = getenv("UNDIVIDED_ISA");
-    for (int i = 0; requested && i < highest_level(); i++)
+    for (int i = 0; requested && i <= highest_level(); i++)
       if (strcmp(requested, kLevels[i]->name) == 0) return kLevels[i];
-    return kLevels[highest_level()];
+    return kLevels[default_level()];
   }();
   return *chosen;
 }

@@ -5,7 +5,8 @@
 
 namespace undivided {
 
-// The table of the highest level that the processor, the compiler and UNDIVIDED_ISA allow; selected at the first call.
+// The table of the level that UNDIVIDED_ISA names, if the processor and the compiler allow it; else of the fastest that
+// they allow, which is the highest but for Intel's processors without AMX. Selected at the first call.
 const Kernels& kernels();
 
 // Whether the processor is Intel's: some thresholds differ between vendors at one level (see Tuning).
