@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import is_traced
-from undivided.backends.triton import places, tables
+from undivided.backends.triton import tables
 from undivided.kernels.triton.config import Config
 from undivided.masks import NormalForm
 from undivided.request.problem import Problem
@@ -52,10 +52,10 @@ def blocks(
         device: device of the tables.
     """
     if form is None:
-        uniform = places.uniform(problem.q_len * group, tile.block_m, device)
-        runs = torch.zeros(1, uniform.shape[1], 8, dtype=torch.int32, device=device)
+        places = _uniform_places(problem.q_len * group, tile.block_m, device)
+        runs = torch.zeros(1, places.shape[1], 8, dtype=torch.int32, device=device)
         runs[..., 1:4] = -(-problem.kv_len // tile.block_n)
-        return Blocks(uniform.shape[1], uniform, runs)
+        return Blocks(places.shape[1], places, runs)
     memory = _cached.setdefault(form, {})
     key = (rows.start, rows.stop, tile.block_m, tile.block_n, group)
     cached = memory.get(key)
@@ -70,23 +70,49 @@ def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group
     ends = None if form.geometry is None else form.geometry.q_slot_ends
     device = form.ranges.device
     if ends is None:
-        at = places.uniform((rows.stop - rows.start) * group, tile.block_m, device)
+        places = _uniform_places((rows.stop - rows.start) * group, tile.block_m, device)
     else:
-        at = places.of_documents(ends, rows, problem.q_len, group, tile.block_m)
-    query, real = places.rows_of(at, tile.block_m, group)
-    index = (query + rows.start).clamp(max=max(problem.q_len - 1, 0))
-    origin = torch.zeros(1, at.shape[1], dtype=torch.int64, device=device)
+        places = _document_places(ends, rows, problem.q_len, group, tile.block_m)
+    first, end = places[..., 0].long(), places[..., 1].long()
+    inside = first[..., None] + torch.arange(tile.block_m, device=device)  # [1, P, M]
+    real = inside < end[..., None]
+    index = (inside // group + rows.start).clamp(max=max(problem.q_len - 1, 0))
+    origin = torch.zeros(1, places.shape[1], dtype=torch.int64, device=device)
     if form.first_key is not None:
         origin = form.first_key[:, index[0, :, 0]].long()
-    at = at.expand(origin.shape[0], -1, -1).clone()
-    at[..., 2] = origin
+    places = places.expand(origin.shape[0], -1, -1).clone()
+    places[..., 2] = origin
     table = form.table[:, index[0]]  # [B|1, P, M, 2|4]
     runs = [
         _run(table[..., side], table[..., side + 1], real, origin, tile.block_n)
         for side in range(0, table.shape[-1], 2)
     ]
     runs.append(tables.without_overlap(*runs) if len(runs) == 2 else torch.zeros_like(runs[0]))
-    return Blocks(at.shape[1], at, torch.cat((runs[0], runs[-1]), -1).contiguous())
+    return Blocks(places.shape[1], places, torch.cat((runs[0], runs[-1]), -1).contiguous())
+
+
+def _uniform_places(rows: int, block_m: int, device: torch.device) -> Tensor:
+    """Places of blocks of equal size, [1, P, 3]."""
+    first = torch.arange(0, max(rows, 1), block_m, dtype=torch.int32, device=device)
+    return torch.stack((first, torch.full_like(first, rows), torch.zeros_like(first)), -1)[None]
+
+
+def _document_places(ends: Tensor, rows: slice, q_len: int, group: int, block_m: int) -> Tensor:
+    """Places of blocks that begin at the first row of each document, [1, P, 3]; the last ones may be empty."""
+    stop = ends.clone()
+    stop[-1] = q_len  # rows after all documents have results too: 0
+    start = torch.cat((torch.zeros_like(stop[:1]), stop[:-1]))
+    start, stop = ((bound.clamp(rows.start, rows.stop) - rows.start) * group for bound in (start, stop))
+    counts = -(-(stop - start) // block_m)
+    last = counts.cumsum(0)
+    max_blocks = -(-(rows.stop - rows.start) * group // block_m) + ends.numel()
+    number = torch.arange(max_blocks, device=ends.device)
+    document = torch.searchsorted(last, number, right=True)
+    exists = document < ends.numel()
+    document = document.clamp(max=ends.numel() - 1)
+    first = start[document] + (number - (last - counts)[document]) * block_m
+    places = torch.stack((first, stop[document], torch.zeros_like(first)), -1)
+    return (places * exists[:, None]).to(torch.int32)[None]
 
 
 def _run(start: Tensor, stop: Tensor, real: Tensor, origin: Tensor, block_n: int) -> Tensor:

@@ -118,7 +118,7 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
         last = _blocked(stop, missing, 0, block_m).amax(-1)
         latest = _blocked(start, missing, 0, block_m).amax(-1)
         earliest = _blocked(stop, missing, FAR, block_m).amin(-1)
-        runs.append(run(first, last, latest, earliest, block_n, always_masked))
+        runs.append(_run(first, last, latest, earliest, block_n, always_masked))
     if width == 2:
         return torch.nn.functional.pad(runs[0], (0, 4)).contiguous()
     runs[1] = without_overlap(runs[0], runs[1])
@@ -132,9 +132,7 @@ def _blocked(values: Tensor, missing: int, fill: int, block: int) -> Tensor:
     return blocks
 
 
-def run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: int, always_masked: bool) -> Tensor:
-    """[first, full_first, full_last, last) tile of each block, int32 [B|1, blocks, 4], from the first and the last
-    start and stop of its ranges."""
+def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: int, always_masked: bool) -> Tensor:
     empty = last <= first
     begin, end = first // block_n, -(-last // block_n)
     # a tile is full only if all rows of the block have a range
@@ -144,12 +142,12 @@ def run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: 
         full_begin, full_end = end, end
     full_begin = full_begin.clamp(begin, end)
     full_end = torch.maximum(full_end, full_begin).clamp(max=end)
-    tiles = torch.stack((begin, full_begin, full_end, end), -1)
-    return tiles.masked_fill(empty[..., None], 0).to(torch.int32)
+    run = torch.stack((begin, full_begin, full_end, end), -1)
+    return run.masked_fill(empty[..., None], 0).to(torch.int32)
 
 
 def _run_of_one(ranges: Tensor, block_n: int, always_masked: bool) -> Tensor:
-    """`run` of blocks whose rows are one query, with one range [B, 1, 2]: a third of the operators, in every step of
+    """`_run` of blocks whose rows are one query, with one range [B, 1, 2]: a third of the operators, in every step of
     decoding."""
     ends = ranges * (ranges[..., 1:] > ranges[..., :1])
     run = torch.stack((ends // block_n, (ends + (block_n - 1)) // block_n), -1).flatten(-2)

@@ -70,8 +70,8 @@ def forward_kernel(
     CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
         last key of the block's rows; 2: anywhere.
     FORMAT: of k and v, from `config.FORMATS`.
-    PLACES: blocks of rows lie where `places` says (`backends.triton.places`). With SPLITS > 1, part [z, h, i] is then of
-        head h and row i % BLOCK_M of block i // BLOCK_M.
+    PLACES: blocks of rows lie where `places` says (`kernels.triton.blocks`, `backends.triton.invariant`). With SPLITS > 1,
+        part [z, h, i] is then of head h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
     LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
