@@ -21,6 +21,7 @@ from undivided.backends.triton import inputs as _triton_inputs
 from undivided.backends.triton import tables
 from undivided.kernels.triton import config
 from undivided.machine import Machine
+from undivided.quantization import Format, quantize
 
 HERE = Machine.this("cpu")
 
@@ -359,3 +360,11 @@ def test_latents_are_read_once_and_in_one_program() -> None:
     assert inputs.values_are_keys
     apart = _triton_inputs.Inputs(call, tensors._replace(v=latents[..., :512].clone()))
     assert not apart.values_are_keys
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_the_same_quantised_memory_with_other_scales_for_v(format: Format) -> None:
+    q, (k, k_scale) = torch.randn(1, 1, 4, 32), quantize(torch.randn(1, 50, 2, 32), format)
+    options = {"layout": "bshd", "k_scale": k_scale, "v_scale": k_scale * 3}
+    out, right = (undivided.attention(q, k, k, backend=name, **options) for name in ("triton", "reference"))
+    _close(out, right)

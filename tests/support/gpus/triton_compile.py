@@ -147,10 +147,10 @@ def problems() -> Iterator[tuple[str, Any]]:
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
     steps = {"pack-mixed": ([0, 1, 101], [0, 900, 1800]), "pack-decode": ([0, 1, 2], [0, 900, 1800])}
     for name, (ends, keys) in steps.items():
-        pool = torch.zeros(16, 128, 2, 128, dtype=torch.bfloat16)
+        pool, v = (torch.zeros(16, 128, 2, 128, dtype=torch.bfloat16) for _ in range(2))
         arguments = {"mask": masks.documents(ends, keys) & masks.causal("bottom_right"), "layout": "thd"}
         pages = torch.zeros(2, 8, dtype=torch.int32)
-        yield f"{name}-bf16-128", call_of(pool.new_zeros(ends[-1], 8, 128), pool, pool, pages=pages, **arguments)
+        yield f"{name}-bf16-128", call_of(pool.new_zeros(ends[-1], 8, 128), pool, v, pages=pages, **arguments)
     latents = torch.zeros(1, 512, 1, 576, dtype=torch.bfloat16)
     for name, v in (("latents", latents[..., :512]), ("wide", torch.zeros(1, 512, 1, 512, dtype=torch.bfloat16))):
         yield f"decode-{name}-bf16", call_of(latents.new_zeros(1, 1, 16, 576), latents, v, layout="bshd")

@@ -334,9 +334,10 @@ class Inputs:
 
     @property
     def values_are_keys(self) -> bool:
-        """Whether v is the first columns of k in memory, as in latent attention."""
+        """Whether v is the first columns of k in memory, as in latent attention. Quantised, each has its own scales."""
         k, v = self.k, self.v
-        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+        same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+        return same and self.problem.quantized is None
 
     @property
     def clean(self) -> int:
