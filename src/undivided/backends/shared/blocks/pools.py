@@ -68,11 +68,19 @@ class PoolViews(NamedTuple):
 
 
 def find_pools(
-    operands: list[Tensor], size: tuple[int, int], places: tuple[Tensor, ...]
+    operands: list[Tensor],
+    size: tuple[int, int],
+    places: tuple[Tensor, ...],
+    largest: tuple[int, int, int] | None = None,
 ) -> tuple[PoolViews, Tensor] | None:
     """How each tensor is seen as pages, one for each unit of its memory; and the page, int64, at each place.
 
-    size: tokens and heads of a page. places: batch, token and first head.
+    Args:
+        operands: k, v and their scales.
+        size: tokens and heads of a page.
+        places: batch, token and first head.
+        largest: upper limits of the places. No value is read then, and a view names the first token of each page only,
+            because a page may end after the memory; the kernel must not read tokens that no row sees.
 
     None if one page index cannot serve all tensors or needs more than 32 bits, or a page would end after the memory of
     its tensor.
@@ -83,7 +91,10 @@ def find_pools(
         return None
     index = sum(place * step for place, step in zip(places, steps[0], strict=True))
     assert isinstance(index, Tensor)
-    last = int(index.max())
+    if largest is None:
+        last = int(index.max())
+    else:
+        last, size = sum(place * step for place, step in zip(largest, steps[0], strict=True)), (1, size[1])
     if last > INT32_MAX:
         return None
     views = PoolViews([], [], [])
