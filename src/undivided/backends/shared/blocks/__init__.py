@@ -11,6 +11,7 @@ import math
 
 from torch import Tensor
 
+from undivided.backends.shared.blocks.pools import common_steps, token_major
 from undivided.backends.shared.blocks.sequences import VirtualPart, VirtualSequences
 from undivided.masks.normal_form import BlockPairs
 from undivided.request.call import Call
@@ -36,9 +37,11 @@ def block_pairs(call: Call, tensors: Tensors, reads_values: bool) -> BlockPairs 
     pairs = form.extras[0]
     if not problem.q_len or not problem.kv_len or not pairs.table.numel():
         return None
-    if call.pages is None:
-        return pairs if call.k_scale is None else None
-    return pairs if _starts_at_page(call, tensors, pairs, reads_values) else None
+    if call.pages is None and call.k_scale is not None:
+        return None
+    if not reads_values and common_steps(token_major(tensors, call)) is None:  # copies of all keys would help
+        return None
+    return pairs if call.pages is None or _starts_at_page(call, tensors, pairs, reads_values) else None
 
 
 def _starts_at_page(call: Call, tensors: Tensors, pairs: BlockPairs, reads_values: bool) -> bool:

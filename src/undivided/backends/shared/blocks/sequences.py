@@ -132,6 +132,12 @@ class Chosen:
         units = self.rows.units // table.shape[1]
         return table[..., :used].repeat_interleave(units, 1).contiguous()
 
+    @property
+    def has_starts(self) -> bool:
+        """Whether the keys of a sequence may begin after the first."""
+        start = self.pairs.geometry.kv_start
+        return isinstance(start, Tensor) or start != 0
+
     @cached_property
     def key_start(self) -> Tensor:
         """Raw index of the first key of each sequence, int64 ``[N]``."""
@@ -148,7 +154,7 @@ class Chosen:
         if self.rows.real is not None:
             raw = raw * self.rows.real[..., None]
         columns = raw.shape[-1]
-        bounds = (raw - self.key_start[:, None, None]).clamp(min=0)
+        bounds = (raw - self.key_start[:, None, None]).clamp(min=0) if self.has_starts else raw
         bounds = bounds.view(self.rows.sequences, 1, self.rows.blocks, self.rows.size * columns)
         bounds = bounds.expand(-1, self.rows.units, -1, -1).contiguous()
         block = bounds // size
@@ -271,12 +277,14 @@ class VirtualSequences:
             self.chosen.pages = result
         return result
 
-    def _page_starts(self, k: Tensor, size: int) -> tuple[Tensor, ...]:
-        """Batch, token and first head of each page's start among the caller's keys, ``[N, U, A, n]``."""
+    def _page_starts(self, k: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Batch, token and first head of each page's start among the caller's keys, ``[N, U, A, n]``; head None: 0."""
         first, token = self._places(k, size)
         units = self.rows.units
-        head = (torch.arange(units, device=k.device) * self.call.problem.kv_heads // units)[:, None, None]
-        return tuple(torch.broadcast_tensors(first, token, head))
+        if units == 1:
+            return first, token, None
+        head = torch.arange(units, device=k.device) * self.call.problem.kv_heads // units
+        return first, token, head[:, None, None]
 
     def _largest_starts(self, k: Tensor, size: int) -> tuple[int, int, int]:
         """Upper limits of `_page_starts`."""
@@ -322,7 +330,7 @@ class VirtualSequences:
         key = torch.where(chosen.table < pairs.limit, chosen.table * pairs.kv_block, 0)
         if (parts := pairs.kv_block // page) > 1:
             key = (key[..., None] + torch.arange(parts, device=key.device) * page).flatten(3)
-        return key + chosen.key_start[:, None, None, None]
+        return key + chosen.key_start[:, None, None, None] if chosen.has_starts else key
 
     def heads(self, tensor: Tensor) -> Tensor:
         """q, out or its gradient as heads of the virtual sequences, ``[V, G, size, D]``."""
