@@ -53,6 +53,8 @@ def notes(call: Call, tensors: Tensors) -> list[str]:
 
 def _sequences(call: Call, tensors: Tensors) -> VirtualSequences | None:
     """The virtual sequences of a call; None if its mask must be evaluated for every pair."""
+    if "document_ids" in call.problem.mask.kinds:  # keys of other documents, and unused memory, lie between its keys
+        return None
     pairs = block_pairs(call, tensors, reads_values=False)
     if pairs is None:
         return None

@@ -339,8 +339,8 @@ class Inputs:
         if not self.masked and self.bias is None:
             return 0
         kinds = self.problem.mask.kinds
-        if kinds == {"ranges"} and self.pages is not None:
-            return 3
+        if kinds == {"ranges"} and self.pages is not None:  # two ranges of a row may have unused memory between them
+            return 3 if self.columns == 4 else 1
         if kinds & _HOLES or self.bias is not None:
             return 2
         documents = gpu.documents(self.call)
