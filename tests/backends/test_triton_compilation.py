@@ -46,6 +46,10 @@ QUANTIZED = tuple(f"{name}-{format}" for name in ("forward", "decode") for forma
 """Problems of `triton_compile.py` over quantised keys and values."""
 
 
+CHOSEN = ("pages-bf16-128", "chosen-pages-bf16-128", "chosen-blocks-bf16-128")
+"""Decoding with a block table, and chosen key blocks, which the same kernel computes."""
+
+
 PASSES = ["forward", "rows", "keys", "decode"]
 
 
@@ -152,7 +156,7 @@ def _compiled(folder: Path, architecture: str, *problems: str) -> list[dict[str,
             "sm80",
             (
                 *("plain-bf16-128", "everything-fp16-64", "mla-bf16-320", "decode-bf16-128", "decode-int4-128"),
-                *("pack-mixed-bf16-128", "decode-latents-bf16"),
+                *("pack-mixed-bf16-128", "decode-latents-bf16", *CHOSEN),
             ),
         ),
         ("sm90", ()),
@@ -173,11 +177,14 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
         "pairs_kernel",
     }
     hopper = architecture == "sm90"
+    registers = {(row["kernel"], row["problem"]): row["registers"] for row in compiled}
     for row in compiled:
-        if row["problem"].startswith((*QUANTIZED, "pack", "decode")):
+        if row["problem"].startswith((*QUANTIZED, *CHOSEN, "pack", "decode")):
             assert row["spilled"] == 0, row
         if row["problem"].startswith(("plain", "everything")):
             assert row["spilled"] <= SPILLED.get((architecture, row["kernel"], row["problem"]), 0), row
+        if row["problem"] == "chosen-pages-bf16-128" and row["kernel"] == "forward_kernel":
+            assert row["registers"] == registers["forward_kernel", "pages-bf16-128"], row
         if row["problem"].startswith("plain") and row["kernel"] != "delta_kernel":  # it has no product
             assert (row["wgmma"] > 0) == hopper, row
             assert (row["descriptor_loads"] > 0) == hopper, row

@@ -8,11 +8,14 @@ from native_oracle import needs_library
 
 import undivided
 from undivided import PagedKVCache, masks, quantization
-from undivided.backends import native
+from undivided.backends import get, native
+from undivided.kernels.triton import config
 from undivided.request.normalise import normalise
 from undivided.request.request import Request
 
 LENGTHS = (50, 33)
+KEEPING = ("native", "triton") if config.is_interpreted() else ("native",)
+"""Backends that keep what they found for a mask."""
 
 
 def filled(layout: str, quantize: str | None = None) -> tuple[PagedKVCache, list[torch.Tensor]]:
@@ -68,11 +71,12 @@ class TestRepeatedCalls:
 
     def agree(self, operands: dict[str, torch.Tensor], table: torch.Tensor, mask: masks.Mask, **options: float) -> None:
         q = torch.randn(2, 1, 4, 32)
-        out, expected = (
+        *outs, expected = (
             undivided.attention(q, **operands, layout="bshd", mask=mask, pages=table, backend=backend, **options)
-            for backend in ("native", "reference")
+            for backend in (*KEEPING, "reference")
         )
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        for out in outs:
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
     def test_other_keys_and_scales_of_the_same_sizes(self, quantize: quantization.Format | None) -> None:
@@ -118,11 +122,12 @@ class TestRepeatedCalls:
         request = Request.from_keywords(torch.randn(2, 1, 4, 32), **operands, layout="bshd", mask=mask, pages=table)
         call, tensors = normalise(request)
         wide = [torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :2] for x in operands.values()]
-        outs = [
-            native.BACKEND.forward(call.with_problem(call.problem), tensors._replace(k=k, v=v)).out
-            for k, v in (operands.values(), wide)
-        ]
-        assert torch.equal(*outs)
+        for backend in map(get, KEEPING):
+            outs = [
+                backend.forward(call.with_problem(call.problem), tensors._replace(k=k, v=v)).out
+                for k, v in (operands.values(), wide)
+            ]
+            assert torch.equal(*outs), backend
 
     def test_tables_that_change_in_place(self) -> None:
         chosen = self.chosen.clone()
@@ -145,8 +150,9 @@ class TestRepeatedCalls:
                 q, k = torch.randn(2, 16, 4, 32), torch.randn(2, 32, 2, 32)
                 heads_first = (lambda x: x.transpose(1, 2).contiguous()) if layout == "bhsd" else (lambda x: x)
                 q, k = heads_first(q), heads_first(k)
-                out, expected = (
+                *outs, expected = (
                     undivided.attention(q, k, k, layout=layout, mask=mask, backend=backend)
-                    for backend in ("native", "reference")
+                    for backend in (*KEEPING, "reference")
                 )
-                torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+                for out in outs:
+                    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

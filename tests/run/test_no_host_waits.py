@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undivided import masks
-from undivided.backends import get, torch_cudnn, torch_efficient
+from undivided.backends import get, torch_cudnn, torch_efficient, triton
 from undivided.backends.cudnn import graph
-from undivided.backends.triton import inputs, tables
+from undivided.backends.triton import chosen, inputs, tables
 from undivided.machine import Machine
 from undivided.request.slopes import usual_slopes
 
@@ -73,6 +73,10 @@ def _int32(*values: int) -> Tensor:
     return torch.zeros(len(values), dtype=torch.int32, device="meta")
 
 
+def _table(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device="meta")
+
+
 MASKS: dict[str, Callable[[], Any]] = {
     "full": lambda: None,
     "causal": masks.causal,
@@ -82,7 +86,17 @@ MASKS: dict[str, Callable[[], Any]] = {
     "documents": lambda: masks.documents(_int32(0, 3, 9), max_q=64, max_kv=64) & masks.causal(),
     "dense": lambda: masks.dense(torch.ones(2, 1, 64, 64, dtype=torch.bool, device="meta")),
     "ids": lambda: masks.document_ids(torch.zeros(2, 64, dtype=torch.int64, device="meta")),
+    "blocks": lambda: masks.blocks(16, 8, _table(1, 2, 4, 3)) & masks.causal(),
+    "blocks-padded": lambda: (
+        masks.blocks(16, 8, _table(2, 1, 4, 3))
+        & masks.lengths(_int32(60, 9), _int32(3, 4), _int32(1, 0), _int32(8, 0))
+        & masks.causal("bottom_right")
+    ),
+    "blocks-documents": lambda: (
+        masks.blocks(16, 8, _table(2, 1, 4, 3)) & masks.documents(_int32(0, 3, 9), max_q=64, max_kv=64)
+    ),
 }
+PACKED = ("documents", "blocks-documents")
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "everything": lambda: {
@@ -97,7 +111,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def _asked(name: str, train: bool, kv_heads: int = 2, **options: Any) -> tuple[Any, Any]:
-    packed = name == "documents"
+    packed = name in PACKED
     shape = (64,) if packed else (2, 64)
     q, k, v = (
         torch.zeros(*shape, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=train)
@@ -128,18 +142,40 @@ class Launch:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, "plain") for name in MASKS] + [(name, "everything") for name in MASKS if name != "documents"],
+    [(name, "plain") for name in MASKS] + [(name, "everything") for name in MASKS if name not in PACKED],
 )
 def test_triton(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed, and the tables of a call without a mask, were once created on the host and copied at every call."""
+    _fake_kernels(monkeypatch)
+    assert _waits(get("triton"), *_asked(name, True, **OPTIONS[options]())) == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_triton_with_chosen_pages(packed: bool, quantize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of sequences, pages and documents are known on the device only."""
+    _fake_kernels(monkeypatch)
+    monkeypatch.setattr(chosen, "MAX_EXCESS", 1)  # as many rows as there are
+    q = torch.zeros(*((2, 4, 64) if packed else (2, 1, 4, 64)), dtype=torch.bfloat16, device="meta")
+    pool = torch.zeros(9, 16, 2, 64, dtype=torch.int8 if quantize else q.dtype, device="meta")
+    scales = {name: torch.zeros(9, 16, 2, device="meta") for name in ("k_scale", "v_scale") if quantize}
+    lengths = masks.documents(_int32(0, 1, 2), _int32(0, 3, 43), max_q=1) if packed else masks.lengths(_int32(3, 40))
+    options = {"layout": "thd" if packed else "bshd", "pages": _table(2, 3), **scales}
+    call, given = call_of(q, pool, pool, mask=masks.pages(_table(2, 2, 4), 8) & lengths, **options)
+    call = call.with_problem(call.problem._replace(device="cuda"))
+    assert _waits(get("triton"), call, given) == []
+    assert get("triton").notes(call, given) == ["only the chosen key blocks are computed, in the forward"]
+
+
+def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from undivided.kernels.triton import backward, forward
 
     for module, names in ((forward, ("forward", "combine")), (backward, ("delta", "rows", "keys", "pairs"))):
         for one in names:
             monkeypatch.setattr(module, f"{one}_kernel", Launch(getattr(module, f"{one}_kernel")))
-    monkeypatch.setattr(inputs, "processors", lambda device: 132)
+    for module in (inputs, triton):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
     monkeypatch.setattr(inputs, "architecture", lambda device: "sm90")
-    assert _waits(get("triton"), *_asked(name, True, **OPTIONS[options]())) == []
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "documents"])

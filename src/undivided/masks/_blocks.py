@@ -22,7 +22,8 @@ def blocks(q_block: int, kv_block: int, table: Tensor | Sequence[Any]) -> Mask:
 
     Query block a holds the queries ``a * q_block <= i' < (a + 1) * q_block`` of a sequence, key block c the keys
     ``c * kv_block <= j' < (c + 1) * kv_block``. The table is combined with other masks by ``&``, for example
-    ``causal()``. On the CPU, time and memory of forward and gradients are proportional to the chosen blocks.
+    ``causal()``. On the CPU, time and memory of forward and gradients are proportional to the chosen blocks; on a GPU,
+    those of the forward of ``triton``.
 
     Args:
         q_block, kv_block: queries and keys of a block, int, at least 1.

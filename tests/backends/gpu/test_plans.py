@@ -13,6 +13,7 @@ import torch
 import undivided
 from undivided import masks
 from undivided.backends import triton
+from undivided.backends.shared.blocks import block_pairs
 from undivided.backends.triton import launches, plans
 from undivided.kernels.triton import config
 from undivided.request.call import Call
@@ -111,7 +112,9 @@ def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[plans
     with torch.no_grad():
         assert not runs
         found = triton.BACKEND.forward(second, given)
-        assert bool(runs) == (home is not None and (not second.mask.parts or second.normal_form(given.q).exact))
+        serves = not second.mask.parts or second.normal_form(given.q).exact
+        serves = serves or block_pairs(second, given, reads_values=False) is not None
+        assert bool(runs) == (home is not None and serves)
         if home:
             home.clear()
         expected = triton.BACKEND.forward(second, given)
@@ -183,6 +186,69 @@ def test_a_mask_that_changed_has_no_plan(runs: list[plans.Plans]) -> None:
         for _ in range(2):
             torch.testing.assert_close(decode(q, k, mask=mask), expected, rtol=1e-5, atol=1e-5)
     assert len(runs) == 2
+
+
+class TestChosenPages:
+    """The call of the virtual sequences has a plan, which is kept with the caller's mask."""
+
+    chosen, lengths = torch.tensor([[0, 3], [2, -1]]), torch.tensor([30, 20])
+
+    def run(self, operands: dict[str, torch.Tensor], mask: masks.Mask, **options: Any) -> None:
+        q = torch.randn(2, 1, 4, 16)
+        out, expected = (
+            undivided.attention(q, **operands, layout="bshd", mask=mask, backend=backend, **options)
+            for backend in ("triton", "reference")
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+    def operands(self) -> dict[str, torch.Tensor]:
+        k, v = torch.randn(2, 8, 8, 2, 16)
+        return {"k": k, "v": v, "pages": torch.randperm(8).view(2, 4).int()}
+
+    def test_a_repeated_call_launches_only(self, runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Other queries, keys, scale and softcap have the same tables."""
+        mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
+        self.run(operands, mask)
+        assert not runs
+        self.run({**self.operands(), "pages": operands["pages"]}, mask)
+        assert len(runs) == 1
+        for options in ({"scale": 0.7}, {"softcap": 1.0}, {"softcap": 3.0}):
+            self.run(operands, mask, **options)
+        assert len(runs) == 1
+        self.run(operands, mask, softcap=1.0)
+        assert len(runs) == 2
+
+    def test_other_tables_have_other_plans(self, runs: list[plans.Plans]) -> None:
+        chosen, lengths, operands = self.chosen.clone(), self.lengths.clone(), self.operands()
+        mask = masks.lengths(lengths) & masks.pages(chosen, 8)
+        self.run(operands, mask)
+        operands["pages"].copy_(operands["pages"].flip(1))
+        self.run(operands, mask)
+        self.run({**operands, "pages": operands["pages"].flip(0)}, mask)
+        chosen.copy_(torch.tensor([[1, 2], [0, 1]]))
+        self.run(operands, mask)
+        lengths.copy_(torch.tensor([9, 32]))
+        self.run(operands, mask)
+        assert not runs
+
+    def test_other_strides_have_other_plans(self, runs: list[plans.Plans]) -> None:
+        mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
+        wide = {name: x if name == "pages" else torch.cat([x, x], 2)[:, :, :2] for name, x in operands.items()}
+        for given, plans_found in ((operands, 0), (wide, 0), (operands, 1), (wide, 2)):
+            self.run(given, mask)
+            assert len(runs) <= plans_found
+
+    def test_nothing_is_kept_in_a_capture(self, runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch) -> None:
+        """The memory of a CUDA graph holds nothing before a replay."""
+        mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
+        call, given = normalise(Request.from_keywords(torch.randn(2, 1, 4, 16), **operands, layout="bshd", mask=mask))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for _ in range(2):
+            triton.BACKEND.forward(call, given)
+        assert not runs
+        assert call.checked_mask is not None
+        assert not call.checked_mask.plans
 
 
 def test_plans_are_bounded_and_keep_placeholders_alone(

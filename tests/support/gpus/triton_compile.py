@@ -154,6 +154,14 @@ def problems() -> Iterator[tuple[str, Any]]:
     latents = torch.zeros(1, 512, 1, 576, dtype=torch.bfloat16)
     for name, v in (("latents", latents[..., :512]), ("wide", torch.zeros(1, 512, 1, 512, dtype=torch.bfloat16))):
         yield f"decode-{name}-bf16", call_of(latents.new_zeros(1, 1, 16, 576), latents, v, layout="bshd")
+    q = torch.zeros(4, 1, 8, 128, dtype=torch.bfloat16)
+    pool, v = (torch.zeros(64, 128, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    table, lengths = torch.arange(64, dtype=torch.int32).view(4, 16), masks.lengths([2048, 1000, 500, 2000])
+    chosen = lengths & masks.pages([0, 7, 15, -1], 128)
+    yield "pages-bf16-128", call_of(q, pool, v, layout="bshd", mask=lengths, pages=table)
+    yield "chosen-pages-bf16-128", call_of(q, pool, v, layout="bshd", mask=chosen, pages=table)
+    chosen = masks.blocks(64, 64, torch.arange(8)[:, None]) & masks.causal()
+    yield "chosen-blocks-bf16-128", made(torch.bfloat16, 512, 512, 8, (128, 128), False, mask=chosen)
     for format in FORMATS:
         for name, q_len, kv_len, mask in (("forward", 512, 512, masks.causal()), ("decode", 1, 8192, None)):
             q, k = torch.zeros(1, q_len, 8, 128, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, 128)

@@ -26,6 +26,7 @@ from undivided.backends.native.call import (
 )
 from undivided.backends.native.replay import NEEDS_MORE, KernelReplay, new_output
 from undivided.backends.native.scales import contiguous_groups
+from undivided.backends.shared.blocks import VirtualSequences, block_pairs
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.masks.normal_form import BlockPairs
@@ -106,7 +107,7 @@ class Native(Backend):
         library = cpu.load()
         assert isinstance(library, cpu.Library)
         problem = call.problem
-        if "blocks" in problem.mask.kinds and (pairs := blocks.block_pairs(call, tensors)) is not None:
+        if "blocks" in problem.mask.kinds and (pairs := block_pairs(call, tensors, reads_values=True)) is not None:
             return self._forward_of_blocks(call, tensors, pairs)
         q, k, v, _, _, _ = tensors
         addresses, strides = (q.data_ptr(), k.data_ptr(), v.data_ptr()), call.strides
@@ -131,7 +132,7 @@ class Native(Backend):
     def _forward_of_blocks(self, call: Call, tensors: Tensors, pairs: BlockPairs) -> Result:
         """One call for the sequences that the query blocks become."""
         problem, (tensors, _) = call.problem, with_addresses(tensors)
-        virtual = blocks.VirtualSequences.of_call(call, tensors, pairs, joins_heads=True)
+        virtual = VirtualSequences.of_call(call, tensors, pairs, joins_heads=True)
         result = self.forward(*virtual.paged_call())
         out = torch.zeros_like(new_output(problem, tensors.q))
         virtual.rows.put_heads(result.out, layout.heads_first(out, problem.layout).transpose(1, 2))
@@ -163,7 +164,7 @@ class Native(Backend):
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """One call of the kernel, or one per block of rows, summed in fp32."""
-        if "blocks" in call.problem.mask.kinds and (pairs := blocks.block_pairs(call, tensors)) is not None:
+        if "blocks" in call.problem.mask.kinds and (pairs := block_pairs(call, tensors, reads_values=True)) is not None:
             return blocks.gradients(call, tensors, pairs, result, grad_out, grad_lse)
         return gradients.backward(call, tensors, result, grad_out, grad_lse)
 

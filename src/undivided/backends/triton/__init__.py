@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
-from undivided.backends.triton import invariant, packs, plans
+from undivided.backends.triton import chosen, invariant, packs, plans
 from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, processors, strides
 from undivided.backends.triton.launches import Launch, launch
 from undivided.kernels.triton import config
@@ -81,12 +81,18 @@ class Triton(Backend):
         """The interpreter is for tests."""
         return "runs under Triton's interpreter here, for tests" if problem.device == "cpu" else None
 
+    def notes(self, call: Call, tensors: Tensors) -> list[str]:
+        """Whether only the chosen blocks are computed."""
+        return chosen.notes(call, tensors) if "blocks" in call.problem.mask.kinds else []
+
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """One launch per block of rows, usually one in all, and one more if keys are split."""
         known = plans.find(call, tensors)
         if known is not None:
             return known.run(call, tensors)
         problem = call.problem
+        if "blocks" in problem.mask.kinds and (result := chosen.forward(call, tensors, self.forward)) is not None:
+            return result
         inputs = Inputs(call, tensors)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
         out_BSHD = layout.empty(problem.layout, shape, tensors.q)

@@ -342,10 +342,12 @@ class Inputs:
     @property
     def clean(self) -> int:
         """Which keys the kernels replace by 0: 0 none, 1 those before and after the keys of a block of rows, 2 all that
-        the block does not use."""
+        the block does not use, 3 as 2 for chosen blocks: those before and after are not read."""
         if not self.masked and self.bias is None:
             return 0
         kinds = self.problem.mask.kinds
+        if kinds == {"ranges"} and self.pages is not None:  # two ranges of a row may have unused memory between them
+            return 3 if self.columns == 4 else 1
         if kinds & _HOLES or self.bias is not None:
             return 2
         documents = gpu.documents(self.call)

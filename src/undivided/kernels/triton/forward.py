@@ -68,7 +68,8 @@ def forward_kernel(
 
     TMA: k and v are tensor descriptors of blocks [1, 1, BLOCK_N, D].
     CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
-        last key of the block's rows; 2: anywhere.
+        last key of the block's rows; 2: anywhere; 3: anywhere, and those of 1 are not even read (chosen blocks, whose
+        last page may end after the memory).
     FORMAT: of k and v, from `config.FORMATS`.
     PLACES: blocks of rows lie where `places` says (`kernels.triton.blocks`, `backends.triton.invariant`). With SPLITS > 1,
         part [z, h, i] is then of head h and row i % BLOCK_M of block i // BLOCK_M.
@@ -100,7 +101,7 @@ def forward_kernel(
     ok_m = o_m < end_m
     start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, rows + first_row, ok_m, COLUMNS)
     first_key, last_key = 0, kv_len
-    if CLEAN == 1:
+    if CLEAN == 1 or CLEAN == 3:
         first_key, last_key = hull(start, stop, start2, stop2, COLUMNS)
     start, stop, start2, stop2 = start[:, None], stop[:, None], start2[:, None], stop2[:, None]
     q_rows = q + b * q_b + heads * q_h + rows.to(tl.int64) * q_s  # [M] pointers
@@ -205,7 +206,7 @@ def forward_kernel(
                         V_DIM, step * VALUE_STEP, VALUE_STEP, V_DIM % VALUE_STEP == 0, masked, PAGE, FORMAT,
                         q.dtype.element_ty,
                     )
-                if masked and CLEAN == 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
+                if masked and CLEAN >= 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     v_tile = tl.where(used[:, None], v_tile, 0.0)
                 elif masked and CLEAN == 1 and TMA:

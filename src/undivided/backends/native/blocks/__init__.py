@@ -1,13 +1,10 @@
-"""Masks of chosen key blocks: each query block becomes a sequence of its own, whose pages are its chosen blocks.
+"""Chosen key blocks on the CPU: what `explain` says, and the gradients.
 
-The keys of such a sequence are the chosen blocks in ascending order, so a range of keys stays a range, and the kernel
-computes the chosen blocks only. The forward reads keys in place through a block table; the backward copies the chosen
-keys, in parts of bounded size, and adds each block's gradients in fp32 in the order of the table.
+The forward reads keys in place (`shared.blocks`). The backward copies the chosen keys, in parts of bounded size, and
+adds each block's gradients in fp32 in the order of the table.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -15,46 +12,23 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import Gradients
-from undivided.backends.native.blocks.sequences import VirtualSequences
 from undivided.backends.native.blocks.sums import BlockSums
 from undivided.backends.native.gradients import plain_fp32
+from undivided.backends.shared.blocks import VirtualSequences, block_pairs, evaluated_note
 from undivided.masks.normal_form import BlockPairs
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
 
-__all__ = ["VirtualSequences", "block_pairs", "gradients", "notes"]
-
-_GENERAL = frozenset({"bias", "alibi", "sinks", "dropout", "partial"})
-"""Features whose values depend on the position of a key or on the head, which the virtual sequences do not have."""
-
-
-def block_pairs(call: Call, tensors: Tensors) -> BlockPairs | None:
-    """The chosen blocks, if the kernel can read them alone; None if the mask is evaluated for all pairs."""
-    problem = call.problem
-    if "blocks" not in problem.mask.kinds or problem.features & _GENERAL:
-        return None
-    form = call.normal_form(tensors.q)
-    if len(form.extras) != 1 or not isinstance(form.extras[0], BlockPairs) or form.row_index is not None:
-        return None
-    pairs = form.extras[0]
-    if not problem.q_len or not problem.kv_len or not pairs.table.numel():
-        return None
-    if call.pages is None:
-        return pairs if call.k_scale is None else None
-    starts_at_page = not isinstance(pairs.geometry.kv_start, Tensor) or not bool(
-        (pairs.geometry.kv_start % math.gcd(pairs.kv_block, tensors.k.shape[1])).any()
-    )
-    return pairs if starts_at_page else None
+__all__ = ["gradients", "notes"]
 
 
 def notes(call: Call, tensors: Tensors) -> list[str]:
     """Whether only the chosen blocks are computed, and if not, why."""
     if any(has_dispatch(tensor) or not tensor.is_cpu for tensor in tensors[:3]):
         return []
-    if (pairs := block_pairs(call, tensors)) is None:
-        features = sorted(call.problem.features & _GENERAL)
-        return [f"the block table is evaluated for every pair: {', '.join(features) or 'other conditions'}"]
+    if (pairs := block_pairs(call, tensors, reads_values=True)) is None:
+        return [evaluated_note(call)]
     chosen = float((pairs.table < pairs.limit).sum()) / (pairs.table[..., 0].numel() * pairs.limit)
     return [f"only the chosen key blocks are computed: {chosen:.1%} of all"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.backends.native.blocks.sequences import VirtualPart, VirtualSequences
+from undivided.backends.shared.blocks import VirtualPart, VirtualSequences
 
 
 class BlockSums:

@@ -42,6 +42,13 @@ def with_padding(tensor: Tensor, page: int) -> Tensor:
     return pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, page)).contiguous()
 
 
+def common_steps(operands: list[Tensor]) -> tuple[int, ...] | None:
+    """Strides of batch, token and head in units of each tensor's memory; None if tensors differ in them, so that one
+    page index cannot serve all."""
+    steps = [tuple(step // unit for step in _steps(x)) for x in operands for unit in (_unit(x),)]
+    return steps[0] if all(other == steps[0] for other in steps) else None
+
+
 class PoolViews(NamedTuple):
     """How tensors are seen as overlapping pages ``[count, page, heads, D]``.
 
@@ -68,27 +75,39 @@ class PoolViews(NamedTuple):
 
 
 def find_pools(
-    operands: list[Tensor], size: tuple[int, int], places: tuple[Tensor, ...]
+    operands: list[Tensor],
+    size: tuple[int, int],
+    places: tuple[Tensor, Tensor, Tensor | None],
+    largest: tuple[int, int, int] | None = None,
 ) -> tuple[PoolViews, Tensor] | None:
     """How each tensor is seen as pages, one for each unit of its memory; and the page, int64, at each place.
 
-    size: tokens and heads of a page. places: batch, token and first head.
+    Args:
+        operands: k, v and their scales.
+        size: tokens and heads of a page.
+        places: batch, token and first head; None: head 0.
+        largest: upper limits of the places. No value is read then, and a view names the first token of each page only,
+            because a page may end after the memory; the kernel must not read tokens that no row sees.
 
     None if one page index cannot serve all tensors or needs more than 32 bits, or a page would end after the memory of
     its tensor.
     """
-    units = [_unit(x) for x in operands]
-    steps = [tuple(step // unit for step in _steps(x)) for x, unit in zip(operands, units, strict=True)]
-    if any(other != steps[0] for other in steps):
+    steps = common_steps(operands)
+    if steps is None:
         return None
-    index = sum(place * step for place, step in zip(places, steps[0], strict=True))
-    assert isinstance(index, Tensor)
-    last = int(index.max())
+    batch, token, head = places
+    index = batch * steps[0] + token * steps[1]
+    if head is not None:
+        index = index + head * steps[2]
+    if largest is None:
+        last = int(index.max())
+    else:
+        last, size = sum(place * step for place, step in zip(largest, steps, strict=True)), (1, size[1])
     if last > INT32_MAX:
         return None
     views = PoolViews([], [], [])
-    for x, unit in zip(operands, units, strict=True):
-        inner, strides = (*size, *x.shape[3:]), x.stride()[1:]
+    for x in operands:
+        unit, inner, strides = _unit(x), (*size, *x.shape[3:]), x.stride()[1:]
         views.sizes.append((last + 1, *inner))
         views.strides.append((unit, *strides))
         inside = sum((count - 1) * stride for count, stride in zip(inner, strides, strict=True)) + 1

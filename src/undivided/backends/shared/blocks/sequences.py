@@ -6,7 +6,8 @@ Axes: see `rows`; n entries of a row of the block table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,18 +16,22 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.arguments.tensors import versions
-from undivided.backends.native.blocks.pools import PoolViews, find_pools, page_size, token_major, with_padding
-from undivided.backends.native.blocks.rows import Rows
+from undivided.arguments.tensors import is_traced, versions
+from undivided.backends.shared.blocks.pools import PoolViews, find_pools, page_size, token_major, with_padding
+from undivided.backends.shared.blocks.rows import Rows
 from undivided.masks import Mask
 from undivided.masks.normal_form import BlockPairs, NormalForm, Ranges
 from undivided.masks.normal_form.bounds import tidy
 from undivided.masks.normal_form.positions import Geometry
 from undivided.request.call import Call, CheckedMask
+from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 
 GATHERED_BYTES = 1 << 26
 """Keys, values and their gradients that the backward copies at a time: 64 MiB."""
+
+MOST_KEYS_OF_A_TILE = 256
+"""Keys that a kernel on a GPU reads at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,21 @@ class VirtualPart:
     head: Tensor
 
 
+class VirtualProblem(NamedTuple):
+    """The problem of some virtual sequences, and their mask with what kernels keep with it.
+
+    Args:
+        span: which of the V.
+        problem, checked: of the call.
+        strides: of q, k and v, and what is kept with them; None if the kernel reads them itself.
+    """
+
+    span: slice
+    problem: Problem
+    checked: CheckedMask
+    strides: layout.Strides | None
+
+
 class ChosenPages(NamedTuple):
     """The chosen blocks as pages, for one block table and operands of the same sizes and strides.
 
@@ -59,6 +79,7 @@ class ChosenPages(NamedTuple):
         size: tokens of a page.
         table: the block table of the virtual sequences.
         views: how the operands are seen as pages.
+        problems: problems of the virtual sequences, by what they depend on besides.
     """
 
     operands: object
@@ -67,6 +88,7 @@ class ChosenPages(NamedTuple):
     size: int
     table: Tensor
     views: PoolViews
+    problems: dict[Hashable, list[VirtualProblem]]
 
 
 @dataclass(eq=False)
@@ -86,31 +108,43 @@ class Chosen:
     """Those of the last call."""
 
     @staticmethod
-    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool) -> Chosen:
-        """The chosen blocks of a call, kept with its checked mask."""
+    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool, reads_values: bool) -> Chosen:
+        """The chosen blocks of a call, kept with its checked mask; not if a CUDA graph is captured, whose memory holds
+        nothing before a replay."""
         form, checked = call.normal_form(tensors.q), call.checked_mask
         assert checked is not None
-        key = ("blocks", joins_heads)
-        if (known := checked.plans.get(key)) is not None:
+        key, keeps = ("blocks", joins_heads, reads_values), reads_values or not is_traced()
+        if keeps and (known := checked.plans.get(key)) is not None:
             assert isinstance(known, Chosen)
             return known
-        chosen = Chosen(pairs, Rows.of_call(pairs, call.problem, joins_heads), form.ranges)
-        checked.plans[key] = chosen
+        chosen = Chosen(pairs, Rows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
+        if keeps:
+            checked.plans[key] = chosen
         return chosen
 
     @cached_property
     def table(self) -> Tensor:
         """The chosen blocks of each virtual sequence in ascending order, int64 ``[N, U, A, n]``; no block: `limit`."""
         table = self.pairs.table.expand(self.rows.sequences, -1, -1, -1)[:, :, : self.rows.blocks]
-        used = max(int((table < self.pairs.limit).sum(-1).max()), 1)
+        used = table.shape[3]
+        if self.rows.reads_values:
+            used = max(int((table < self.pairs.limit).sum(-1).max()), 1)
         units = self.rows.units // table.shape[1]
         return table[..., :used].repeat_interleave(units, 1).contiguous()
+
+    @property
+    def has_starts(self) -> bool:
+        """Whether the keys of a sequence may begin after the first."""
+        start = self.pairs.geometry.kv_start
+        return isinstance(start, Tensor) or start != 0
 
     @cached_property
     def key_start(self) -> Tensor:
         """Raw index of the first key of each sequence, int64 ``[N]``."""
         start = self.pairs.geometry.kv_start
-        return start if isinstance(start, Tensor) else torch.full((self.rows.sequences,), start)
+        if isinstance(start, Tensor):
+            return start
+        return torch.full((self.rows.sequences,), start, dtype=torch.int64, device=self.pairs.geometry.device)
 
     @cached_property
     def form(self) -> NormalForm:
@@ -120,16 +154,20 @@ class Chosen:
         if self.rows.real is not None:
             raw = raw * self.rows.real[..., None]
         columns = raw.shape[-1]
-        bounds = (raw - self.key_start[:, None, None]).clamp(min=0)
+        bounds = (raw - self.key_start[:, None, None]).clamp(min=0) if self.has_starts else raw
         bounds = bounds.view(self.rows.sequences, 1, self.rows.blocks, self.rows.size * columns)
         bounds = bounds.expand(-1, self.rows.units, -1, -1).contiguous()
         block = bounds // size
         place = torch.searchsorted(table, block)
         inside = table.gather(3, place.clamp(max=table.shape[3] - 1)) == block
         bounds = place * size + torch.where(inside & (place < table.shape[3]), bounds - block * size, 0)
-        virtual, keys = bounds.shape[0] * bounds.shape[1] * bounds.shape[2], table.shape[3] * size
-        ranges = tidy(bounds.view(virtual, self.rows.size, columns).clamp_(max=keys))
-        geometry = Geometry(virtual, self.rows.size, keys, ranges.device, 0, self.rows.size, 0, keys)
+        virtual, keys = math.prod(bounds.shape[:3]), table.shape[3] * size
+        return self.form_of(tidy(bounds.view(virtual, self.rows.size, columns).clamp_(max=keys)))
+
+    def form_of(self, ranges: Tensor) -> NormalForm:
+        """The form of virtual sequences with these ranges."""
+        virtual, size, keys = len(ranges), self.rows.size, self.table.shape[3] * self.pairs.kv_block
+        geometry = Geometry(virtual, size, keys, ranges.device, 0, size, 0, keys)
         return NormalForm(ranges, keys, virtual, self.rows.group, (), geometry)
 
 
@@ -142,10 +180,12 @@ class VirtualSequences:
     chosen: Chosen
 
     @staticmethod
-    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool = False) -> VirtualSequences:
+    def of_call(
+        call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool = False, reads_values: bool = True
+    ) -> VirtualSequences:
         """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `Rows.of_call`; `parts`
-        requires one key head per sequence."""
-        return VirtualSequences(call, tensors, Chosen.of_call(call, tensors, pairs, joins_heads))
+        requires one key head per sequence, and that values may be read."""
+        return VirtualSequences(call, tensors, Chosen.of_call(call, tensors, pairs, joins_heads, reads_values))
 
     @property
     def rows(self) -> Rows:
@@ -170,6 +210,52 @@ class VirtualSequences:
         call = self.virtual_call(self.chosen.form, pages.size, pages=pages.table, k_scale=k_scale, v_scale=v_scale)
         return call, Tensors(self.heads(self.tensors.q), k, v, None, None, None)
 
+    def paged_calls(self, at_once: int) -> list[tuple[Call, Tensors]] | None:
+        """`paged_call` in calls of at most so many virtual sequences, with the masks of earlier calls; None if strides
+        do not allow that keys are read in place. No value is read."""
+        operands = token_major(self.tensors, self.call)
+        if (pages := self._readable_pages(operands)) is None:
+            return None
+        q, (k, v, *scales) = self.heads(self.tensors.q), pages.views.of(operands)
+        key = (self.call.problem, at_once, q.stride())
+        if (problems := pages.problems.get(key)) is None:
+            spans = [slice(start, start + at_once) for start in range(0, len(q), at_once)]
+            problems = pages.problems[key] = [self._virtual_problem(span, pages.size, q, k, v) for span in spans]
+        k_scale, v_scale = scales or (None, None)
+        calls = []
+        for span, problem, checked, strides in problems:
+            call = self.call.with_problem(
+                problem,
+                mask=checked.mask,
+                checked_mask=checked,
+                strides=strides,
+                pages=pages.table if len(problems) == 1 else pages.table[span],
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+            calls.append((call, Tensors(q[span] if len(problems) > 1 else q, k, v, None, None, None)))
+        return calls
+
+    def _virtual_problem(self, span: slice, page: int, q: Tensor, k: Tensor, v: Tensor) -> VirtualProblem:
+        """What is kept of the call of some virtual sequences."""
+        form = self.chosen.form
+        if len(q) > span.stop - span.start:
+            form = self.chosen.form_of(form.ranges[span])
+        call = self.virtual_call(form, page)
+        assert call.checked_mask is not None
+        strides = layout.Strides(q, k, v, "bhsd", paged=True)
+        return VirtualProblem(span, call.problem, call.checked_mask, strides)
+
+    def _readable_pages(self, operands: list[Tensor]) -> ChosenPages | None:
+        """The chosen blocks as pages of these operands, found without reading a value; None if there are none."""
+        pages = self._known_pages(operands)
+        if pages is None:
+            size = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
+            starts, largest = self._page_starts(operands[0], size), self._largest_starts(operands[0], size)
+            found = find_pools(operands, (size, self.rows.key_heads), starts, largest)
+            pages = None if found is None else self._keep_pages(operands, size, *found)
+        return pages
+
     def _known_pages(self, operands: list[Tensor]) -> ChosenPages | None:
         """What an earlier call found for the same block table and operands like these."""
         known, pages = self.chosen.pages, self.call.pages
@@ -182,19 +268,31 @@ class VirtualSequences:
     def _keep_pages(self, operands: list[Tensor], size: int, views: PoolViews, index: Tensor) -> ChosenPages:
         """What `find_pools` found, for this call and the next one."""
         table = index.reshape(-1, index.shape[-1]).to(torch.int32).contiguous()
+        if not self.rows.reads_values:
+            table = _with_slack(table)
         pages = self.call.pages
         version = None if pages is None else versions((pages,))
-        result = ChosenPages(_sizes_and_strides(operands), pages, version, size, table, views)
+        result = ChosenPages(_sizes_and_strides(operands), pages, version, size, table, views, {})
         if pages is None or version is not None:
             self.chosen.pages = result
         return result
 
-    def _page_starts(self, k: Tensor, size: int) -> tuple[Tensor, ...]:
-        """Batch, token and first head of each page's start among the caller's keys, ``[N, U, A, n]``."""
+    def _page_starts(self, k: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Batch, token and first head of each page's start among the caller's keys, ``[N, U, A, n]``; head None: 0."""
         first, token = self._places(k, size)
         units = self.rows.units
-        head = (torch.arange(units) * self.call.problem.kv_heads // units)[:, None, None]
-        return tuple(torch.broadcast_tensors(first, token, head))
+        if units == 1:
+            return first, token, None
+        head = torch.arange(units, device=k.device) * self.call.problem.kv_heads // units
+        return first, token, head[:, None, None]
+
+    def _largest_starts(self, k: Tensor, size: int) -> tuple[int, int, int]:
+        """Upper limits of `_page_starts`."""
+        problem, units = self.call.problem, self.rows.units
+        head = (units - 1) * problem.kv_heads // units
+        if self.call.pages is not None:
+            return len(k) - 1, k.shape[1] - size, head
+        return (0 if self.rows.packed else self.rows.sequences - 1), problem.kv_len - 1, head
 
     def parts(self) -> Iterator[VirtualPart]:
         """The virtual sequences in parts whose copied keys take at most `GATHERED_BYTES`."""
@@ -218,7 +316,7 @@ class VirtualSequences:
     def _places(self, k: Tensor, page: int) -> tuple[Tensor, Tensor]:
         """The batch element (or page of the pool) and the row of each virtual page's start, ``[N, U, A, n]``."""
         token = self._tokens(page)
-        sequence = torch.arange(1 if self.rows.packed else self.rows.sequences)[:, None, None, None]
+        sequence = torch.arange(1 if self.rows.packed else self.rows.sequences, device=k.device)[:, None, None, None]
         if self.call.pages is None:
             return sequence, token.clamp(0, self.call.problem.kv_len - 1)
         size, places = k.shape[1], self.call.pages.long()
@@ -231,8 +329,8 @@ class VirtualSequences:
         chosen, pairs = self.chosen, self.chosen.pairs
         key = torch.where(chosen.table < pairs.limit, chosen.table * pairs.kv_block, 0)
         if (parts := pairs.kv_block // page) > 1:
-            key = (key[..., None] + torch.arange(parts) * page).flatten(3)
-        return key + chosen.key_start[:, None, None, None]
+            key = (key[..., None] + torch.arange(parts, device=key.device) * page).flatten(3)
+        return key + chosen.key_start[:, None, None, None] if chosen.has_starts else key
 
     def heads(self, tensor: Tensor) -> Tensor:
         """q, out or its gradient as heads of the virtual sequences, ``[V, G, size, D]``."""
@@ -262,6 +360,13 @@ class VirtualSequences:
         checked = CheckedMask(mask, problem)
         checked.keep(form)
         return self.call.with_problem(problem, mask=mask, checked_mask=checked, **changes)
+
+
+def _with_slack(table: Tensor) -> Tensor:
+    """The table in memory that goes on for a tile: kernels read entries of a whole tile, and use those of its keys."""
+    memory = table.new_zeros(table.numel() + MOST_KEYS_OF_A_TILE)
+    memory[: table.numel()] = table.flatten()
+    return memory[: table.numel()].view(table.shape)
 
 
 def _sizes_and_strides(operands: list[Tensor]) -> object:
