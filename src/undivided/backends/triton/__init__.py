@@ -177,7 +177,8 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> plans.Plan
             "INVARIANT": places is not None,
             "SPECIALISE": inputs.uses_warp_specialisation(tile, descriptors is not None),
             "num_warps": tile.warps,
-            "num_stages": tile.stages,
+            # the block table's entry of a tile is loaded as many turns before the tile as the tile before its use
+            "num_stages": 2 * tile.stages - 1 if problem.page_size else tile.stages,
         }
 
     launched = launch(
