@@ -177,7 +177,7 @@ def _forward(inputs: Inputs, rows: Rows, out: Tensor, lse: Tensor) -> plans.Plan
             "INVARIANT": places is not None,
             "SPECIALISE": inputs.uses_warp_specialisation(tile, descriptors is not None),
             "num_warps": tile.warps,
-            # the block table's entry of a tile is loaded as many turns before the tile as the tile before its use
+            # Triton's pipeline shares its stages between the load of a page's number and the loads that depend on it
             "num_stages": 2 * tile.stages - 1 if problem.page_size else tile.stages,
         }
 

@@ -263,7 +263,7 @@ class Inputs:
         return tensors
 
     def scale_strides(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """The format of quantised keys and values, how they are converted, and the strides of their scales, as arguments."""
+        """How quantised keys and values are stored and converted, and the strides of their scales, as arguments."""
         name = architecture(self.q.device)
         capability = int(name.removeprefix("sm")) if name.startswith("sm") and self.problem.quantized else 0
         arguments = {"FORMAT": config.FORMATS[self.problem.quantized], "PTX": capability}

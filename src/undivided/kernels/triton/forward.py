@@ -80,7 +80,7 @@ def forward_kernel(
     ONE_PAGE: tl.constexpr = PAGE > 0 and PAGE % BLOCK_N == 0 and not INVARIANT
     SCALED_ROWS: tl.constexpr = FORMAT != 0 and FORMAT != INT4
     # weights times scales may be out of the range of float16; there, the values are scaled
-    SCALED_WEIGHTS: tl.constexpr = SCALED_ROWS and DTYPE != tl.float16
+    SCALED_WEIGHTS: tl.constexpr = SCALED_ROWS and q.dtype.element_ty != tl.float16
     part = tl.program_id(0)
     share = part % SPLITS
     split = share.to(tl.int64)

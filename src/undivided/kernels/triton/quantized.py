@@ -106,7 +106,7 @@ INT4_TO_FP16 = tl.constexpr(
     + "".join(f"mov.b32 ${i}, n{i};\n" for i in range(4))
     + "}"
 )
-# Times the scales in $5 to $8, each of which is the sum of two bfloat16 to a relative 2^-18.
+# Times the scales in $5 to $8, each of which is the sum of two bfloat16 to a relative 2^-16.
 INT4_TO_BF16 = tl.constexpr(
     """{
     .reg .b32 x, y, one, offset, zero;
@@ -154,11 +154,11 @@ def load_numbers(
     WHOLE: tl.constexpr,
     CHECKED: tl.constexpr,
     FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
     SCALED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """As `load_rows`, for rows in any format, as numbers of DTYPE.
+    """As `load_rows`, for rows in any format, as numbers of `dtype`.
 
     Args:
         scales: of this head, at scale_offsets [N]. Those of a row of int4 are contiguous.
@@ -169,30 +169,32 @@ def load_numbers(
     if FORMAT == 0:
         return load_rows(base, offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED)
     elif FORMAT == INT4:
-        return _load_int4(base, offsets, scales + scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, DTYPE, PTX)
+        return _load_int4(base, offsets, scales + scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, dtype, PTX)
     else:
-        values = _converted(load_rows(base, offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED), FORMAT, DTYPE, PTX)
+        values = _converted(load_rows(base, offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED), FORMAT, dtype, PTX)
         if SCALED:
             scale = tl.load(scales + scale_offsets, mask=ok_n, other=0.0)
-            values = (values.to(tl.float32) * scale[:, None]).to(DTYPE)
+            values = (values.to(tl.float32) * scale[:, None]).to(dtype)
         return values
 
 
 @triton.jit
-def _converted(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """The numbers of DTYPE that these bytes of int8 or fp8 store."""
-    if PTX >= (89 if FORMAT == FP8_E4M3 else 80) and DTYPE == tl.float16:
+def _converted(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The numbers of `dtype` that these bytes of int8 or fp8 store."""
+    first_capability: tl.constexpr = 89 if FORMAT == FP8_E4M3 else 80
+    in_ptx: tl.constexpr = first_capability <= PTX
+    if in_ptx and dtype == tl.float16:
         code: tl.constexpr = TO_FP16[FORMAT]
         return tl.inline_asm_elementwise(code, "=r,=r,r", [stored], dtype=tl.float16, is_pure=False, pack=4)
-    elif PTX >= (89 if FORMAT == FP8_E4M3 else 80) and DTYPE == tl.bfloat16:
+    elif in_ptx and dtype == tl.bfloat16:
         code: tl.constexpr = TO_BF16[FORMAT]
         return tl.inline_asm_elementwise(code, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=False, pack=4)
     elif FORMAT == INT8:
-        return stored.to(tl.float32).to(DTYPE)
+        return stored.to(tl.float32).to(dtype)
     elif FORMAT == FP8_E5M2:
-        return _from_e5m2(stored).to(DTYPE)
+        return _from_e5m2(stored).to(dtype)
     else:
-        return _from_e4m3(stored).to(DTYPE)
+        return _from_e4m3(stored).to(dtype)
 
 
 @triton.jit
@@ -206,7 +208,7 @@ def _load_int4(
     WIDTH: tl.constexpr,
     WHOLE: tl.constexpr,
     CHECKED: tl.constexpr,
-    DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """`load_numbers` for int4; scales [N] points to the scales of the rows."""
@@ -215,23 +217,23 @@ def _load_int4(
     inside = ok_n[:, None] & (o_g < DIM // GROUP)[None, :]
     scale = tl.load(scales[:, None] + o_g[None, :], mask=inside, other=0.0)[:, :, None]
     pairs = packed.reshape(packed.shape[0], WIDTH // GROUP, GROUP // 2)
-    if PTX >= 80 and DTYPE == tl.bfloat16:
+    if PTX >= 80 and dtype == tl.bfloat16:
         words = tl.inline_asm_elementwise(
             INT4_TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [pairs, scale], dtype=tl.uint32, is_pure=True, pack=4
         )
         low = words.to(tl.uint16).to(tl.bfloat16, bitcast=True)
         high = (words >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif PTX >= 80 and DTYPE == tl.float16:
+    elif PTX >= 80 and dtype == tl.float16:
         words = tl.inline_asm_elementwise(INT4_TO_FP16, "=r,=r,=r,=r,r", [pairs], dtype=tl.uint32, is_pure=True, pack=4)
-        low = (words.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * scale).to(DTYPE)
-        high = ((words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * scale).to(DTYPE)
+        low = (words.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * scale).to(dtype)
+        high = ((words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * scale).to(dtype)
     else:
-        low = (((pairs & 15).to(tl.float32) - 8.0) * scale).to(DTYPE)
-        high = (((pairs >> 4).to(tl.float32) - 8.0) * scale).to(DTYPE)
+        low = (((pairs & 15).to(tl.float32) - 8.0) * scale).to(dtype)
+        high = (((pairs >> 4).to(tl.float32) - 8.0) * scale).to(dtype)
     numbers = tl.join(low, high).reshape(packed.shape[0], WIDTH)
-    if PTX >= 80 and DTYPE == tl.bfloat16:
+    if PTX >= 80 and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.bfloat16, is_pure=False, pack=2)
-    elif PTX >= 80 and DTYPE == tl.float16:
+    elif PTX >= 80 and dtype == tl.float16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2)
     else:
         return numbers

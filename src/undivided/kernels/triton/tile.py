@@ -62,7 +62,8 @@ def tile_rows(
     ONE_PAGE: they are in one page, so that the block table is read once and the offsets are the same for every tile.
     """
     if ONE_PAGE:
-        page = tl.load(pages + b * pages_b + start // PAGE)
+        # a tensor of one entry, because Triton 3.4 pipelines no scalars
+        page = tl.sum(tl.load(pages + b * pages_b + start // PAGE + tl.arange(0, 1)), 0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # as in `key_offsets`
         base += page.to(tl.int64) * stride_page + (start % PAGE).to(tl.int64) * stride_n
         return base, tl.arange(0, N).to(tl.int64) * stride_n
