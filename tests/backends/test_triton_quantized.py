@@ -62,7 +62,7 @@ def test_scales_of_unseen_keys_may_be_nan(format: Format, dtype: torch.dtype, op
     torch.manual_seed(0)
     q, (k, scale) = torch.randn(1, 70, 2, 32).to(dtype), quantize(torch.randn(1, 70, 2, 32), format)
     used = torch.arange(70)[None] % 7 < 5
-    for mask, unseen in ((masks.lengths([50]), torch.arange(70) >= 50), (masks.padded(used), ~used[0])):
+    for mask, unseen in ((masks.lengths([50]), torch.arange(70) >= 50), (masks.dense(used.expand(70, 70)), ~used[0])):
         spoiled = scale.clone()
         spoiled[:, unseen] = float("nan")
         found = [_attention("triton", q, k, k, k_scale=s, v_scale=s, mask=mask, **options) for s in (scale, spoiled)]
