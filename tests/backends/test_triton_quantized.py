@@ -37,6 +37,38 @@ def test_every_stored_number_is_converted_exactly(format: Format, dtype: torch.d
     assert torch.equal(out.nan_to_num(nan=1e4), dequantize(v, scales, dtype).nan_to_num(nan=1e4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_of_any_magnitude(format: Format, dtype: torch.dtype) -> None:
+    """A weight times a scale may be far from 1: below 2^-24 in e5m2, whose values reach 57,344, and above 65,504."""
+    torch.manual_seed(0)
+    values = torch.randn(1, 70, 2, 32)
+    tiny, huge = (1e-3, 3e4 / values.abs().max()) if dtype == torch.float16 else (1e-30, 1e30)
+    q = torch.randn(1, 3, 4, 32).to(dtype)
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}[dtype]
+    for size in (tiny, huge):
+        (k, k_scale), (v, v_scale) = (quantize(values * factor, format) for factor in (size, size))
+        given: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "scale": float(0.2 / size)}
+        ours = _attention("triton", q, k, v, **given).float() / size
+        right = _attention("reference", q.float(), k, v, **given) / size
+        torch.testing.assert_close(ours, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}])
+def test_scales_of_unseen_keys_may_be_nan(format: Format, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Unused memory holds anything: after the last key of a sequence, and between the keys of a mask with holes."""
+    torch.manual_seed(0)
+    q, (k, scale) = torch.randn(1, 70, 2, 32).to(dtype), quantize(torch.randn(1, 70, 2, 32), format)
+    used = torch.arange(70)[None] % 7 < 5
+    for mask, unseen in ((masks.lengths([50]), torch.arange(70) >= 50), (masks.dense(used.expand(70, 70)), ~used[0])):
+        spoiled = scale.clone()
+        spoiled[:, unseen] = float("nan")
+        found = [_attention("triton", q, k, k, k_scale=s, v_scale=s, mask=mask, **options) for s in (scale, spoiled)]
+        assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(("qk_dim", "v_dim"), [(288, 32), (32, 320), (96, 96)])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("pages", [False, True])

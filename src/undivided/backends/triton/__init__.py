@@ -211,7 +211,8 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
             "INVARIANT": problem.batch_invariant,
             "SPECIALISE": inputs.uses_warp_specialisation(tile, descriptors is not None),
             "num_warps": tile.warps,
-            "num_stages": tile.stages,
+            # Triton's pipeline shares its stages between the load of a page's number and the loads that depend on it
+            "num_stages": 2 * tile.stages - 1 if problem.page_size else tile.stages,
         }
 
     launched = launch(

@@ -263,8 +263,10 @@ class Inputs:
         return tensors
 
     def scale_strides(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """The format of quantised keys and values, and the strides of their scales, as arguments."""
-        arguments = {"FORMAT": config.FORMATS[self.problem.quantized]}
+        """How quantised keys and values are stored and converted, and the strides of their scales, as arguments."""
+        name = architecture(self.q.device)
+        capability = int(name.removeprefix("sm")) if name.startswith("sm") and self.problem.quantized else 0
+        arguments = {"FORMAT": config.FORMATS[self.problem.quantized], "PTX": capability}
         for name in ("k_scale", "v_scale"):
             step_b = step_h = step_s = 0
             if name in tensors:
@@ -395,7 +397,10 @@ class Inputs:
         """The tile sizes of a pass."""
         problem = self.problem
         size = max(problem.qk_dim, problem.v_dim)
-        tile = config.config(name, problem.dtype.itemsize, size, architecture(self.q.device))
+        itemsize = problem.dtype.itemsize
+        if name == "decode" and problem.quantized and itemsize == 2:
+            itemsize = 1
+        tile = config.config(name, itemsize, size, architecture(self.q.device))
         # dequantised keys and values need registers too
         more_values = self.always_masked or bool(problem.features & {"dropout", "quantized"})
         # the pass over keys has two accumulators, and no registers for a second value per pair

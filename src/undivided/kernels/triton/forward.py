@@ -19,7 +19,7 @@ Quantised keys and values are dequantised in registers to the dtype of q.
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.quantized import load_numbers
+from undivided.kernels.triton.quantized import INT4, load_numbers
 from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -28,11 +28,11 @@ from undivided.kernels.triton.tile import (
     dropout_keep,
     finish_scores,
     hull,
-    key_offsets,
     load_descriptor_rows,
     row_features,
     row_ranges,
     runs,
+    tile_rows,
 )
 
 
@@ -61,8 +61,8 @@ def forward_kernel(
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
-    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PLACES: tl.constexpr,
-    INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr,
+    TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
+    PLACES: tl.constexpr, INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -70,7 +70,7 @@ def forward_kernel(
     CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
         last key of the block's rows; 2: anywhere; 3: anywhere, and those of 1 are not even read (chosen blocks, whose
         last page may end after the memory).
-    FORMAT: of k and v, from `config.FORMATS`.
+    FORMAT: of k and v, from `config.FORMATS`. PTX: as in `quantized.load_numbers`.
     PLACES: blocks of rows lie where `places` says (`kernels.triton.blocks`, `backends.triton.invariant`). With SPLITS > 1,
         part [z, h, i] is then of head h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
@@ -80,6 +80,11 @@ def forward_kernel(
     The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). q, out, lse, bias and dense
     begin at row `first_row` of the mask's tables.
     """
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    ONE_PAGE: tl.constexpr = PAGE > 0 and PAGE % BLOCK_N == 0 and not INVARIANT
+    SCALED_ROWS: tl.constexpr = FORMAT != 0 and FORMAT != INT4
+    # weights times scales may be out of the range of float16; there, the values are scaled
+    SCALED_WEIGHTS: tl.constexpr = SCALED_ROWS and q.dtype.element_ty != tl.float16
     part = tl.program_id(0)
     share = part % SPLITS
     split = share.to(tl.int64)
@@ -147,15 +152,32 @@ def forward_kernel(
                 tile = nth_tile(
                     n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
                 )
-                o_n = origin + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                start_n = origin + tile * BLOCK_N
+                o_n = start_n + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 if TMA:
                     k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                 else:
-                    k_rows = key_offsets(o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE)
+                    k_base, k_rows = tile_rows(
+                        k_head, start_n, o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE, BLOCK_N, ONE_PAGE
+                    )
+                    v_base, v_rows = tile_rows(
+                        v_head, start_n, o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE, BLOCK_N, ONE_PAGE
+                    )
+                    k_scale_base, k_scale_rows = k_scales, v_rows
+                    v_scale_base, v_scale_rows = v_scales, v_rows
+                    if FORMAT:
+                        k_scale_base, k_scale_rows = tile_rows(
+                            k_scales, start_n, o_n, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, PAGE, BLOCK_N,
+                            ONE_PAGE,
+                        )
+                        v_scale_base, v_scale_rows = tile_rows(
+                            v_scales, start_n, o_n, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
+                            ONE_PAGE,
+                        )
                     k_tile = load_numbers(
-                        k_head, k_rows, k_scales, o_n, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, ok_n,
-                        QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked, PAGE, FORMAT, q.dtype.element_ty,
+                        k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                        FORMAT, DTYPE, False, PTX,
                     )
                 qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
@@ -167,10 +189,12 @@ def forward_kernel(
                         other=0.0,
                     )
                     k_more = load_numbers(
-                        k_head, k_rows, k_scales, o_n, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, ok_n,
-                        QK_DIM, d, MORE_STEP, d + MORE_STEP <= QK_DIM, masked, PAGE, FORMAT, q.dtype.element_ty,
+                        k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, d, MORE_STEP, d + MORE_STEP <= QK_DIM,
+                        masked, FORMAT, DTYPE, False, PTX,
                     )
                     qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
+                if SCALED_ROWS:
+                    qk *= tl.load(k_scale_base + k_scale_rows, mask=ok_n, other=0.0)[None, :]
                 keys, allowed = o_n[None, :], True
                 if masked:
                     allowed = allowed_pairs(keys, kv_len, ok_m[:, None], start, stop, start2, stop2, COLUMNS)
@@ -200,17 +224,21 @@ def forward_kernel(
                 elif LATENT:
                     v_tile = k_tile
                 else:
-                    v_rows = key_offsets(o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE)
                     v_tile = load_numbers(
-                        v_head, v_rows, v_scales, o_n, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, ok_n,
-                        V_DIM, step * VALUE_STEP, VALUE_STEP, V_DIM % VALUE_STEP == 0, masked, PAGE, FORMAT,
-                        q.dtype.element_ty,
+                        v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                        V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
                     )
+                if SCALED_WEIGHTS:
+                    factor = tl.load(v_scale_base + v_scale_rows, mask=ok_n, other=0.0)
                 if masked and CLEAN >= 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     v_tile = tl.where(used[:, None], v_tile, 0.0)
+                    if SCALED_WEIGHTS:
+                        factor = tl.where(used, factor, 0.0)
                 elif masked and CLEAN == 1 and TMA:
                     v_tile = tl.where(ok_n[:, None], v_tile, 0.0)
+                if SCALED_WEIGHTS:
+                    p *= factor[None, :]
                 acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
 
     some = total != 0  # NaN is not 0: a row without keys has a total of 0, one with a NaN score does not

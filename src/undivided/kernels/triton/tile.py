@@ -43,6 +43,34 @@ def key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: 
 
 
 @triton.jit
+def tile_rows(
+    base,
+    start,
+    o_n,
+    b,
+    stride_n,
+    pages,
+    pages_b,
+    num_pages,
+    stride_page,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):
+    """Where the rows of the N keys from `start` on are: (pointer, element offsets [N] from it).
+
+    ONE_PAGE: they are in one page, so that the block table is read once and the offsets are the same for every tile.
+    """
+    if ONE_PAGE:
+        # a tensor of one entry, because Triton 3.4 pipelines no scalars
+        page = tl.sum(tl.load(pages + b * pages_b + start // PAGE + tl.arange(0, 1)), 0)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # as in `key_offsets`
+        base += page.to(tl.int64) * stride_page + (start % PAGE).to(tl.int64) * stride_n
+        return base, tl.arange(0, N).to(tl.int64) * stride_n
+    return base, key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE)
+
+
+@triton.jit
 def load_rows(
     base, offsets, ok_n, DIM: tl.constexpr, first, WIDTH: tl.constexpr, WHOLE: tl.constexpr, CHECKED: tl.constexpr
 ):
