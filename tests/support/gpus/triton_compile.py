@@ -155,8 +155,13 @@ def problems() -> Iterator[tuple[str, Any]]:
         pages = torch.zeros(2, 8, dtype=torch.int32)
         yield f"{name}-bf16-128", call_of(pool.new_zeros(ends[-1], 8, 128), pool, v, pages=pages, **arguments)
     latents = torch.zeros(1, 512, 1, 576, dtype=torch.bfloat16)
+    pages, lengths = torch.arange(4, dtype=torch.int32)[None], masks.lengths([500])
     for name, v in (("latents", latents[..., :512]), ("wide", torch.zeros(1, 512, 1, 512, dtype=torch.bfloat16))):
-        yield f"decode-{name}-bf16", call_of(latents.new_zeros(1, 1, 16, 576), latents, v, layout="bshd")
+        q, pools = latents.new_zeros(1, 1, 16, 576), [x.view(4, 128, 1, -1) for x in (latents, v.contiguous())]
+        if name == "latents":
+            pools[1] = pools[0][..., :512]
+        yield f"decode-{name}-bf16", call_of(q, latents, v, layout="bshd")
+        yield f"decode-{name}-pages-bf16", call_of(q, *pools, layout="bshd", pages=pages, mask=lengths)
     q = torch.zeros(4, 1, 8, 128, dtype=torch.bfloat16)
     pool, v = (torch.zeros(64, 128, 2, 128, dtype=torch.bfloat16) for _ in range(2))
     table, lengths = torch.arange(64, dtype=torch.int32).view(4, 16), masks.lengths([2048, 1000, 500, 2000])

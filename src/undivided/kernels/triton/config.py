@@ -40,8 +40,9 @@ class Config(NamedTuple):
     specialise: bool = False
 
 
-# (pass, bytes of an element, largest head size) -> tile sizes; 1 byte: quantised keys with 16-bit queries. Passes of the backward: "rows" has block_m rows per
-# program and loops over block_n keys at a time, "keys" has block_m keys and loops over block_n rows.
+# (pass, bytes of an element, largest head size) -> tile sizes; 1 byte: quantised keys with 16-bit queries. Passes of the
+# backward: "rows" has block_m rows per program and loops over block_n keys at a time, "keys" has block_m keys and loops
+# over block_n rows.
 _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
