@@ -368,3 +368,22 @@ def test_the_same_quantised_memory_with_other_scales_for_v(format: Format) -> No
     options = {"layout": "bshd", "k_scale": k_scale, "v_scale": k_scale * 3}
     out, right = (undivided.attention(q, k, k, backend=name, **options) for name in ("triton", "reference"))
     _close(out, right)
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 4, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(128, 1), (71, 1), (160, 2)])
+def test_few_queries_of_many_heads_over_one(q_len: int, heads: int, kv_heads: int) -> None:
+    q, k = torch.randn(2, q_len, heads, 16), torch.randn(2, 70, kv_heads, 16)
+    mask = masks.lengths([70, 9], [q_len, q_len]) & masks.causal("bottom_right")
+    _close(*(undivided.attention(q, k, k, layout="bshd", mask=mask, backend=name) for name in ("triton", "reference")))
+
+
+def test_as_many_heads_as_fit_share_a_tile_in_decoding() -> None:
+    k = torch.zeros(1, 64, 1, 16)
+    shared = {}
+    for heads, q_len in ((64, 1), (128, 1), (128, 4), (128, 5), (71, 1)):
+        call, tensors = call_of(torch.zeros(1, q_len, heads, 16), k, k, layout="bshd")
+        inputs = _triton_inputs.Inputs(call, tensors)
+        (blocks,) = backend._all_blocks(inputs, next(inputs.parts()))
+        shared[heads, q_len] = blocks.group
+    assert shared == {(64, 1): 64, (128, 1): 64, (128, 4): 16, (128, 5): 1, (71, 1): 1}

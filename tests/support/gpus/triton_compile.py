@@ -148,6 +148,8 @@ def problems() -> Iterator[tuple[str, Any]]:
     )
     yield "mla-bf16-320", made(torch.bfloat16, 256, 256, 2, (320, 256), True)
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
+    many = torch.zeros(4, 1, 128, 576, dtype=torch.bfloat16)  # heads of one key head
+    yield "decode-many-bf16", call_of(many, many[:, :, :1], many[:, :, :1, :512], layout="bshd")
     steps = {"pack-mixed": ([0, 1, 101], [0, 900, 1800]), "pack-decode": ([0, 1, 2], [0, 900, 1800])}
     for name, (ends, keys) in steps.items():
         pool, v = (torch.zeros(16, 128, 2, 128, dtype=torch.bfloat16) for _ in range(2))
@@ -176,6 +178,8 @@ def problems() -> Iterator[tuple[str, Any]]:
             keys, scale = quantize(k, format)
             scales: dict[str, Any] = {"k_scale": scale, "v_scale": scale}
             yield f"{name}-{format}-128", call_of(q, keys, keys, layout="bshd", mask=mask, **scales)
+            if name == "decode":
+                yield f"{name}-{format}-fp16-128", call_of(q.half(), keys, keys, layout="bshd", mask=mask, **scales)
 
 
 INVARIANT: dict[str, dict[str, Any]] = {

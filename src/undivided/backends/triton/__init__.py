@@ -27,6 +27,9 @@ from undivided.request.result import Result
 MAX_DECODE_ROWS = 64
 """Up to this many (query, head) rows per key/value head share one tile, and with it each read of the keys
 (decoding)."""
+MAX_DECODE_QUERIES = 4
+"""Up to this many queries are decoded even if all heads of a key/value head have more rows: as many heads as fit share
+a tile (DeepSeek V3 has 128 heads over one)."""
 MAX_SPLITS = 32
 """Upper limit of split-KV; each split writes an fp32 part."""
 KEYS_PER_SPLIT = 256
@@ -153,7 +156,7 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
     value_steps = -(-problem.v_dim // steps.values)
     parts, part_lses = out[None], lse[None]
     if splits > 1:
-        heads, per_head = (problem.heads, length) if places is None else (problem.kv_heads, number * tile.block_m)
+        heads, per_head = (problem.heads, length) if places is None else (problem.heads // group, number * tile.block_m)
         parts = out.new_empty((splits, problem.batch, heads, per_head, problem.v_dim), dtype=torch.float32)
         part_lses = lse.new_empty((splits, problem.batch, heads, per_head))
     descriptors = inputs.descriptors(tile, inputs.k, inputs.v, tile.block_n)
@@ -240,15 +243,15 @@ def _all_blocks(inputs: Inputs, rows: Rows) -> list[_Blocks]:
 
 def _blocks(inputs: Inputs, rows: Rows) -> _Blocks:
     problem, length = inputs.problem, rows.span.stop - rows.span.start
-    group = heads_per_kv = problem.heads // problem.kv_heads
     if problem.batch_invariant:
-        tile = inputs.tile("forward")
+        tile, group = inputs.tile("forward"), problem.heads // problem.kv_heads
         blocks = invariant.blocks(
             inputs.form if inputs.masked else None, problem, rows.span, tile, group, inputs.q.device
         )
         return _Blocks(tile, _steps(problem, "forward"), group, blocks.number, 1, blocks.runs, blocks.places)
-    decoding = length * heads_per_kv <= MAX_DECODE_ROWS and rows.span.start == 0
-    group = heads_per_kv if decoding else 1
+    few = length * problem.heads <= MAX_DECODE_ROWS * problem.kv_heads or length <= MAX_DECODE_QUERIES
+    decoding = few and rows.span.start == 0
+    group = _heads_of_a_tile(problem, length) if decoding else 1
     name = "decode" if decoding else "forward"
     tile, steps = inputs.tile(name), _steps(problem, name)
     count = -(-length * group // tile.block_m)
@@ -262,11 +265,9 @@ def _blocks_of_documents(inputs: Inputs) -> list[_Blocks]:
     """The blocks of long documents and those of short ones, or of one kind if that is known (see `packs`)."""
     problem = inputs.problem
     assert problem.documents is not None
-    group = problem.heads // problem.kv_heads
+    group = _heads_of_a_tile(problem, MAX_DECODE_QUERIES)
     short = MAX_DECODE_ROWS // group  # most queries of a short document
     longest = problem.documents[1]
-    if not short:
-        return [_blocks_of_some(inputs, "forward", 1, 0, None)]
     if longest is not None and longest <= short:
         return [_blocks_of_some(inputs, "decode", group, 0, None)]
     return [_blocks_of_some(inputs, "forward", 1, short + 1, None), _blocks_of_some(inputs, "decode", group, 0, short)]
@@ -281,9 +282,15 @@ def _blocks_of_some(inputs: Inputs, name: str, group: int, shortest: int, longes
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
     if name == "decode":
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
-        programs = number * -(-problem.v_dim // steps.values) * problem.kv_heads
+        programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
         splits = _splits(keys, programs, processors(inputs.q.device))
     return _Blocks(tile, steps, group, blocks.places.shape[1], splits, blocks.runs, blocks.places)
+
+
+def _heads_of_a_tile(problem: Problem, queries: int) -> int:
+    """How many heads of a key/value head share a tile of so many queries: all, or the largest part that fits."""
+    heads = problem.heads // problem.kv_heads
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * queries <= MAX_DECODE_ROWS))
 
 
 def _steps(problem: Problem, name: str) -> config.Steps:

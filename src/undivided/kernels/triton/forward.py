@@ -72,12 +72,12 @@ def forward_kernel(
         last page may end after the memory).
     FORMAT: of k and v, from `config.FORMATS`. PTX: as in `quantized.load_numbers`.
     PLACES: blocks of rows lie where `places` says (`kernels.triton.blocks`, `backends.triton.invariant`). With SPLITS > 1,
-        part [z, h, i] is then of head h and row i % BLOCK_M of block i // BLOCK_M.
+        part [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
     LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
-    The grid is (blocks of rows * value_steps * SPLITS, heads or key/value heads, batch). q, out, lse, bias and dense
+    The grid is (blocks of rows * value_steps * SPLITS, heads / GROUP, batch). q, out, lse, bias and dense
     begin at row `first_row` of the mask's tables.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
@@ -91,7 +91,7 @@ def forward_kernel(
     step = part // SPLITS % value_steps
     block = part // SPLITS // value_steps
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_head = (h if GROUP > 1 else h // HEADS_PER_KV).to(tl.int64)
+    n_head = (h * GROUP // HEADS_PER_KV).to(tl.int64)
 
     o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     end_m, origin = q_len * GROUP, 0
@@ -268,7 +268,7 @@ def combine_kernel(
 ):
     """Merge the parts of one row: ``lse = log(sum exp(lse_z))``, ``out = sum exp(lse_z - lse) * out_z``, then sinks.
 
-    parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. With PLACES, H * Sq are the key/value
+    parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. With PLACES, H * Sq are the groups of
     heads times the rows of all blocks, and rows that a block does not have are left out. The grid is (B * H * Sq,).
     """
     r = tl.program_id(0).to(tl.int64)

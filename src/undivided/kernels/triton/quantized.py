@@ -26,12 +26,13 @@ GROUP = tl.constexpr(32)
 # Each converts the bytes of $2 to two pairs of 16-bit numbers, $0 and $1. A byte in the low bits of the fraction of a
 # power of two adds its value to it.
 INT8_TO_FP16 = tl.constexpr("""{
-    .reg .b32 x, a, b;
+    .reg .b32 x, a, b, offset;
+    mov.b32 offset, 0x64806480;              // 1024 + 128
     xor.b32 x, $2, 0x80808080;               // value + 128
     prmt.b32 a, x, 0x64646464, 0x4140;       // 1024 + (value + 128)
     prmt.b32 b, x, 0x64646464, 0x4342;
-    sub.f16x2 $0, a, 0x64806480;             // - (1024 + 128)
-    sub.f16x2 $1, b, 0x64806480;
+    sub.f16x2 $0, a, offset;
+    sub.f16x2 $1, b, offset;
 }""")
 # bfloat16 has 7 bits of fraction: 128 + (lower 7 bits), minus 128, or 256 if the byte is negative
 INT8_TO_BF16 = tl.constexpr("""{
@@ -91,7 +92,8 @@ FP8_E4M3_TO_BF16 = tl.constexpr("""{
 # A byte of int4 is a pair of numbers, n + 8 each. Two 16-bit numbers of $0 to $3 are one byte of $4.
 INT4_TO_FP16 = tl.constexpr(
     """{
-    .reg .b32 x;
+    .reg .b32 x, offset;
+    mov.b32 offset, 0x64086408;                   // 1024 + 8
     shr.u32 x, $4, 4;
 """
     + "".join(
@@ -99,7 +101,7 @@ INT4_TO_FP16 = tl.constexpr(
     .reg .b32 n{i};
     prmt.b32 n{i}, $4, x, 0x0{i + 4}0{i};         // the low 4 bits of each half matter
     lop3.b32 n{i}, n{i}, 0x000F000F, 0x64006400, 0xEA;
-    sub.f16x2 n{i}, n{i}, 0x64086408;             // - (1024 + 8)
+    sub.f16x2 n{i}, n{i}, offset;
 """
         for i in range(4)
     )
