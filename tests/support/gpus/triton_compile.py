@@ -151,9 +151,12 @@ def problems() -> Iterator[tuple[str, Any]]:
     many = torch.zeros(4, 1, 128, 576, dtype=torch.bfloat16)  # heads of one key head
     yield "decode-many-bf16", call_of(many, many[:, :, :1], many[:, :, :1, :512], layout="bshd")
     steps = {"pack-mixed": ([0, 1, 101], [0, 900, 1800]), "pack-decode": ([0, 1, 2], [0, 900, 1800])}
-    for name, (ends, keys) in steps.items():
+    for name, (ends, key_ends) in steps.items():
         pool, v = (torch.zeros(16, 128, 2, 128, dtype=torch.bfloat16) for _ in range(2))
-        arguments = {"mask": masks.documents(ends, keys) & masks.causal("bottom_right"), "layout": "thd"}
+        arguments: dict[str, Any] = {
+            "mask": masks.documents(ends, key_ends) & masks.causal("bottom_right"),
+            "layout": "thd",
+        }
         pages = torch.zeros(2, 8, dtype=torch.int32)
         yield f"{name}-bf16-128", call_of(pool.new_zeros(ends[-1], 8, 128), pool, v, pages=pages, **arguments)
     latents = torch.zeros(1, 512, 1, 576, dtype=torch.bfloat16)

@@ -177,8 +177,12 @@ class Steps(NamedTuple):
 
 
 def column_steps(qk_dim: int, v_dim: int, decoding: bool) -> Steps:
-    """The steps of a forward. decoding: of a tile of few rows with numbers of 16 bits: with all columns of v in one program
-    a key is read once, and not once per step of v.
+    """The steps of a forward.
+
+    Args:
+        qk_dim, v_dim: head sizes.
+        decoding: the tiles have few rows, of numbers of 16 bits. If one program has all columns of v, keys are read once,
+            and not once for each step of v.
 
     >>> column_steps(576, 512, decoding=True)
     Steps(first=512, more=64, values=512)

@@ -136,4 +136,14 @@ const Kernels& kernels() {
   return *chosen;
 }
 
+const Kernels& kernels(const Attention& a) {
+#if defined(UNDIVIDED_AMX)
+  static const bool prefers_multiply_adds = is_intel() && strncmp(kernels().name, "amx", 3) == 0;
+  if (prefers_multiply_adds && a.dtype == kBFloat16 && (a.batch_invariant || a.format)) return kernels_avx512;
+#else
+  (void)a;
+#endif
+  return kernels();
+}
+
 }  // namespace undivided

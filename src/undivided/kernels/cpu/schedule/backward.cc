@@ -242,7 +242,7 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
   problems.reserve(documents.size());
   std::vector<DocumentHead> heads;
   for (const Document& d : documents) {
-    const Kernels& k = *kernels().gradients(d.a, d.g);
+    const Kernels& k = *kernels(d.a).gradients(d.a, d.g);
     const UnitSizes sizes = unit_sizes(pack, k);
     Backward p = make_backward(d.a, d.g, k, sizes);
     p.whole_heads = true, p.out_of_range = &out_of_range, p.non_finite = &non_finite;
@@ -272,7 +272,7 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
 }  // namespace
 
 int run_backward(const Attention& a, const Gradients& g) {
-  const Kernels& k = *kernels().gradients(a, g);
+  const Kernels& k = *kernels(a).gradients(a, g);
   if (g.attempt == kPairwise) return run_pairwise(k, make_backward(a, g, k, unit_sizes(a, k)));
   std::vector<int32_t> ranges;
   const std::vector<Document> documents = find_documents(a, g, ranges);

@@ -22,7 +22,7 @@ bool are_side_by_side(const Attention& a) {
 }  // namespace
 
 bool is_decoding(const Attention& a) {
-  return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels().can_decode(a);
+  return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels(a).can_decode(a);
 }
 
 void Decoding::add(const Attention& a) {
@@ -98,7 +98,7 @@ void Decoding::set_memory(float* memory) {
 int64_t Decoding::scratch_bytes() const {
   int64_t bytes = 64;
   for (const Sequence& s : sequences_)
-    if (s.batch == 0) bytes = std::max(bytes, kernels().chunk_scratch(*s.problem, heads_));
+    if (s.batch == 0) bytes = std::max(bytes, kernels(*s.problem).chunk_scratch(*s.problem, heads_));
   for (const SharedProblem& shared : shared_) bytes = std::max(bytes, shared.blocks().scratch_bytes());
   return bytes;
 }
@@ -135,7 +135,7 @@ int Decoding::merge(int64_t threads) {
       for (const auto& [blocks, row] : shared_of[(size_t)i]) blocks->append_partials(0, n, row, partials);
     for (int64_t c = 0; c < s.chunks; c++) partials.push_back(chunks[c].partials + n % heads_ * s.rows() * size);
     for (int64_t r = 0; r < s.rows(); r++)
-      kernels().merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials.data(), (int64_t)partials.size(),
+      kernels(a).merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials.data(), (int64_t)partials.size(),
                       r * size);
   });
 }

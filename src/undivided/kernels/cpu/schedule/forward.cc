@@ -99,11 +99,11 @@ int run(Work& work, int64_t threads) {
       blocks[(size_t)units[i].index].next_block = &blocks[(size_t)units[i + 1].index];
     }
   const std::vector<KeyChunk>& chunks = work.decoding.chunks();
-  const Kernels& k = kernels();
   const int status = run_units(shares, bytes, threads, [&](int64_t i, char* scratch) {
     const Unit &unit = units[(size_t)i], *next = (size_t)i + 1 < units.size() ? &unit + 1 : nullptr;
     if (unit.blocks) return unit.blocks->run(unit.index, scratch);
-    k.chunk(chunks[(size_t)unit.index], next && !next->blocks ? &chunks[(size_t)next->index] : nullptr, scratch);
+    const KeyChunk& chunk = chunks[(size_t)unit.index];
+    kernels(*chunk.problem).chunk(chunk, next && !next->blocks ? &chunks[(size_t)next->index] : nullptr, scratch);
   });
   if (status != kOk) return status;
   bool out_of_range = work.decoding.is_out_of_range();

@@ -109,7 +109,7 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
 }  // namespace
 
 BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials)
-    : a_(a), k_(*kernels().prefill(a, attempt)), d_(divide(a, has_partials)), threads_(threads) {}
+    : a_(a), k_(*kernels(a).prefill(a, attempt)), d_(divide(a, has_partials)), threads_(threads) {}
 
 int64_t BlockProblem::partial_floats() const {
   return d_.has_partials ? a_.batch * d_.heads * d_.parts * d_.rows * partial_size(a_) : 0;
@@ -180,7 +180,7 @@ int BlockProblem::merge(int64_t threads) {
     std::vector<float*> partials;
     append_partials(b, h, 0, partials);
     for (int64_t r = first; r < std::min(first + kMergedRows, d_.rows); r++)
-      kernels().merge(a_, b, (d_.shares_heads ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
+      kernels(a_).merge(a_, b, (d_.shares_heads ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
                       (int64_t)partials.size(), r * partial_size(a_));
   });
 }
