@@ -21,6 +21,8 @@ from undivided.backends.triton import inputs as _triton_inputs
 from undivided.backends.triton import tables
 from undivided.kernels.triton import config
 from undivided.machine import Machine
+from undivided.masks import Mask
+from undivided.masks.normal_form import Ranges
 from undivided.quantization import Format, quantize
 
 HERE = Machine.this("cpu")
@@ -387,3 +389,24 @@ def test_as_many_heads_as_fit_share_a_tile_in_decoding() -> None:
         (blocks,) = backend._all_blocks(inputs, next(inputs.parts()))
         shared[heads, q_len] = blocks.group
     assert shared == {(64, 1): 64, (128, 1): 64, (128, 4): 16, (128, 5): 1, (71, 1): 1}
+
+
+@pytest.mark.parametrize("name", ["after the keys", "between documents"])
+def test_unused_keys_of_finished_ranges_reach_nothing(name: str) -> None:
+    """Context parallelism passes a part of the ranges of a whole sequence, which says nothing of padding."""
+    mask = masks.lengths([50], [50]) & masks.causal()
+    unused = torch.arange(50, 70)
+    if name == "between documents":
+        padded = {"padded_q": [0, 30, 70], "padded_kv": [0, 30, 70]}
+        mask = masks.documents([0, 20, 60], [0, 25, 60], **padded) & masks.causal("bottom_right")
+        unused = torch.cat((torch.arange(25, 30), torch.arange(65, 70)))
+    q, k, v = (torch.randn(1, 70, 2, 16) for _ in range(3))
+    k[:, unused] = v[:, unused] = torch.nan
+    ranges = Mask(parts=(Ranges(mask.normal_form(1, 2, 70, 70, "cpu")),))
+    results = []
+    for backend_name in ("triton", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = undivided.attention(*leaves, layout="bshd", mask=ranges, backend=backend_name)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for found, right in zip(*results, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=2e-5)

@@ -50,7 +50,7 @@ POINTERS = {
 }
 """The pointers of the kernels that not every call has, with the dtypes of their placeholders."""
 
-_HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree", "blocks"})
+_HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree", "blocks", "ranges"})
 """Kinds of mask under which unused memory, which may hold NaN, may lie between used keys."""
 _ENDS = frozenset({"lengths", "q_lengths", "starts", "documents"})
 """Kinds under which it lies only before or after the used keys."""
