@@ -166,3 +166,37 @@ def test_documents_whose_keys_are_their_queries_have_blocks_that_follow_one_anot
     q = torch.randn(60, 4, 16)
     call, tensors = normalise(Request.from_keywords(q, q, q, layout="thd", mask=masks.documents([0, 20, 60])))
     assert not packs.applies(call, call.normal_form(tensors.q))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["a pack", "a batch"])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("page", [16, 7, 32])
+def test_no_entry_beyond_the_block_table_is_read(
+    page: int, batch_invariant: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last tile of a sequence may end after the last page of the table."""
+    from triton.runtime import interpreter
+
+    memory = torch.zeros(20_000, dtype=torch.int32)
+    table = memory[10_000 : 10_000 + 2 * 3].view(2, 3)
+    table.copy_(torch.randperm(6).view(2, 3))
+    first, size = memory.data_ptr(), memory.numel() * 4
+    read: list[int] = []
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def recorded(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        places = pointers.data[mask.data].astype("int64") - first
+        read.extend(places[(places >= 0) & (places < size)].tolist())
+        return load(self, pointers, mask, *more)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", recorded)
+    k, v = torch.randn(2, 6, page, 2, 16)
+    keys, new = 3 * page, 3
+    mask: Mask = masks.lengths([keys, keys], [new, new]) & masks.causal("bottom_right")
+    q = torch.randn(2, new, 4, 16)
+    if packed:
+        mask, q = documents([new, new], [keys, keys]) & masks.causal("bottom_right"), q.flatten(0, 1)
+    options: dict[str, Any] = {"layout": "thd" if packed else "bshd", "pages": table, "mask": mask}
+    undivided.attention(q, k, v, backend="triton", batch_invariant=batch_invariant, **options)
+    assert min(read) == 10_000 * 4
+    assert max(read) == (10_000 + 5) * 4

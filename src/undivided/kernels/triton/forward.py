@@ -159,20 +159,20 @@ def forward_kernel(
                     k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                 else:
                     k_base, k_rows = tile_rows(
-                        k_head, start_n, o_n, b, k_s, pages, pages_b, num_pages, k_page, PAGE, BLOCK_N, ONE_PAGE
+                        k_head, start_n, o_n, kv_len, b, k_s, pages, pages_b, num_pages, k_page, PAGE, BLOCK_N, ONE_PAGE
                     )
                     v_base, v_rows = tile_rows(
-                        v_head, start_n, o_n, b, v_s, pages, pages_b, num_pages, v_page, PAGE, BLOCK_N, ONE_PAGE
+                        v_head, start_n, o_n, kv_len, b, v_s, pages, pages_b, num_pages, v_page, PAGE, BLOCK_N, ONE_PAGE
                     )
                     k_scale_base, k_scale_rows = k_scales, v_rows
                     v_scale_base, v_scale_rows = v_scales, v_rows
                     if FORMAT:
                         k_scale_base, k_scale_rows = tile_rows(
-                            k_scales, start_n, o_n, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, PAGE, BLOCK_N,
+                            k_scales, start_n, o_n, kv_len, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, PAGE, BLOCK_N,
                             ONE_PAGE,
                         )
                         v_scale_base, v_scale_rows = tile_rows(
-                            v_scales, start_n, o_n, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
+                            v_scales, start_n, o_n, kv_len, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
                             ONE_PAGE,
                         )
                     k_tile = load_numbers(

@@ -33,10 +33,10 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: tl.constexpr):
+def key_offsets(o_n, kv_len, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: tl.constexpr):
     """Element offsets of these keys' rows [N] within one head: in place, or through the block table."""
     if PAGE:
-        page = tl.load(pages + b * pages_b + o_n // PAGE)
+        page = tl.load(pages + b * pages_b + tl.minimum(o_n, kv_len - 1) // PAGE)  # a tile may end after the table
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # entries beyond a sequence's length may hold anything
         return page.to(tl.int64) * stride_page + (o_n % PAGE).to(tl.int64) * stride_n
     return o_n.to(tl.int64) * stride_n
@@ -47,6 +47,7 @@ def tile_rows(
     base,
     start,
     o_n,
+    kv_len,
     b,
     stride_n,
     pages,
@@ -67,7 +68,7 @@ def tile_rows(
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # as in `key_offsets`
         base += page.to(tl.int64) * stride_page + (start % PAGE).to(tl.int64) * stride_n
         return base, tl.arange(0, N).to(tl.int64) * stride_n
-    return base, key_offsets(o_n, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE)
+    return base, key_offsets(o_n, kv_len, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE)
 
 
 @triton.jit
