@@ -175,6 +175,10 @@ def problems() -> Iterator[tuple[str, Any]]:
     yield "chosen-pages-bf16-128", call_of(q, pool, v, layout="bshd", mask=chosen, pages=table)
     chosen = masks.blocks(64, 64, torch.arange(8)[:, None]) & masks.causal()
     yield "chosen-blocks-bf16-128", made(torch.bfloat16, 512, 512, 8, (128, 128), False, mask=chosen)
+    for dim in (64, 256, 576):
+        q, pool = torch.zeros(1, 200, 8, dim, dtype=torch.bfloat16), torch.zeros(4, 128, 2, dim, dtype=torch.bfloat16)
+        paged: dict[str, Any] = {"pages": pages, "mask": masks.lengths([500]) & masks.causal("bottom_right")}
+        yield f"forward-pages-bf16-{dim}", call_of(q, pool, pool.clone(), layout="bshd", **paged)
     for format in FORMATS:
         for name, q_len, kv_len, mask in (("forward", 512, 512, masks.causal()), ("decode", 1, 8192, None)):
             q, k = torch.zeros(1, q_len, 8, 128, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, 128)

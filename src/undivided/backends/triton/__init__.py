@@ -15,6 +15,7 @@ from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
 from undivided.backends.triton import chosen, invariant, packs, plans
+from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, processors, strides
 from undivided.backends.triton.launches import Launch, launch
 from undivided.kernels.triton import config
@@ -214,8 +215,7 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
             "INVARIANT": problem.batch_invariant,
             "SPECIALISE": inputs.uses_warp_specialisation(tile, descriptors is not None),
             "num_warps": tile.warps,
-            # Triton's pipeline shares its stages between the load of a page's number and the loads that depend on it
-            "num_stages": 2 * tile.stages - 1 if problem.page_size else tile.stages,
+            "num_stages": inputs.stages(tile),
         }
 
     launched = launch(
@@ -230,7 +230,7 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
     if launched is None:
         return None
     kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges", "places")}
-    described = None if descriptors is None else (*map(plans.without_tensor, descriptors),)
+    described = None if descriptors is None else (*map(without_tensor, descriptors),)
     return plans.Plan(launched, combined, parts.shape, kept, described)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride
 from undivided.backends.shared import gpu
-from undivided.backends.triton import tables
+from undivided.backends.triton import descriptors, tables
 from undivided.kernels import philox
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
@@ -83,20 +83,6 @@ def precision() -> str:
 @functools.cache
 def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(1, dtype=dtype, device=device)
-
-
-def _descriptor(tensor: Tensor, rows: int) -> Any:
-    """A tensor descriptor of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None if its address or strides are not
-    multiples of 16 bytes."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    sizes, size = list(tensor.shape), tensor.element_size()
-    # the stride of an axis of length 1 is never used, but must be valid
-    steps = [sizes[-1] if n == 1 else step for n, step in zip(sizes, tensor.stride(), strict=True)][:-1]
-    odd = any(step <= 0 or step * size % 16 for step in steps)
-    if odd or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
-        return None
-    return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, rows, sizes[-1]])
 
 
 def axis_strides(**tensors: Tensor) -> dict[str, int]:
@@ -381,8 +367,8 @@ class Inputs:
             return None
         if problem.batch_invariant:  # whether TMA can read them depends on where they lie in memory
             return None
-        descriptors = _descriptor(first, rows), _descriptor(second, rows)
-        return None if None in descriptors else descriptors
+        pair = descriptors.of_rows(first, rows), descriptors.of_rows(second, rows)
+        return None if None in pair else pair
 
     def uses_warp_specialisation(self, tile: config.Config, has_descriptors: bool) -> bool:
         """Whether loads, products and softmax run on separate warps (warp specialisation).
@@ -392,6 +378,12 @@ class Inputs:
         """
         plain = self.plain and not self.always_masked and not self.problem.features & {"dropout", "sinks"}
         return tile.specialise and has_descriptors and plain and self.clean == 0
+
+    def stages(self, tile: config.Config) -> int:
+        """Stages of Triton's pipeline, which shares them between the load of a page's number and what depends on it.
+        AMD GPUs have less shared memory, and were not measured."""
+        shared = self.problem.page_size is not None and not architecture(self.q.device).startswith("gfx")
+        return 2 * tile.stages - 1 if shared else tile.stages
 
     def tile(self, name: str) -> config.Config:
         """The tile sizes of a pass."""

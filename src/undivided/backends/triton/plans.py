@@ -15,6 +15,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import is_traced
+from undivided.backends.triton import descriptors
 from undivided.backends.triton.inputs import Inputs, precision
 from undivided.backends.triton.launches import ALIGNMENT, Launch
 from undivided.kernels.triton import config
@@ -54,7 +55,8 @@ class Plan(NamedTuple):
         given["k"], given["v"] = tensors.k, tensors.v
         if self.descriptors is not None:
             first, second = self.descriptors
-            given["k"], given["v"] = _described(first, tensors.k), _described(second, tensors.v)
+            given["k"] = descriptors.with_tensor(first, tensors.k)
+            given["v"] = descriptors.with_tensor(second, tensors.v)
         if pages is not None:
             given["pages"] = pages
         self.launch.run(given)
@@ -96,19 +98,6 @@ def keep(call: Call, inputs: Inputs, launches: Sequence[Plan | None]) -> None:
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[_key(call, inputs.tensors)] = Plans(known)
-
-
-def without_tensor(descriptor: Any) -> Any:
-    """A tensor descriptor that keeps no memory of a call."""
-    return _described(descriptor, None)
-
-
-def _described(descriptor: Any, tensor: Tensor | None) -> Any:
-    """The descriptor with another tensor of the same kind. Its class would check all fields again."""
-    other = object.__new__(type(descriptor))
-    other.__dict__.update(descriptor.__dict__)
-    other.base = tensor
-    return other
 
 
 def _plans(call: Call) -> dict[Hashable, object] | None:

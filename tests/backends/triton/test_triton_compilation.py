@@ -137,7 +137,7 @@ def _compiled(folder: Path, architecture: str, *problems: str) -> list[dict[str,
     """The output of `triton_compile.py`; every kernel fits the shared memory of the architecture."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
-    program = Path(__file__).parents[1] / "support/gpus/triton_compile.py"
+    program = Path(__file__).parents[2] / "support/gpus/triton_compile.py"
     done = subprocess.run(
         [sys.executable, str(program), architecture, *problems],
         capture_output=True,

@@ -1,5 +1,5 @@
 """The `triton` backend over quantised keys and values, beyond the contract suite: every stored number, head sizes in
-steps, the memory it takes, and caches. The compilation for GPUs is in `test_triton.py`."""
+steps, the memory it takes, and caches. The compilation for GPUs is in `test_triton_compilation.py`."""
 
 from __future__ import annotations
 
