@@ -57,12 +57,13 @@ FP8_E4M3_TO_FP16 = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, a;
     cvt.rn.f16x2.e4m3x2 $1, b;
 }""")
-FP8_E5M2_TO_BF16 = tl.constexpr("""{
+REGISTERS = """{
     .reg .b32 x, y;
     .reg .b16 a, b, c, d;
     .reg .f32 e, f, g, h;
-    prmt.b32 x, $2, 0, 0x1404;
-    prmt.b32 y, $2, 0, 0x3424;
+"""
+# Two pairs of fp16 in x and y; their fractions have three bits at most, so that bfloat16 holds them exactly.
+PAIRS_TO_BF16 = """
     mov.b32 {a, b}, x;
     mov.b32 {c, d}, y;
     cvt.f32.f16 e, a;
@@ -71,23 +72,24 @@ FP8_E5M2_TO_BF16 = tl.constexpr("""{
     cvt.f32.f16 h, d;
     cvt.rn.bf16x2.f32 $0, f, e;
     cvt.rn.bf16x2.f32 $1, h, g;
-}""")
-FP8_E4M3_TO_BF16 = tl.constexpr("""{
-    .reg .b32 x, y;
-    .reg .b16 a, b, c, d;
-    .reg .f32 e, f, g, h;
+}"""
+FP8_E5M2_TO_BF16 = tl.constexpr(
+    REGISTERS
+    + """
+    prmt.b32 x, $2, 0, 0x1404;
+    prmt.b32 y, $2, 0, 0x3424;
+"""
+    + PAIRS_TO_BF16
+)
+FP8_E4M3_TO_BF16 = tl.constexpr(
+    REGISTERS
+    + """
     mov.b32 {a, b}, $2;
     cvt.rn.f16x2.e4m3x2 x, a;
     cvt.rn.f16x2.e4m3x2 y, b;
-    mov.b32 {a, b}, x;
-    mov.b32 {c, d}, y;
-    cvt.f32.f16 e, a;
-    cvt.f32.f16 f, b;
-    cvt.f32.f16 g, c;
-    cvt.f32.f16 h, d;
-    cvt.rn.bf16x2.f32 $0, f, e;
-    cvt.rn.bf16x2.f32 $1, h, g;
-}""")
+"""
+    + PAIRS_TO_BF16
+)
 
 # A byte of int4 is a pair of numbers, n + 8 each. Two 16-bit numbers of $0 to $3 are one byte of $4.
 INT4_TO_FP16 = tl.constexpr(

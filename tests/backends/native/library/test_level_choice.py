@@ -127,15 +127,20 @@ CHOICES = {
 }
 
 
+def build_choice(name: str, folder: Path, first_line: str) -> Path:
+    """`build_on_pretended` for a processor of `CHOICES`."""
+    vendor, missing, permitted, _, _ = CHOICES[name]
+    more, permission = (f"all.{vendor} = true; " if vendor else "") + missing, "0L" if permitted else "-1L"
+    return build_on_pretended(folder, ["-DUNDIVIDED_AMX"], first_line, permission=permission, more=more)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="of Linux on x86")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_highest_level_runs_but_intels_slow_dot_products_only_on_request(name: str, tmp_path: Path) -> None:
     """bf16 took twice the time on Intel's processors whose AMX was hidden."""
-    vendor, missing, permitted, chosen, highest = CHOICES[name]
-    more, permission = (f"all.{vendor} = true; " if vendor else "") + missing, "0L" if permitted else "-1L"
-    options = ["-DUNDIVIDED_AMX"]
-    binary = build_on_pretended(tmp_path, options, "undivided::kernels().name", permission=permission, more=more)
+    chosen, highest = CHOICES[name][3:]
+    binary = build_choice(name, tmp_path, "undivided::kernels().name")
     levels = cpu.LEVELS[: cpu.LEVELS.index(highest) + 1]
     for requested, running in [("", chosen), ("neon", chosen), *((level, level) for level in levels)]:
         environment = {**os.environ, "UNDIVIDED_ISA": requested}
@@ -161,9 +166,8 @@ KERNELS_OF_PROBLEMS = """[] {
 @pytest.mark.parametrize("name", CHOICES)
 def test_bf16_by_dot_products_runs_multiply_adds_on_intels_amx(name: str, tmp_path: Path) -> None:
     """Batch-invariant bf16 took 1.7 times the time there, prefill over int8 keys 1.4 times."""
-    vendor, missing, permitted, chosen, _ = CHOICES[name]
-    more, permission = (f"all.{vendor} = true; " if vendor else "") + missing, "0L" if permitted else "-1L"
-    binary = build_on_pretended(tmp_path, ["-DUNDIVIDED_AMX"], KERNELS_OF_PROBLEMS, permission=permission, more=more)
+    vendor, _, _, chosen, _ = CHOICES[name]
+    binary = build_choice(name, tmp_path, KERNELS_OF_PROBLEMS)
     environment = {**os.environ, "UNDIVIDED_ISA": ""}
     found = subprocess.run([binary], capture_output=True, text=True, check=True, env=environment).stdout.split()[:12]
     instead = "avx512" if chosen.startswith("amx") and vendor == "intel" else chosen
