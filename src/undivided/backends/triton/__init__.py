@@ -31,6 +31,9 @@ MAX_DECODE_ROWS = 64
 MAX_DECODE_QUERIES = 4
 """Up to this many queries are decoded even if all heads of a key/value head have more rows: as many heads as fit share
 a tile (DeepSeek V3 has 128 heads over one)."""
+MAX_SHORT = 16
+"""Queries of a document that is decoded in a pack. With more, tiles of 16 rows would read the keys more often than tiles
+of 64 rows of each head."""
 MAX_SPLITS = 32
 """Upper limit of split-KV; each split writes an fp32 part."""
 KEYS_PER_SPLIT = 256
@@ -266,7 +269,7 @@ def _blocks_of_documents(inputs: Inputs) -> list[_Blocks]:
     problem = inputs.problem
     assert problem.documents is not None
     group = _heads_of_a_tile(problem, MAX_DECODE_QUERIES)
-    short = MAX_DECODE_ROWS // group  # most queries of a short document
+    short = min(MAX_DECODE_ROWS // group, MAX_SHORT)
     longest = problem.documents[1]
     if longest is not None and longest <= short:
         return [_blocks_of_some(inputs, "decode", group, 0, None)]
