@@ -32,8 +32,8 @@ MAX_DECODE_QUERIES = 4
 """Up to this many queries are decoded even if all heads of a key/value head have more rows: as many heads as fit share
 a tile (DeepSeek V3 has 128 heads over one)."""
 MAX_SHORT = 16
-"""Queries of a document that is decoded in a pack. With more, tiles of 16 rows would read the keys more often than tiles
-of 64 rows of each head."""
+"""Queries of a document that is decoded in a pack. With more, tiles of 16 rows would read keys more often than tiles of
+64 rows of each head."""
 MAX_SPLITS = 32
 """Upper limit of split-KV; each split writes an fp32 part."""
 KEYS_PER_SPLIT = 256
