@@ -178,8 +178,9 @@ def _forward(inputs: Inputs, rows: Rows, blocks: _Blocks, out: Tensor, lse: Tens
         tensors["places"] = places
     latent = inputs.values_are_keys and steps.first == steps.values == problem.v_dim and descriptors is None
     latent = latent and not problem.batch_invariant  # whether v is a part of k would decide on the order of sums
-    # what lies between two documents is not between keys of one block
-    clean = min(inputs.clean, 1) if places is not None and not inputs.always_masked else inputs.clean
+    # what lies between two documents is not between keys of one block of a pack
+    of_pack = places is not None and not problem.batch_invariant and not inputs.always_masked
+    clean = min(inputs.clean, 1) if of_pack else inputs.clean
 
     def others() -> dict[str, Any]:
         switches = inputs.switches(rows)
