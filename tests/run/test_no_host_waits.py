@@ -84,6 +84,9 @@ MASKS: dict[str, Callable[[], Any]] = {
     "window-global": lambda: masks.window(16, 0) | masks.prefix(4),
     "lengths": lambda: masks.lengths(_int32(3, 4)) & masks.causal("bottom_right"),
     "documents": lambda: masks.documents(_int32(0, 3, 9), max_q=64, max_kv=64) & masks.causal(),
+    "documents-of-steps": lambda: (
+        masks.documents(_int32(0, 3, 9), _int32(0, 30, 60), max_q=64, max_kv=64) & masks.causal("bottom_right")
+    ),
     "dense": lambda: masks.dense(torch.ones(2, 1, 64, 64, dtype=torch.bool, device="meta")),
     "ids": lambda: masks.document_ids(torch.zeros(2, 64, dtype=torch.int64, device="meta")),
     "blocks": lambda: masks.blocks(16, 8, _table(1, 2, 4, 3)) & masks.causal(),
@@ -96,7 +99,7 @@ MASKS: dict[str, Callable[[], Any]] = {
         masks.blocks(16, 8, _table(2, 1, 4, 3)) & masks.documents(_int32(0, 3, 9), max_q=64, max_kv=64)
     ),
 }
-PACKED = ("documents", "blocks-documents")
+PACKED = ("documents", "documents-of-steps", "blocks-documents")
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "everything": lambda: {
@@ -168,9 +171,14 @@ def test_triton_with_chosen_pages(packed: bool, quantize: bool, monkeypatch: pyt
 
 
 def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from undivided.kernels.triton import backward, forward
+    from undivided.kernels.triton import backward, blocks, forward
 
-    for module, names in ((forward, ("forward", "combine")), (backward, ("delta", "rows", "keys", "pairs"))):
+    kernels = (
+        (forward, ("forward", "combine")),
+        (backward, ("delta", "rows", "keys", "pairs")),
+        (blocks, ("document_blocks",)),
+    )
+    for module, names in kernels:
         for one in names:
             monkeypatch.setattr(module, f"{one}_kernel", Launch(getattr(module, f"{one}_kernel")))
     for module in (inputs, triton):
