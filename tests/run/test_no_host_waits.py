@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undivided import masks
-from undivided.backends import get, torch_cudnn, torch_efficient, triton
+from undivided.backends import get, torch_cudnn, torch_efficient
 from undivided.backends.cudnn import graph
-from undivided.backends.triton import chosen, inputs, tables
+from undivided.backends.triton import blocks, chosen, inputs, tables
 from undivided.machine import Machine
 from undivided.request.slopes import usual_slopes
 
@@ -171,17 +171,18 @@ def test_triton_with_chosen_pages(packed: bool, quantize: bool, monkeypatch: pyt
 
 
 def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from undivided.kernels.triton import backward, blocks, forward
+    from undivided.kernels.triton import backward, forward
+    from undivided.kernels.triton import blocks as block_kernels
 
     kernels = (
         (forward, ("forward", "combine")),
         (backward, ("delta", "rows", "keys", "pairs")),
-        (blocks, ("document_blocks",)),
+        (block_kernels, ("document_blocks",)),
     )
     for module, names in kernels:
         for one in names:
             monkeypatch.setattr(module, f"{one}_kernel", Launch(getattr(module, f"{one}_kernel")))
-    for module in (inputs, triton):
+    for module in (inputs, blocks):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     monkeypatch.setattr(inputs, "architecture", lambda device: "sm90")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.backends import triton
-from undivided.backends.triton import gradients, launches
+from undivided.backends.triton import forward, gradients, launches
 from undivided.request.normalise import normalise
 from undivided.request.request import Request
 from undivided.verification import inputs
@@ -128,7 +128,7 @@ def test_launches_of_the_whole_contract_with_one_key_have_the_same_arguments(mon
         repeated += key in known
         assert known.setdefault(key, arguments) == arguments
 
-    monkeypatch.setattr(triton, "launch", checked)
+    monkeypatch.setattr(forward, "launch", checked)
     monkeypatch.setattr(gradients, "launch", checked)
     backend = triton.BACKEND
     for case in CASES.values():

@@ -14,7 +14,7 @@ import undivided
 from undivided import masks
 from undivided.backends import triton
 from undivided.backends.shared.blocks import block_pairs
-from undivided.backends.triton import launches, plans
+from undivided.backends.triton import forward, launches, plans
 from undivided.kernels.triton import config
 from undivided.request.call import Call
 from undivided.request.normalise import normalise
@@ -69,7 +69,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plans]:
         return plan
 
     monkeypatch.setattr(launches, "_launches", {})
-    monkeypatch.setattr(triton, "launch", launch)
+    monkeypatch.setattr(forward, "launch", launch)
     monkeypatch.setattr(plans, "find", noted)
     return found
 

@@ -17,8 +17,8 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.backends import triton as backend
+from undivided.backends.triton import blocks, tables
 from undivided.backends.triton import inputs as _triton_inputs
-from undivided.backends.triton import tables
 from undivided.kernels.triton import config
 from undivided.machine import Machine
 from undivided.masks import Mask
@@ -181,13 +181,13 @@ def _decode(pages: bool, q_len: int, dim: int, **options: Any) -> tuple[tuple[Te
 def test_decoding_splits_the_keys_and_merges_them(memory: str, q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With descriptors, as for TMA, whose loads include the NaN beyond the lengths."""
     cut = []
-    splits = backend._splits
+    splits = blocks._splits
 
     def counted(*arguments: int) -> int:
         cut.append(splits(*arguments))
         return cut[-1]
 
-    monkeypatch.setattr(backend, "_splits", counted)
+    monkeypatch.setattr(blocks, "_splits", counted)
     for options in ({}, {"sinks": torch.randn(6), "softcap": 3.0, "alibi_slopes": torch.rand(6)}):
         described = memory == "described"
         with config.trial("decode", config.INTERPRETED._replace(descriptors=described)):

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks, quantization
-from undivided.backends import triton
-from undivided.backends.triton import chosen
+from undivided.backends.triton import chosen, forward
 from undivided.kernels.triton import config
 
 pytestmark = pytest.mark.skipif(not config.is_interpreted(), reason="needs Triton's interpreter")
@@ -26,7 +25,7 @@ class Visits:
         self.tiles, self.sequences = 0, list[int]()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> Visits:
-        launch = triton.launch
+        launch = forward.launch
 
         def counted(kernel: Any, grid: Any, facts: Any, tensors: dict[str, Tensor], *more: Any) -> Any:
             if "tiles" in tensors:
@@ -35,7 +34,7 @@ class Visits:
                 self.sequences.append(grid[2])
             return launch(kernel, grid, facts, tensors, *more)
 
-        monkeypatch.setattr(triton, "launch", counted)
+        monkeypatch.setattr(forward, "launch", counted)
         return self
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.backends import triton as backend
 from undivided.backends.triton import inputs as triton_inputs
 from undivided.backends.triton import packs
+from undivided.backends.triton.blocks import all_blocks
 from undivided.masks import Mask
 from undivided.quantization import quantize
 from undivided.request.normalise import normalise
@@ -152,7 +152,7 @@ def test_a_block_visits_the_tiles_of_its_own_document_alone() -> None:
     mask = documents(new, cached) & masks.causal("bottom_right")
     call, tensors = normalise(Request.from_keywords(q, k, k, layout="thd", mask=mask))
     inputs = triton_inputs.Inputs(call, tensors)
-    launches = backend._all_blocks(inputs, next(inputs.parts()))
+    launches = all_blocks(inputs, next(inputs.parts()))
     tiles = [(blocks.runs[..., 3] - blocks.runs[..., 0]).sum().item() * 4 // blocks.group for blocks in launches]
     long, short = launches
     assert (long.group, short.group) == (1, 2)

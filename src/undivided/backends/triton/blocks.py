@@ -1,0 +1,129 @@
+"""How the forward divides its work: blocks of rows, heads that share a block, and parts of the keys.
+
+A few rows per key/value head are decoded: the heads of a group share one block, so that each key is read once, and keys
+are split among programs. Many rows prefill, a block of rows of one head at a time. A pack has both kinds of documents
+(see `packs`), and batch-invariant blocks are those of `invariant`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from undivided.backends.triton import invariant, packs
+from undivided.backends.triton.inputs import Inputs, Rows, processors
+from undivided.kernels.triton import config
+from undivided.request.problem import Problem
+
+MAX_DECODE_ROWS = 64
+"""Up to this many (query, head) rows per key/value head share one tile, and with it each read of the keys
+(decoding)."""
+MAX_DECODE_QUERIES = 4
+"""Up to this many queries are decoded even if all heads of a key/value head have more rows: as many heads as fit share
+a tile (DeepSeek V3 has 128 heads over one)."""
+MAX_SHORT = 16
+"""Queries of a document that is decoded in a pack. With more, tiles of 16 rows would read keys more often than tiles of
+64 rows of each head."""
+MAX_SPLITS = 32
+"""Upper limit of split-KV; each split writes an fp32 part."""
+KEYS_PER_SPLIT = 256
+"""A split with fewer keys costs more than it saves."""
+
+
+class Blocks(NamedTuple):
+    """The work of one launch. A row of a block is a (query, head of the group) pair.
+
+    Args:
+        tile: rows of a block, keys of a tile, warps and stages.
+        steps: columns of keys and values that are read at a time.
+        group: heads of a key/value head that share a block.
+        number: blocks of rows.
+        splits: parts into which the keys are divided.
+        runs: int32 [B|1, number, 8], the tiles of keys of each block, as `tables.Tables.rows`.
+        places: int32 [B|1, number, 3], where blocks begin and end; None if they follow one another.
+    """
+
+    tile: config.Config
+    steps: config.Steps
+    group: int
+    number: int
+    splits: int
+    runs: Tensor
+    places: Tensor | None
+
+
+def all_blocks(inputs: Inputs, rows: Rows) -> list[Blocks]:
+    """The blocks of each launch that these rows need."""
+    if inputs.problem.batch_invariant:
+        return [_batch_invariant(inputs, rows)]
+    if packs.applies(inputs.call, inputs.form):
+        return _of_documents(inputs)
+    return [_of_rows(inputs, rows)]
+
+
+def _batch_invariant(inputs: Inputs, rows: Rows) -> Blocks:
+    """Blocks that begin where a sequence begins; keys are never split."""
+    problem, form = inputs.problem, inputs.form if inputs.masked else None
+    tile, group = inputs.tile("forward"), problem.heads // problem.kv_heads
+    blocks = invariant.blocks(form, problem, rows.span, tile, group, inputs.q.device)
+    return Blocks(tile, _steps(problem, "forward"), group, blocks.number, 1, blocks.runs, blocks.places)
+
+
+def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
+    """Blocks that follow one another, of rows that are decoded or prefilled."""
+    problem, length = inputs.problem, rows.span.stop - rows.span.start
+    few = length * problem.heads <= MAX_DECODE_ROWS * problem.kv_heads or length <= MAX_DECODE_QUERIES
+    decoding = few and rows.span.start == 0
+    group = _heads_of_a_tile(problem, length) if decoding else 1
+    name = "decode" if decoding else "forward"
+    tile, steps = inputs.tile(name), _steps(problem, name)
+    count = -(-length * group // tile.block_m)
+    programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
+    splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
+    runs = inputs.tiles(tile.block_m, tile.block_n, group).rows
+    return Blocks(tile, steps, group, count, splits, runs[:, rows.span.start // tile.block_m :], None)
+
+
+def _of_documents(inputs: Inputs) -> list[Blocks]:
+    """The blocks of long documents and those of short ones, or of one kind if that is known (see `packs`)."""
+    problem = inputs.problem
+    assert problem.documents is not None
+    group = _heads_of_a_tile(problem, MAX_DECODE_QUERIES)
+    short = min(MAX_DECODE_ROWS // group, MAX_SHORT)
+    longest = problem.documents[1]
+    if longest is not None and longest <= short:
+        return [_of_some(inputs, "decode", group, 0, None)]
+    return [_of_some(inputs, "forward", 1, short + 1, None), _of_some(inputs, "decode", group, 0, short)]
+
+
+def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int | None) -> Blocks:
+    """The blocks, for the tile sizes of a pass, of the documents of `shortest` to `longest` queries."""
+    problem, form = inputs.problem, inputs.form
+    assert form is not None and problem.documents is not None
+    number, _, longest_kv = problem.documents
+    tile, steps, splits = inputs.tile(name), _steps(problem, name), 1
+    blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
+    if name == "decode":
+        keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
+        programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
+        splits = _splits(keys, programs, processors(inputs.q.device))
+    return Blocks(tile, steps, group, blocks.places.shape[1], splits, blocks.runs, blocks.places)
+
+
+def _heads_of_a_tile(problem: Problem, queries: int) -> int:
+    """How many heads of a key/value head share a tile of so many queries: all, or the largest part that fits."""
+    heads = problem.heads // problem.kv_heads
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * queries <= MAX_DECODE_ROWS))
+
+
+def _steps(problem: Problem, name: str) -> config.Steps:
+    """The steps of columns of a pass."""
+    few_bytes = problem.dtype.itemsize == 2 and problem.quantized is None
+    return config.column_steps(problem.qk_dim, problem.v_dim, name == "decode" and few_bytes)
+
+
+def _splits(kv_len: int, programs: int, processors: int) -> int:
+    """Number of splits of the keys, a power of two: up to two programs per processor, with enough keys in each."""
+    splits = min(2 * processors // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
+    return 1 << max(splits, 1).bit_length() - 1

@@ -1,0 +1,166 @@
+"""The forward of the `triton` backend: the launch of its kernel, and of the merge of parts if keys are split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided.backends.triton import plans
+from undivided.backends.triton.blocks import Blocks
+from undivided.backends.triton.descriptors import without_tensor
+from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, strides
+from undivided.backends.triton.launches import Launch, launch
+
+
+def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
+    """Compute out [B, H, R, Dv] and lse [B, H, R] of these blocks. Returns what a repeated call needs; None under
+    Triton's interpreter."""
+    return _Forward(inputs, rows, blocks, out, lse).run()
+
+
+class _Forward:
+    def __init__(self, inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> None:
+        self.inputs, self.problem, self.rows, self.blocks = inputs, inputs.problem, rows, blocks
+        self.out, self.lse = out, lse
+        self.parts, self.part_lses = (out[None], lse[None]) if blocks.splits == 1 else self._parts()
+        self.descriptors = inputs.descriptors(blocks.tile, inputs.k, inputs.v, blocks.tile.block_n)
+        self.value_steps = -(-self.problem.v_dim // blocks.steps.values)
+
+    def run(self) -> plans.Plan | None:
+        from undivided.kernels.triton.forward import forward_kernel
+
+        problem, blocks, descriptors = self.problem, self.blocks, self.descriptors
+        tensors = self._tensors()
+        launched = launch(
+            forward_kernel,
+            (blocks.number * self.value_steps * blocks.splits, problem.heads // blocks.group, problem.batch),
+            self._facts(),
+            tensors,
+            lambda: self._others(forward_kernel, tensors),
+            None if descriptors is None else dict(zip("kv", descriptors, strict=True)),
+        )
+        combined = self._combine() if blocks.splits > 1 else None
+        if launched is None:
+            return None
+        kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges", "places")}
+        described = None if descriptors is None else (*map(without_tensor, descriptors),)
+        return plans.Plan(launched, combined, self.parts.shape, kept, described)
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Memory for the results of each part of the keys: [splits, B, H, R, Dv] and [splits, B, H, R], fp32. Rows are
+        those of the call, or in a pack those of its blocks."""
+        problem, blocks = self.problem, self.blocks
+        heads, rows = self.out.shape[1:3]
+        if blocks.places is not None:
+            heads, rows = problem.heads // blocks.group, blocks.number * blocks.tile.block_m
+        shape = blocks.splits, problem.batch, heads, rows
+        return self.out.new_empty((*shape, problem.v_dim), dtype=torch.float32), self.lse.new_empty(shape)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        inputs, places = self.inputs, self.blocks.places
+        return {
+            "q": inputs.q[:, :, self.rows.span],
+            "k": inputs.k,
+            "v": inputs.v,
+            "out": self.parts,
+            "lse": self.part_lses,
+            "tiles": self.blocks.runs,
+            **inputs.pointers(self.rows),
+            **inputs.forward_only(),
+            **({} if places is None else {"places": places}),
+        }
+
+    def _facts(self) -> tuple[Any, ...]:
+        blocks = self.blocks
+        of_blocks = blocks.tile, blocks.steps, blocks.group, blocks.splits, blocks.places is not None
+        return (*self.inputs.facts(self.rows), *of_blocks, self.descriptors is not None, self._latent)
+
+    def _others(self, kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The arguments of the kernel besides its tensors, and the options of its compilation."""
+        inputs, problem, blocks = self.inputs, self.problem, self.blocks
+        parts, part_lses, steps = self.parts, self.part_lses, blocks.steps
+        switches = inputs.switches(self.rows)
+        return {
+            "tiles_b": strides(blocks.runs)[0],
+            "places_b": 0 if blocks.places is None else strides(blocks.places)[0],
+            "value_steps": self.value_steps,
+            **axis_strides(q=tensors["q"], k=inputs.k, v=inputs.v),
+            **dict(zip(("pages_b", "k_page", "v_page", "num_pages"), inputs.page_strides, strict=True)),
+            **inputs.scale_strides(tensors),
+            **dict(zip(("out_z", "out_b", "out_h", "out_s"), parts.stride(), strict=False)),
+            **dict(zip(("lse_z", "lse_b", "lse_h"), part_lses.stride(), strict=False)),
+            **inputs.placeholders(kernel, tensors),
+            **inputs.pointer_strides(tensors),
+            **switches,
+            "SINKS": switches["SINKS"] and blocks.splits == 1,
+            "DIM_STEP": steps.first,
+            "MORE_STEP": steps.more,
+            "VALUE_STEP": steps.values,
+            "LATENT": self._latent,
+            "GROUP": blocks.group,
+            "BLOCK_M": blocks.tile.block_m,
+            "BLOCK_N": blocks.tile.block_n,
+            "BIAS": inputs.bias is not None,
+            "PAGE": problem.page_size or 0,
+            "SPLITS": blocks.splits,
+            "PLAIN": inputs.plain and not switches["DENSE"],
+            "TMA": self.descriptors is not None,
+            "CLEAN": self._clean,
+            "PLACES": blocks.places is not None,
+            "INVARIANT": problem.batch_invariant,
+            "SPECIALISE": inputs.uses_warp_specialisation(blocks.tile, self.descriptors is not None),
+            "num_warps": blocks.tile.warps,
+            "num_stages": inputs.stages(blocks.tile),
+        }
+
+    @property
+    def _latent(self) -> bool:
+        """Whether values are read from the tile of keys that they are a part of. In batch-invariant calls never: it
+        would decide in which order numbers are added."""
+        inputs, problem, steps = self.inputs, self.problem, self.blocks.steps
+        one_step = steps.first == steps.values == problem.v_dim
+        return inputs.values_are_keys and one_step and self.descriptors is None and not problem.batch_invariant
+
+    @property
+    def _clean(self) -> int:
+        """As `Inputs.clean`; what lies between two documents is not between keys of one block of a pack."""
+        inputs = self.inputs
+        one_document = self.blocks.places is not None and not self.problem.batch_invariant
+        return min(inputs.clean, 1) if one_document and not inputs.always_masked else inputs.clean
+
+    def _combine(self) -> Launch | None:
+        """Merge the parts and their lse into out and lse; sinks enter here."""
+        from undivided.kernels.triton.forward import combine_kernel
+
+        inputs, blocks, v_dim = self.inputs, self.blocks, self.problem.v_dim
+        _, batch, heads, rows, _ = self.parts.shape
+        tensors = {"parts": self.parts, "part_lses": self.part_lses, "out": self.out, "lse": self.lse}
+        if blocks.places is not None:
+            tensors["places"] = blocks.places
+        if inputs.sinks is not None:
+            tensors["sinks"] = inputs.sinks
+        return launch(
+            combine_kernel,
+            (batch * heads * rows, 1, 1),
+            (blocks.tile.block_m, blocks.group),
+            tensors,
+            lambda: {
+                **inputs.placeholders(combine_kernel, tensors),
+                "part_z": self.parts.stride(0),
+                "part_row": v_dim,
+                "lse_z": self.part_lses.stride(0),
+                **dict(zip(("out_b", "out_h", "out_s"), strides(self.out), strict=False)),
+                **dict(zip(("lse_b", "lse_h"), strides(self.lse), strict=False)),
+                "heads": heads,
+                "q_len": rows,
+                "V_DIM": v_dim,
+                "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
+                "SPLITS": blocks.splits,
+                "SINKS": inputs.sinks is not None,
+                "PLACES": blocks.places is not None,
+                "BLOCK_M": blocks.tile.block_m,
+                "GROUP": blocks.group,
+            },
+        )
