@@ -142,7 +142,6 @@ class TestTable:
         assert "undivided." in entry.call
         assert max(map(len, entry.call.splitlines())) <= 74
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first jvp
     @entries()
     def test_its_snippet_runs(self, entry: Entry) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

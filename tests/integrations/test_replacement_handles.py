@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -124,15 +123,6 @@ class Scaled(nn.Module):
         return self.project(F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.5))
 
 
-@pytest.fixture
-def recorded() -> Iterator[None]:
-    """PyTorch says that TorchScript is old, and warns of what a trace makes a constant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.*", DeprecationWarning)
-        yield
-
-
-@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("record", [torch.jit.script, lambda m: torch.jit.trace(m, (q(),))], ids=["script", "trace"])
 def test_torchscript_contains_pytorchs_operator(record: Callable[[nn.Module], Any]) -> None:
     """A TorchScript program runs where this library is not installed, in C++ for one."""
@@ -145,7 +135,6 @@ def test_torchscript_contains_pytorchs_operator(record: Callable[[nn.Module], An
     torch.testing.assert_close(program(x), module(x))
 
 
-@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
     "make",
     [lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True)],
@@ -159,7 +148,6 @@ def test_pytorchs_modules_can_be_scripted(make: Callable[[], nn.Module]) -> None
     torch.testing.assert_close(program(*args), module(*args))
 
 
-@pytest.mark.usefixtures("recorded")
 def test_the_torchscript_entry_of_the_replacement_is_removed_with_it() -> None:
     table = torch.jit._builtins._get_builtin_table()
     before = dict(table)

@@ -10,6 +10,8 @@ import math
 import pickle
 import re
 import typing
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,25 @@ from undivided.request import foreign as _foreign
 
 # call, message, hint
 CALLS: WrongCalls = {**TENSORS, **MASKS, **CONSTRUCTIONS, **OPTIONS, **OTHERS}
+
+
+UNAVAILABLE: dict[str, Callable[[Any], Any]] = {
+    "alibi_slopes": lambda device: undivided.alibi_slopes(4, device=device),
+    "KVCache": lambda device: undivided.KVCache(1, 8, 1, 16, dtype=torch.float32, device=device),
+    "MultiheadAttention": lambda device: undivided.MultiheadAttention(64, 4, qkv_format="bshd", device=device),
+    "Mask.to": lambda device: masks.causal().to(device),
+    "Machine.this": lambda device: undivided.Machine.this(device),
+}
+
+
+@pytest.mark.parametrize("call", UNAVAILABLE.values(), ids=UNAVAILABLE)
+@pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda:99")], ids=["name", "device"])
+def test_a_device_that_pytorch_cannot_use_is_named(device: Any, call: Callable[[Any], Any]) -> None:
+    """PyTorch's error, "Torch not compiled with CUDA enabled", came from the first tensor that was made there."""
+    message = r"^device must be available, got cuda:99\n  HINT: PyTorch says: \w+"
+    with pytest.raises(InputError, match=message) as caught:
+        call(device)
+    assert caught.value.argument == "device"
 
 
 @pytest.mark.parametrize("name", CALLS)

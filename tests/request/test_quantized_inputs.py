@@ -95,7 +95,6 @@ def test_autocast_casts_only_the_queries(format: Format) -> None:
     torch.testing.assert_close(out.float(), undivided.attention(**given), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
 def test_forward_mode_goes_through_the_reference() -> None:
     given = arguments("int8")
     q = given.pop("q")

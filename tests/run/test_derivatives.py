@@ -17,7 +17,6 @@ import undivided
 from undivided import masks
 
 # torch's own forward mode scripts its decompositions when it is first used
-pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.jit.script:DeprecationWarning")
 
 
 BACKENDS = ("reference", "torch_flash")

@@ -181,7 +181,6 @@ ENTRIES: dict[str, tuple[Callable[[], None], dict[str, tuple[str, ...]]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_deterministic_reaches_every_pass(entry: str, seen: list[tuple[str, Problem]]) -> None:
     """`explain` showed it, but the kernel once got the problem as it was before the decision."""
@@ -193,7 +192,6 @@ def test_deterministic_reaches_every_pass(entry: str, seen: list[tuple[str, Prob
     assert [name for name, problem in seen if not problem.deterministic] == []
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in torch.func.jvp
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if not name.startswith("context-parallel")])
 def test_the_kernel_gets_the_decided_problem(entry: str, seen: list[tuple[str, Problem]]) -> None:
     """A backend gets the problem that `last_decision` explains (of its thread: simulated ranks have their own)."""

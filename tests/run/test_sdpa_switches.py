@@ -22,7 +22,6 @@ from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import policy
 
 # torch's own forward mode scripts its decompositions when it is first used
-pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.jit.script:DeprecationWarning")
 
 
 @pytest.fixture

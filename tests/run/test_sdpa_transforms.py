@@ -10,7 +10,6 @@ from sdpa_calls import BFLOAT, DOUBLE, HALF, SINGLE, math, ours, qkv
 from torch import Tensor
 
 # torch's own forward mode scripts its decompositions when it is first used
-pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.jit.script:DeprecationWarning")
 
 
 @pytest.mark.parametrize("mask_dtype", [None, SINGLE, HALF, BFLOAT], ids=str)

@@ -27,6 +27,7 @@ from described_gpus import (
     ask,
     ask_pages,
     check_row,
+    described,
 )
 
 from undivided import masks
@@ -239,7 +240,7 @@ TABLE = [
         },
     ),
     Row(
-        "pages-that-cudnn-does-not-read", Machine.named("l4", "9.4.0", {"cudnn_frontend": "1.23.0", "triton": "3.4.0"}),
+        "pages-that-cudnn-does-not-read", described("l4", "9.4.0", {"cudnn_frontend": "1.23.0", "triton": "3.4.0"}),
         ask_pages(48, queries=2, mask=masks.window(9, 0, "top_left"), dim=256), "reference",
         {
             "torch_flash": ["paged", "per-seq", "top-left"],

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from described_gpus import A100, A100_OLD, ALL, B200, DOCUMENTS, FULL, H100, HALF, SQUARE, Row, ask, check_row
+from described_gpus import (
+    A100,
+    A100_OLD,
+    ALL,
+    B200,
+    DOCUMENTS,
+    FULL,
+    H100,
+    HALF,
+    SQUARE,
+    Row,
+    ask,
+    check_row,
+    described,
+)
 
 from undivided import masks
-from undivided.machine import Machine
 from undivided.request.slopes import usual_slopes
 
 BIAS = torch.empty(16, 512, 512, dtype=HALF, device="meta", requires_grad=True)
@@ -150,7 +163,7 @@ TABLE = [
     ),
     Row(
         "sinks-that-cudnn-does-not-take",
-        Machine.named("h100", "9.13.0", {"cudnn_frontend": "1.18", "triton": "3.4.0"}),
+        described("h100", "9.13.0", {"cudnn_frontend": "1.18", "triton": "3.4.0"}),
         ask((2, 1, 16, 128), kv_len=99, sinks=torch.empty(16, device="meta"), return_lse=True), "reference",
         {
             "flash_attn": ["flash_attn_3 3 or later is not installed", "flash-attn 3: no support for sinks"],

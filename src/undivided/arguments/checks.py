@@ -123,8 +123,18 @@ def _in_digits(number: int) -> str:
     return str(number) if abs(number) <= 10**20 else f"an int of {number.bit_length()} bits"
 
 
+_available: set[torch.device] = set()
+
+
 def as_device(argument: str, value: object) -> torch.device:
     """``value`` (a device, its name, or the number of an accelerator) as a ``torch.device``, or InputError."""
+    device = _as_device(argument, value)
+    if device.type not in ("cpu", "meta") and device not in _available:
+        _check_available(argument, device)
+    return device
+
+
+def _as_device(argument: str, value: object) -> torch.device:
     if isinstance(value, torch.device):
         return value
     if isinstance(value, str | int) and not isinstance(value, bool):
@@ -133,6 +143,17 @@ def as_device(argument: str, value: object) -> torch.device:
         except (RuntimeError, ValueError):  # ValueError: an int beyond 64 bits
             pass
     raise InputError(argument, "be a torch.device or its name", repr(value), hint="'cpu' or 'cuda:0', for example")
+
+
+def _check_available(argument: str, device: torch.device) -> None:
+    """InputError if PyTorch cannot use the device; its own error would come with the first tensor there."""
+    try:
+        tensor = torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch was built without CUDA
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(argument, "be available", str(device), hint=f"PyTorch says: {reason}") from None
+    if type(tensor) is torch.Tensor:  # under FakeTensorMode every device is
+        _available.add(device)
 
 
 def checked_choice(argument: str, value: object, choices: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from torch.nn.attention import _registry, current_flash_attention_impl
 import undivided
 from undivided import machine as _machine
 from undivided import masks
+from undivided.arguments import checks
 from undivided.backends import torch_flash
 from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
@@ -93,6 +94,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A device that torch says is an H100."""
     properties = types.SimpleNamespace(name="H100", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(checks, "_available", {torch.device("cuda:77")})
     yield "cuda:77"
     _machine._probe.cache_clear()
 

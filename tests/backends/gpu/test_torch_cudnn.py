@@ -11,6 +11,7 @@ import pytest
 import torch
 from adapter_check import Recorder, build_call, check, check_against_reference, tensors
 from calls import problem_of
+from described_gpus import described
 from torch import Tensor
 
 from undivided import masks
@@ -126,7 +127,7 @@ def test_queries_without_keys_in_documents_that_fill_every_token(kernel: Recorde
     check(torch_cudnn.BACKEND, q, k, v, layout="thd", mask=mask, backward=False)
 
 
-MACHINES = {"a100": Machine.named("a100", "9.8.0"), "h100": Machine.named("h100", "9.20.0")}
+MACHINES = {"a100": described("a100", "9.8.0"), "h100": described("h100", "9.20.0")}
 
 
 def allowed(case: Case) -> bool:
@@ -168,7 +169,7 @@ def test_documents_run_on_request_only() -> None:
     mask = masks.documents(torch.tensor([0, 24, 64])) & masks.causal()
     problem = problem_of(q, q, q, layout="thd", mask=mask, device="cuda")
     for policy, name in ((Policy(forced="torch_cudnn"), "torch_cudnn"), (Policy(), "cudnn")):
-        machine = Machine.named("h100", "9.20.0", {"cudnn_frontend": "1.23.0"})
+        machine = described("h100", "9.20.0", {"cudnn_frontend": "1.23.0"})
         chosen = decide(problem, machine, policy).chosen
         assert chosen is not None
         assert chosen.name == name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,19 @@ from undivided.selection.policy import Policy
 ALL = ("flash_attn", "torch_flash", "torch_efficient", "torch_cudnn", "cudnn", "flex")
 PACKAGES = {"flash_attn": "2.8.3", "cudnn_frontend": "1.23.0", "triton": "3.4.0"}
 
-A100_OLD = Machine.named("a100", "8.9.7", PACKAGES)
-A100 = Machine.named("a100", "9.8.0", PACKAGES)
-H100 = Machine.named("h100", "9.20.0", PACKAGES | {"flash_attn_3": "3.0.0"})
-B200 = Machine.named("b200", "9.20.0", PACKAGES | {"flash_attn_4": "4.0.0"})
-T4 = Machine.named("t4", "9.8.0", {"triton": "3.4.0"})
-RTX4090 = Machine.named("rtx4090", "9.8.0", PACKAGES)
-BARE_H100 = Machine.named("h100")
+
+def described(name: str, cudnn: str | None = None, packages: dict[str, str] | None = None) -> Machine:
+    """A described machine with PyTorch 2.13, whatever version the tests run with."""
+    return replace(Machine.named(name, cudnn, packages), torch="2.13.0")
+
+
+A100_OLD = described("a100", "8.9.7", PACKAGES)
+A100 = described("a100", "9.8.0", PACKAGES)
+H100 = described("h100", "9.20.0", PACKAGES | {"flash_attn_3": "3.0.0"})
+B200 = described("b200", "9.20.0", PACKAGES | {"flash_attn_4": "4.0.0"})
+T4 = described("t4", "9.8.0", {"triton": "3.4.0"})
+RTX4090 = described("rtx4090", "9.8.0", PACKAGES)
+BARE_H100 = described("h100")
 
 HALF, FULL = torch.bfloat16, torch.float32
 

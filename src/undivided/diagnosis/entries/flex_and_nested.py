@@ -138,11 +138,12 @@ ENTRIES = (
         patterns=(
             r"block_mask was created for block_mask\.shape=(?P<a>\([\d, ]+\)) but got "
             r"q_len=(?P<q>\d+) and kv_len=(?P<k>\d+)",
+            r"block_mask was created for a smaller length than you're using it for",  # torch 2.15
         ),
         example="""ValueError: block_mask was created for block_mask.shape=(1, 1, 128, 128) but got q_len=256 and
             kv_len=256.""",
         cause="A block mask belongs to one pair of lengths; with a cache or varying batches they change each step.",
-        confirm="The message has both pairs of lengths.",
+        confirm="Compare block_mask.shape with the lengths of q and k; up to torch 2.13 the message has both.",
         fix="Create one for each pair of lengths, or create one large mask and use block_mask._adjust.",
         call="""
             # a mask without lengths, for all of them
@@ -152,9 +153,11 @@ ENTRIES = (
                 out = undivided.attention(q, k, v, layout="bhsd", mask=mask)
             """,
         source="pytorch/pytorch#141486, meta-pytorch/attention-gym#54",
-        reads=lambda match, text: [
-            f"Created for {match['a']}, called with {match['q']} queries and {match['k']} keys."
-        ],
+        reads=lambda match, text: (
+            [f"Created for {match['a']}, called with {match['q']} queries and {match['k']} keys."]
+            if "a" in match.groupdict()
+            else []
+        ),
     ),
     Entry(
         id="flex-cpu-dtype",

@@ -108,9 +108,19 @@ def test_a_child_of_a_forked_child_has_threads(between: str) -> None:
 @needs_fork
 def test_threads_of_a_forked_child_call_at_the_same_time() -> None:
     """One of them uses the team; meanwhile the others compute on their own."""
-    at_once = "lambda: (state(), [t.start() for t in calls], [t.join() for t in calls])[0]"
-    parent = "attention(); calls = [threading.Thread(target=state) for _ in range(8)]"
-    done = beside_torch(FORK.format(imported="import undivided", parent=parent, function=at_once, forked=True))
+    parent = """
+def at_once():
+    calls = [threading.Thread(target=state) for _ in range(8)]
+    result = state()
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    return result
+
+attention()
+"""
+    done = beside_torch(FORK.format(imported="import undivided", parent=parent, function="at_once", forked=True))
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
 
