@@ -16,6 +16,7 @@ import transformers
 import transformers_models as models  # beside this file; it imports transformers
 
 from undivided.integrations.transformers import _attention, register, speed
+from undivided.integrations.transformers._names import cache_name
 from undivided.integrations.transformers.sweep import _models
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
@@ -140,10 +141,11 @@ def test_chunked_prefill_and_answers_of_several_tokens(name: str) -> None:
     text, real = models.tokens(), models.real_tokens("left")
 
     def logits(network: Any) -> Tensor:
+        name = cache_name(network)
         past, found = None, []
         for start, stop in ((0, 4), (4, 9), (9, 11)):
-            out = network(text[:, start:stop], attention_mask=real[:, :stop], past_key_values=past, use_cache=True)
-            past = out.past_key_values
+            out = network(text[:, start:stop], attention_mask=real[:, :stop], use_cache=True, **{name: past})
+            past = out[name]
             found.append(out.logits)
         return torch.cat(found, 1)[real.bool()]
 

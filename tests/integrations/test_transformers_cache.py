@@ -13,6 +13,7 @@ from undivided.quantization import FORMATS
 
 transformers = pytest.importorskip("transformers")
 from undivided.integrations.transformers import Cache, register  # noqa: E402
+from undivided.integrations.transformers._names import cache_name  # noqa: E402
 
 NAMES = ["Llama", "Qwen3", "Gemma3"]
 
@@ -39,7 +40,7 @@ def prompts() -> dict[str, torch.Tensor]:
 
 def generate(model: Any, cache: Any, **options: Any) -> Any:
     settings = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(**prompts(), past_key_values=cache, **settings, **options)
+    return model.generate(**prompts(), **{cache_name(model): cache}, **settings, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,8 +78,8 @@ def test_eager_attention_reads_a_quantised_cache_too() -> None:
 def test_beams_are_reordered() -> None:
     model = model_of("Llama")
     expected = model.generate(**prompts(), max_new_tokens=10, num_beams=3, do_sample=False)
-    cache = Cache()
-    found = model.generate(**prompts(), max_new_tokens=10, num_beams=3, do_sample=False, past_key_values=cache)
+    cache = {cache_name(model): Cache()}
+    found = model.generate(**prompts(), max_new_tokens=10, num_beams=3, do_sample=False, **cache)
     assert torch.equal(found, expected)
 
 
@@ -86,6 +87,6 @@ def test_wrong_formats_are_refused() -> None:
     with pytest.raises(InputError, match="quantize must be one of"):
         Cache(quantize="int2")
     model = model_of("Llama")
-    cache = Cache(quantize="int8")
+    cache = {cache_name(model): Cache(quantize="int8")}
     with pytest.raises(InputError, match="require"):
-        model(**prompts(), past_key_values=cache)
+        model(**prompts(), **cache)

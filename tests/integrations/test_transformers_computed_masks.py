@@ -245,6 +245,17 @@ def test_documents_from_cumulative_lengths() -> None:
     torch.testing.assert_close(attention(Layer(), q, q, q, mine, **options)[0][:, rows], expected[:, rows])
 
 
+def test_cumulative_lengths_and_the_ids_of_a_mask_function_apply_both() -> None:
+    cu, ids = torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1]])
+    causal = masking_utils.causal_mask_function
+    mask = model_mask(
+        1, 9, 9, mask_function=masking_utils.and_masks(causal, masking_utils.packed_sequence_mask_function(ids))
+    )
+    found = within_documents(mask, cu, cu, None, None).to_dense(1, 1, 9, 9)[0, 0]
+    document = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+    assert torch.equal(found, (document[:, None] == document).tril())
+
+
 def test_documents_in_chunks_from_cumulative_lengths() -> None:
     cu = torch.tensor([0, 3, 9], dtype=torch.int32)
     mask = model_mask(1, 9, 9, mask_function=chunked(2)(no_padding(1)))

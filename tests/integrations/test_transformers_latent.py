@@ -12,6 +12,7 @@ from undivided import InputError
 
 transformers = pytest.importorskip("transformers")
 from undivided.integrations.transformers import register, use_latents  # noqa: E402
+from undivided.integrations.transformers._names import cache_name  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -64,9 +65,9 @@ def test_logits_and_tokens_are_those_of_the_expanded_layers(name: str) -> None:
     def results() -> tuple[torch.Tensor, torch.Tensor, Any]:
         with torch.no_grad():
             whole = logits(model)
-            cache = transformers.DynamicCache()
-            model(tokens[:1, :29], past_key_values=cache)
-            step = model(tokens[:1, 29:], past_key_values=cache).logits
+            cache = {cache_name(model): transformers.DynamicCache()}
+            model(tokens[:1, :29], **cache)
+            step = model(tokens[:1, 29:], **cache).logits
             out = model.generate(tokens, attention_mask=real, max_new_tokens=12, do_sample=False, pad_token_id=0)
         return whole, step, out
 
@@ -81,10 +82,10 @@ def test_logits_and_tokens_are_those_of_the_expanded_layers(name: str) -> None:
 def test_a_step_reads_the_latents_once_for_all_heads() -> None:
     model = model_of("DeepseekV3")
     use_latents(model)
-    cache = transformers.DynamicCache()
+    cache = {cache_name(model): transformers.DynamicCache()}
     with torch.no_grad():
-        model(prompts()[0], past_key_values=cache)
-        model(prompts()[0][:, :1], past_key_values=cache)
+        model(prompts()[0], **cache)
+        model(prompts()[0][:, :1], **cache)
     decision = undivided.last_decision()
     assert decision is not None
     assert (decision.problem.kv_heads, decision.problem.qk_dim, decision.problem.v_dim) == (1, 40, 32)

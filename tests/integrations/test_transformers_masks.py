@@ -12,7 +12,7 @@ from torch import Tensor
 from undivided.integrations.transformers import _patterns, model_mask, register
 
 masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
-
+from transformers import LlamaConfig  # noqa: E402
 
 register()
 
@@ -117,17 +117,23 @@ def test_a_long_mask_costs_memory_in_proportion_to_its_length() -> None:
 IDS = {"one-row": [[0, 0, 0, 1, 2, 2, 2, 2, 2]], "two-rows": [[0, 0, 0, 1, 2, 2, 2, 2, 2], [0] * 5 + [1] * 4]}
 
 
+def packed(within: Any, positions: Tensor, ids_first: bool = True) -> Any:
+    """Documents as transformers builds them: with the ids first before 5.24, and last from then on."""
+    ids = masking_utils.packed_sequence_mask_function(masking_utils.find_packed_sequence_indices(positions))
+    remapped = masking_utils.remap_positions_for_packed_sequence(within, positions)
+    return masking_utils.and_masks(*((ids, remapped) if ids_first else (remapped, ids)))
+
+
+@pytest.mark.parametrize("ids_first", [True, False])
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if not name.startswith("bidirectional")])
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
-def test_packed_documents_stay_structure(function: str, ids: list[list[int]]) -> None:
+def test_packed_documents_stay_structure(function: str, ids: list[list[int]], ids_first: bool) -> None:
     """From position_ids that begin again; a first document may begin late, and chunks count from its first position
     0."""
     document = torch.tensor(ids)
     positions = torch.stack([torch.cat([torch.arange(int(n)) for n in row.bincount()]) for row in document])
     positions[:, :3] += 2
-    made = masking_utils.packed_sequence_compatibility_function(
-        FUNCTIONS[function](no_padding(len(ids))), positions, masking_utils.find_packed_sequence_indices(positions)
-    )
+    made = packed(FUNCTIONS[function](no_padding(len(ids))), positions, ids_first)
     expected = masking_utils.sdpa_mask(len(ids), 9, 9, mask_function=made, allow_is_causal_skip=False)
     found = model_mask(len(ids), 9, 9, mask_function=made)
     assert torch.equal(found.to_dense(), expected)
@@ -140,23 +146,59 @@ def test_packed_documents_among_other_conditions(swapped: bool) -> None:
     """Padding is a mask of keys; chunks that do not begin with the documents, and other documents, are evaluated as
     functions."""
     positions, others = (torch.tensor([row]) for row in ([0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 0, 1, 2, 3]))
-
-    def packed(at: Tensor) -> Any:
-        ids = masking_utils.find_packed_sequence_indices(at)
-        return masking_utils.packed_sequence_compatibility_function(masking_utils.causal_mask_function, at, ids)
-
+    causal = masking_utils.causal_mask_function
     real = torch.tensor([[True] * 4 + [False] + [True] * 4])
     beside = {
         "padding": masking_utils.padding_mask_function(real),
         "chunks": masking_utils.chunked_overlay(2, no_padding(1)),
-        "documents": packed(others),
+        "documents": packed(causal, others),
         "window": masking_utils.sliding_window_overlay(2),
     }
     for other in beside.values():
-        both = (other, packed(positions)) if swapped else (packed(positions), other)
+        both = (other, packed(causal, positions)) if swapped else (packed(causal, positions), other)
         made = masking_utils.and_masks(*both)
         expected = masking_utils.sdpa_mask(1, 9, 9, mask_function=made, allow_is_causal_skip=False)
         assert torch.equal(model_mask(1, 9, 9, mask_function=made).to_dense(), expected)
+
+
+def from_transformers(config: Any, positions: Tensor, **options: Any) -> Any:
+    """The causal mask that transformers builds for a model with this configuration, without a cache."""
+    return masking_utils.create_causal_mask(config, torch.zeros(*positions.shape, 8), None, None, positions, **options)
+
+
+def test_the_packed_documents_of_a_model_stay_structure() -> None:
+    """In whatever order the installed version of transformers combines the functions."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])
+    ours, eager = (LlamaConfig(attn_implementation=name) for name in ("undivided", "sdpa"))
+    found = from_transformers(ours, positions)
+    assert found.mask.kinds == {"causal", "documents"} or found.mask.kinds == {"window", "documents"}
+    assert torch.equal(found.to_dense(), from_transformers(eager, positions))
+    blocks = {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, -1]])}  # images, one in two documents
+    found = from_transformers(ours, positions, **blocks)
+    assert torch.equal(found.to_dense(), from_transformers(eager, positions, **blocks))
+
+
+IDS_ALONE = {
+    "ascending": ([[0, 0, 0, 1, 2, 2, 2, 2, 2]], True),
+    "rows": ([[0, 0, 0, 1, 2, 2, 2, 2, 2], [4] * 5 + [7] * 4], True),
+    "in-parts": ([[0, 0, 1, 1, 0, 0, 2, 2, 2]], False),
+    "negative": ([[-1, -1, 0, 0, 0, 0, 2, 2, 2]], False),
+}
+
+
+@pytest.mark.parametrize(("ids", "is_known"), IDS_ALONE.values(), ids=IDS_ALONE)
+def test_ids_of_documents_beside_other_functions(ids: list[list[int]], is_known: bool) -> None:
+    """Documents limit an unknown function to their own pairs, and bands and chunks count the tokens of the row."""
+    documents = masking_utils.packed_sequence_mask_function(torch.tensor(ids))
+    blocks = masking_utils.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, -1]] * len(ids)))
+    union = masking_utils.or_masks(masking_utils.causal_mask_function, blocks)
+    others = {name: make(no_padding(len(ids))) for name, make in FUNCTIONS.items()} | {"union": union}
+    for name, other in others.items():
+        made = masking_utils.and_masks(other, documents)
+        found = model_mask(len(ids), 9, 9, mask_function=made)
+        expected = masking_utils.sdpa_mask(len(ids), 9, 9, mask_function=made, allow_is_causal_skip=False)
+        assert torch.equal(found.to_dense(), expected), name
+        assert bool(found.mask.kinds & {"documents", "document_ids"}) == is_known, name
 
 
 def test_unknown_functions_are_evaluated_pair_by_pair() -> None:
@@ -205,6 +247,23 @@ def test_a_closure_that_changes_its_meaning_is_no_longer_known(monkeypatch: pyte
     mask = model_mask(1, 9, 9, mask_function=sliding_window_overlay(3))
     assert "predicate" in mask.mask.kinds
     assert mask.to_dense()[0, 0].sum().item() == 9 * 9 - 5 * 6 // 2
+
+
+@pytest.mark.parametrize(
+    "removed", ["chunked_overlay", "packed_sequence_mask_function", "padding_mask_function", "sliding_window_overlay"]
+)
+def test_a_function_that_is_removed_costs_the_structure_of_its_own_masks_only(
+    monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    """Transformers 5.24 removed a function; all intersections must not become unknown with it."""
+    made = {"window": masking_utils.sliding_window_causal_mask_function(3), "chunks": chunked(3)(no_padding(1))}
+    made |= {"documents": packed(masking_utils.causal_mask_function, torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))}
+    monkeypatch.setattr(_patterns, "_readers", {})
+    monkeypatch.delattr(masking_utils, removed)
+    _patterns.learn(masking_utils)
+    unknown = {name for name, fn in made.items() if _patterns.read(fn).rest}
+    expected = {"chunked_overlay": {"chunks"}, "packed_sequence_mask_function": {"documents"}}
+    assert unknown == expected.get(removed, {"window"} if removed == "sliding_window_overlay" else set())
 
 
 def test_windows_of_nothing_and_masks_without_a_function() -> None:

@@ -21,12 +21,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers_models import build
 
 import undivided
 from undivided.context_parallel import RankError, simulate
 from undivided.integrations.transformers import parallelize, register, shard_batch
+from undivided.integrations.transformers._names import cache_name
+from undivided.integrations.transformers._patterns import Packed, Pattern
+from undivided.integrations.transformers.parallel._shard import SequenceShard
 
 NAMES = ("llama", "qwen3", "gemma-3", "mixtral")
 LENGTH = 22  # not a multiple of the ranks
@@ -150,6 +153,12 @@ def refused(call: Callable[[], object]) -> str:
     return "no error"
 
 
+def masked_by_ids(shard: SequenceShard) -> object:
+    """The mask of a user's ids of this rank's tokens, which say nothing of the other ranks' tokens."""
+    own = shard.context.positions(within_documents=False).numel()
+    return shard.model_mask(Pattern(packed=Packed(torch.zeros(1, own, dtype=torch.int64), None)), 1, own)
+
+
 def errors() -> dict[str, str]:
     """In each rank: the errors of wrong calls. The ranks go on together after each."""
     register()
@@ -179,6 +188,8 @@ def errors() -> dict[str, str]:
         "twice": lambda: parallelize(model, mesh),
         "whole batch": lambda: model(**batch),
         "cache": lambda: model(**{**shard_batch(batch, mesh), "use_cache": True}),
+        "cache object": lambda: model(**{**shard_batch(batch, mesh), cache_name(model): DynamicCache()}),
+        "ids": lambda: masked_by_ids(shard_batch(batch, mesh)["shard"]),
         "generate": lambda: model.generate(ids, max_new_tokens=1, do_sample=False),
         "uneven": lambda: shard_batch({"input_ids": ids[:, : LENGTH - (rank == 1)]}, mesh),
         "text": lambda: shard_batch({"input_ids": ids + (rank == 3)}, mesh),
@@ -212,6 +223,8 @@ def check_errors(answers: list[Any]) -> None:
         for name in ("whole batch", "generate"):
             assert "batch must come from shard_batch: the model is on 4 context ranks" in found[name]
         assert "use_cache must be absent on several context ranks, got True" in found["cache"]
+        assert re.search("(cache|past_key_values) must be absent on several context ranks", found["cache object"])
+        assert "mask_function must be causal, a window, chunks or bidirectional if the sequence" in found["ids"]
         assert re.search("input_ids must be the same on every rank.* on rank 1", found["uneven"])
         assert re.search("input_ids must be the same on every rank.* on rank 3", found["text"])
         own = "InputError: input_ids must be a tensor [B, S]" if rank == 0 else "RankError: another rank refused"

@@ -10,6 +10,7 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
     _attention.py   the attention of a layer
     _latent.py      latent attention (MLA) over the latents themselves
     _continuous_batching.py   the same over the paged cache of continuous batching
+    _names.py       names that differ between versions of transformers
 
 `Cache` stores keys and values in place, quantised on request, and passes them to the attention as they are.
 
@@ -55,7 +56,7 @@ def register() -> None:
 
     Raises:
         ImportError: transformers is not installed.
-        InputError: transformers is too old (tested with 5.23).
+        InputError: transformers is too old (tested with 5.23 and 5.24).
 
     Source: "Attention interface" in the documentation of Hugging Face Transformers.
 

@@ -37,7 +37,7 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
 
     Source: the interface of `transformers.DynamicCache`.
 
-    >>> import torch, transformers
+    >>> import inspect, torch, transformers
     >>> from undivided.integrations.transformers import Cache, register
     >>> register()
     >>> config = transformers.LlamaConfig(
@@ -45,7 +45,8 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
     ...     eos_token_id=None, pad_token_id=0, attn_implementation="undivided")
     >>> model = transformers.LlamaForCausalLM(config)
     >>> cache = Cache(quantize="int8", max_len=64)
-    >>> model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=8, past_key_values=cache).shape
+    >>> name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
+    >>> model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=8, **{name: cache}).shape
     torch.Size([1, 13])
     >>> print(cache.memory)
     19.4 KiB (values 17.2 KiB, scales 2.2 KiB), 0.56 of bfloat16's 34.5 KiB

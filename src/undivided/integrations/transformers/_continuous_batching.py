@@ -64,13 +64,13 @@ def attention(
         )
     allocator = cache.layer_to_allocator[layer]
     step = _step(cache, allocator, arguments)
+    new = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    write_index = arguments["write_index"][allocator.index]
     if step.pages is None:
-        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=dict(arguments))
-        k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        k, v = allocator.update(*new, layer, arguments["read_index"][allocator.index], write_index)
     else:
-        write_index = arguments["write_index"][allocator.index]
         no_index = write_index[:0]  # with nothing to read, `update` only writes
-        allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, no_index, write_index)
+        allocator.update(*new, layer, no_index, write_index)
         k, v = allocator.get_cache_for_block_table(layer)
     out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=step.mask, pages=step.pages, **options)
     return out[None]
@@ -110,12 +110,18 @@ def _block_table(rows: Tensor, cu_kv: Tensor, page_size: int, longest: int) -> T
 
 
 def accept(name: str) -> None:
-    """Let the manager of continuous batching run models with this attention implementation; it knows a fixed list."""
+    """Let continuous batching run models with this attention implementation, whose layers get the cache itself."""
     try:
-        from transformers.generation.continuous_batching import ContinuousBatchingManager
+        from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
     except ImportError:  # an older version
         return
-    switch = getattr(ContinuousBatchingManager, SWITCH, None)
+    _accept_in_manager(ContinuousBatchingManager, name)
+    _pass_on_cache(PagedAttentionCache, name)
+
+
+def _accept_in_manager(manager: Any, name: str) -> None:
+    """Let the manager keep this implementation; it knows a fixed list."""
+    switch = getattr(manager, SWITCH, None)
     if switch is None or hasattr(switch, "__wrapped__"):
         return
 
@@ -124,4 +130,26 @@ def accept(name: str) -> None:
         if model.config._attn_implementation != name:
             switch(self, model, *args, **options)
 
-    setattr(ContinuousBatchingManager, SWITCH, switch_others)
+    setattr(manager, SWITCH, switch_others)
+
+
+def _pass_on_cache(paged_cache: Any, name: str) -> None:
+    """Let the cache pass itself to this implementation, which then updates it, as transformers did before 5.24.
+
+    From 5.24 on, the layers update it, and `update` gathers all cached keys. Before, attention implementations did.
+    """
+    gather = paged_cache.update
+    if getattr(gather, "passes_on_cache", False):
+        return
+
+    @functools.wraps(gather, updated=())  # not the attributes of torch.compiler.disable
+    def update(
+        self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        if self.config._attn_implementation != name:
+            return gather(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    update.passes_on_cache = True  # type: ignore[attr-defined]
+    paged_cache.update = update

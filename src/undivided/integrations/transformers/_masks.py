@@ -93,10 +93,11 @@ def model_mask(
 def within_documents(model_mask: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
     """The pattern of a model within packed documents, cached for layers with the same tensors."""
     if model_mask.documents is None or model_mask.documents[0] is not cu_q or model_mask.documents[1] is not cu_kv:
-        mask = packed_mask(model_mask.pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(
-            model_mask.pattern, model_mask.sizes
-        )
-        model_mask.documents = cu_q, cu_kv, mask & _key_map(model_mask.pattern, model_mask.sizes)
+        pattern, sizes = model_mask.pattern, model_mask.sizes
+        mask = packed_mask(pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(pattern, sizes) & _key_map(pattern, sizes)
+        if pattern.packed is not None and pattern.packed.positions is None:  # the documents of a mask function
+            mask = mask & masks.document_ids(pattern.packed.ids)
+        model_mask.documents = cu_q, cu_kv, mask
     return model_mask.documents[2]
 
 
@@ -272,6 +273,7 @@ def _documents(pattern: Pattern, packed: Packed) -> Mask:
     """The mask of packed documents; chunks become smaller documents."""
     ids = packed.ids
     for chunk in pattern.chunks:
+        assert packed.positions is not None  # chunks of whole rows are among `Pattern.rest`
         index = (packed.positions - chunk.start[:, None]).div(chunk.size, rounding_mode="floor")
         index = index - index.min()
         ids = ids * (index.max() + 1) + index

@@ -32,10 +32,13 @@ class Chunked:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Packed documents: the ascending ids of the tokens, and their positions within the documents, int ``[B, S]``."""
+    """Packed documents: the ascending ids of the tokens, and their positions within the documents, int ``[B, S]``.
+
+    Without positions, bands count the tokens of the whole row.
+    """
 
     ids: Tensor
-    positions: Tensor
+    positions: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,8 @@ class Pattern:
             allowed = allowed & fn(b, h, q, k)
         if self.packed is not None:
             allowed = allowed & (self.packed.ids[b, q] == self.packed.ids[b, k])
-            q, k = self.packed.positions[b, q], self.packed.positions[b, k]
+            if self.packed.positions is not None:
+                q, k = self.packed.positions[b, q], self.packed.positions[b, k]
         if self.left is not None:
             allowed = allowed & (k >= q - self.left)
         if self.right is not None:
@@ -126,17 +130,32 @@ def _read_and(closure: Closure) -> Pattern | None:
     return packed or functools.reduce(Pattern.__and__, map(read, functions), Pattern())
 
 
-def _read_packed(ids: MaskFunction, within: MaskFunction) -> Pattern | None:
-    """The pattern of packed documents: a pair of functions, one for equal ids and one for the mask within a
-    document."""
-    names = [getattr(fn, "__qualname__", "").partition(".")[0] for fn in (ids, within)]
-    if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+def _read_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:
+    """The pattern of two functions, one for equal ids and one for the mask within a document, in either order."""
+    functions = {_readers.get(getattr(fn, "__code__", None)): fn for fn in (first, second)}  # type: ignore[arg-type]
+    if functions.keys() != {_read_ids, _read_within}:
         return None
-    inner = read(_closure(within)["mask_function"])
+    within = _closure(functions[_read_within])
+    documents, inner = _read_ids(_closure(functions[_read_ids])), read(within["mask_function"])
+    if documents is None or documents.packed is None:
+        return None
     if inner.packed is not None or inner.padding or inner.rest:  # they would have to use positions within the document
         return None
-    packed = Packed(_closure(ids)["packed_sequence_mask"], _closure(within)["position_ids"])
-    return dataclasses.replace(inner, packed=packed)
+    return dataclasses.replace(inner, packed=Packed(documents.packed.ids, within["position_ids"]))
+
+
+def _read_ids(closure: Closure) -> Pattern | None:
+    """Documents by the ids of their tokens; None if a document may be in several parts, or has a negative id."""
+    ids: Tensor = closure["packed_sequence_mask"]
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        return None
+    if not bool((ids[:, 1:] >= ids[:, :-1]).all() & (ids >= 0).all()):
+        return None
+    return Pattern(packed=Packed(ids, None))
+
+
+def _read_within(closure: Closure) -> None:
+    """None: a mask of positions within documents is a pattern only beside the ids of the documents."""
 
 
 def _read_window(closure: Closure) -> Pattern | None:
@@ -168,34 +187,45 @@ def learn(masking_utils: ModuleType) -> None:
         code = None
         try:
             for make in samples:
-                fn = make()
-                code = fn.__code__
+                whole, part = make()
+                code = part.__code__
                 _readers[code] = reader
-                pattern = reader(_closure(fn))
-                if pattern is None or not torch.equal(_pairs(fn), _pairs(pattern.allows)):
-                    raise ValueError(f"{fn.__qualname__} has another meaning")
+                pattern = read(whole)
+                is_unknown = whole in pattern.rest or part in pattern.rest
+                if is_unknown or not torch.equal(_pairs(whole), _pairs(pattern.allows)):
+                    raise ValueError(f"{part.__qualname__} has another meaning")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # removed, or built in another way
             _readers.pop(code, None)  # type: ignore[arg-type]
 
 
-def _samples(masking_utils: ModuleType) -> Iterator[tuple[Reader, Sequence[Callable[[], MaskFunction]]]]:
-    """Each reader, and functions that create its closures; readers that others use come first."""
-    ids, positions = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2), torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
+Sample = Callable[[], tuple[Any, Any]]
+"""Creates a function, and the part of it that a reader is for: most often the same function twice."""
+
+
+def _samples(masking_utils: ModuleType) -> Iterator[tuple[Reader, Sequence[Sample]]]:
+    """Each reader, and samples of its closures; readers that others use come first.
+
+    No reader depends on a function that others can do without, so that a function that transformers removes or renames
+    costs the structure of its own masks only.
+    """
+    utils: Any = masking_utils
+    ids, positions = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2), torch.tensor([[1, 0, 2, 1, 3, 2, 0]] * 2)
     real = torch.tensor([[True] * 5 + [False] * 2, [False, True, True, False, True, True, True]])
-    yield lambda closure: Pattern(right=0), [lambda: masking_utils.causal_mask_function]
-    yield lambda closure: Pattern(), [lambda: masking_utils.bidirectional_mask_function]
-    yield _read_window, [lambda: masking_utils.sliding_window_overlay(3)]
-    yield _read_window_both_ways, [lambda: masking_utils.sliding_window_bidirectional_overlay(2)]
-    yield _read_chunks, [lambda: masking_utils.chunked_overlay(3, torch.tensor([0, 2]))]
-    yield _read_padding, [lambda: masking_utils.padding_mask_function(real)]
-    causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(2)
-    yield (
-        _read_and,
-        [
-            lambda: masking_utils.and_masks(causal, window),
-            lambda: masking_utils.packed_sequence_compatibility_function(window, positions, ids),
-        ],
-    )
+    yield lambda closure: Pattern(right=0), [lambda: (utils.causal_mask_function,) * 2]
+    yield lambda closure: Pattern(), [lambda: (utils.bidirectional_mask_function,) * 2]
+    yield _read_window, [lambda: (utils.sliding_window_overlay(3),) * 2]
+    yield _read_window_both_ways, [lambda: (utils.sliding_window_bidirectional_overlay(2),) * 2]
+    yield _read_chunks, [lambda: (utils.chunked_overlay(3, torch.tensor([0, 2])),) * 2]
+    yield _read_padding, [lambda: (utils.padding_mask_function(real),) * 2]
+    yield _read_ids, [lambda: (utils.packed_sequence_mask_function(ids),) * 2]
+    yield _read_and, [lambda: (utils.and_masks(utils.causal_mask_function, lambda b, h, q, k: k > q - 2),) * 2]
+
+    def packed(is_swapped: bool) -> tuple[Any, Any]:
+        within = utils.remap_positions_for_packed_sequence(utils.causal_mask_function, positions)
+        both = utils.packed_sequence_mask_function(ids), within
+        return utils.and_masks(*(reversed(both) if is_swapped else both)), within  # swapped by transformers 5.24
+
+    yield _read_within, [lambda: packed(False), lambda: packed(True)]
 
 
 def _pairs(fn: MaskFunction) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from undivided.arguments.tensors import dtype_name
 from undivided.integrations.transformers import register
+from undivided.integrations.transformers._names import cache_name
 
 IMPLEMENTATIONS = ("eager", "sdpa", "undivided")
 Clock = Callable[[], float]
@@ -144,14 +145,15 @@ def _prefill(model: Any, sizes: Sizes) -> Callable[[], object]:
 def _decoding(model: Any, sizes: Sizes) -> Callable[[], object]:
     """Single tokens with a cache, which is cropped afterwards."""
     model.eval()
+    name = cache_name(model)
     with torch.inference_mode():
-        cache = model(_text(sizes.cached), use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(_text(sizes.cached), use_cache=True, logits_to_keep=1)[name]
     token = _text(1)
 
     @torch.inference_mode()
     def work() -> None:
         for _ in range(sizes.steps):
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, use_cache=True, **{name: cache})
         cache.crop(-sizes.steps)
 
     return work

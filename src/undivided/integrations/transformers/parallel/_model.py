@@ -30,6 +30,7 @@ NOISE = "router_jitter_noise"
 """The option of a configuration that draws random numbers, which would differ between ranks."""
 WHOLE = {
     "use_cache": "a cache would have to hold the keys of all ranks",
+    "cache": "a cache would have to hold the keys of all ranks",  # transformers 5.24; before, it was past_key_values
     "past_key_values": "a cache would have to hold the keys of all ranks",
     "output_attentions": "the weights would have to cover the keys of all ranks",
     "logits_to_keep": "the last tokens of a rank are not the last tokens of the sequence",

@@ -64,8 +64,9 @@ class SequenceShard:
                 f"{batch} x {length}",
                 hint="pass the whole result of shard_batch to the model, and nothing else",
             )
-        if pattern.rest:
-            names = ", ".join(getattr(fn, "__qualname__", repr(fn)) for fn in pattern.rest)
+        has_ids = pattern.packed is not None and pattern.packed.positions is None  # not those of the model's positions
+        if pattern.rest or has_ids:
+            names = ", ".join(getattr(fn, "__qualname__", repr(fn)) for fn in pattern.rest) or "ids of documents"
             raise InputError(
                 "mask_function",
                 "be causal, a window, chunks or bidirectional if the sequence is spread over ranks",
