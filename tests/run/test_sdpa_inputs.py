@@ -158,6 +158,10 @@ def test_as_pytorch(args: tuple[Any, ...], options: dict[str, Any]) -> None:
 
 def outcome(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Exception | None, Any]:
     """The error that PyTorch raises, or its result."""
+    if torch.__version__ < "2.12" and any(
+        isinstance(t, Tensor) and t.dim() > 2 and t.shape[-3] == 0 for t in args[1:3]
+    ):
+        pytest.skip("PyTorch 2.10 and 2.11 end the process for keys without heads")
     try:
         return None, F.scaled_dot_product_attention(*args, **options)
     except Exception as error:

@@ -100,8 +100,8 @@ class BetweenSteps(LayerCaches, ABC):
         >>> params.match([5, 3, 8, 8, 9], "b")                      # "b" needs to compute the last token only
         4
         >>> params.pre_step({"b": 1})                               # "a" has ended
-        >>> params.sequences
-        OrderedDict([('b', 5)])
+        >>> dict(params.sequences)
+        {'b': 5}
         """
         self._batch.remember(checked_token_ids("tokens", tokens), seq_id)
 

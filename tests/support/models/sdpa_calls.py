@@ -18,10 +18,13 @@ ours = undivided.scaled_dot_product_attention
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-def math(*args: Any, **options: Any) -> Tensor:
-    """PyTorch's own definition."""
+def math(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    """PyTorch's own definition. Up to 2.11 it divides by the number of heads if heads are grouped, which ends the
+    process if there are none."""
+    if query.dim() > 2 and query.shape[-3] == 0:
+        options = {**options, "enable_gqa": False}
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*args, **options)
+        return F.scaled_dot_product_attention(query, *args, **options)
 
 
 @dataclass(frozen=True)
