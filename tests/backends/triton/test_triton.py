@@ -17,7 +17,7 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.backends import triton as backend
-from undivided.backends.triton import blocks, tables
+from undivided.backends.triton import blocks, rows, tables
 from undivided.backends.triton import inputs as _triton_inputs
 from undivided.kernels.triton import config
 from undivided.machine import Machine
@@ -318,13 +318,13 @@ def test_hopper_has_its_own_tile_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_predicate_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_triton_inputs, "MASK_PAIRS", 1)
+    monkeypatch.setattr(rows, "MASK_PAIRS", 1)
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(1, 150, 2, 16) for _ in range(4))
     bias = torch.randn(1, 2, 150, 150)
     mask = masks.predicate(lambda b, h, i, j: (i - j) % 3 != h) & masks.causal()
     call, given = call_of(q, k, v, layout="bshd", mask=mask)
-    assert len(list(_triton_inputs.Inputs(call, given).parts())) == 2
+    assert len(list(_triton_inputs.Inputs(call, given).rows())) == 2
     found = []
     for name in ("triton", "reference"):
         leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]

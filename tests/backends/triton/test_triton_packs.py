@@ -152,7 +152,7 @@ def test_a_block_visits_the_tiles_of_its_own_document_alone() -> None:
     mask = documents(new, cached) & masks.causal("bottom_right")
     call, tensors = normalise(Request.from_keywords(q, k, k, layout="thd", mask=mask))
     inputs = triton_inputs.Inputs(call, tensors)
-    launches = all_blocks(inputs, next(inputs.parts()))
+    launches = all_blocks(inputs, next(inputs.rows()))
     tiles = [(blocks.runs[..., 3] - blocks.runs[..., 0]).sum().item() * 4 // blocks.group for blocks in launches]
     long, short = launches
     assert (long.group, short.group) == (1, 2)

@@ -170,6 +170,8 @@ def problems() -> Iterator[tuple[str, Any]]:
     q = torch.zeros(4, 1, 8, 128, dtype=torch.bfloat16)
     pool, v = (torch.zeros(64, 128, 2, 128, dtype=torch.bfloat16) for _ in range(2))
     table, lengths = torch.arange(64, dtype=torch.int32).view(4, 16), masks.lengths([2048, 1000, 500, 2000])
+    tree = masks.tree([-1, 0, 0, 1]) & lengths
+    yield "decode-tree-pages-bf16-128", call_of(q.expand(-1, 4, -1, -1), pool, v, layout="bshd", mask=tree, pages=table)
     chosen = lengths & masks.pages([0, 7, 15, -1], 128)
     yield "pages-bf16-128", call_of(q, pool, v, layout="bshd", mask=lengths, pages=table)
     yield "chosen-pages-bf16-128", call_of(q, pool, v, layout="bshd", mask=chosen, pages=table)

@@ -88,7 +88,7 @@ class Triton(Backend):
         out_BSHD = layout.empty(problem.layout, shape, tensors.q)
         out = out_BSHD.transpose(1, 2)
         lse = torch.empty((problem.batch, problem.heads, problem.q_len), dtype=torch.float32, device=tensors.q.device)
-        for rows in inputs.parts():
+        for rows in inputs.rows(reads_tree=True):
             launched = [
                 forward.compute(inputs, rows, blocks, out[:, :, rows.span], lse[:, :, rows.span])
                 for blocks in all_blocks(inputs, rows)

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from undivided.backends.triton import invariant, packs
-from undivided.backends.triton.inputs import Inputs, Rows, processors
+from undivided.backends.triton import invariant, packs, tables, trees
+from undivided.backends.triton.inputs import Inputs, processors
+from undivided.backends.triton.rows import Rows
 from undivided.kernels.triton import config
+from undivided.masks import NormalForm
 from undivided.request.problem import Problem
 
 MAX_DECODE_ROWS = 64
@@ -81,8 +83,18 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
     count = -(-length * group // tile.block_m)
     programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
     splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
-    runs = inputs.tiles(tile.block_m, tile.block_n, group).rows
+    if inputs.tree is not None and inputs.bias is None:
+        assert inputs.form is not None
+        runs = trees.runs(inputs.form, (tile, group), lambda form: _tiles(problem, form, tile, group))
+    else:
+        runs = inputs.tiles(tile.block_m, tile.block_n, group).rows
     return Blocks(tile, steps, group, count, splits, runs[:, rows.span.start // tile.block_m :], None)
+
+
+def _tiles(problem: Problem, form: NormalForm, tile: config.Config, group: int) -> Tensor:
+    """The tiles of each block of rows of a mask."""
+    sizes = problem.q_len, problem.kv_len, tile.block_m, tile.block_n
+    return tables.cached_tables(form, *sizes, form.ranges.device, group=group).rows
 
 
 def _of_documents(inputs: Inputs) -> list[Blocks]:
@@ -104,11 +116,18 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
     number, _, longest_kv = problem.documents
     tile, steps, splits = inputs.tile(name), _steps(problem, name), 1
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
+    runs = blocks.runs
+    if inputs.tree is not None and inputs.bias is None:
+
+        def runs_of(form: NormalForm) -> Tensor:
+            return packs.blocks(form, problem.q_len, tile, group, not form.exact, shortest, longest).runs
+
+        runs = trees.runs(form, (tile, group, shortest, longest), runs_of)
     if name == "decode":
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
         programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
         splits = _splits(keys, programs, processors(inputs.q.device))
-    return Blocks(tile, steps, group, blocks.places.shape[1], splits, blocks.runs, blocks.places)
+    return Blocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
 
 
 def _heads_of_a_tile(problem: Problem, queries: int) -> int:

@@ -10,8 +10,9 @@ from torch import Tensor
 from undivided.backends.triton import plans
 from undivided.backends.triton.blocks import Blocks
 from undivided.backends.triton.descriptors import without_tensor
-from undivided.backends.triton.inputs import Inputs, Rows, axis_strides, strides
+from undivided.backends.triton.inputs import Inputs, axis_strides, strides
 from undivided.backends.triton.launches import Launch, launch
+from undivided.backends.triton.rows import Rows
 
 
 def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
@@ -89,6 +90,7 @@ class _Forward:
             **axis_strides(q=tensors["q"], k=inputs.k, v=inputs.v),
             **dict(zip(("pages_b", "k_page", "v_page", "num_pages"), inputs.page_strides, strict=True)),
             **inputs.scale_strides(tensors),
+            **self._tree(tensors),
             **dict(zip(("out_z", "out_b", "out_h", "out_s"), parts.stride(), strict=False)),
             **dict(zip(("lse_z", "lse_b", "lse_h"), part_lses.stride(), strict=False)),
             **inputs.placeholders(kernel, tensors),
@@ -113,6 +115,19 @@ class _Forward:
             "SPECIALISE": inputs.uses_warp_specialisation(blocks.tile, self.descriptors is not None),
             "num_warps": blocks.tile.warps,
             "num_stages": inputs.stages(blocks.tile),
+        }
+
+    def _tree(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The arguments of a draft tree."""
+        if self.inputs.tree is None:
+            return {"ancestors_b": 0, "ancestors_q": 0, "tree_first_b": 0, "nodes": 0, "TREE": False}
+        ancestors, first = tensors["ancestors"], tensors["tree_first"]
+        return {
+            "ancestors_b": strides(ancestors)[0],
+            "ancestors_q": ancestors.stride(1),
+            "tree_first_b": strides(first)[0],
+            "nodes": ancestors.shape[2],
+            "TREE": True,
         }
 
     @property

@@ -11,8 +11,9 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride
 from undivided.backends.triton import tables as _triton_tables
-from undivided.backends.triton.inputs import Inputs, Rows, axis_strides
+from undivided.backends.triton.inputs import Inputs, axis_strides
 from undivided.backends.triton.launches import launch
+from undivided.backends.triton.rows import Rows
 from undivided.kernels.triton.config import Config, column_step
 from undivided.request.result import Result, sink_factor
 
@@ -64,7 +65,7 @@ class _Backward:
         return delta
 
     def run(self) -> list[Tensor | None]:
-        tensors, parts = self.inputs.tensors, list(self.inputs.parts())
+        tensors, parts = self.inputs.tensors, list(self.inputs.rows())
         dq = torch.empty_like(tensors.q) if self.needs[0] or self.needs[5] else None
         # if the rows are computed in several launches, the sums over rows are kept in fp32
         dtype = torch.float32 if len(parts) > 1 else None

@@ -17,17 +17,14 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride
 from undivided.backends.shared import gpu
 from undivided.backends.triton import descriptors, tables
+from undivided.backends.triton.rows import Rows, rows_of
+from undivided.backends.triton.trees import tree_of
 from undivided.kernels import philox
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
-from undivided.masks.normal_form import DensePairs
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
-
-MASK_PAIRS = 1 << 28
-"""Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 256 MiB of bool."""
-
 
 POINTERS = {
     "ranges": torch.int32,
@@ -44,6 +41,8 @@ POINTERS = {
     "sinks": torch.float32,
     "pages": torch.int32,
     "places": torch.int32,
+    "ancestors": torch.uint8,
+    "tree_first": torch.int32,
     "factor": torch.float32,
     "grad_lse": torch.float32,
     "dslope": torch.float32,
@@ -99,15 +98,6 @@ def strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """A block of rows (all rows, or as many as the mask is evaluated for at once) and its dense mask [B|1, H|1, R, Sk],
-    None if there is none."""
-
-    span: slice
-    dense: Tensor | None
-
-
 @dataclass(eq=False)
 class Inputs:
     """The inputs of one problem, for every kernel. Keeps its tensors alive until the launches are queued."""
@@ -145,6 +135,7 @@ class Inputs:
             form = call.normal_form(tensors.q)
         self.form: NormalForm | None = form
         self.masked = not call.mask.is_full
+        self.tree = tree_of(form)
         self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
         self.ranges = self.q if form is None else form.table
         self.bias = None
@@ -175,19 +166,9 @@ class Inputs:
         """Whether no tile can skip the mask: a bias may hold -inf, a dense mask any pattern."""
         return self.bias is not None or (self.form is not None and not self.form.exact)
 
-    def parts(self) -> Iterator[Rows]:
-        """All rows at once if the mask is ranges or one dense tensor; otherwise blocks of at most MASK_PAIRS pairs."""
-        problem, form = self.problem, self.form
-        everything = slice(0, problem.q_len)
-        if form is None or form.exact or not self.masked:
-            yield Rows(everything, None)
-        elif len(form.extras) == 1 and isinstance(extra := form.extras[0], DensePairs) and form.row_index is None:
-            yield Rows(everything, extra.tensor)
-        else:
-            step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1) // 128 * 128, 128)
-            for start in range(0, problem.q_len, step):
-                rows = slice(start, min(start + step, problem.q_len))
-                yield Rows(rows, form.allowed(slice(None), rows, slice(0, problem.kv_len), slice(None)))
+    def rows(self, reads_tree: bool = False) -> Iterator[Rows]:
+        """The blocks of rows of `rows_of`."""
+        return rows_of(self.problem, self.form if self.masked else None, reads_tree)
 
     def tiles(self, block_m: int, block_n: int, group: int = 1, columns: bool = False) -> tables.Tables:
         """The mask's tables for these tile sizes."""
@@ -239,8 +220,11 @@ class Inputs:
         return arguments
 
     def forward_only(self) -> dict[str, Tensor]:
-        """The tensors of this call that only the forward reads: sinks, block table, scales of quantised numbers."""
+        """The tensors of this call that only the forward reads: sinks, block table, draft tree, scales of quantised
+        numbers."""
         optional = {"sinks": self.sinks, "pages": self.pages}
+        if self.tree is not None:
+            optional |= {"ancestors": self.tree.ancestors.view(torch.uint8), "tree_first": self.tree.first.int()}
         tensors = {name: tensor for name, tensor in optional.items() if tensor is not None}
         for name, scale in (("k_scale", self.call.k_scale), ("v_scale", self.call.v_scale)):
             if scale is not None:

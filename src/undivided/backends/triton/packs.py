@@ -21,6 +21,7 @@ from undivided.arguments.checks import INT32_MAX
 from undivided.arguments.tensors import is_traced
 from undivided.backends.shared import gpu
 from undivided.backends.triton.launches import launch
+from undivided.backends.triton.trees import tree_of
 from undivided.kernels.triton.config import Config
 from undivided.masks import NormalForm
 from undivided.request.call import Call
@@ -41,9 +42,9 @@ _cached: WeakKeyDictionary[NormalForm, dict[object, Blocks]] = WeakKeyDictionary
 
 
 def applies(call: Call, form: NormalForm | None) -> bool:
-    """Whether the mask is ranges of several documents that may have more keys than queries."""
+    """Whether the mask is ranges, or draft trees, of several documents that may have more keys than queries."""
     documents = gpu.documents(call)
-    if documents is None or form is None or not form.exact or form.row_index is not None:
+    if documents is None or form is None or form.row_index is not None or not (form.exact or tree_of(form)):
         return False
     own_offsets = documents.cu_seqlens_q is not documents.cu_seqlens_kv
     return own_offsets and form.geometry is not None and documents.cu_seqlens_q.numel() > 2

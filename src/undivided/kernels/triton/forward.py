@@ -24,6 +24,7 @@ from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
     allowed_pairs,
+    ancestor_pairs,
     dot,
     dropout_keep,
     finish_scores,
@@ -51,18 +52,18 @@ def nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_la
 @triton.jit
 def forward_kernel(
     q, k, v, k_scale, v_scale, out, lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position, sinks, seed,
-    pages,
+    pages, ancestors, tree_first,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_z, out_b, out_h, out_s, lse_z, lse_b, lse_h, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
     sequence_b, position_b, places, places_b, pages_b, k_page, v_page, num_pages, k_scale_b, k_scale_h, k_scale_s, k_scale_page,
-    v_scale_b, v_scale_h, v_scale_s, v_scale_page, q_len, kv_len, value_steps, first_row,
+    v_scale_b, v_scale_h, v_scale_s, v_scale_page, ancestors_b, ancestors_q, tree_first_b, nodes, q_len, kv_len, value_steps, first_row,
     scale, softcap, threshold, survivor, drop_head,
     GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
     TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
-    PLACES: tl.constexpr, INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr,
+    PLACES: tl.constexpr, INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr, TREE: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -75,6 +76,7 @@ def forward_kernel(
         part [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
     LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
+    TREE: rows are nodes of a draft tree; ancestors [B|1, rows, nodes] bytes, and tree_first [B|1, rows], the key of node 0.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
     The grid is (blocks of rows * value_steps * SPLITS, heads / GROUP, batch). q, out, lse, bias and dense
@@ -112,6 +114,10 @@ def forward_kernel(
     q_rows = q + b * q_b + heads * q_h + rows.to(tl.int64) * q_s  # [M] pointers
     bias_rows = (bias + b * bias_b + heads * bias_h + rows.to(tl.int64) * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + heads * dense_h + rows.to(tl.int64) * dense_q)[:, None]
+    tree, ancestor_rows = 0, 0
+    if TREE:
+        tree = tl.load(tree_first + b * tree_first_b + rows, mask=ok_m, other=0)[:, None]
+        ancestor_rows = (ancestors + b * ancestors_b + rows.to(tl.int64) * ancestors_q)[:, None]
     slope, at_m, i_m, b_m = row_features(
         rows, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
         sequence_b, b, heads, ALIBI, DROPOUT,
@@ -198,6 +204,8 @@ def forward_kernel(
                 keys, allowed = o_n[None, :], True
                 if masked:
                     allowed = allowed_pairs(keys, kv_len, ok_m[:, None], start, stop, start2, stop2, COLUMNS)
+                    if TREE:
+                        allowed &= ancestor_pairs(keys - tree, ok_m[:, None], ancestor_rows, nodes)
                 if PLAIN:  # the scale is applied in the exponent, by a multiply-add at no extra cost
                     s = qk
                     if masked:

@@ -182,6 +182,14 @@ def allowed_pairs(keys, kv_len, ok_rows, start, stop, start2, stop2, COLUMNS: tl
 
 
 @triton.jit
+def ancestor_pairs(node, ok_rows, ancestors, nodes):
+    """Whether each row [M, 1] attends to these nodes of its draft tree [M, N]: to those before the tree (< 0), its
+    ancestors, and itself. ancestors: pointers [M, 1] to a byte for each node."""
+    inside = ok_rows & (node >= 0) & (node < nodes)
+    return (node < 0) | (tl.load(ancestors + node, mask=inside, other=0) != 0)
+
+
+@triton.jit
 def tanh(x):
     """tanh(x), with a series near 0, where 1 - exp(-2x) would cancel."""
     y = tl.abs(x)

@@ -1,0 +1,71 @@
+"""Draft trees: each row attends to the keys before its tree, its ancestors, and itself.
+
+The kernel reads a row's ancestors, a byte for each node, so that nothing is evaluated per pair. Tiles of keys that lie
+before the trees of all rows of a block need no mask; they are most of the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.tensors import is_traced
+from undivided.masks import NormalForm
+from undivided.masks.normal_form.tree_pairs import TreePairs
+
+
+def tree_of(form: NormalForm | None) -> TreePairs | None:
+    """The draft tree of a mask whose other conditions are ranges; None if it is another mask."""
+    if form is None or len(form.extras) != 1 or form.row_index is not None or form.key_index is not None:
+        return None
+    extra = form.extras[0]
+    return extra if isinstance(extra, TreePairs) else None
+
+
+_cached: WeakKeyDictionary[NormalForm, dict[Hashable, Tensor]] = WeakKeyDictionary()
+_before: WeakKeyDictionary[NormalForm, NormalForm] = WeakKeyDictionary()
+
+
+def runs(form: NormalForm, key: Hashable, runs_of: Callable[[NormalForm], Tensor]) -> Tensor:
+    """The runs of tiles of a mask with a tree, of which those before the tree are full; cached per mask.
+
+    Args:
+        form: the mask.
+        key: what decides the runs besides the mask.
+        runs_of: computes the runs of a mask, int32 [..., 8], as `tables.Tables.rows`.
+    """
+    memory = _cached.setdefault(form, {})
+    found = memory.get(key)
+    if found is None:
+        found = _with_full_tiles(runs_of(form), runs_of(_before_the_tree(form)))
+        if not is_traced():
+            memory[key] = found
+    return found
+
+
+def _before_the_tree(form: NormalForm) -> NormalForm:
+    """The same mask without the keys of the tree: ranges alone."""
+    before = _before.get(form)
+    if before is None:
+        tree = tree_of(form)
+        assert tree is not None
+        ranges = torch.minimum(form.ranges, tree.first[..., None]).to(torch.int32)
+        before = dataclasses.replace(form, ranges=ranges, extras=())
+        if not is_traced():
+            _before[form] = before
+    return before
+
+
+def _with_full_tiles(runs: Tensor, others: Tensor) -> Tensor:
+    """The runs, with the full tiles of `others` as far as they are tiles of the same run."""
+    sides = []
+    for one, other in zip(runs.split(4, -1), others.split(4, -1), strict=True):
+        first, last = one[..., 0], one[..., 3]
+        full_first = torch.minimum(torch.maximum(other[..., 1], first), last)
+        full_last = torch.minimum(torch.maximum(other[..., 2], full_first), last)
+        sides.append(torch.stack((first, full_first, full_last, last), -1))
+    return torch.cat(sides, -1)
