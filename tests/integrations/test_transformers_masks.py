@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from undivided.integrations.transformers import _patterns, model_mask, register
+from undivided.integrations.transformers import _masks, _patterns, model_mask, register
 
 masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
 from transformers import LlamaConfig  # noqa: E402
@@ -279,3 +280,22 @@ def test_an_existing_mask_is_returned() -> None:
     assert mask.contiguous() is mask
     assert (mask.ndim, mask.shape) == (4, (2, 1, 1, 12))
     assert repr(mask) == "<ModelMask [2, 1, 1, 12]: lengths(kv=[9, 9])>"
+
+
+def test_a_long_mask_without_known_structure_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time and memory in proportion to all pairs would otherwise be noticed late, or never."""
+    monkeypatch.setattr(_masks, "_reported", set())
+
+    def every_other_key(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q + k) % 2 == 0
+
+    made = masking_utils.and_masks(masking_utils.causal_mask_function, every_other_key)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model_mask(1, 2048, 2048, mask_function=masking_utils.causal_mask_function)
+        model_mask(1, 1, 2048, mask_function=made)
+    with pytest.warns(RuntimeWarning, match=r"every_other_key is unknown: .* here 2048 x 4096; causal masks"):
+        model_mask(1, 2048, 4096, mask_function=made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model_mask(1, 2048, 4096, mask_function=made)

@@ -11,6 +11,7 @@ Legend: B batch, Sq queries, Sk keys.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -18,11 +19,19 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import as_device, as_integer, check_tensor, check_type, checked_flag
+from undivided.arguments.tensors import is_traced
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import ACTIVE
 from undivided.integrations.transformers._model_mask import ModelMask, Sizes
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, read
 from undivided.masks import FULL, Mask
+
+MANY_PAIRS = 1 << 22
+"""Pairs of a query and a key, those of 2048 tokens, from which on an unknown mask function is worth a warning: a layer
+evaluates it for milliseconds."""
+
+_reported: set[str] = set()
+"""Names of the mask functions that a warning has named."""
 
 
 def model_mask(
@@ -54,7 +63,8 @@ def model_mask(
         unused: arguments of other implementations.
 
     Returns:
-        A `ModelMask`, for the ``attention_mask`` of `attention`.
+        A `ModelMask`, for the ``attention_mask`` of `attention`. A RuntimeWarning names a function of unknown
+        structure, once, if it has many pairs.
 
     Raises:
         InputError: an argument is wrong.
@@ -82,6 +92,8 @@ def model_mask(
     if (active := ACTIVE.get()) is not None:
         return active.model_mask(pattern, batch_size, q_length)
     sizes = Sizes(batch_size, q_length, kv_length, int(q_offset), int(kv_offset))
+    if pattern.rest and q_length * kv_length >= MANY_PAIRS and not is_traced():
+        _report_evaluation(pattern, sizes)
     if use_vmap:
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
     if attention_mask is not None:
@@ -190,6 +202,20 @@ def _band(pattern: Pattern) -> Mask:
     if pattern.left is None and pattern.right is None:
         return FULL
     return masks.window(pattern.left, pattern.right, align="bottom_right")
+
+
+def _report_evaluation(pattern: Pattern, sizes: Sizes) -> None:
+    """Warn, once per function and process, that a mask costs time in proportion to its pairs."""
+    names = [getattr(fn, "__qualname__", repr(fn)) for fn in pattern.rest]
+    if new := [name for name in names if name not in _reported]:
+        _reported.update(new)
+        warnings.warn(
+            f"the structure of the mask function {' and '.join(new)} is unknown: it is evaluated for every pair of a "
+            f"query and a key, here {sizes.q_len} x {sizes.kv_len}; causal masks, windows, chunks, packed documents and "
+            "padding are known",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _opaque(pattern: Pattern, sizes: Sizes) -> Mask:
