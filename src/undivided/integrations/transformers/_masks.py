@@ -27,8 +27,7 @@ from undivided.integrations.transformers._patterns import MaskFunction, Packed, 
 from undivided.masks import FULL, Mask
 
 MANY_PAIRS = 1 << 22
-"""Pairs of a query and a key, those of 2048 tokens, from which on an unknown mask function is worth a warning: a layer
-evaluates it for milliseconds."""
+"""Pairs of a query and a key from which on an unknown mask function is worth a warning: those of 2048 tokens."""
 
 _reported: set[str] = set()
 """Names of the mask functions that a warning has named."""
@@ -211,8 +210,8 @@ def _report_evaluation(pattern: Pattern, sizes: Sizes) -> None:
         _reported.update(new)
         warnings.warn(
             f"the structure of the mask function {' and '.join(new)} is unknown: it is evaluated for every pair of a "
-            f"query and a key, here {sizes.q_len} x {sizes.kv_len}; causal masks, windows, chunks, packed documents and "
-            "padding are known",
+            f"query and a key, here {sizes.q_len} x {sizes.kv_len}; causal masks, windows, chunks, packed documents "
+            "and padding are known",
             RuntimeWarning,
             stacklevel=2,
         )
