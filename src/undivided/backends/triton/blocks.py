@@ -7,6 +7,7 @@ are split among programs. Many rows prefill, a block of rows of one head at a ti
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -83,18 +84,23 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
     count = -(-length * group // tile.block_m)
     programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
     splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
-    if inputs.tree is not None and inputs.bias is None:
-        assert inputs.form is not None
-        runs = trees.runs(inputs.form, (tile, group), lambda form: _tiles(problem, form, tile, group))
-    else:
-        runs = inputs.tiles(tile.block_m, tile.block_n, group).rows
+
+    def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:
+        sizes = problem.q_len, problem.kv_len, tile.block_m, tile.block_n
+        device = inputs.q.device
+        return tables.cached_tables(form, *sizes, device, group=group, always_masked=always_masked).rows
+
+    runs = _runs(inputs, (tile, group), runs_of)
     return Blocks(tile, steps, group, count, splits, runs[:, rows.span.start // tile.block_m :], None)
 
 
-def _tiles(problem: Problem, form: NormalForm, tile: config.Config, group: int) -> Tensor:
-    """The tiles of each block of rows of a mask."""
-    sizes = problem.q_len, problem.kv_len, tile.block_m, tile.block_n
-    return tables.cached_tables(form, *sizes, form.ranges.device, group=group).rows
+def _runs(inputs: Inputs, key: Hashable, runs_of: Callable[[NormalForm | None, bool], Tensor]) -> Tensor:
+    """The tiles of each block of rows, from a function of the mask and of whether no tile is full; with a draft tree,
+    those before it are full."""
+    form = inputs.form if inputs.masked else None
+    if form is None or inputs.tree is None or inputs.bias is not None:
+        return runs_of(form, inputs.always_masked)
+    return trees.runs(form, key, lambda form: runs_of(form, not form.exact))
 
 
 def _of_documents(inputs: Inputs) -> list[Blocks]:
@@ -116,13 +122,12 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
     number, _, longest_kv = problem.documents
     tile, steps, splits = inputs.tile(name), _steps(problem, name), 1
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
-    runs = blocks.runs
-    if inputs.tree is not None and inputs.bias is None:
 
-        def runs_of(form: NormalForm) -> Tensor:
-            return packs.blocks(form, problem.q_len, tile, group, not form.exact, shortest, longest).runs
+    def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:
+        assert form is not None
+        return packs.blocks(form, problem.q_len, tile, group, always_masked, shortest, longest).runs
 
-        runs = trees.runs(form, (tile, group, shortest, longest), runs_of)
+    runs = _runs(inputs, (tile, group, shortest, longest), runs_of)
     if name == "decode":
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
         programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)

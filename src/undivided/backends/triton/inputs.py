@@ -18,7 +18,7 @@ from undivided.arguments.tensors import batch_stride
 from undivided.backends.shared import gpu
 from undivided.backends.triton import descriptors, tables
 from undivided.backends.triton.rows import Rows, rows_of
-from undivided.backends.triton.trees import tree_of
+from undivided.backends.triton.trees import first_keys, tree_of
 from undivided.kernels import philox
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
@@ -223,8 +223,8 @@ class Inputs:
         """The tensors of this call that only the forward reads: sinks, block table, draft tree, scales of quantised
         numbers."""
         optional = {"sinks": self.sinks, "pages": self.pages}
-        if self.tree is not None:
-            optional |= {"ancestors": self.tree.ancestors.view(torch.uint8), "tree_first": self.tree.first.int()}
+        if self.tree is not None and self.form is not None:
+            optional |= {"ancestors": self.tree.ancestors.view(torch.uint8), "tree_first": first_keys(self.form)}
         tensors = {name: tensor for name, tensor in optional.items() if tensor is not None}
         for name, scale in (("k_scale", self.call.k_scale), ("v_scale", self.call.v_scale)):
             if scale is not None:

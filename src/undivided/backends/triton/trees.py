@@ -47,13 +47,24 @@ def runs(form: NormalForm, key: Hashable, runs_of: Callable[[NormalForm], Tensor
     return found
 
 
+def first_keys(form: NormalForm) -> Tensor:
+    """The key of node 0 of each row's tree, int32 [B|1, Sq]; cached per mask."""
+    memory = _cached.setdefault(form, {})
+    found = memory.get("first keys")
+    if found is None:
+        tree = tree_of(form)
+        assert tree is not None
+        found = tree.first.to(torch.int32)
+        if not is_traced():
+            memory["first keys"] = found
+    return found
+
+
 def _before_the_tree(form: NormalForm) -> NormalForm:
     """The same mask without the keys of the tree: ranges alone."""
     before = _before.get(form)
     if before is None:
-        tree = tree_of(form)
-        assert tree is not None
-        ranges = torch.minimum(form.ranges, tree.first[..., None]).to(torch.int32)
+        ranges = torch.minimum(form.ranges, first_keys(form)[..., None])
         before = dataclasses.replace(form, ranges=ranges, extras=())
         if not is_traced():
             _before[form] = before
