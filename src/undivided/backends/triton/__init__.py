@@ -103,7 +103,7 @@ class Triton(Backend):
         """Three passes: over rows (dq, slopes), over keys (dk, dv), over pairs (bias)."""
         from undivided.backends.triton import gradients as _triton_backward
 
-        return _triton_backward.gradients(Inputs(call, tensors), result, grad_out, grad_lse)
+        return _triton_backward.gradients(call, tensors, result, grad_out, grad_lse)
 
 
 def _evaluated(problem: Problem) -> str:

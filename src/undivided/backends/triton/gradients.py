@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,20 +10,33 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride
+from undivided.backends._base import Gradients
+from undivided.backends.triton import plans
 from undivided.backends.triton import tables as _triton_tables
+from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides
 from undivided.backends.triton.launches import launch
 from undivided.backends.triton.rows import Rows
 from undivided.kernels.triton.config import Config, column_step
+from undivided.request.call import Call
+from undivided.request.request import Tensors
 from undivided.request.result import Result, sink_factor
 
 DELTA_PAIRS = 4096
 """Numbers of the gradient that a program of `delta_kernel` reads: 32 for each of its 128 threads."""
 
+_OF_THE_MASK = frozenset({"tiles", "ranges", "columns"})
+"""The tensors of a launch that belong to the mask, and are the same in the next call with it."""
 
-def gradients(inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
+
+def gradients(
+    call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+) -> Gradients:
     """Gradients of (q, k, v, bias, sinks, alibi_slopes); None if ``call.needs`` is False for one."""
-    return _Backward(inputs, result, grad_out, grad_lse).run()
+    known = plans.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
+    if known is not None:
+        return known.run(call, tensors, result, grad_out)
+    return _Backward(Inputs(call, tensors), result, grad_out, grad_lse).run()
 
 
 class _Backward:
@@ -31,24 +44,45 @@ class _Backward:
         problem = inputs.problem
         self.inputs, self.problem = inputs, problem
         self.needs = inputs.call.needs
+        self.passes: list[plans.Pass | None] = []  # those that ran; None under Triton's interpreter
+        self.result, self.grad_out = result, grad_out
         self.g = _with_whole_rows(layout.heads_first(grad_out, problem.layout))
         self.lse = result.lse.contiguous()
-        self.delta = self._delta(_with_whole_rows(layout.heads_first(result.out, problem.layout)))
+        self.out = _with_whole_rows(layout.heads_first(result.out, problem.layout))
+        self.delta = self._delta()
         self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         self.factor = None
         if inputs.sinks is not None:
             self.factor = sink_factor(self.lse, inputs.sinks).contiguous()
         self.row_slopes = torch.zeros_like(self.delta) if self.needs[5] else None
 
-    def _delta(self, out: Tensor) -> Tensor:
+    def _launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        facts: tuple[Hashable, ...],
+        tensors: Mapping[str, Tensor],
+        others: Callable[[], Mapping[str, Any]],
+        descriptors: Mapping[str, Any] | None = None,
+    ) -> None:
+        launched = launch(kernel, grid, facts, tensors, others, descriptors)
+        if launched is None:
+            self.passes.append(None)
+            return
+        kept = {name: tensor for name, tensor in tensors.items() if name in _OF_THE_MASK}
+        described = {name: without_tensor(one) for name, one in (descriptors or {}).items()}
+        self.passes.append(plans.Pass(launched, kept, described))
+
+    def _delta(self) -> Tensor:
         """The sum of gradient times output of every row, fp32 [B, H, Sq]."""
         from undivided.kernels.triton import backward
 
+        out = self.out
         batch, heads, length, v_dim = out.shape
         delta = torch.empty((batch, heads, length), dtype=torch.float32, device=out.device)
         width = max(16, 1 << (v_dim - 1).bit_length())
         block = max(DELTA_PAIRS // width, 1)
-        launch(
+        self._launch(
             backward.delta_kernel,
             (-(-length // block), heads, batch),
             (),
@@ -80,11 +114,18 @@ class _Backward:
                 self._keys(rows, dk_BHSD, dv_BHSD, add=len(parts) > 1)
             if dbias is not None:
                 self._pairs(rows, dbias)
+        self._keep(parts)
         gradients = (dq, dk, dv, self._bias(dbias), self._sinks(), self._slopes())
         return [
             None if gradient is None or tensor is None or not needed else gradient.to(tensor.dtype)
             for gradient, tensor, needed in zip(gradients, tensors, self.needs, strict=True)
         ]
+
+    def _keep(self, parts: Sequence[Rows]) -> None:
+        """Keep the launches for the next such call, if they read the tensors of this one and not copies of them."""
+        copied = self.g.data_ptr() != self.grad_out.data_ptr() or self.out.data_ptr() != self.result.out.data_ptr()
+        if len(parts) == 1 and self.grad_lse is None and self.lse is self.result.lse and not copied:
+            plans.keep_gradients(self.inputs.call, self.inputs, self.result, self.grad_out, self.passes)
 
     def _tensors(self, rows: Rows, block_m: int, block_n: int) -> dict[str, Tensor]:
         """The tensors of all three passes; q, g and the tables begin at the first of these rows."""
@@ -138,7 +179,7 @@ class _Backward:
         steps = -(-problem.qk_dim // column_step(problem.qk_dim))
         dq = dq[:, :, rows.span]
         blocks = -(-dq.shape[2] // tile.block_m)
-        launch(
+        self._launch(
             backward.rows_kernel,
             (blocks * steps, problem.heads, problem.batch),
             self._facts(rows, tile, descriptors is None),
@@ -189,7 +230,7 @@ class _Backward:
                     **arguments,
                 }
 
-            launch(
+            self._launch(
                 backward.keys_kernel,
                 (columns.shape[1] * steps, problem.kv_heads, problem.batch),
                 self._facts(rows, tile, *arguments.values()),
@@ -211,7 +252,7 @@ class _Backward:
         problem, tile = self.problem, self.inputs.tile("rows")
         tensors = self._tensors(rows, tile.block_m, tile.block_n)
         part = dbias[:, :, rows.span]
-        launch(
+        self._launch(
             backward.pairs_kernel,
             (-(-problem.kv_len // tile.block_n), -(-part.shape[2] // tile.block_m), dbias.shape[0] * dbias.shape[1]),
             self._facts(rows, tile),

@@ -1,4 +1,5 @@
-"""Plans: what a forward computed on its way to the kernels, kept for the next call with tensors of the same kind.
+"""Plans: what a forward or a backward computed on its way to the kernels, kept for the next call with tensors of the
+same kind.
 
 A repeated call finds its plan in an object that such calls share: the checked mask, or the strides if there is no
 mask. It allocates the results and launches, which takes Python about a third of the time without a plan. Plans are for
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import is_traced
+from undivided.backends._base import Gradients
 from undivided.backends.triton import descriptors
 from undivided.backends.triton.inputs import Inputs, precision
 from undivided.backends.triton.launches import ALIGNMENT, Launch
@@ -81,6 +83,43 @@ class Plans(NamedTuple):
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
 
+class Pass(NamedTuple):
+    """One launch of a backward.
+
+    tensors: tables and ranges of the mask, which the kernel reads.
+    descriptors: tensor descriptors by the names of the tensors that they replace, without their tensors.
+    """
+
+    launch: Launch
+    tensors: Mapping[str, Tensor]
+    descriptors: Mapping[str, Any]
+
+    def run(self, given: Mapping[str, Tensor]) -> None:
+        """Launch with these tensors, by name."""
+        described = {name: descriptors.with_tensor(one, given[name]) for name, one in self.descriptors.items()}
+        self.launch.run({**given, **self.tensors, **described})
+
+
+class GradientPlan(NamedTuple):
+    """The launches of a backward, in order; they read and write tensors in any layout, by address."""
+
+    passes: Sequence[Pass]
+
+    def run(self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> Gradients:
+        """The gradients of q, k and v that the call needs."""
+        (q, k, v), (needs_q, needs_k, needs_v) = tensors[:3], call.needs[:3]
+        given = {"q": q, "k": k, "v": v, "g": grad_out, "out": result.out, "lse": result.lse}
+        given["delta"] = torch.empty_like(result.lse)
+        if needs_q:
+            given["dq"] = torch.empty_like(q)
+        if needs_k or needs_v:  # one pass computes both
+            given["dk"], given["dv"] = torch.zeros_like(k), torch.zeros_like(v)
+        for one in self.passes:
+            one.run(given)
+        dk, dv = given.get("dk") if needs_k else None, given.get("dv") if needs_v else None
+        return [given.get("dq"), dk, dv, None, None, None]
+
+
 def find(call: Call, tensors: Tensors) -> Plans | None:
     """The plans of an earlier call with the same mask and tensors of the same kind; None if there are none."""
     plans = _plans(call)
@@ -90,14 +129,38 @@ def find(call: Call, tensors: Tensors) -> Plans | None:
     return found if isinstance(found, Plans) else None
 
 
+def find_gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> GradientPlan | None:
+    """As `find`, for the backward of a call whose lse has no gradient."""
+    plans = _plans(call)
+    if not plans or is_traced():
+        return None
+    found = plans.get(_gradient_key(call, tensors, result, grad_out))
+    return found if isinstance(found, GradientPlan) else None
+
+
 def keep(call: Call, inputs: Inputs, launches: Sequence[Plan | None]) -> None:
     """Keep the plans of a forward that ran in these launches, if such calls share an object to keep them in."""
-    known, plans, form = [plan for plan in launches if plan is not None], _plans(call), inputs.form
-    if len(known) < len(launches) or plans is None or is_traced() or (form is not None and not form.exact):
+    known = [plan for plan in launches if plan is not None]
+    if len(known) == len(launches):
+        _keep(call, inputs, _key(call, inputs.tensors), Plans(known))
+
+
+def keep_gradients(
+    call: Call, inputs: Inputs, result: Result, grad_out: Tensor, passes: Sequence[Pass | None]
+) -> None:
+    """As `keep`, for a backward of all rows at once that copied none of its tensors."""
+    known = [one for one in passes if one is not None]
+    if len(known) == len(passes):
+        _keep(call, inputs, _gradient_key(call, inputs.tensors, result, grad_out), GradientPlan(known))
+
+
+def _keep(call: Call, inputs: Inputs, key: Hashable, plan: Plans | GradientPlan) -> None:
+    plans, form = _plans(call), inputs.form
+    if plans is None or is_traced() or (form is not None and not form.exact):
         return
     if len(plans) >= MAX_PLANS:
         plans.clear()
-    plans[_key(call, inputs.tensors)] = Plans(known)
+    plans[key] = plan
 
 
 def _plans(call: Call) -> dict[Hashable, object] | None:
@@ -122,4 +185,19 @@ def _key(call: Call, tensors: Tensors) -> Hashable:
         pages is None or (pages.data_ptr() % ALIGNMENT == 0, pages.is_contiguous()),
         config.revision(),
         precision() if call.problem.dtype == torch.float32 else "",
+    )
+
+
+def _gradient_key(call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> Hashable:
+    """The same for a backward, which reads the result and its gradient too."""
+    out, lse = result.out, result.lse
+    return (
+        _key(call, tensors),
+        call.needs[:3],
+        out.stride(),
+        out.data_ptr() % ALIGNMENT == 0,
+        lse.stride(),
+        grad_out.dtype,
+        grad_out.stride(),
+        grad_out.data_ptr() % ALIGNMENT == 0,
     )
