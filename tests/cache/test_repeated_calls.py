@@ -215,6 +215,21 @@ def test_scales_that_were_taken_away_are_refused() -> None:
         cache.attend(q)
 
 
+@needs_library
+@pytest.mark.parametrize("elsewhere", ["queries", "cache"])
+def test_queries_on_another_device_are_refused(elsewhere: str) -> None:
+    """A cache of the same sizes elsewhere, or queries: the prepared call of the CPU would pass their address on."""
+    cache, q = undivided.KVCache(BATCH, 32, KV_HEADS, DIM, dtype=torch.float32), queries(1)
+    other = undivided.KVCache(BATCH, 32, KV_HEADS, DIM, dtype=torch.float32, device="meta")
+    for one in (cache, other):
+        new = torch.randn(BATCH, 5, KV_HEADS, DIM, device=one.k.device)
+        one.append(new, new)
+    cache.attend(q)
+    cache, q = (other, q) if elsewhere == "cache" else (cache, q.to("meta"))
+    with pytest.raises(InputError, match="device"):
+        cache.attend(q)
+
+
 def escaped(q: Tensor) -> Tensor:
     """A tensor that has outlived the transform it belongs to."""
     kept: list[Tensor] = []

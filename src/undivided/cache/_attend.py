@@ -132,7 +132,7 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         return None
     allowed = policy(**rules)
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
-    key = ("repeated", layout, sizes, lengths, q_counts, scale, softcap, allowed)
+    key = ("repeated", layout, sizes, q.device, k.device, lengths, q_counts, scale, softcap, allowed)
     prepared = mask.cached(key, _prepare, call, mask, allowed)
     return None if prepared is None else prepared.run(q, k, v, pages, k_scale, v_scale)
 

@@ -15,16 +15,17 @@ from torch.autograd import forward_ad
 from undivided.arguments.tensors import is_traced, jit_trace, span
 from undivided.backends._base import Replay
 from undivided.request.request import Request
-from undivided.run.autograd import any_autocast
+from undivided.run.autograd import any_autocast, is_elsewhere
 from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision, repeat
 from undivided.selection.policy import Policy
 
 
 def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing but the backend sees a call with these tensors: no gradient, mode, transform or autocast."""
+    """Whether nothing but the backend sees a call with these tensors: no gradient, mode, transform or autocast, and no
+    GPU but the current one."""
     return (
-        q.is_cpu
+        (q.is_cpu or (q.is_cuda and not is_elsewhere(q)))
         and type(q) is Tensor
         and not q.is_neg()
         and not q._is_zerotensor()

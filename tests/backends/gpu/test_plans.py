@@ -1,5 +1,7 @@
-"""Plans of repeated forwards and backwards of the `triton` backend. There is no GPU, so Triton's interpreter runs the kernels, in
-place of a compiler that returns kernels to launch again."""
+"""Plans of repeated forwards and backwards of the `triton` backend.
+
+There is no GPU, so Triton's interpreter runs the kernels, in place of a compiler that returns kernels to launch again.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plans]:
     found: list[plans.Plans] = []
     find = plans.find
 
-    def noted(call: Call, tensors: Tensors) -> plans.Plans | None:
-        plan = find(call, tensors)
+    def noted(call: Call, tensors: Tensors, pages: torch.Tensor | None) -> plans.Plans | None:
+        plan = find(call, tensors, pages)
         if plan is not None:
             found.append(plan)
         return plan
@@ -266,6 +268,35 @@ class TestChosenPages:
         assert not runs
         assert call.checked_mask is not None
         assert not call.checked_mask.plans
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_the_layers_of_a_step_launch_from_one_plan(is_paged: bool, runs: list[plans.Plans]) -> None:
+    """The first layer of a step makes it; the others have their own keys, values and queries."""
+    pool = {"is_paged": True, "page_size": 16} if is_paged else {}
+    params, plain = (undivided.InferenceParams(4, 64, 2, 16, torch.float32, **pool) for _ in range(2))
+    for step, counts in enumerate(({"a": 20, "b": 13}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1})):
+        params.pre_step(counts)
+        plain.pre_step(counts)
+        before = len(runs)
+        for layer in (1, 2, 3):
+            q, k, v = (torch.randn(2, max(counts.values()), heads, 16) for heads in (4, 2, 2))
+            out = params.attend(layer, q, k, v, backend="triton")
+            expected = plain.attend(layer, q, k, v, backend="reference")
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert len(runs) - before == 2, step
+
+
+def test_a_replay_without_its_plan_makes_it_again(runs: list[plans.Plans]) -> None:
+    cache = undivided.PagedKVCache(8, 16, 2, 16, batch=2, dtype=torch.float32)
+    new, q = torch.randn(2, 20, 2, 16), torch.randn(2, 1, 4, 16)
+    cache.append(new, new)
+    mask = masks.causal()
+    first = cache.attend(q, mask, backend="triton")
+    moved = torch.randn(q.numel() + 1)[1:].view(q.shape).copy_(q)  # other alignment: another plan
+    for n, query in enumerate((moved, q, moved), 1):
+        assert torch.equal(cache.attend(query, mask, backend="triton"), first)
+        assert len(runs) == n - 1
 
 
 def test_plans_are_bounded_and_keep_placeholders_alone(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, limit_reasons
+from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
 from undivided.backends.shared import gpu
 from undivided.backends.triton import chosen, forward, plans
 from undivided.backends.triton.blocks import all_blocks
@@ -77,10 +77,9 @@ class Triton(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """One launch per block of rows, usually one in all, and one more if keys are split."""
-        known = plans.find(call, tensors)
+        problem, known = call.problem, plans.find(call, tensors, call.pages)
         if known is not None:
-            return known.run(call, tensors)
-        problem = call.problem
+            return known.run(problem, tensors, call.pages)
         if "blocks" in problem.mask.kinds and (result := chosen.forward(call, tensors, self.forward)) is not None:
             return result
         inputs = Inputs(call, tensors)
@@ -96,6 +95,10 @@ class Triton(Backend):
             if rows.span == slice(0, problem.q_len):
                 plans.keep(call, inputs, launched)
         return Result(out_BSHD, lse).in_layout(problem.layout)
+
+    def replay(self, call: Call, tensors: Tensors) -> Replay | None:
+        """The forward by a plan, for calls that have one."""
+        return plans.replay(call, self.forward)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None

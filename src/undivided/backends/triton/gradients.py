@@ -29,9 +29,7 @@ _OF_THE_MASK = frozenset({"tiles", "ranges", "columns"})
 """The tensors of a launch that belong to the mask, and are the same in the next call with it."""
 
 
-def gradients(
-    call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
-) -> Gradients:
+def gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of (q, k, v, bias, sinks, alibi_slopes); None if ``call.needs`` is False for one."""
     known = plans.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
     if known is not None:

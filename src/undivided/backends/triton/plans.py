@@ -8,7 +8,8 @@ calls whose only tensors are q, k, v, a block table and the mask's ranges.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from undivided.backends.triton.inputs import Inputs, precision
 from undivided.backends.triton.launches import ALIGNMENT, Launch
 from undivided.kernels.triton import config
 from undivided.request.call import Call
+from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import Result
 
@@ -71,13 +73,13 @@ class Plans(NamedTuple):
 
     launches: Sequence[Plan]
 
-    def run(self, call: Call, tensors: Tensors) -> Result:
+    def run(self, problem: Problem, tensors: Tensors, pages: Tensor | None) -> Result:
         """The results for these tensors."""
-        problem, q = call.problem, tensors.q
+        q = tensors.q
         batch, heads, q_len = problem.batch, problem.heads, problem.q_len
         out_BSHD = layout.empty(problem.layout, (batch, q_len, heads, problem.v_dim), q)
         lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-        pages = None if call.pages is None else call.pages.contiguous()
+        pages = None if pages is None else pages.contiguous()
         for plan in self.launches:
             plan.run(pages, tensors, out_BSHD, lse)
         return Result(out_BSHD, lse).in_layout(problem.layout)
@@ -120,13 +122,34 @@ class GradientPlan(NamedTuple):
         return [given.get("dq"), dk, dv, None, None, None]
 
 
-def find(call: Call, tensors: Tensors) -> Plans | None:
+def find(call: Call, tensors: Tensors, pages: Tensor | None) -> Plans | None:
     """The plans of an earlier call with the same mask and tensors of the same kind; None if there are none."""
     plans = _plans(call)
     if not plans or is_traced():
         return None
-    found = plans.get(_key(call, tensors))
+    found = plans.get(_key(call, tensors, pages))
     return found if isinstance(found, Plans) else None
+
+
+class PlanReplay:
+    """The forward of a call for other tensors: by its plan, which the first run makes."""
+
+    def __init__(self, call: Call, forward: Callable[[Call, Tensors], Result]) -> None:
+        self._call, self._forward = call, forward
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+    ) -> Tensor:
+        call, tensors = self._call, Tensors(q, k, v)
+        known = find(call, tensors, pages)
+        if known is None:
+            return self._forward(dataclasses.replace(call, pages=pages), tensors).out
+        return known.run(call.problem, tensors, pages).out
+
+
+def replay(call: Call, forward: Callable[[Call, Tensors], Result]) -> PlanReplay | None:
+    """The forward of this call for other tensors, if such calls have plans."""
+    return None if _plans(call) is None else PlanReplay(call, forward)
 
 
 def find_gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> GradientPlan | None:
@@ -142,12 +165,10 @@ def keep(call: Call, inputs: Inputs, launches: Sequence[Plan | None]) -> None:
     """Keep the plans of a forward that ran in these launches, if such calls share an object to keep them in."""
     known = [plan for plan in launches if plan is not None]
     if len(known) == len(launches):
-        _keep(call, inputs, _key(call, inputs.tensors), Plans(known))
+        _keep(call, inputs, _key(call, inputs.tensors, call.pages), Plans(known))
 
 
-def keep_gradients(
-    call: Call, inputs: Inputs, result: Result, grad_out: Tensor, passes: Sequence[Pass | None]
-) -> None:
+def keep_gradients(call: Call, inputs: Inputs, result: Result, grad_out: Tensor, passes: Sequence[Pass | None]) -> None:
     """As `keep`, for a backward of all rows at once that copied none of its tensors."""
     known = [one for one in passes if one is not None]
     if len(known) == len(passes):
@@ -171,10 +192,10 @@ def _plans(call: Call) -> dict[Hashable, object] | None:
     return call.strides.plans if call.checked_mask is None else call.checked_mask.plans
 
 
-def _key(call: Call, tensors: Tensors) -> Hashable:
+def _key(call: Call, tensors: Tensors, pages: Tensor | None) -> Hashable:
     """What a plan depends on besides the object that it is kept in, which stands for dtypes, sizes, strides, device and
     mask."""
-    q, k, v, pages = tensors.q, tensors.k, tensors.v, call.pages
+    q, k, v = tensors[:3]
     return (
         call.scale,
         call.softcap,
@@ -192,7 +213,7 @@ def _gradient_key(call: Call, tensors: Tensors, result: Result, grad_out: Tensor
     """The same for a backward, which reads the result and its gradient too."""
     out, lse = result.out, result.lse
     return (
-        _key(call, tensors),
+        _key(call, tensors, None),
         call.needs[:3],
         out.stride(),
         out.data_ptr() % ALIGNMENT == 0,
