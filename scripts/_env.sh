@@ -3,6 +3,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# CMake takes make by default, which many images with ninja lack
+if [ -z "${CMAKE_GENERATOR:-}" ] && ! command -v make >/dev/null && command -v ninja >/dev/null; then
+  export CMAKE_GENERATOR=Ninja
+fi
+
 say() { printf 'undivided: %s\n' "$*" >&2; }
 
 make_venv() {

@@ -212,7 +212,7 @@ class _Worker:
         assert err is not None
         ready, _, _ = select.select([out, err], [], [], 0.05)
         if err in ready:
-            self.stderr = (self.stderr + os.read(err.fileno(), 1 << 16))[-4000:]
+            self.stderr = (self.stderr + os.read(err.fileno(), 1 << 16))[-16000:]
         if out in ready:
             data = os.read(out.fileno(), 1 << 16)
             self.since = time.monotonic()
@@ -237,7 +237,7 @@ class _Worker:
             return
         number = self.next if self.running is None else self.running
         why = "took too long" if code == -9 else f"ended by signal {-code}" if code < 0 else f"exit {code}"
-        yield number, f"!! {why}: {self.stderr.decode(errors='replace')[-1500:]}"
+        yield number, f"!! {why}: {_last_words(self.stderr.decode(errors='replace'))}"
         self.running, self.buffer, self.next = None, b"", number + self.step
         if self.next < self.stop:
             self._start()
@@ -251,6 +251,12 @@ class _Worker:
         self.stderr += err.read()
         err.close()
         return self.process.wait()
+
+
+def _last_words(stderr: str) -> str:
+    """The end of a process's stderr; of a fatal error its beginning, before the stacks and modules that Python lists."""
+    fatal = stderr.find("Fatal Python error")
+    return stderr[-1500:] if fatal < 0 else stderr[fatal:][:1500]
 
 
 def fuzz(count: int, workers: int = 1, first: int = 0, progress: bool = False) -> dict[str, list[int]]:
