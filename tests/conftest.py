@@ -73,8 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """No collection of garbage looks through many collected tests again; some libraries force one in every call."""
     if len(session.items) > 1000:
-        with contextlib.suppress(ImportError):  # its import looks for references, and finds none in what is frozen
-            importlib.import_module("hypothesis")
+        with contextlib.suppress(ImportError):  # it looks for references once, and finds none in what is frozen
+            hypothesis = importlib.import_module("hypothesis")
+            settings = hypothesis.settings(database=None)
+            hypothesis.find(hypothesis.strategies.none(), lambda _: True, settings=settings)
         gc.collect()
         gc.freeze()
 
