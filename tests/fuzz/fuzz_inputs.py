@@ -254,7 +254,7 @@ class _Worker:
 
 
 def _last_words(stderr: str) -> str:
-    """The end of a process's stderr; of a fatal error its beginning, before the stacks and modules that Python lists."""
+    """The end of a process's stderr; of a fatal error the beginning, before the stacks that Python lists."""
     fatal = stderr.find("Fatal Python error")
     return stderr[-1500:] if fatal < 0 else stderr[fatal:][:1500]
 
