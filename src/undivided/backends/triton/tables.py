@@ -22,7 +22,7 @@ from undivided.masks import NormalForm
 FAR = 2**31 - 1
 """Beyond every key."""
 PAIRS_AT_ONCE = 1 << 22
-"""(row block, key tile) pairs compared at once by `column_table`: 16 MiB of int32."""
+"""(row block, key tile) pairs compared at once by `column_table`: 32 MiB of int32."""
 
 
 class Tables(NamedTuple):
@@ -102,52 +102,50 @@ def _row_table(ranges: Tensor, block_m: int, block_n: int, group: int, always_ma
     _, queries, width = ranges.shape
     rows = queries * group
     blocks = max(-(-rows // block_m), 1)
-    if group > 1 and queries > 1:
-        ranges = ranges.repeat_interleave(group, dim=1)
-    missing = blocks * block_m - rows
-    runs = []
-    for side in range(0, width, 2):
-        if queries == 1:
-            runs.append(_run_of_one(ranges[..., side : side + 2], block_n, always_masked).expand(-1, blocks, -1))
-            continue
-        start, stop = ranges[..., side], ranges[..., side + 1]
-        none = stop <= start
-        start, stop = start.masked_fill(none, FAR), stop.masked_fill(none, 0)
-        # rows beyond the tensor need no tile and make no tile partial
-        first = _blocked(start, missing, FAR, block_m).amin(-1)
-        last = _blocked(stop, missing, 0, block_m).amax(-1)
-        latest = _blocked(start, missing, 0, block_m).amax(-1)
-        earliest = _blocked(stop, missing, FAR, block_m).amin(-1)
-        runs.append(_run(first, last, latest, earliest, block_n, always_masked))
+    if queries == 1:
+        sides = [ranges[..., side : side + 2] for side in range(0, width, 2)]
+        runs = [_run_of_one(ends, block_n, always_masked).expand(-1, blocks, -1) for ends in sides]
+    else:
+        if group > 1:
+            ranges = ranges.repeat_interleave(group, dim=1)
+        least, greatest = _ends_of_blocks(ranges, blocks * block_m - rows, block_m)
+        runs = [*_runs(least, greatest, block_n, always_masked).unbind(2)]
     if width == 2:
         return torch.nn.functional.pad(runs[0], (0, 4)).contiguous()
-    runs[1] = without_overlap(runs[0], runs[1])
-    return torch.cat(runs, -1).contiguous()
+    return torch.cat((runs[0], without_overlap(*runs)), -1).contiguous()
 
 
-def _blocked(values: Tensor, missing: int, fill: int, block: int) -> Tensor:
-    """The rows in blocks, [B, blocks, block]; the last block is padded."""
-    padded: Tensor = torch.nn.functional.pad(values, (0, missing), value=fill)
-    blocks: Tensor = padded.unflatten(1, (-1, block))
-    return blocks
+def _ends_of_blocks(ranges: Tensor, missing: int, block: int) -> tuple[Tensor, Tensor]:
+    """The least and the greatest [start, stop) of the rows of each block, [B, blocks, runs, 2]. A row without keys
+    starts far behind all keys and stops at 0. The last block lacks some rows."""
+    start, stop = ranges.unflatten(-1, (-1, 2)).unbind(-1)
+    none = stop <= start
+    ends = torch.stack((start.masked_fill(none, FAR), stop.masked_fill(none, 0)), -1)
+    least = greatest = ends
+    if missing:
+        beyond = (0, 0, 0, 0, 0, missing)
+        least, greatest = (torch.nn.functional.pad(ends, beyond, value=value) for value in (FAR, 0))
+    return least.unflatten(1, (-1, block)).amin(2), greatest.unflatten(1, (-1, block)).amax(2)
 
 
-def _run(first: Tensor, last: Tensor, latest: Tensor, earliest: Tensor, block_n: int, always_masked: bool) -> Tensor:
-    empty = last <= first
-    begin, end = first // block_n, -(-last // block_n)
-    # a tile is full only if all rows of the block have a range
-    full_begin = torch.where(latest < FAR, -(-latest.clamp(max=FAR - block_n) // block_n), end)
-    full_end = torch.minimum(earliest, last) // block_n
+def _runs(least: Tensor, greatest: Tensor, block_n: int, always_masked: bool) -> Tensor:
+    """[first, full_first, full_last, last) tile of each run of each block, [B, blocks, runs, 4]."""
+    (first, earliest), (latest, last) = least.unbind(-1), greatest.unbind(-1)
+    more = block_n - 1
+    begin, end = first // block_n, (last + more) // block_n
     if always_masked:
-        full_begin, full_end = end, end
+        full_begin = full_end = end
+    else:  # a tile is full only if all rows of the block have a range
+        full_begin = torch.where(latest < FAR, (latest.clamp(max=FAR - more) + more) // block_n, end)
+        full_end = torch.minimum(earliest, last) // block_n
     full_begin = full_begin.clamp(begin, end)
     full_end = torch.maximum(full_end, full_begin).clamp(max=end)
     run = torch.stack((begin, full_begin, full_end, end), -1)
-    return run.masked_fill(empty[..., None], 0).to(torch.int32)
+    return run.masked_fill((last <= first)[..., None], 0)
 
 
 def _run_of_one(ranges: Tensor, block_n: int, always_masked: bool) -> Tensor:
-    """`_run` of blocks whose rows are one query, with one range [B, 1, 2]: a third of the operators, in every step of
+    """`_runs` of blocks whose rows are one query, with one range [B, 1, 2]: a third of the operators, in every step of
     decoding."""
     ends = ranges * (ranges[..., 1:] > ranges[..., :1])
     run = torch.stack((ends // block_n, (ends + (block_n - 1)) // block_n), -1).flatten(-2)
@@ -174,22 +172,18 @@ def without_overlap(run: Tensor, second: Tensor) -> Tensor:
 def column_table(rows: Tensor, tiles: int) -> Tensor:
     """For each key tile, the [first, last) blocks of rows that need it; see `Tables.columns`."""
     batch, blocks, _ = rows.shape
-    index = torch.arange(blocks, device=rows.device, dtype=torch.int32)[None, None, :]
-    a, fa, fa_end, a_end, b, fb, fb_end, b_end = (x[:, None, :] for x in rows.unbind(-1))
+    number = torch.arange(1, blocks + 1, device=rows.device, dtype=torch.int32)[:, None]
+    runs = rows.view(batch, 1, blocks, 2, 4)
+    begin, end = runs[..., :2], runs[..., 2:].flip(-1)  # of (all tiles of a run, its full tiles)
     parts = []
     step = max(PAIRS_AT_ONCE // max(blocks * batch, 1), 1)
     for start in range(0, tiles, step):
-        t = torch.arange(start, min(start + step, tiles), device=rows.device, dtype=torch.int32)[None, :, None]
-        whole = ((t >= fa) & (t < fa_end)) | ((t >= fb) & (t < fb_end))
-        part = (((t >= a) & (t < a_end)) | ((t >= b) & (t < b_end))) & ~whole
-        parts.append(torch.stack((*_hull(part, index), *_hull(whole, index)), -1))
+        tile = torch.arange(start, min(start + step, tiles), device=rows.device, dtype=torch.int32)[:, None, None, None]
+        needed = ((tile >= begin) & (tile < end)).any(-2)
+        needed[..., 0] &= ~needed[..., 1]  # [B, tiles, blocks, (with the mask, without)]
+        last = (needed * number).amax(-2)
+        first = torch.where(needed, number - 1, FAR).amin(-2)
+        parts.append(torch.stack((first.where(last > 0, 0), last), -1).flatten(-2))
     if not parts:
         return rows.new_zeros((batch, 0, 4))
-    return torch.cat(parts, 1).to(torch.int32).contiguous()
-
-
-def _hull(needed: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """[first, last) block of those `needed`; [0, 0) if there is none."""
-    last = torch.where(needed, index + 1, 0).amax(-1)
-    first = torch.where(needed, index, FAR).amin(-1)
-    return torch.where(last > 0, first, 0), last
+    return torch.cat(parts, 1)
