@@ -39,6 +39,7 @@ class Results(Dataset[torch.Tensor]):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker:UserWarning")  # on one core
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")  # of xdist too
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_the_workers_of_a_data_loader_compute_the_same_bits(start: str) -> None:
     if start not in multiprocessing.get_all_start_methods():
