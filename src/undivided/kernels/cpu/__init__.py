@@ -17,6 +17,7 @@ from pathlib import Path
 
 from undivided.errors import InputError
 from undivided.kernels.cpu import _install
+from undivided.kernels.cpu._openmp import share_runtime
 
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx", "neon", "neon_bf16")
 """The levels that UNDIVIDED_ISA can name: x86's, the lowest first ("amx" has fp16 tiles too), then ARM's."""
@@ -55,6 +56,7 @@ def _load_before_a_fork() -> None:
     """The library registers a fork handler when it is loaded. Without it, a child would wait forever for the OpenMP
     threads of its parent, PyTorch's included."""
     with contextlib.suppress(OSError):
+        share_runtime()
         ctypes.CDLL(str(path()))
 
 
@@ -66,6 +68,7 @@ class Library:
     """The loaded library."""
 
     def __init__(self, path: Path) -> None:
+        share_runtime()
         library = ctypes.CDLL(str(path))
         self._forward = library.undivided_forward
         self._forward.argtypes, self._forward.restype = [ctypes.c_char_p], ctypes.c_int
