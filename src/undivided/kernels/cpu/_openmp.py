@@ -33,7 +33,7 @@ def _is_visible() -> bool:
 
 
 def _loaded_runtimes() -> list[str]:
-    """The paths of the OpenMP runtimes in this process; PyTorch's own copy comes first, then the system's, then those of
+    """The paths of the OpenMP runtimes in this process: first PyTorch's own copy, then the system's, then those of
     other packages, whose names have a hash."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
