@@ -91,6 +91,11 @@ class Call:
         k = unchecked_dequantize(tensors.k, k_scale, dtype)
         return tensors._replace(k=k, v=unchecked_dequantize(tensors.v, v_scale, dtype))
 
+    def with_memory(self, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Call:
+        """The same call for tensors of the same kind elsewhere, with their block table and scales."""
+        first = self.problem, self.mask, self.scale, self.softcap, self.dropout_p, self.dropout_seed
+        return Call(*first, pages, self.needs, self.checked_mask, self.strides, k_scale, v_scale)
+
     def with_problem(self, problem: Problem, **changes: Any) -> Call:
         """A copy of the call with another problem, for other tensors, and with other changed fields."""
         fields = {name: getattr(self, name) for name in self.__slots__}

@@ -64,8 +64,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plans]:
     found: list[plans.Plans] = []
     find = plans.find
 
-    def noted(call: Call, tensors: Tensors, pages: torch.Tensor | None) -> plans.Plans | None:
-        plan = find(call, tensors, pages)
+    def noted(call: Call, tensors: Tensors) -> plans.Plans | None:
+        plan = find(call, tensors)
         if plan is not None:
             found.append(plan)
         return plan
@@ -94,19 +94,19 @@ def backwards(runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def kinds_of_calls() -> dict[str, Any]:
-    """A case of the contract for each layout, paged or not, and for each kind of mask that plans serve, and one with
-    another feature."""
+    """A case of the contract for each layout, paged or not, and for each kind of mask, feature and format that plans
+    serve, and one with another feature."""
     chosen: dict[Any, str] = {}
     for name, case in CASES.items():
         call, _ = normalise(Request.from_keywords(**inputs.build(case, case.dtypes[0]).arguments))
         problem = call.problem
-        if 0 in (problem.batch, problem.q_len, problem.kv_len):
+        if 0 in (problem.batch, problem.q_len, problem.kv_len) or "strided" in problem.features:
             continue
         if plans._plans(call) is None:
             chosen.setdefault("another feature", name)
             continue
         chosen.setdefault((problem.layout, problem.page_size is None), name)
-        for kind in problem.mask.kinds:
+        for kind in (*problem.mask.kinds, *problem.features, problem.quantized):
             chosen.setdefault(kind, name)
     return {name: CASES[name] for name in chosen.values()}
 
@@ -120,10 +120,15 @@ def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[plans
     with torch.no_grad():
         triton.BACKEND.forward(first, given)
         is_part_of_k = arguments["v"].data_ptr() == arguments["k"].data_ptr()
-        for name in ("q", "k", "v"):  # other memory, other values, the same strides
+        for name in ("q", "k", "v", "sinks", "k_scale", "v_scale"):  # other memory, other values, the same strides
+            if arguments.get(name) is None:
+                continue
             needs, arguments[name] = arguments[name].requires_grad, copy.deepcopy(arguments[name].detach())
             arguments[name].requires_grad_(needs)
-            arguments[name] *= -1.5
+            if arguments[name].dtype.itemsize > 1:
+                arguments[name] *= 1.5 if name.endswith("scale") else -1.5
+            else:  # quantised
+                arguments[name].copy_(arguments[name].flip(1))
         if is_part_of_k:
             arguments["v"] = arguments["k"][..., : arguments["v"].shape[-1]]
     second, given = normalise(Request.from_keywords(**arguments))
@@ -287,6 +292,32 @@ def test_the_layers_of_a_step_launch_from_one_plan(is_paged: bool, runs: list[pl
         assert len(runs) - before == 2, step
 
 
+def test_the_layers_of_quantised_caches_read_their_own_scales(runs: list[plans.Plans]) -> None:
+    new, q = torch.randn(3, 2, 20, 2, 32), torch.randn(3, 2, 1, 4, 32)
+    for quantize in ("int8", "fp8_e4m3", "int4"):
+        mask, before = masks.causal(), len(runs)
+        for layer in range(3):
+            cache = undivided.PagedKVCache(8, 16, 2, 32, batch=2, dtype=torch.float32, quantize=quantize)
+            cache.append(new[layer] * (layer + 1), new[layer])
+            out, expected = (cache.attend(q[layer], mask, backend=name) for name in ("triton", "reference"))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert len(runs) - before == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_layer_has_its_own_sinks(dtype: torch.dtype, runs: list[plans.Plans]) -> None:
+    mask, k = masks.causal("bottom_right"), torch.randn(1, 600, 2, 16)
+    for n in range(3):
+        q, sinks = torch.randn(1, 1, 4, 16), torch.randn(4).to(dtype) + n
+        out, expected = (
+            undivided.attention(q, k, k, layout="bshd", mask=mask, sinks=sinks, backend=name)
+            for name in ("triton", "reference")
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert len(runs) == 2
+    assert all(plan.combine is not None for found in runs for plan in found.launches)  # which adds the sinks
+
+
 def test_a_replay_without_its_plan_makes_it_again(runs: list[plans.Plans]) -> None:
     cache = undivided.PagedKVCache(8, 16, 2, 16, batch=2, dtype=torch.float32)
     new, q = torch.randn(2, 20, 2, 16), torch.randn(2, 1, 4, 16)
@@ -346,7 +377,7 @@ def test_a_repeated_backward_has_the_bits_of_a_first_one(name: str, backwards: l
     assert not backwards
     second, home = scaled(given, -1.5), plans._plans(call)
     found = gradients_of(second)
-    serves = not call.mask.parts or call.normal_form(given.q).exact
+    serves = "sinks" not in call.problem.features and (not call.mask.parts or call.normal_form(given.q).exact)
     assert bool(backwards) == (home is not None and serves)
     if home:
         home.clear()

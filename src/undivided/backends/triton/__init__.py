@@ -77,9 +77,10 @@ class Triton(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """One launch per block of rows, usually one in all, and one more if keys are split."""
-        problem, known = call.problem, plans.find(call, tensors, call.pages)
+        known = plans.find(call, tensors)
         if known is not None:
-            return known.run(problem, tensors, call.pages)
+            return known.run(call, tensors)
+        problem = call.problem
         if "blocks" in problem.mask.kinds and (result := chosen.forward(call, tensors, self.forward)) is not None:
             return result
         inputs = Inputs(call, tensors)

@@ -122,7 +122,8 @@ class _Backward:
     def _keep(self, parts: Sequence[Rows]) -> None:
         """Keep the launches for the next such call, if they read the tensors of this one and not copies of them."""
         copied = self.g.data_ptr() != self.grad_out.data_ptr() or self.out.data_ptr() != self.result.out.data_ptr()
-        if len(parts) == 1 and self.grad_lse is None and self.lse is self.result.lse and not copied:
+        plain = self.grad_lse is None and self.factor is None
+        if len(parts) == 1 and plain and self.lse is self.result.lse and not copied:
             plans.keep_gradients(self.inputs.call, self.inputs, self.result, self.grad_out, self.passes)
 
     def _tensors(self, rows: Rows, block_m: int, block_n: int) -> dict[str, Tensor]:

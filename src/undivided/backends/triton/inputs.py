@@ -98,6 +98,23 @@ def strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def as_bytes_of_fp8(k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """k and v; numbers of 8 bits with an exponent as the bytes that the kernels convert."""
+    if problem.quantized in ("fp8_e4m3", "fp8_e5m2"):
+        return k.view(torch.uint8), v.view(torch.uint8)
+    return k, v
+
+
+def fp32_in_order(sinks: Tensor) -> Tensor:
+    """The sinks as the kernels read them: fp32, without gaps."""
+    return sinks.detach().float().contiguous()
+
+
+def scale_rows(scale: Tensor, problem: Problem) -> Tensor:
+    """The scales of keys or values, of int4 with those of a token's groups side by side."""
+    return scale.contiguous() if problem.quantized == "int4" and scale.stride(-1) != 1 else scale
+
+
 @dataclass(eq=False)
 class Inputs:
     """The inputs of one problem, for every kernel. Keeps its tensors alive until the launches are queued."""
@@ -127,8 +144,7 @@ class Inputs:
                 self.v.stride(0),
                 self.k.shape[0],
             )
-        if problem.quantized in ("fp8_e4m3", "fp8_e5m2"):  # read as bytes
-            self.k, self.v = self.k.view(torch.uint8), self.v.view(torch.uint8)
+        self.k, self.v = as_bytes_of_fp8(self.k, self.v, problem)
         needs_positions = problem.features & {"alibi", "dropout"}
         form = None
         if needs_positions or not call.mask.is_full:
@@ -142,7 +158,7 @@ class Inputs:
         if tensors.bias is not None:
             self.bias = tensors.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
         self.slopes = None if tensors.alibi_slopes is None else self._row_slopes(tensors.alibi_slopes)
-        self.sinks = None if tensors.sinks is None else tensors.sinks.detach().float().contiguous()
+        self.sinks = None if tensors.sinks is None else fp32_in_order(tensors.sinks)
 
     def _seed(self, seed: int | Tensor) -> Tensor:
         """The seed as int64 [1], created on the device: copying a number there would wait for it."""
@@ -228,8 +244,7 @@ class Inputs:
         tensors = {name: tensor for name, tensor in optional.items() if tensor is not None}
         for name, scale in (("k_scale", self.call.k_scale), ("v_scale", self.call.v_scale)):
             if scale is not None:
-                rows = self.problem.quantized == "int4" and scale.stride(-1) != 1
-                tensors[name] = scale.contiguous() if rows else scale
+                tensors[name] = scale_rows(scale, self.problem)
         return tensors
 
     def scale_strides(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:

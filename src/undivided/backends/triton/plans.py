@@ -3,12 +3,11 @@ same kind.
 
 A repeated call finds its plan in an object that such calls share: the checked mask, or the strides if there is no
 mask. It allocates the results and launches, which takes Python about a third of the time without a plan. Plans are for
-calls whose only tensors are q, k, v, a block table and the mask's ranges.
+calls whose only tensors are q, k, v, their scales, a block table, sinks and the mask's ranges.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,18 +18,17 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import is_traced
 from undivided.backends._base import Gradients
 from undivided.backends.triton import descriptors
-from undivided.backends.triton.inputs import Inputs, precision
+from undivided.backends.triton.inputs import Inputs, as_bytes_of_fp8, fp32_in_order, precision, scale_rows
 from undivided.backends.triton.launches import ALIGNMENT, Launch
 from undivided.kernels.triton import config
 from undivided.request.call import Call
-from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import Result
 
 MAX_PLANS = 16
 """Plans of one mask, or of one kind of tensors: all are forgotten if there are more (a scale that always changes)."""
 
-_MORE_TENSORS = frozenset({"bias", "alibi", "sinks", "dropout", "quantized"})
+_MORE_TENSORS = frozenset({"bias", "alibi", "dropout"})
 
 
 class Plan(NamedTuple):
@@ -48,24 +46,21 @@ class Plan(NamedTuple):
     tensors: Mapping[str, Tensor]
     descriptors: tuple[Any, Any] | None
 
-    def run(self, pages: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    def run(self, given: Mapping[str, Tensor], out: Tensor, lse: Tensor) -> None:
         """Write the rows of this launch into `out`, in any layout, and `lse` [B, H, Sq]. Kernels take addresses, so
         that no views are made."""
-        parts, part_lses = out, lse
+        given, parts, part_lses = {**given, **self.tensors}, out, lse
         if self.combine is not None:
             parts = torch.empty(self.parts, dtype=torch.float32, device=out.device)
             part_lses = torch.empty(self.parts[:-1], dtype=torch.float32, device=out.device)
-        given: dict[str, Any] = {"q": tensors.q, "out": parts, "lse": part_lses, **self.tensors}
-        given["k"], given["v"] = tensors.k, tensors.v
+        described: dict[str, Any] = {}
         if self.descriptors is not None:
             first, second = self.descriptors
-            given["k"] = descriptors.with_tensor(first, tensors.k)
-            given["v"] = descriptors.with_tensor(second, tensors.v)
-        if pages is not None:
-            given["pages"] = pages
-        self.launch.run(given)
+            described["k"] = descriptors.with_tensor(first, given["k"])
+            described["v"] = descriptors.with_tensor(second, given["v"])
+        self.launch.run({**given, "out": parts, "lse": part_lses, **described})
         if self.combine is not None:
-            self.combine.run({**self.tensors, "parts": parts, "part_lses": part_lses, "out": out, "lse": lse})
+            self.combine.run({**given, "parts": parts, "part_lses": part_lses, "out": out, "lse": lse})
 
 
 class Plans(NamedTuple):
@@ -73,15 +68,22 @@ class Plans(NamedTuple):
 
     launches: Sequence[Plan]
 
-    def run(self, problem: Problem, tensors: Tensors, pages: Tensor | None) -> Result:
+    def run(self, call: Call, tensors: Tensors) -> Result:
         """The results for these tensors."""
-        q = tensors.q
+        problem, q = call.problem, tensors.q
         batch, heads, q_len = problem.batch, problem.heads, problem.q_len
         out_BSHD = layout.empty(problem.layout, (batch, q_len, heads, problem.v_dim), q)
         lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-        pages = None if pages is None else pages.contiguous()
+        k, v = as_bytes_of_fp8(tensors.k, tensors.v, problem)
+        given = {"q": q, "k": k, "v": v}
+        if call.pages is not None:
+            given["pages"] = call.pages.contiguous()
+        if tensors.sinks is not None:
+            given["sinks"] = fp32_in_order(tensors.sinks)
+        if call.k_scale is not None and call.v_scale is not None:
+            given["k_scale"], given["v_scale"] = (scale_rows(t, problem) for t in (call.k_scale, call.v_scale))
         for plan in self.launches:
-            plan.run(pages, tensors, out_BSHD, lse)
+            plan.run(given, out_BSHD, lse)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
 
@@ -122,12 +124,12 @@ class GradientPlan(NamedTuple):
         return [given.get("dq"), dk, dv, None, None, None]
 
 
-def find(call: Call, tensors: Tensors, pages: Tensor | None) -> Plans | None:
+def find(call: Call, tensors: Tensors) -> Plans | None:
     """The plans of an earlier call with the same mask and tensors of the same kind; None if there are none."""
     plans = _plans(call)
     if not plans or is_traced():
         return None
-    found = plans.get(_key(call, tensors, pages))
+    found = plans.get(_key(call, tensors))
     return found if isinstance(found, Plans) else None
 
 
@@ -140,11 +142,9 @@ class PlanReplay:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor:
-        call, tensors = self._call, Tensors(q, k, v)
-        known = find(call, tensors, pages)
-        if known is None:
-            return self._forward(dataclasses.replace(call, pages=pages), tensors).out
-        return known.run(call.problem, tensors, pages).out
+        call, tensors = self._call.with_memory(pages, k_scale, v_scale), Tensors(q, k, v)
+        known = find(call, tensors)
+        return (self._forward(call, tensors) if known is None else known.run(call, tensors)).out
 
 
 def replay(call: Call, forward: Callable[[Call, Tensors], Result]) -> PlanReplay | None:
@@ -165,7 +165,7 @@ def keep(call: Call, inputs: Inputs, launches: Sequence[Plan | None]) -> None:
     """Keep the plans of a forward that ran in these launches, if such calls share an object to keep them in."""
     known = [plan for plan in launches if plan is not None]
     if len(known) == len(launches):
-        _keep(call, inputs, _key(call, inputs.tensors, call.pages), Plans(known))
+        _keep(call, inputs, _key(call, inputs.tensors), Plans(known))
 
 
 def keep_gradients(call: Call, inputs: Inputs, result: Result, grad_out: Tensor, passes: Sequence[Pass | None]) -> None:
@@ -192,10 +192,11 @@ def _plans(call: Call) -> dict[Hashable, object] | None:
     return call.strides.plans if call.checked_mask is None else call.checked_mask.plans
 
 
-def _key(call: Call, tensors: Tensors, pages: Tensor | None) -> Hashable:
+def _key(call: Call, tensors: Tensors) -> Hashable:
     """What a plan depends on besides the object that it is kept in, which stands for dtypes, sizes, strides, device and
     mask."""
-    q, k, v = tensors[:3]
+    q, k, v, _, sinks, _ = tensors
+    pages = call.pages
     return (
         call.scale,
         call.softcap,
@@ -204,6 +205,9 @@ def _key(call: Call, tensors: Tensors, pages: Tensor | None) -> Hashable:
         v.data_ptr() % ALIGNMENT == 0,
         k.data_ptr() == v.data_ptr(),
         pages is None or (pages.data_ptr() % ALIGNMENT == 0, pages.is_contiguous()),
+        sinks is None or _is_fp32_in_order(sinks),
+        call.k_scale is None or call.k_scale.data_ptr() % ALIGNMENT == 0,
+        call.v_scale is None or call.v_scale.data_ptr() % ALIGNMENT == 0,
         config.revision(),
         precision() if call.problem.dtype == torch.float32 else "",
     )
@@ -213,7 +217,7 @@ def _gradient_key(call: Call, tensors: Tensors, result: Result, grad_out: Tensor
     """The same for a backward, which reads the result and its gradient too."""
     out, lse = result.out, result.lse
     return (
-        _key(call, tensors, None),
+        _key(call, tensors),
         call.needs[:3],
         out.stride(),
         out.data_ptr() % ALIGNMENT == 0,
@@ -222,3 +226,10 @@ def _gradient_key(call: Call, tensors: Tensors, result: Result, grad_out: Tensor
         grad_out.stride(),
         grad_out.data_ptr() % ALIGNMENT == 0,
     )
+
+
+def _is_fp32_in_order(sinks: Tensor) -> bool | None:
+    """Whether the kernels read the sinks in place, and then whether they are aligned; None if they read a copy."""
+    if sinks.dtype != torch.float32 or not sinks.is_contiguous():
+        return None
+    return sinks.data_ptr() % ALIGNMENT == 0
