@@ -122,8 +122,7 @@ class _Backward:
     def _keep(self, parts: Sequence[Rows]) -> None:
         """Keep the launches for the next such call, if they read the tensors of this one and not copies of them."""
         copied = self.g.data_ptr() != self.grad_out.data_ptr() or self.out.data_ptr() != self.result.out.data_ptr()
-        plain = self.grad_lse is None and self.factor is None
-        if len(parts) == 1 and plain and self.lse is self.result.lse and not copied:
+        if len(parts) == 1 and self.grad_lse is None and self.lse is self.result.lse and not copied:
             plans.keep_gradients(self.inputs.call, self.inputs, self.result, self.grad_out, self.passes)
 
     def _tensors(self, rows: Rows, block_m: int, block_n: int) -> dict[str, Tensor]:
@@ -272,11 +271,9 @@ class _Backward:
         return None if dbias is None or bias is None else dbias.sum_to_size(bias.shape)
 
     def _sinks(self) -> Tensor | None:
-        """``-sum over rows of sigmoid(sink - lse) * delta``; rows without keys contribute 0."""
         if not self.needs[4] or self.factor is None:
             return None
-        share = torch.where(self.lse == -torch.inf, 0.0, (self.factor - 1) * self.delta)
-        return share.sum((0, 2))
+        return plans.sink_gradient(self.lse, self.factor, self.delta)
 
     def _slopes(self) -> Tensor | None:
         slopes, rows = self.inputs.tensors.alibi_slopes, self.row_slopes

@@ -23,7 +23,7 @@ from undivided.backends.triton.launches import ALIGNMENT, Launch
 from undivided.kernels.triton import config
 from undivided.request.call import Call
 from undivided.request.request import Tensors
-from undivided.request.result import Result
+from undivided.request.result import Result, sink_factor
 
 MAX_PLANS = 16
 """Plans of one mask, or of one kind of tensors: all are forgotten if there are more (a scale that always changes)."""
@@ -110,18 +110,28 @@ class GradientPlan(NamedTuple):
     passes: Sequence[Pass]
 
     def run(self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> Gradients:
-        """The gradients of q, k and v that the call needs."""
-        (q, k, v), (needs_q, needs_k, needs_v) = tensors[:3], call.needs[:3]
+        """The gradients of q, k, v and the sinks that the call needs."""
+        (q, k, v, _, sinks, _), (needs_q, needs_k, needs_v, _, needs_sinks, _) = tensors, call.needs
         given = {"q": q, "k": k, "v": v, "g": grad_out, "out": result.out, "lse": result.lse}
         given["delta"] = torch.empty_like(result.lse)
         if needs_q:
             given["dq"] = torch.empty_like(q)
         if needs_k or needs_v:  # one pass computes both
             given["dk"], given["dv"] = torch.zeros_like(k), torch.zeros_like(v)
+        if sinks is not None:
+            given["factor"] = sink_factor(result.lse, fp32_in_order(sinks)).contiguous()
         for one in self.passes:
             one.run(given)
         dk, dv = given.get("dk") if needs_k else None, given.get("dv") if needs_v else None
-        return [given.get("dq"), dk, dv, None, None, None]
+        dsinks = None
+        if sinks is not None and needs_sinks:
+            dsinks = sink_gradient(result.lse, given["factor"], given["delta"]).to(sinks.dtype)
+        return [given.get("dq"), dk, dv, None, dsinks, None]
+
+
+def sink_gradient(lse: Tensor, factor: Tensor, delta: Tensor) -> Tensor:
+    """``-sum over rows of sigmoid(sink - lse) * delta``, fp32 [H]; rows without keys contribute 0."""
+    return torch.where(lse == -torch.inf, 0.0, (factor - 1) * delta).sum((0, 2))
 
 
 def find(call: Call, tensors: Tensors) -> Plans | None:
@@ -218,7 +228,7 @@ def _gradient_key(call: Call, tensors: Tensors, result: Result, grad_out: Tensor
     out, lse = result.out, result.lse
     return (
         _key(call, tensors),
-        call.needs[:3],
+        call.needs,
         out.stride(),
         out.data_ptr() % ALIGNMENT == 0,
         lse.stride(),
