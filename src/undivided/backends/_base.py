@@ -25,8 +25,9 @@ Gradients = Sequence[Tensor | None]
 """Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None if not needed."""
 
 Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
-"""The forward of a call with other tensors (q, k, v, pages, k_scale, v_scale) of the same sizes, strides and dtypes. It
-returns out in the caller's layout, and checks nothing."""
+"""The forward of a call with other tensors (q, k, v, pages, k_scale, v_scale) of the same dtypes. They begin where the
+call's tensors would begin, and their elements lie as theirs do, but their axes may differ: whole pools, or packed
+queries of a padded batch. It returns out with the axes of q, and checks nothing."""
 
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()

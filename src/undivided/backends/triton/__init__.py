@@ -99,7 +99,7 @@ class Triton(Backend):
 
     def replay(self, call: Call, tensors: Tensors) -> Replay | None:
         """The forward by a plan, for calls that have one."""
-        return plans.replay(call, self.forward)
+        return plans.replay(call, tensors, self.forward)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None

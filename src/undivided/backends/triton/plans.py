@@ -144,22 +144,37 @@ def find(call: Call, tensors: Tensors) -> Plans | None:
 
 
 class PlanReplay:
-    """The forward of a call for other tensors: by its plan, which the first run makes."""
+    """The forward of a call for other tensors: by its plan, which the first run makes.
 
-    def __init__(self, call: Call, forward: Callable[[Call, Tensors], Result]) -> None:
+    Those tensors may have other axes than the call's, as whole pools or packed queries; elements are where the call's are.
+    """
+
+    def __init__(self, call: Call, tensors: Tensors, forward: Callable[[Call, Tensors], Result]) -> None:
         self._call, self._forward = call, forward
+        own = *tensors[:3], call.k_scale, call.v_scale
+        self._axes = tuple([None if tensor is None else (tensor.shape, tensor.stride()) for tensor in own])
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor:
-        call, tensors = self._call.with_memory(pages, k_scale, v_scale), Tensors(q, k, v)
+        given = (q, k, v, k_scale, v_scale)
+        own_q, own_k, own_v, k_scale, v_scale = map(_with_axes, given, self._axes)
+        assert own_q is not None and own_k is not None and own_v is not None
+        call, tensors = self._call.with_memory(pages, k_scale, v_scale), Tensors(own_q, own_k, own_v)
         known = find(call, tensors)
-        return (self._forward(call, tensors) if known is None else known.run(call, tensors)).out
+        out = (self._forward(call, tensors) if known is None else known.run(call, tensors)).out
+        return out if out.dim() == q.dim() else out.flatten(0, 1)  # packed queries of a padded batch without padding
 
 
-def replay(call: Call, forward: Callable[[Call, Tensors], Result]) -> PlanReplay | None:
+def _with_axes(tensor: Tensor | None, axes: tuple[torch.Size, tuple[int, ...]] | None) -> Tensor | None:
+    if tensor is None or axes is None or (tensor.shape, tensor.stride()) == axes:
+        return tensor
+    return tensor.as_strided(*axes)
+
+
+def replay(call: Call, tensors: Tensors, forward: Callable[[Call, Tensors], Result]) -> PlanReplay | None:
     """The forward of this call for other tensors, if such calls have plans."""
-    return None if _plans(call) is None else PlanReplay(call, forward)
+    return None if _plans(call) is None else PlanReplay(call, tensors, forward)
 
 
 def find_gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> GradientPlan | None:
