@@ -15,6 +15,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.errors import InputError
 from undivided.masks import FULL, Mask
+from undivided.masks.normal_form import copies
 
 CPU = torch.device("cpu")
 
@@ -281,3 +282,49 @@ def test_copies_do_not_contain_cached_values() -> None:
         copied.tensors[0].fill_(0)
         assert not copied.to_dense(2, 1, 3, 3).any()
     assert torch.equal(mask.to_dense(2, 1, 3, 3), dense)
+
+
+class TestNumbersOnTheCpuForAnotherDevice:
+    """A CUDA graph cannot record a copy from ordinary memory of the CPU. The meta device stands for a GPU."""
+
+    def test_a_capture_gets_the_copy_that_was_made_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        numbers, meta = torch.tensor([3, 5]), torch.device("meta")
+        before = copies.int64_copy(numbers, meta)
+        monkeypatch.setattr(copies, "is_captured", lambda: True)
+        assert copies.int64_copy(numbers, meta) is before
+        assert copies.on_device(before, meta) is before
+
+    def test_changed_numbers_are_copied_again(self) -> None:
+        numbers, meta = torch.tensor([3, 5]), torch.device("meta")
+        before = copies.int64_copy(numbers, meta)
+        numbers.add_(1)
+        after = copies.int64_copy(numbers, meta)
+        assert after is not before
+        assert copies.int64_copy(numbers, meta) is after
+
+    def test_a_copy_of_a_capture_is_not_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its memory holds nothing before a replay."""
+        numbers, meta = torch.tensor([3, 5]), torch.device("meta")
+        monkeypatch.setattr(copies, "is_captured", lambda: True)
+        first = copies.int64_copy(numbers, meta)
+        assert copies.int64_copy(numbers, meta) is not first
+
+    def test_a_tree_on_the_cpu_is_copied_before_the_capture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        moved: list[str] = []
+        to = torch.Tensor.to
+
+        def told(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
+            moved.extend([tensor.device.type] * (torch.device("meta") in arguments))
+            return to(tensor, *arguments, **named)
+
+        monkeypatch.setattr(torch.Tensor, "to", told)
+        for captured in (False, True):
+            monkeypatch.setattr(copies, "is_captured", lambda captured=captured: captured)
+            lengths_on_gpu = (torch.tensor(numbers, device="meta") for numbers in ([9, 7], [4, 4]))
+            mask = TREE & lengths(*lengths_on_gpu)
+            mask.normal_form(2, 1, 4, 16, "meta")
+            assert ("cpu" in moved) is not captured
+            moved.clear()
+
+
+TREE = masks.tree([-1, 0, 0, 1])

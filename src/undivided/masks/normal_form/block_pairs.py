@@ -10,6 +10,7 @@ from torch import Tensor
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._parts import Blocks
+from undivided.masks.normal_form.copies import int64_copy
 from undivided.masks.normal_form.pairs import Index, narrow
 from undivided.masks.normal_form.positions import Geometry
 
@@ -42,7 +43,7 @@ class BlockPairs:
         Raises:
             InputError: in a pack, a document has more query blocks than the table.
         """
-        table = part.table.to(geometry.device, torch.int64, copy=True)
+        table = int64_copy(part.table, geometry.device)
         position = geometry.q_position
         if part.q_block is not None and position.numel() and readable(position):
             last = int(position.max()) // part.q_block

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from undivided.masks._parts import Documents, Field, Lengths, Part, Size
+from undivided.masks.normal_form.copies import int64_copy
 
 
 def private_copy(value: Field, device: torch.device, default: int = 0) -> Size:
     """An int64 copy on the device, which later changes of the tensor do not affect; the default for None."""
     if value is None:
         return default
-    return value.to(device=device, dtype=torch.int64, copy=True) if isinstance(value, Tensor) else value
+    return int64_copy(value, device) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +130,8 @@ class Geometry:
 
 def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Start, real size and end of each document's slot, int64 ``[N]``; without documents, one empty slot."""
-    real = cu_seqlens.to(device=device, dtype=torch.int64, copy=True)
-    offsets = real if padded is None else padded.to(device=device, dtype=torch.int64, copy=True)
+    real = int64_copy(cu_seqlens, device)
+    offsets = real if padded is None else int64_copy(padded, device)
     if real.numel() == 1:
         return offsets, torch.zeros_like(offsets), offsets
     return offsets[:-1], real.diff(), offsets[1:].contiguous()

@@ -32,6 +32,7 @@ from undivided.masks._parts import (
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form.block_pairs import BlockPairs
 from undivided.masks.normal_form.bounds import tidy
+from undivided.masks.normal_form.copies import int64_copy, on_device
 from undivided.masks.normal_form.intervals import NormalForm
 from undivided.masks.normal_form.pairs import DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
 from undivided.masks.normal_form.positions import Geometry, private_copy
@@ -200,7 +201,7 @@ def _pack(geometry: Geometry, *keys: Range) -> Tensor:
 
 def _same_ids(part: DocumentIds, batch: int, device: torch.device) -> tuple[Range, Tensor, IdPairs]:
     """Per row the keys ``[first, last + 1)`` with its id, whether all keys in between have it, and the pairs."""
-    ids_q, ids_kv = (ids.to(device=device, dtype=torch.int64, copy=True) for ids in (part.ids_q, part.ids_kv))
+    ids_q, ids_kv = (int64_copy(ids, device) for ids in (part.ids_q, part.ids_kv))
     pairs = IdPairs(ids_q, ids_kv)
     if ids_q.shape[0] != ids_kv.shape[0]:
         ids_q, ids_kv = (ids.expand(batch, -1).contiguous() for ids in (ids_q, ids_kv))
@@ -220,7 +221,7 @@ def _evaluated_parts(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
     extras: list[Extra] = []
     for part in parts:
         if isinstance(part, Dense):
-            extras.append(DensePairs(part.tensor.to(geometry.device)))
+            extras.append(DensePairs(on_device(part.tensor, geometry.device)))
         elif isinstance(part, Predicate):
             extras.append(PredicatePairs.for_call(part.fn, geometry))
     return extras

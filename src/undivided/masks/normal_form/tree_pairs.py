@@ -9,6 +9,7 @@ from torch import Tensor
 
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
+from undivided.masks.normal_form.copies import int64_copy
 from undivided.masks.normal_form.pairs import Index, index_tensor, narrow
 from undivided.masks.normal_form.positions import Geometry
 
@@ -33,7 +34,7 @@ class TreePairs:
         Raises:
             InputError: in a pack, a parent that is not before its child in the same document.
         """
-        parents = parents.to(geometry.device, torch.int64, copy=True)
+        parents = int64_copy(parents, geometry.device)
         position, rows = geometry.q_position, parents.shape[1]
         if geometry.real_rows is not None:
             parents = torch.where(geometry.real_rows, parents, -1)
