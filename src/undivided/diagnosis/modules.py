@@ -123,6 +123,32 @@ def generation(numbers: Numbers) -> list[Tensor]:
     return results
 
 
+def generation_layers(numbers: Numbers) -> list[Tensor]:
+    """Three layers without residuals that share the steps of a generation, in a contiguous and in a paged cache."""
+    layers = [
+        MultiheadAttention(
+            64, 4, num_gqa_groups=2, layer_number=n, qkv_format="thd", attn_mask_type="padding_causal"
+        ).eval()
+        for n in (1, 2, 3)
+    ]
+    results = []
+    for is_paged in (False, True):
+        x = numbers(24, 64)
+        params = InferenceParams(
+            2, 64, 2, 16, x.dtype, is_paged=is_paged, page_size=16 if is_paged else None, qkv_format="thd"
+        )
+        start = 0
+        for step in ({"a": 5, "b": 5}, {"a": 3, "b": 5}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1}):
+            params.pre_step(OrderedDict(step))
+            tokens = x[start : start + sum(step.values())]
+            start += sum(step.values())
+            for layer in layers:
+                with torch.no_grad():
+                    tokens = layer.to(x.device, x.dtype)(tokens, inference_params=params)
+                results.append(tokens)
+    return results
+
+
 def cache_contiguous(numbers: Numbers) -> list[Tensor]:
     """A contiguous cache: prompts of different lengths, then one token each."""
     return _cached(KVCache, numbers, quantize=None)
@@ -173,6 +199,7 @@ CHECKS: dict[str, Callable[[Numbers], list[Tensor]]] = {
         multihead_window,
         core_attention,
         generation,
+        generation_layers,
         cache_contiguous,
         cache_int8,
         cache_paged,

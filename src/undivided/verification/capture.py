@@ -1,5 +1,7 @@
-"""Checks that a call on a GPU neither waits for the device nor breaks a CUDA graph or torch.compile.
+"""Checks of calls that are repeated on a GPU: by a loop, by a CUDA graph, and by torch.compile.
 
+    repeat      four calls with one mask and tensors of the same kind, each with other values in other memory, forward
+                and backward, against the reference: later calls run what the first prepared
     no-sync     the second call, forward and backward, with PyTorch's synchronisation checks set to raise
     graph       forward and backward captured once, replayed on other values (and other lengths) in the same memory
     compile     ``torch.compile(fullgraph=True)`` of the public call, forward and backward
@@ -27,6 +29,8 @@ from undivided.verification.contract import COMPILES, available
 from undivided.verification.lines import Line, Task, command_parser, run
 
 CHOSEN = "chosen"
+REPEAT_TOLERANCE = 1e-2
+"""Largest distance of a repeated result from the reference, relative to its norm: a few roundings of bf16."""
 TASK_SECONDS = 240.0
 """Time limit of one check on all backends, compiling included."""
 
@@ -54,8 +58,13 @@ def _static_problem(
     batch: int = 2,
     train: bool = True,
     mask: Callable[[], tuple[Any, Callable[[], None]]],
+    page_size: int | None = None,
+    **more: Tensor,
 ) -> StaticProblem:
-    """A problem with 4 query and 2 key/value heads of size 64, in bf16."""
+    """A problem with 4 query and 2 key/value heads of size 64, in bf16.
+
+    page_size: tokens per page, of which the keys are a whole number; None: keys are not paged. more: other arguments.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int, heads: int) -> Tensor:
@@ -64,15 +73,20 @@ def _static_problem(
 
     leaves = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2)
     grad = draw(q_len, 4)
+    if page_size is not None:
+        count = batch * kv_len // page_size
+        pools = (torch.randn(count, page_size, 2, 64, generator=generator) for _ in "kv")
+        leaves = leaves[0], *(pool.to(device, torch.bfloat16) for pool in pools)
+        more["pages"] = torch.randperm(count, generator=generator).view(batch, -1).to(device, torch.int32)
     mask_value, change_mask = mask()
 
     def change() -> None:
         with torch.no_grad():
             for tensor in (*leaves, grad):
-                tensor.copy_(draw(tensor.shape[-3], tensor.shape[-2]))
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
         change_mask()
 
-    arguments = dict(zip("qkv", leaves, strict=True)) | {"layout": layout, "mask": mask_value}
+    arguments = dict(zip("qkv", leaves, strict=True)) | {"layout": layout, "mask": mask_value} | more
     return StaticProblem(arguments, tuple(leaf.requires_grad_() for leaf in leaves) if train else (), grad, change)
 
 
@@ -80,18 +94,33 @@ def _nothing() -> None:
     pass
 
 
-def _lengths(device: str) -> tuple[Any, Callable[[], None]]:
+def _lengths(device: str, new: int = 1, other: masks.Mask | None = None) -> tuple[Any, Callable[[], None]]:
+    """Two sequences with `new` queries each, and their mask: causal, or another one."""
     lengths = torch.tensor([300, 17], dtype=torch.int32, device=device)
+    mask = masks.causal("bottom_right") if other is None else other
+    if new > 1:
+        mask &= masks.lengths(lengths, torch.full_like(lengths, new))
+    else:
+        mask = masks.lengths(lengths) & mask
 
     def change() -> None:
-        lengths.sub_(5)
+        lengths.sub_(1)
 
-    return masks.lengths(lengths) & masks.causal("bottom_right"), change
+    return mask, change
 
 
 def _documents(device: str) -> tuple[Any, Callable[[], None]]:
     offsets = torch.tensor([0, 70, 200, 256], dtype=torch.int32, device=device)
     return masks.documents(offsets, max_q=256, max_kv=256) & masks.causal(), _nothing
+
+
+def _packed_steps(device: str) -> tuple[Any, Callable[[], None]]:
+    q_ends, kv_ends = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 1, 70], [0, 300, 500]))
+
+    def change() -> None:
+        kv_ends[1:].sub_(5)
+
+    return masks.documents(q_ends, kv_ends, max_q=69, max_kv=320) & masks.causal("bottom_right"), change
 
 
 PROBLEMS: dict[str, Callable[[str], StaticProblem]] = {
@@ -103,8 +132,27 @@ PROBLEMS: dict[str, Callable[[str], StaticProblem]] = {
     "documents": lambda device: _static_problem(
         device, q_len=256, kv_len=256, layout="thd", mask=lambda: _documents(device)
     ),
+    "alibi": lambda device: _static_problem(
+        device,
+        q_len=256,
+        kv_len=256,
+        mask=lambda: (masks.causal(), _nothing),
+        alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.05], device=device),
+    ),
+    "sinks": lambda device: _static_problem(
+        device, q_len=256, kv_len=256, mask=lambda: (masks.causal(), _nothing), sinks=torch.zeros(4, device=device)
+    ),
     "decode-lengths": lambda device: _static_problem(
         device, q_len=1, kv_len=320, train=False, mask=lambda: _lengths(device)
+    ),
+    "decode-pages": lambda device: _static_problem(
+        device, q_len=1, kv_len=320, page_size=64, train=False, mask=lambda: _lengths(device)
+    ),
+    "decode-tree": lambda device: _static_problem(
+        device, q_len=4, kv_len=320, train=False, mask=lambda: _lengths(device, 4, masks.tree([-1, 0, 0, 1]))
+    ),
+    "packed-steps": lambda device: _static_problem(
+        device, q_len=70, kv_len=320, layout="thd", page_size=64, train=False, mask=lambda: _packed_steps(device)
     ),
 }
 
@@ -115,6 +163,18 @@ def _step(problem: StaticProblem, backend: str | None) -> tuple[Tensor, ...]:
     if not problem.leaves:
         return (out,)
     return out.detach(), *torch.autograd.grad(out, problem.leaves, problem.grad)
+
+
+def _repeated(problem: StaticProblem, backend: str | None) -> None:
+    for _ in range(4):
+        problem.change()
+        moved = {name: problem.arguments[name].detach().clone() for name in "qkv"}
+        leaves = tuple(moved[name].requires_grad_() for name in "qkv"[: len(problem.leaves)])
+        other = problem._replace(arguments=problem.arguments | moved, leaves=leaves)
+        for one, expected in zip(_step(other, backend), _step(other, "reference"), strict=True):
+            error = (one - expected).float().norm() / expected.float().norm()
+            if not error <= REPEAT_TOLERANCE:
+                raise AssertionError(f"differs from the reference by {float(error):.1e} of its norm")
 
 
 def _no_sync(problem: StaticProblem, backend: str | None) -> None:
@@ -161,6 +221,7 @@ def _assert_close(actual: Any, expected: Any) -> None:
 
 
 CHECKS: dict[str, Callable[[StaticProblem, str | None], None]] = {
+    "repeat": _repeated,
     "no-sync": _no_sync,
     "graph": _graph,
     "compile": _compiled,
@@ -184,9 +245,9 @@ def _verdict(check: str, problem: str, name: str, device: str) -> tuple[str, tup
 
 
 def tasks(device: str) -> list[Task]:
-    """One task for every check of every problem, with all backends of the machine. A CPU has only those of
-    torch.compile: the others ask whether a call waits for a GPU, and about its graphs."""
-    checks = CHECKS if torch.device(device).type == "cuda" else ["compile"]
+    """One task for every check of every problem, with all backends of the machine. A CPU has two of
+    them: the others ask whether a call waits for a GPU, and about its graphs."""
+    checks = CHECKS if torch.device(device).type == "cuda" else ["repeat", "compile"]
     names = [backend.name for backend in available(device) if backend.name not in ("reference", *COMPILES)]
     return [
         Task(device, f"{check}/{problem}", "bfloat16", (CHOSEN, *names)) for check in checks for problem in PROBLEMS
