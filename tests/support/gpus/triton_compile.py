@@ -37,6 +37,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int16: "*i16",
     torch.uint8: "*u8",
     torch.int8: "*i8",
 }

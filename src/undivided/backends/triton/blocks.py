@@ -81,6 +81,8 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
     group = _heads_of_a_tile(problem, length) if decoding else 1
     name = "decode" if decoding else "forward"
     tile, steps = inputs.tile(name), _steps(problem, name)
+    if decoding:
+        tile = config.for_rows(tile, length * group)
     count = -(-length * group // tile.block_m)
     programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
     splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
@@ -121,6 +123,8 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
     assert form is not None and problem.documents is not None
     number, _, longest_kv = problem.documents
     tile, steps, splits = inputs.tile(name), _steps(problem, name), 1
+    if name == "decode" and longest is not None:
+        tile = config.for_rows(tile, min(longest, problem.documents[1] or longest) * group)
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
 
     def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides, strides
 from undivided.backends.triton.launches import Launch, launch
 from undivided.backends.triton.rows import Rows
+
+MOST_PAIRED_ROWS = 32
+"""Rows of a block with which words of 8-bit numbers are split into even and odd columns."""
 
 
 def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
@@ -63,8 +67,8 @@ class _Forward:
         inputs, places = self.inputs, self.blocks.places
         return {
             "q": inputs.q[:, :, self.rows.span],
-            "k": inputs.k,
-            "v": inputs.v,
+            "k": self._keys(inputs.k),
+            "v": self._keys(inputs.v),
             "out": self.parts,
             "lse": self.part_lses,
             "tiles": self.blocks.runs,
@@ -76,7 +80,7 @@ class _Forward:
     def _facts(self) -> tuple[Any, ...]:
         blocks = self.blocks
         of_blocks = blocks.tile, blocks.steps, blocks.group, blocks.splits, blocks.places is not None
-        return (*self.inputs.facts(self.rows), *of_blocks, self.descriptors is not None, self._latent)
+        return (*self.inputs.facts(self.rows), *of_blocks, self.descriptors is not None, self._latent, self._paired)
 
     def _others(self, kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of the kernel besides its tensors, and the options of its compilation."""
@@ -87,8 +91,8 @@ class _Forward:
             "tiles_b": strides(blocks.runs)[0],
             "places_b": 0 if blocks.places is None else strides(blocks.places)[0],
             "value_steps": self.value_steps,
-            **axis_strides(q=tensors["q"], k=inputs.k, v=inputs.v),
-            **dict(zip(("pages_b", "k_page", "v_page", "num_pages"), inputs.page_strides, strict=True)),
+            **axis_strides(**{name: tensors[name] for name in "qkv"}),
+            **self._page_strides(tensors),
             **inputs.scale_strides(tensors),
             **self._tree(tensors),
             **dict(zip(("out_z", "out_b", "out_h", "out_s"), parts.stride(), strict=False)),
@@ -101,6 +105,7 @@ class _Forward:
             "MORE_STEP": steps.more,
             "VALUE_STEP": steps.values,
             "LATENT": self._latent,
+            "PAIRED": self._paired,
             "GROUP": blocks.group,
             "BLOCK_M": blocks.tile.block_m,
             "BLOCK_N": blocks.tile.block_n,
@@ -116,6 +121,31 @@ class _Forward:
             "num_warps": blocks.tile.warps,
             "num_stages": inputs.stages(blocks.tile),
         }
+
+    def _keys(self, numbers: Tensor) -> Tensor:
+        """Keys or values as the kernel reads them."""
+        return numbers.view(torch.int16) if self._paired else numbers
+
+    def _page_strides(self, tensors: dict[str, Tensor]) -> dict[str, int]:
+        if self.inputs.pages is None:
+            return {"pages_b": 0, "k_page": 0, "v_page": 0, "num_pages": 0}
+        pages_b = 0 if self.problem.packed else self.inputs.pages.stride(0)
+        k, v = tensors["k"], tensors["v"]
+        return {"pages_b": pages_b, "k_page": k.stride(0), "v_page": v.stride(0), "num_pages": k.shape[0]}
+
+    @functools.cached_property
+    def _paired(self) -> bool:
+        """Whether 8-bit keys and values are read as 16-bit words (`kernels.triton.quantized.load_pairs`).
+
+        Blocks of many rows are multiplied by other instructions, which read numbers from shared memory in any case. In
+        batch-invariant calls never: it decides in which order numbers are added.
+        """
+        inputs, problem, blocks = self.inputs, self.problem, self.blocks
+        if problem.quantized in (None, "int4") or problem.dtype.itemsize != 2 or problem.batch_invariant:
+            return False
+        if blocks.tile.block_m > MOST_PAIRED_ROWS or blocks.steps.first < problem.qk_dim or problem.v_dim % 2:
+            return False
+        return all(map(_has_words, (inputs.k, inputs.v)))
 
     def _tree(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of a draft tree."""
@@ -179,3 +209,9 @@ class _Forward:
                 "GROUP": blocks.group,
             },
         )
+
+
+def _has_words(numbers: Tensor) -> bool:
+    """Whether every row of 8-bit numbers consists of 16-bit words."""
+    even = (*numbers.stride()[:-1], numbers.shape[-1], numbers.storage_offset())
+    return numbers.stride(-1) == 1 and not any(n % 2 for n in even) and numbers.data_ptr() % 2 == 0

@@ -131,19 +131,12 @@ class Inputs:
         call, problem, tensors = self.call, self.problem, self.tensors
         self.q = layout.heads_first(tensors.q, problem.layout)
         self.pages: Tensor | None = None
-        self.page_strides = (0, 0, 0, 0)
         if call.pages is None:
             self.k = layout.heads_first(tensors.k, problem.layout)
             self.v = layout.heads_first(tensors.v, problem.layout)
         else:  # pools [pages, page_size, N, D]: a key's row is found through the table
             self.k, self.v = tensors.k.transpose(1, 2), tensors.v.transpose(1, 2)
             self.pages = call.pages.contiguous()
-            self.page_strides = (
-                0 if problem.packed else self.pages.stride(0),
-                self.k.stride(0),
-                self.v.stride(0),
-                self.k.shape[0],
-            )
         self.k, self.v = as_bytes_of_fp8(self.k, self.v, problem)
         needs_positions = problem.features & {"alibi", "dropout"}
         form = None

@@ -146,7 +146,8 @@ def find(call: Call, tensors: Tensors) -> Plans | None:
 class PlanReplay:
     """The forward of a call for other tensors: by its plan, which the first run makes.
 
-    Those tensors may have other axes than the call's, as whole pools or packed queries; elements are where the call's are.
+    Those tensors may have other axes than the call's, as whole pools or packed queries;
+    their elements lie where its own do.
     """
 
     def __init__(self, call: Call, tensors: Tensors, forward: Callable[[Call, Tensors], Result]) -> None:

@@ -135,6 +135,8 @@ STEP = 128
 WIDEST_DECODING = 512
 """The same for 16-bit types in decoding, whose tiles have few rows."""
 
+MOST_ROWS = 64
+"""Rows of a block of decoding, at most."""
 LIGHT = 32
 """Keys (or rows) per iteration under dropout, a bias or a dense mask."""
 ROWS_PER_WARP = 16
@@ -225,6 +227,16 @@ def with_fewer_pairs(tile: Config) -> Config:
     if tile.block_m < 64:
         return tile
     return tile._replace(block_n=min(tile.block_n, LIGHT), warps=max(tile.warps, tile.block_m // ROWS_PER_WARP))
+
+
+def for_rows(tile: Config, rows: int) -> Config:
+    """Tile sizes of decoding for so many rows per key/value head, which one block has if it can: each block of rows
+    reads the keys again.
+
+    >>> for_rows(Config(16, 64, 4, 3), rows=20).block_m
+    32
+    """
+    return tile._replace(block_m=max(tile.block_m, min(MOST_ROWS, 1 << (rows - 1).bit_length())))
 
 
 def candidates(name: str, architecture: str) -> tuple[Config, ...]:

@@ -19,7 +19,7 @@ Quantised keys and values are dequantised in registers to the dtype of q.
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.quantized import INT4, load_numbers
+from undivided.kernels.triton.quantized import INT4, load_numbers, load_pairs
 from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -64,6 +64,7 @@ def forward_kernel(
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
     TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     PLACES: tl.constexpr, INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr, TREE: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -76,6 +77,7 @@ def forward_kernel(
         part [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
     LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
+    PAIRED: k and v are pairs of 8-bit numbers in 16-bit words, whose even and odd columns are multiplied apart.
     TREE: rows are nodes of a draft tree; ancestors [B|1, rows, nodes] bytes, and tree_first [B|1, rows], the key of node 0.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
@@ -139,9 +141,12 @@ def forward_kernel(
     unit = scale * LOG2E if PLAIN else 1.0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, VALUE_STEP], tl.float32)
+    acc, acc_odd = tl.zeros([BLOCK_M, VALUE_STEP // 2 if PAIRED else VALUE_STEP], tl.float32), 0.0
     o_d = tl.arange(0, DIM_STEP)
     q_tile = tl.load(q_rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < QK_DIM)[None, :], other=0.0)
+    if PAIRED:
+        q_tile, q_odd = tl.split(q_tile.reshape(BLOCK_M, DIM_STEP // 2, 2))
+        acc_odd = acc
 
     first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
         tiles + b * tiles_b + block * 8
@@ -181,12 +186,20 @@ def forward_kernel(
                             v_scales, start_n, o_n, kv_len, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
                             ONE_PAGE,
                         )
-                    k_tile = load_numbers(
-                        k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                        FORMAT, DTYPE, False, PTX,
-                    )
+                    if PAIRED:
+                        k_tile, k_odd = load_pairs(
+                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                            FORMAT, DTYPE, False, PTX,
+                        )
+                    else:
+                        k_tile = load_numbers(
+                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                            FORMAT, DTYPE, False, PTX,
+                        )
                 qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
+                if PAIRED:
+                    qk = dot(q_odd, tl.trans(k_odd), qk, PRECISION)
                 for d in tl.static_range(DIM_STEP, QK_DIM, MORE_STEP):
                     o_more = d + tl.arange(0, MORE_STEP)
                     q_more = tl.load(
@@ -231,6 +244,11 @@ def forward_kernel(
                     v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 elif LATENT:
                     v_tile = k_tile
+                elif PAIRED:
+                    v_tile, v_odd = load_pairs(
+                        v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                        V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
+                    )
                 else:
                     v_tile = load_numbers(
                         v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
@@ -241,6 +259,8 @@ def forward_kernel(
                 if masked and CLEAN >= 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     v_tile = tl.where(used[:, None], v_tile, 0.0)
+                    if PAIRED:
+                        v_odd = tl.where(used[:, None], v_odd, 0.0)
                     if SCALED_WEIGHTS:
                         factor = tl.where(used, factor, 0.0)
                 elif masked and CLEAN == 1 and TMA:
@@ -248,10 +268,14 @@ def forward_kernel(
                 if SCALED_WEIGHTS:
                     p *= factor[None, :]
                 acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
+                if PAIRED:
+                    acc_odd = dot(p.to(v_tile.dtype), v_odd, acc_odd * shrink[:, None], PRECISION)
 
     some = total != 0  # NaN is not 0: a row without keys has a total of 0, one with a NaN score does not
     o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
     natural = tl.where(some, (m * unit + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+    if PAIRED:
+        acc = tl.join(acc, acc_odd).reshape(BLOCK_M, VALUE_STEP)
     result = acc / tl.where(some, total, 1.0)[:, None]
     if SINKS:
         sink = tl.load(sinks + heads, mask=ok_m, other=0.0)

@@ -1,7 +1,7 @@
 """Copies of a mask's numbers on the device of a call.
 
 A CUDA graph cannot record a copy from ordinary memory of the CPU. A mask that has tensors on the GPU too is evaluated
-anew in the graph, so its numbers on the CPU are copied once, before the capture, and kept as long as they do not change.
+anew in the graph, so its numbers on the CPU are copied once, before the capture, and kept until they change.
 """
 
 from __future__ import annotations
