@@ -180,7 +180,7 @@ class _Backward:
         self._launch(
             backward.rows_kernel,
             (blocks * steps, problem.heads, problem.batch),
-            self._facts(rows, tile, descriptors is None),
+            self._facts(rows, tile, descriptors is None, self.row_slopes is None),
             {**tensors, "dq": dq} | ({} if self.row_slopes is None else {"dslope": self.row_slopes}),
             lambda: {
                 **self._others(backward.rows_kernel, rows, tensors, tile, tile.block_m, tile.block_n),
@@ -189,6 +189,7 @@ class _Backward:
                 "BIAS": self.inputs.bias is not None,
                 "CLEAN": self.inputs.clean,
                 "TMA": descriptors is not None,
+                "WITH_SLOPES": self.row_slopes is not None,
                 "SPECIALISE": self.inputs.uses_warp_specialisation(tile, descriptors is not None),
             },
             descriptors,

@@ -65,9 +65,9 @@ def rows_kernel(
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr,
+    PRECISION: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr, SPECIALISE: tl.constexpr, WITH_SLOPES: tl.constexpr,
 ):
-    """dq of one block of rows of one head, DIM_STEP columns; and the row sums of the slopes' gradient.
+    """dq of one block of rows of one head, DIM_STEP columns; with WITH_SLOPES also the row sums of the slopes' gradient.
 
     The grid is (blocks of rows * steps, heads, batch). lse, factor, delta, grad_lse and dslope are contiguous
     [B, H, row_values]; `first_row` is where this call's rows begin in them and in the mask's tables.
@@ -149,7 +149,7 @@ def rows_kernel(
                     key_at + b * key_at_b, keep, base2, f, d, g_lse, scale, softcap, survivor,
                     masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
                 )
-                if ALIBI:
+                if WITH_SLOPES:
                     slope_sum -= tl.sum(ds * distance, 1)
                 if QK_DIM > DIM_STEP:
                     k_tile = load_rows(
@@ -169,7 +169,7 @@ def rows_kernel(
         (acc * scale).to(dq.dtype.element_ty),
         mask=ok_m[:, None] & (o_d < QK_DIM)[None, :],
     )
-    if ALIBI:
+    if WITH_SLOPES:
         if step == 0:
             tl.store(dslope + offsets, slope_sum, mask=ok_m)
 
