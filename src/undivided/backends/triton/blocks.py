@@ -30,6 +30,8 @@ MAX_SHORT = 16
 64 rows of each head."""
 MAX_SPLITS = 32
 """Upper limit of split-KV; each split writes an fp32 part."""
+WARPS = 8
+"""Warps of decoding that a processor runs at once: registers allow no more."""
 KEYS_PER_SPLIT = 256
 """A split with fewer keys costs more than it saves."""
 
@@ -85,7 +87,7 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
         tile = config.for_rows(tile, length * group)
     count = -(-length * group // tile.block_m)
     programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
-    splits = _splits(problem.kv_len, programs, processors(inputs.q.device)) if decoding else 1
+    splits = _splits(problem.kv_len, programs, tile, processors(inputs.q.device)) if decoding else 1
 
     def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:
         sizes = problem.q_len, problem.kv_len, tile.block_m, tile.block_n
@@ -135,7 +137,7 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
     if name == "decode":
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
         programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
-        splits = _splits(keys, programs, processors(inputs.q.device))
+        splits = _splits(keys, programs, tile, processors(inputs.q.device))
     return Blocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
 
 
@@ -151,7 +153,9 @@ def _steps(problem: Problem, name: str) -> config.Steps:
     return config.column_steps(problem.qk_dim, problem.v_dim, name == "decode" and few_bytes)
 
 
-def _splits(kv_len: int, programs: int, processors: int) -> int:
-    """Number of splits of the keys, a power of two: up to two programs per processor, with enough keys in each."""
-    splits = min(2 * processors // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
+def _splits(kv_len: int, programs: int, tile: config.Config, processors: int) -> int:
+    """Number of splits of the keys, a power of two: as many programs as processors run at once, with enough keys in
+    each."""
+    at_once = max(WARPS // tile.warps, 2) * processors
+    splits = min(at_once // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
     return 1 << max(splits, 1).bit_length() - 1

@@ -15,8 +15,8 @@ from undivided.backends.triton.inputs import Inputs, axis_strides, strides
 from undivided.backends.triton.launches import Launch, launch
 from undivided.backends.triton.rows import Rows
 
-MOST_PAIRED_ROWS = 32
-"""Rows of a block with which words of 8-bit numbers are split into even and odd columns."""
+MOST_ROWS_OF_WORDS = 32
+"""Rows of a block for which words of quantised numbers are read."""
 
 
 def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
@@ -80,7 +80,7 @@ class _Forward:
     def _facts(self) -> tuple[Any, ...]:
         blocks = self.blocks
         of_blocks = blocks.tile, blocks.steps, blocks.group, blocks.splits, blocks.places is not None
-        return (*self.inputs.facts(self.rows), *of_blocks, self.descriptors is not None, self._latent, self._paired)
+        return (*self.inputs.facts(self.rows), *of_blocks, self.descriptors is not None, self._latent, self._words)
 
     def _others(self, kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of the kernel besides its tensors, and the options of its compilation."""
@@ -105,7 +105,7 @@ class _Forward:
             "MORE_STEP": steps.more,
             "VALUE_STEP": steps.values,
             "LATENT": self._latent,
-            "PAIRED": self._paired,
+            "WORDS": self._words,
             "GROUP": blocks.group,
             "BLOCK_M": blocks.tile.block_m,
             "BLOCK_N": blocks.tile.block_n,
@@ -124,7 +124,7 @@ class _Forward:
 
     def _keys(self, numbers: Tensor) -> Tensor:
         """Keys or values as the kernel reads them."""
-        return numbers.view(torch.int16) if self._paired else numbers
+        return numbers.view(torch.int16) if self._words else numbers
 
     def _page_strides(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         if self.inputs.pages is None:
@@ -134,18 +134,20 @@ class _Forward:
         return {"pages_b": pages_b, "k_page": k.stride(0), "v_page": v.stride(0), "num_pages": k.shape[0]}
 
     @functools.cached_property
-    def _paired(self) -> bool:
-        """Whether 8-bit keys and values are read as 16-bit words (`kernels.triton.quantized.load_pairs`).
+    def _words(self) -> int:
+        """The numbers in each 16-bit word, if quantised keys and values are read as words (`load_pairs` and
+        `load_nibbles` in `kernels.triton.quantized`); otherwise 0.
 
         Blocks of many rows are multiplied by other instructions, which read numbers from shared memory in any case. In
         batch-invariant calls never: it decides in which order numbers are added.
         """
         inputs, problem, blocks = self.inputs, self.problem, self.blocks
-        if problem.quantized in (None, "int4") or problem.dtype.itemsize != 2 or problem.batch_invariant:
-            return False
-        if blocks.tile.block_m > MOST_PAIRED_ROWS or blocks.steps.first < problem.qk_dim or problem.v_dim % 2:
-            return False
-        return all(map(_has_words, (inputs.k, inputs.v)))
+        if problem.quantized is None or problem.dtype.itemsize != 2 or problem.batch_invariant:
+            return 0
+        many = blocks.tile.block_m > MOST_ROWS_OF_WORDS or blocks.steps.first < problem.qk_dim
+        if many or not all(map(_has_words, (inputs.k, inputs.v))):
+            return 0
+        return 4 if problem.quantized == "int4" else 2
 
     def _tree(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of a draft tree."""

@@ -19,7 +19,7 @@ Quantised keys and values are dequantised in registers to the dtype of q.
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.quantized import INT4, load_numbers, load_pairs
+from undivided.kernels.triton.quantized import INT4, load_nibbles, load_numbers, load_pairs
 from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -64,7 +64,7 @@ def forward_kernel(
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
     TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     PLACES: tl.constexpr, INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr, TREE: tl.constexpr,
-    PAIRED: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -77,7 +77,8 @@ def forward_kernel(
         part [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
     LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
-    PAIRED: k and v are pairs of 8-bit numbers in 16-bit words, whose even and odd columns are multiplied apart.
+    WORDS: k and v are 16-bit words of so many numbers each; 0 for numbers as they are. Columns 0, WORDS, 2 WORDS, ... are
+        multiplied apart from columns 1, WORDS + 1, ..., and so on.
     TREE: rows are nodes of a draft tree; ancestors [B|1, rows, nodes] bytes, and tree_first [B|1, rows], the key of node 0.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
@@ -141,12 +142,17 @@ def forward_kernel(
     unit = scale * LOG2E if PLAIN else 1.0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc, acc_odd = tl.zeros([BLOCK_M, VALUE_STEP // 2 if PAIRED else VALUE_STEP], tl.float32), 0.0
+    acc = tl.zeros([BLOCK_M, VALUE_STEP // WORDS if WORDS else VALUE_STEP], tl.float32)
+    acc_1, acc_2, acc_3 = 0.0, 0.0, 0.0  # of other columns
     o_d = tl.arange(0, DIM_STEP)
     q_tile = tl.load(q_rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < QK_DIM)[None, :], other=0.0)
-    if PAIRED:
-        q_tile, q_odd = tl.split(q_tile.reshape(BLOCK_M, DIM_STEP // 2, 2))
-        acc_odd = acc
+    if WORDS:
+        q_tile, q_1 = tl.split(q_tile.reshape(BLOCK_M, DIM_STEP // 2, 2))
+        acc_1 = acc
+    if WORDS == 4:
+        q_tile, q_2 = tl.split(q_tile.reshape(BLOCK_M, DIM_STEP // 4, 2))
+        q_1, q_3 = tl.split(q_1.reshape(BLOCK_M, DIM_STEP // 4, 2))
+        acc_2, acc_3 = acc, acc
 
     first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
         tiles + b * tiles_b + block * 8
@@ -186,8 +192,13 @@ def forward_kernel(
                             v_scales, start_n, o_n, kv_len, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
                             ONE_PAGE,
                         )
-                    if PAIRED:
-                        k_tile, k_odd = load_pairs(
+                    if WORDS == 4:
+                        k_tile, k_1, k_2, k_3 = load_nibbles(
+                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                            DTYPE, PTX,
+                        )
+                    elif WORDS == 2:
+                        k_tile, k_1 = load_pairs(
                             k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
                             FORMAT, DTYPE, False, PTX,
                         )
@@ -198,8 +209,11 @@ def forward_kernel(
                         )
                 qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
-                if PAIRED:
-                    qk = dot(q_odd, tl.trans(k_odd), qk, PRECISION)
+                if WORDS:
+                    qk = dot(q_1, tl.trans(k_1), qk, PRECISION)
+                if WORDS == 4:
+                    qk = dot(q_2, tl.trans(k_2), qk, PRECISION)
+                    qk = dot(q_3, tl.trans(k_3), qk, PRECISION)
                 for d in tl.static_range(DIM_STEP, QK_DIM, MORE_STEP):
                     o_more = d + tl.arange(0, MORE_STEP)
                     q_more = tl.load(
@@ -244,8 +258,13 @@ def forward_kernel(
                     v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 elif LATENT:
                     v_tile = k_tile
-                elif PAIRED:
-                    v_tile, v_odd = load_pairs(
+                elif WORDS == 4:
+                    v_tile, v_1, v_2, v_3 = load_nibbles(
+                        v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                        V_DIM % VALUE_STEP == 0, masked, DTYPE, PTX,
+                    )
+                elif WORDS == 2:
+                    v_tile, v_1 = load_pairs(
                         v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
                         V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
                     )
@@ -259,23 +278,32 @@ def forward_kernel(
                 if masked and CLEAN >= 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     v_tile = tl.where(used[:, None], v_tile, 0.0)
-                    if PAIRED:
-                        v_odd = tl.where(used[:, None], v_odd, 0.0)
+                    if WORDS:
+                        v_1 = tl.where(used[:, None], v_1, 0.0)
+                    if WORDS == 4:
+                        v_2, v_3 = tl.where(used[:, None], v_2, 0.0), tl.where(used[:, None], v_3, 0.0)
                     if SCALED_WEIGHTS:
                         factor = tl.where(used, factor, 0.0)
                 elif masked and CLEAN == 1 and TMA:
                     v_tile = tl.where(ok_n[:, None], v_tile, 0.0)
                 if SCALED_WEIGHTS:
                     p *= factor[None, :]
-                acc = dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], PRECISION)
-                if PAIRED:
-                    acc_odd = dot(p.to(v_tile.dtype), v_odd, acc_odd * shrink[:, None], PRECISION)
+                weights, shrink = p.to(v_tile.dtype), shrink[:, None]
+                acc = dot(weights, v_tile, acc * shrink, PRECISION)
+                if WORDS:
+                    acc_1 = dot(weights, v_1, acc_1 * shrink, PRECISION)
+                if WORDS == 4:
+                    acc_2 = dot(weights, v_2, acc_2 * shrink, PRECISION)
+                    acc_3 = dot(weights, v_3, acc_3 * shrink, PRECISION)
 
     some = total != 0  # NaN is not 0: a row without keys has a total of 0, one with a NaN score does not
     o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
     natural = tl.where(some, (m * unit + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
-    if PAIRED:
-        acc = tl.join(acc, acc_odd).reshape(BLOCK_M, VALUE_STEP)
+    if WORDS == 4:
+        acc = tl.join(acc, acc_2).reshape(BLOCK_M, VALUE_STEP // 2)
+        acc_1 = tl.join(acc_1, acc_3).reshape(BLOCK_M, VALUE_STEP // 2)
+    if WORDS:
+        acc = tl.join(acc, acc_1).reshape(BLOCK_M, VALUE_STEP)
     result = acc / tl.where(some, total, 1.0)[:, None]
     if SINKS:
         sink = tl.load(sinks + heads, mask=ok_m, other=0.0)

@@ -212,6 +212,39 @@ UPPER_TO_BF16 = tl.constexpr(
     )
 )
 
+# The numbers of four bits in two words of $1, of each word the same bits. To bf16: times the scales in $2 and $3, which
+# are equal, as `_halves` makes them.
+NIBBLES_TO_FP16 = tl.constexpr(
+    tuple(
+        f"""{{
+    .reg .b32 x, offset;
+    mov.b32 offset, 0x64086408;                   // 1024 + 8
+    shr.u32 x, $1, {4 * n};
+    lop3.b32 x, x, 0x000F000F, 0x64006400, 0xEA;
+    sub.f16x2 $0, x, offset;
+}}"""
+        for n in range(4)
+    )
+)
+NIBBLES_TO_BF16 = tl.constexpr(
+    tuple(
+        f"""{{
+    .reg .b32 x, one, offset, zero, upper, lower;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 zero, 0x80008000;                     // -0
+    mov.b32 offset, 0xC308C308;                   // - (128 + 8)
+    shr.u32 x, $1, {4 * n};
+    lop3.b32 x, x, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 x, x, one, offset;
+    prmt.b32 upper, $2, 0, 0x3232;
+    prmt.b32 lower, $2, 0, 0x1010;
+    fma.rn.bf16x2 lower, x, lower, zero;
+    fma.rn.bf16x2 $0, x, upper, lower;
+}}"""
+        for n in range(4)
+    )
+)
+
 
 @triton.jit
 def load_numbers(
@@ -297,6 +330,62 @@ def load_pairs(
         scale = tl.load(scales + scale_offsets, mask=ok_n, other=0.0)[:, None]
         even, odd = (even.to(tl.float32) * scale).to(dtype), (odd.to(tl.float32) * scale).to(dtype)
     return even, odd
+
+
+@triton.jit
+def load_nibbles(
+    base,
+    offsets,
+    scales,
+    scale_offsets,
+    ok_n,
+    DIM: tl.constexpr,
+    first,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHECKED: tl.constexpr,
+    dtype: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """As `load_pairs`, of int4, four in a word and scaled: columns 0, 4, 8, ..., then 1, 5, 9, ..., each
+    [N, WIDTH // 4]."""
+    words = load_rows(base, offsets, ok_n, DIM // 4, first // 4, WIDTH // 4, WHOLE, CHECKED)
+    o_g = first // GROUP + tl.arange(0, WIDTH // GROUP)
+    inside = ok_n[:, None] & (o_g < DIM // GROUP)[None, :]
+    scale = tl.load((scales + scale_offsets)[:, None] + o_g[None, :], mask=inside, other=0.0)
+    halves = scale
+    if PTX >= 80 and dtype == tl.bfloat16:
+        halves = _halves(scale)
+    each = tl.broadcast_to(halves[:, :, None], words.shape[0], WIDTH // GROUP, GROUP // 4).reshape(words.shape)
+    return (
+        _nibbles(words, each, dtype, PTX, 0),
+        _nibbles(words, each, dtype, PTX, 1),
+        _nibbles(words, each, dtype, PTX, 2),
+        _nibbles(words, each, dtype, PTX, 3),
+    )
+
+
+@triton.jit
+def _halves(scale):
+    """Two bfloat16 in 32 bits, the upper and the lower, whose sum is the scale to a relative 2^-16."""
+    upper = scale.to(tl.bfloat16)
+    lower = (scale - upper.to(tl.float32)).to(tl.bfloat16)
+    upper_bits, lower_bits = upper.to(tl.uint16, bitcast=True), lower.to(tl.uint16, bitcast=True)
+    return (upper_bits.to(tl.uint32) << 16) | lower_bits.to(tl.uint32)
+
+
+@triton.jit
+def _nibbles(words, scale, dtype: tl.constexpr, PTX: tl.constexpr, N: tl.constexpr):
+    """The numbers of bits 4 N to 4 N + 3 of words, times the scale."""
+    if PTX >= 80 and dtype == tl.bfloat16:
+        code: tl.constexpr = NIBBLES_TO_BF16[N]
+        return tl.inline_asm_elementwise(code, "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif PTX >= 80 and dtype == tl.float16:
+        code: tl.constexpr = NIBBLES_TO_FP16[N]
+        numbers = tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+        return (numbers.to(tl.float32) * scale).to(dtype)
+    else:
+        return ((((words >> (4 * N)) & 15).to(tl.float32) - 8.0) * scale).to(dtype)
 
 
 @triton.jit
