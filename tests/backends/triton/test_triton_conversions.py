@@ -42,10 +42,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPERATIONS: dict[str, Callable[..., int]] = {
     "mov.b32": lambda a: a,
     "xor.b32": lambda a, b: a ^ b,
+    "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, n: a >> n,
     "shl.b32": lambda a, n: a << n & WORD,
     "prmt.b32": _permuted,
-    "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
+    "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c, 0x6A: (a & b) ^ c}[table],
     "sub.f16x2": lambda a, b: _word(_halves(a, FP16) - _halves(b, FP16), FP16),
     "fma.rn.bf16x2": lambda a, b, c: _word(_halves(a, BF16) * _halves(b, BF16) + _halves(c, BF16), BF16),
     "sub.f32": lambda a, b: _word(_float(a) - _float(b), FP32),
@@ -82,6 +83,43 @@ def test_every_byte_is_converted_exactly(format: Format, dtype: torch.dtype) -> 
     found = torch.tensor(words, dtype=torch.uint32).view(torch.int32).view(dtype)
     right = stored.view(DTYPES[format]).to(dtype)
     assert torch.equal(found.nan_to_num(nan=1e4), right.nan_to_num(nan=1e4))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "fp8_e5m2"])
+def test_every_byte_of_words_is_converted_exactly(format: Format, dtype: torch.dtype) -> None:
+    """The lower bytes of two words, and the upper ones."""
+    lower, upper = (
+        (quantized.LOWER_TO_FP16, quantized.UPPER_TO_FP16)
+        if dtype == FP16
+        else (quantized.LOWER_TO_BF16, quantized.UPPER_TO_BF16)
+    )
+    stored = torch.arange(256, dtype=torch.uint8)
+    for half, code in enumerate((lower, upper)):
+        words = [run(code.value[FORMATS[format]], 1, four & WORD)[0] for four in stored.view(torch.int32).tolist()]
+        found = torch.tensor(words, dtype=torch.uint32).view(torch.int32).view(dtype)
+        right = stored[half::2].view(DTYPES[format]).to(dtype)
+        assert torch.equal(found.nan_to_num(nan=1e4), right.nan_to_num(nan=1e4))
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 0.111), (3e-30, 7e30), (0.0, 2.0), (float("nan"), 1.0)])
+def test_every_number_of_int4_in_words_times_the_scale_of_its_word(scales: tuple[float, float]) -> None:
+    """Two words of one instruction may belong to two keys."""
+    stored = torch.arange(256, dtype=torch.uint8)
+    both = torch.tensor(scales)
+    upper = both.to(BF16)
+    parts = torch.stack(((both - upper.float()).to(BF16), upper), -1)
+    given = [word & WORD for word in parts.view(torch.int32).flatten().tolist()]
+    for n in range(4):
+        for dtype, code, more in ((BF16, quantized.NIBBLES_TO_BF16, given), (FP16, quantized.NIBBLES_TO_FP16, [])):
+            words = [run(code.value[n], 1, four & WORD, *more)[0] for four in stored.view(torch.int32).tolist()]
+            found = torch.tensor(words, dtype=torch.uint32).view(torch.int32).view(dtype).view(-1, 2)
+            numbers = (stored.view(torch.int16).int() >> 4 * n & 15).view(-1, 2).double() - 8
+            if dtype == FP16:
+                assert torch.equal(found.double(), numbers)
+            else:
+                right = numbers * both.double()
+                torch.testing.assert_close(found.double(), right, rtol=2**-8 + 2**-15, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 3e-30, 7e30, 0.0, float("nan")])

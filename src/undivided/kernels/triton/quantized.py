@@ -212,8 +212,8 @@ UPPER_TO_BF16 = tl.constexpr(
     )
 )
 
-# The numbers of four bits in two words of $1, of each word the same bits. To bf16: times the scales in $2 and $3, which
-# are equal, as `_halves` makes them.
+# The numbers of four bits in two words of $1, of each word the same bits. To bf16: times the scales in $2 and $3, as
+# `_halves` makes them.
 NIBBLES_TO_FP16 = tl.constexpr(
     tuple(
         f"""{{
@@ -236,8 +236,8 @@ NIBBLES_TO_BF16 = tl.constexpr(
     shr.u32 x, $1, {4 * n};
     lop3.b32 x, x, 0x000F000F, 0x43004300, 0xEA;
     fma.rn.bf16x2 x, x, one, offset;
-    prmt.b32 upper, $2, 0, 0x3232;
-    prmt.b32 lower, $2, 0, 0x1010;
+    prmt.b32 upper, $2, $3, 0x7632;
+    prmt.b32 lower, $2, $3, 0x5410;
     fma.rn.bf16x2 lower, x, lower, zero;
     fma.rn.bf16x2 $0, x, upper, lower;
 }}"""
