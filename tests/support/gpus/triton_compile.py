@@ -149,6 +149,11 @@ def problems() -> Iterator[tuple[str, Any]]:
     )
     yield "mla-bf16-320", made(torch.bfloat16, 256, 256, 2, (320, 256), True)
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
+    for dim in (64, 128, 256):
+        for new in (8, 16):
+            mask = masks.lengths([5000], [new]) & masks.causal("bottom_right")
+            made_of = (torch.bfloat16, new, 8192, 8, (dim, dim), False)
+            yield f"decode-drafts-{new}-bf16-{dim}", made(*made_of, mask=mask)
     many = torch.zeros(4, 1, 128, 576, dtype=torch.bfloat16)  # heads of one key head
     yield "decode-many-bf16", call_of(many, many[:, :, :1], many[:, :, :1, :512], layout="bshd")
     steps = {"pack-mixed": ([0, 1, 101], [0, 900, 1800]), "pack-decode": ([0, 1, 2], [0, 900, 1800])}

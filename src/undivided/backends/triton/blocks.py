@@ -84,7 +84,7 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
     name = "decode" if decoding else "forward"
     tile, steps = inputs.tile(name), _steps(problem, name)
     if decoding:
-        tile = config.for_rows(tile, length * group)
+        tile = inputs.with_rows(tile, length * group)
     count = -(-length * group // tile.block_m)
     programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
     splits = _splits(problem.kv_len, programs, tile, processors(inputs.q.device)) if decoding else 1
@@ -126,7 +126,7 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
     number, _, longest_kv = problem.documents
     tile, steps, splits = inputs.tile(name), _steps(problem, name), 1
     if name == "decode" and longest is not None:
-        tile = config.for_rows(tile, min(longest, problem.documents[1] or longest) * group)
+        tile = inputs.with_rows(tile, min(longest, problem.documents[1] or longest) * group)
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
 
     def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:

@@ -390,3 +390,10 @@ class Inputs:
         # the pass over keys has two accumulators, and no registers for a second value per pair
         more_values = more_values or (name == "keys" and bool(problem.features & {"alibi", "softcap"}))
         return config.with_fewer_pairs(tile) if more_values else tile
+
+    def with_rows(self, tile: config.Config, rows: int) -> config.Config:
+        """The tile sizes of decoding for so many rows per key/value head; fp32 has no registers for more of them."""
+        if self.problem.dtype.itemsize > 2:
+            return tile
+        dim = max(self.problem.qk_dim, self.problem.v_dim)
+        return config.for_rows(tile, rows, dim, architecture(self.q.device))
