@@ -71,7 +71,7 @@ def _static_problem(
         shape = (length, heads, 64) if layout == "thd" else (batch, length, heads, 64)
         return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
 
-    leaves = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2)
+    leaves: tuple[Tensor, ...] = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2)
     grad = draw(q_len, 4)
     if page_size is not None:
         count = batch * kv_len // page_size

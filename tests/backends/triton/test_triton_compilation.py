@@ -40,7 +40,8 @@ SPILLED = {
         for problem in ("pages", "chosen-pages", "pack-decode", "pack-mixed")
     },
     ("sm90", "forward_kernel", "decode-wide-pages-bf16"): 20,
-    ("sm90", "forward_kernel", "decode-fp8_e5m2-fp16-128"): 4,
+    ("sm90", "forward_kernel", "decode-many-bf16"): 76,
+    **{("sm90", "forward_kernel", f"decode-{format}-256"): 4 for format in ("fp8_e4m3", "fp8_e5m2")},
     ("sm80", "rows_kernel", "everything-fp16-64"): 32,
     ("sm80", "keys_kernel", "everything-fp16-64"): 24,
 }

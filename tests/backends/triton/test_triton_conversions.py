@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.kernels.triton import quantized
+from undivided.kernels.triton import words as kernel_words
 from undivided.kernels.triton.config import FORMATS
 from undivided.quantization import DTYPES, Format, dequantize
 
@@ -90,9 +91,9 @@ def test_every_byte_is_converted_exactly(format: Format, dtype: torch.dtype) -> 
 def test_every_byte_of_words_is_converted_exactly(format: Format, dtype: torch.dtype) -> None:
     """The lower bytes of two words, and the upper ones."""
     lower, upper = (
-        (quantized.LOWER_TO_FP16, quantized.UPPER_TO_FP16)
+        (kernel_words.LOWER_TO_FP16, kernel_words.UPPER_TO_FP16)
         if dtype == FP16
-        else (quantized.LOWER_TO_BF16, quantized.UPPER_TO_BF16)
+        else (kernel_words.LOWER_TO_BF16, kernel_words.UPPER_TO_BF16)
     )
     stored = torch.arange(256, dtype=torch.uint8)
     for half, code in enumerate((lower, upper)):
@@ -111,7 +112,10 @@ def test_every_number_of_int4_in_words_times_the_scale_of_its_word(scales: tuple
     parts = torch.stack(((both - upper.float()).to(BF16), upper), -1)
     given = [word & WORD for word in parts.view(torch.int32).flatten().tolist()]
     for n in range(4):
-        for dtype, code, more in ((BF16, quantized.NIBBLES_TO_BF16, given), (FP16, quantized.NIBBLES_TO_FP16, [])):
+        for dtype, code, more in (
+            (BF16, kernel_words.NIBBLES_TO_BF16, given),
+            (FP16, kernel_words.NIBBLES_TO_FP16, []),
+        ):
             words = [run(code.value[n], 1, four & WORD, *more)[0] for four in stored.view(torch.int32).tolist()]
             found = torch.tensor(words, dtype=torch.uint32).view(torch.int32).view(dtype).view(-1, 2)
             numbers = (stored.view(torch.int16).int() >> 4 * n & 15).view(-1, 2).double() - 8

@@ -151,9 +151,9 @@ def problems() -> Iterator[tuple[str, Any]]:
     yield "decode-bf16-128", made(torch.bfloat16, 1, 8192, 8, (128, 128), False, mask=masks.lengths([5000]))
     for dim in (64, 128, 256):
         for new in (8, 16):
-            mask = masks.lengths([5000], [new]) & masks.causal("bottom_right")
+            drafts = masks.lengths([5000], [new]) & masks.causal("bottom_right")
             made_of = (torch.bfloat16, new, 8192, 8, (dim, dim), False)
-            yield f"decode-drafts-{new}-bf16-{dim}", made(*made_of, mask=mask)
+            yield f"decode-drafts-{new}-bf16-{dim}", made(*made_of, mask=drafts)
     many = torch.zeros(4, 1, 128, 576, dtype=torch.bfloat16)  # heads of one key head
     yield "decode-many-bf16", call_of(many, many[:, :, :1], many[:, :, :1, :512], layout="bshd")
     steps = {"pack-mixed": ([0, 1, 101], [0, 900, 1800]), "pack-decode": ([0, 1, 2], [0, 900, 1800])}
@@ -195,6 +195,11 @@ def problems() -> Iterator[tuple[str, Any]]:
             yield f"{name}-{format}-128", call_of(q, keys, keys, layout="bshd", mask=mask, **scales)
             if name == "decode":
                 yield f"{name}-{format}-fp16-128", call_of(q.half(), keys, keys, layout="bshd", mask=mask, **scales)
+                for dim in (32, 64, 256):
+                    q, k = torch.zeros(1, 1, 8, dim, dtype=torch.bfloat16), torch.zeros(1, kv_len, 2, dim)
+                    keys, scale = quantize(k, format)
+                    scales = {"k_scale": scale, "v_scale": scale}
+                    yield f"{name}-{format}-{dim}", call_of(q, keys, keys, layout="bshd", mask=mask, **scales)
 
 
 INVARIANT: dict[str, dict[str, Any]] = {

@@ -125,8 +125,8 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
     assert form is not None and problem.documents is not None
     number, _, longest_kv = problem.documents
     tile, steps, splits = inputs.tile(name), _steps(problem, name), 1
-    if name == "decode" and longest is not None:
-        tile = inputs.with_rows(tile, min(longest, problem.documents[1] or longest) * group)
+    if name == "decode" and longest is None and (most := problem.documents[1]) is not None:
+        tile = inputs.with_rows(tile, most * group)
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
 
     def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:

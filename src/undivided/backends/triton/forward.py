@@ -17,6 +17,8 @@ from undivided.backends.triton.rows import Rows
 
 MOST_ROWS_OF_WORDS = 32
 """Rows of a block for which words of quantised numbers are read."""
+FEWEST_WORDS = 16
+"""Words per row, at least: Triton multiplies no smaller tiles."""
 
 
 def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
@@ -136,7 +138,7 @@ class _Forward:
     @functools.cached_property
     def _words(self) -> int:
         """The numbers in each 16-bit word, if quantised keys and values are read as words (`load_pairs` and
-        `load_nibbles` in `kernels.triton.quantized`); otherwise 0.
+        `load_nibbles` in `kernels.triton.words`); otherwise 0.
 
         Blocks of many rows are multiplied by other instructions, which read numbers from shared memory in any case. In
         batch-invariant calls never: it decides in which order numbers are added.
@@ -145,9 +147,9 @@ class _Forward:
         if problem.quantized is None or problem.dtype.itemsize != 2 or problem.batch_invariant:
             return 0
         many = blocks.tile.block_m > MOST_ROWS_OF_WORDS or blocks.steps.first < problem.qk_dim
-        if many or not all(map(_has_words, (inputs.k, inputs.v))):
-            return 0
-        return 4 if problem.quantized == "int4" else 2
+        numbers = 4 if problem.quantized == "int4" else 2
+        few_columns = min(blocks.steps.first, blocks.steps.values) < FEWEST_WORDS * numbers
+        return 0 if many or few_columns or not all(map(_has_words, (inputs.k, inputs.v))) else numbers
 
     def _tree(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of a draft tree."""

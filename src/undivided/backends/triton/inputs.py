@@ -381,9 +381,9 @@ class Inputs:
         """The tile sizes of a pass."""
         problem = self.problem
         size = max(problem.qk_dim, problem.v_dim)
-        itemsize = problem.dtype.itemsize
+        itemsize: float = problem.dtype.itemsize
         if name == "decode" and problem.quantized and itemsize == 2:
-            itemsize = 1
+            itemsize = 0.5 if problem.quantized == "int4" else 1
         tile = config.config(name, itemsize, size, architecture(self.q.device))
         # dequantised keys and values need registers too
         more_values = self.always_masked or bool(problem.features & {"dropout", "quantized"})

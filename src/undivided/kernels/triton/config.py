@@ -40,10 +40,10 @@ class Config(NamedTuple):
     specialise: bool = False
 
 
-# (pass, bytes of an element, largest head size) -> tile sizes; 1 byte: quantised keys with 16-bit queries. Passes of the
+# (pass, bytes of an element, largest head size) -> tile sizes; 1 or 0.5 bytes: quantised keys with 16-bit queries. Passes of the
 # backward: "rows" has block_m rows per program and loops over block_n keys at a time, "keys" has block_m keys and loops
 # over block_n rows.
-_TABLE: Mapping[tuple[str, int, int], Config] = {
+_TABLE: Mapping[tuple[str, float, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
     ("forward", 2, 256): Config(64, 64, 8, 2),
@@ -83,7 +83,7 @@ _TABLE: Mapping[tuple[str, int, int], Config] = {
     ("keys", 4, 512): Config(16, 16, 4, 1),
 }
 
-_HOPPER: Mapping[tuple[str, int, int], Config] = {
+_HOPPER: Mapping[tuple[str, float, int], Config] = {
     # 64 rows per group of 4 warps, for wgmma; keys and values by TMA, which needs no registers for addresses. Two or
     # three programs of 4 warps share a processor: one multiplies while another computes exponentials
     ("forward", 2, 64): Config(64, 128, 4, 2, True),
@@ -99,12 +99,14 @@ _HOPPER: Mapping[tuple[str, int, int], Config] = {
     ("decode", 2, 64): Config(16, 128, 4, 3),
     ("decode", 2, 128): Config(16, 64, 4, 3),
     ("decode", 2, 256): Config(16, 32, 4, 3, True),
-    # measured on an H200: quantised keys with 2 warps (int8 .93 of 4 warps with 128 keys), latents with 3 stages (.75 of 2)
+    # measured on an H200: 8 bits with 2 warps (int8 .91 of 4 warps with 128 keys), int4 with 1 (.84 of 2), latents with 3
+    # stages (.75 of 2)
     ("decode", 1, 128): Config(16, 64, 2, 3),
+    ("decode", 0.5, 128): Config(16, 32, 1, 3),
     ("decode", 2, 512): Config(16, 32, 4, 3),
 }
 
-_BLACKWELL: Mapping[tuple[str, int, int], Config] = {
+_BLACKWELL: Mapping[tuple[str, float, int], Config] = {
     # accumulators are in tensor memory: 128 rows, or 64 if shared memory is too small
     ("forward", 2, 64): Config(128, 64, 4, 3, True),
     ("forward", 2, 128): Config(128, 64, 8, 3, True),
@@ -207,7 +209,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
+def config(name: str, itemsize: float, dim: int, architecture: str) -> Config:
     """The tile sizes of a pass ("forward", "decode", "rows", "keys") for a head size and an architecture ("sm90",
     "gfx942")."""
     if name in _trials:
@@ -218,8 +220,11 @@ def config(name: str, itemsize: int, dim: int, architecture: str) -> Config:
     tuned = _tuned(tuned_path()).get(_key(architecture, name, itemsize, width))
     if tuned is not None:
         return tuned
+    of_architecture = _BY_ARCHITECTURE.get(architecture, {})
     key = (name, itemsize, width)
-    tile = _BY_ARCHITECTURE.get(architecture, {}).get(key, _TABLE[key])
+    if itemsize < 1 and key not in of_architecture:
+        key = (name, 1, width)  # few tables have rows for int4
+    tile = of_architecture.get(key) or _TABLE[key]
     if architecture in _LITTLE_SHARED and width >= WIDEST:
         tile = tile._replace(stages=max(tile.stages - 1, 1))
     return tile
@@ -284,8 +289,8 @@ def trial(name: str, tile: Config) -> Iterator[None]:
         _changed()
 
 
-def _key(architecture: str, name: str, itemsize: int, width: int) -> str:
-    return f"{architecture}/{name}/{8 * itemsize}/{width}"
+def _key(architecture: str, name: str, itemsize: float, width: int) -> str:
+    return f"{architecture}/{name}/{8 * itemsize:g}/{width}"
 
 
 def tuned_path() -> Path:

@@ -19,7 +19,7 @@ Quantised keys and values are dequantised in registers to the dtype of q.
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.quantized import INT4, load_nibbles, load_numbers, load_pairs
+from undivided.kernels.triton.quantized import INT4, load_numbers
 from undivided.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -35,6 +35,7 @@ from undivided.kernels.triton.tile import (
     runs,
     tile_rows,
 )
+from undivided.kernels.triton.words import load_nibbles, load_pairs
 
 
 @triton.jit

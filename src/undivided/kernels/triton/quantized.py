@@ -5,9 +5,8 @@ stored: the scale of a key multiplies its scores, the scale of a value its weigh
 pair of a query and a key, and none per stored number. int4 has a scale per group of 32 numbers, which is applied to
 every number.
 
-Decoding is limited by the instructions of the conversion, so NVIDIA GPUs convert four bytes at a time in PTX. The other
-path has integer operations only: not all GPUs convert fp8 in hardware, and Triton's interpreter must give the same
-numbers.
+NVIDIA GPUs convert four bytes at a time in PTX. The other path has integer operations only: not all GPUs convert fp8 in
+hardware, and Triton's interpreter must give the same numbers. Most decoding reads 16-bit words instead (`words`).
 """
 
 import triton
@@ -144,107 +143,6 @@ TO_FP16 = tl.constexpr(("", INT8_TO_FP16.value, FP8_E4M3_TO_FP16.value, FP8_E5M2
 TO_BF16 = tl.constexpr(("", INT8_TO_BF16.value, FP8_E4M3_TO_BF16.value, FP8_E5M2_TO_BF16.value))
 """The code of each format, by its number."""
 
-# The same for two bytes of two 16-bit words in $1: the lower bytes of the words, or the upper ones.
-_WORD_INT8_TO_FP16 = """{
-    .reg .b32 x, offset;
-    mov.b32 offset, 0x64806480;
-    SHIFT
-    lop3.b32 x, x, 0x00FF00FF, 0x64806480, 0x6A;  // the byte ^ 128 in the fraction of 1024
-    sub.f16x2 $0, x, offset;
-}"""
-_WORD_INT8_TO_BF16 = """{
-    .reg .b32 x, c, one;
-    mov.b32 one, 0x3F803F80;
-    SHIFT
-    lop3.b32 c, x, 0x00800080, 0xC300C300, 0xEA;
-    lop3.b32 x, x, 0x007F007F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, x, one, c;
-}"""
-_WORD_PAIR_TO_BF16 = """
-    mov.b32 {a, b}, x;
-    cvt.f32.f16 e, a;
-    cvt.f32.f16 f, b;
-    cvt.rn.bf16x2.f32 $0, f, e;
-}"""
-_WORD_REGISTERS = """{
-    .reg .b32 x;
-    .reg .b16 a, b;
-    .reg .f32 e, f;
-"""
-_LOWER_E5M2, _UPPER_E5M2 = "prmt.b32 x, $1, 0, 0x2404;", "and.b32 x, $1, 0xFF00FF00;"
-_E4M3 = """
-    prmt.b32 x, $1, 0, BYTES;
-    mov.b32 {a, b}, x;
-    cvt.rn.f16x2.e4m3x2 x, a;
-"""
-_LOWER_E4M3, _UPPER_E4M3 = _E4M3.replace("BYTES", "0x4420"), _E4M3.replace("BYTES", "0x4431")
-_TO_RESULT = "mov.b32 $0, x;\n}"
-LOWER_TO_FP16 = tl.constexpr(
-    (
-        "",
-        _WORD_INT8_TO_FP16.replace("SHIFT", "mov.b32 x, $1;"),
-        _WORD_REGISTERS + _LOWER_E4M3 + _TO_RESULT,
-        _WORD_REGISTERS + _LOWER_E5M2 + _TO_RESULT,
-    )
-)
-UPPER_TO_FP16 = tl.constexpr(
-    (
-        "",
-        _WORD_INT8_TO_FP16.replace("SHIFT", "shr.u32 x, $1, 8;"),
-        _WORD_REGISTERS + _UPPER_E4M3 + _TO_RESULT,
-        _WORD_REGISTERS + _UPPER_E5M2 + _TO_RESULT,
-    )
-)
-LOWER_TO_BF16 = tl.constexpr(
-    (
-        "",
-        _WORD_INT8_TO_BF16.replace("SHIFT", "mov.b32 x, $1;"),
-        _WORD_REGISTERS + _LOWER_E4M3 + _WORD_PAIR_TO_BF16,
-        _WORD_REGISTERS + _LOWER_E5M2 + _WORD_PAIR_TO_BF16,
-    )
-)
-UPPER_TO_BF16 = tl.constexpr(
-    (
-        "",
-        _WORD_INT8_TO_BF16.replace("SHIFT", "shr.u32 x, $1, 8;"),
-        _WORD_REGISTERS + _UPPER_E4M3 + _WORD_PAIR_TO_BF16,
-        _WORD_REGISTERS + _UPPER_E5M2 + _WORD_PAIR_TO_BF16,
-    )
-)
-
-# The numbers of four bits in two words of $1, of each word the same bits. To bf16: times the scales in $2 and $3, as
-# `_halves` makes them.
-NIBBLES_TO_FP16 = tl.constexpr(
-    tuple(
-        f"""{{
-    .reg .b32 x, offset;
-    mov.b32 offset, 0x64086408;                   // 1024 + 8
-    shr.u32 x, $1, {4 * n};
-    lop3.b32 x, x, 0x000F000F, 0x64006400, 0xEA;
-    sub.f16x2 $0, x, offset;
-}}"""
-        for n in range(4)
-    )
-)
-NIBBLES_TO_BF16 = tl.constexpr(
-    tuple(
-        f"""{{
-    .reg .b32 x, one, offset, zero, upper, lower;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 zero, 0x80008000;                     // -0
-    mov.b32 offset, 0xC308C308;                   // - (128 + 8)
-    shr.u32 x, $1, {4 * n};
-    lop3.b32 x, x, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 x, x, one, offset;
-    prmt.b32 upper, $2, $3, 0x7632;
-    prmt.b32 lower, $2, $3, 0x5410;
-    fma.rn.bf16x2 lower, x, lower, zero;
-    fma.rn.bf16x2 $0, x, upper, lower;
-}}"""
-        for n in range(4)
-    )
-)
-
 
 @triton.jit
 def load_numbers(
@@ -276,7 +174,7 @@ def load_numbers(
     elif FORMAT == INT4:
         return _load_int4(base, offsets, scales + scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, dtype, PTX)
     else:
-        values = _converted(load_rows(base, offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED), FORMAT, dtype, PTX)
+        values = converted(load_rows(base, offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED), FORMAT, dtype, PTX)
         if SCALED:
             scale = tl.load(scales + scale_offsets, mask=ok_n, other=0.0)
             values = (values.to(tl.float32) * scale[:, None]).to(dtype)
@@ -284,7 +182,7 @@ def load_numbers(
 
 
 @triton.jit
-def _converted(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+def converted(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """The numbers of `dtype` that these bytes of int8 or fp8 store."""
     first_capability: tl.constexpr = 89 if FORMAT == FP8_E4M3 else 80
     in_ptx: tl.constexpr = first_capability <= PTX
@@ -300,110 +198,6 @@ def _converted(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.conste
         return _from_e5m2(stored).to(dtype)
     else:
         return _from_e4m3(stored).to(dtype)
-
-
-@triton.jit
-def load_pairs(
-    base,
-    offsets,
-    scales,
-    scale_offsets,
-    ok_n,
-    DIM: tl.constexpr,
-    first,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CHECKED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    dtype: tl.constexpr,
-    SCALED: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """As `load_numbers`, from 16-bit words of two bytes: the even columns and the odd ones, [N, WIDTH // 2].
-
-    A word has the size of the numbers that it becomes. So words stay in shared memory as they are stored, and the
-    threads load them as they need the numbers; numbers of bytes would be written there once more.
-    """
-    words = load_rows(base, offsets, ok_n, DIM // 2, first // 2, WIDTH // 2, WHOLE, CHECKED)
-    even, odd = _of_words(words, FORMAT, dtype, PTX, 0), _of_words(words, FORMAT, dtype, PTX, 1)
-    if SCALED:
-        scale = tl.load(scales + scale_offsets, mask=ok_n, other=0.0)[:, None]
-        even, odd = (even.to(tl.float32) * scale).to(dtype), (odd.to(tl.float32) * scale).to(dtype)
-    return even, odd
-
-
-@triton.jit
-def load_nibbles(
-    base,
-    offsets,
-    scales,
-    scale_offsets,
-    ok_n,
-    DIM: tl.constexpr,
-    first,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CHECKED: tl.constexpr,
-    dtype: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """As `load_pairs`, of int4, four in a word and scaled: columns 0, 4, 8, ..., then 1, 5, 9, ..., each
-    [N, WIDTH // 4]."""
-    words = load_rows(base, offsets, ok_n, DIM // 4, first // 4, WIDTH // 4, WHOLE, CHECKED)
-    o_g = first // GROUP + tl.arange(0, WIDTH // GROUP)
-    inside = ok_n[:, None] & (o_g < DIM // GROUP)[None, :]
-    scale = tl.load((scales + scale_offsets)[:, None] + o_g[None, :], mask=inside, other=0.0)
-    halves = scale
-    if PTX >= 80 and dtype == tl.bfloat16:
-        halves = _halves(scale)
-    each = tl.broadcast_to(halves[:, :, None], words.shape[0], WIDTH // GROUP, GROUP // 4).reshape(words.shape)
-    return (
-        _nibbles(words, each, dtype, PTX, 0),
-        _nibbles(words, each, dtype, PTX, 1),
-        _nibbles(words, each, dtype, PTX, 2),
-        _nibbles(words, each, dtype, PTX, 3),
-    )
-
-
-@triton.jit
-def _halves(scale):
-    """Two bfloat16 in 32 bits, the upper and the lower, whose sum is the scale to a relative 2^-16."""
-    upper = scale.to(tl.bfloat16)
-    lower = (scale - upper.to(tl.float32)).to(tl.bfloat16)
-    upper_bits, lower_bits = upper.to(tl.uint16, bitcast=True), lower.to(tl.uint16, bitcast=True)
-    return (upper_bits.to(tl.uint32) << 16) | lower_bits.to(tl.uint32)
-
-
-@triton.jit
-def _nibbles(words, scale, dtype: tl.constexpr, PTX: tl.constexpr, N: tl.constexpr):
-    """The numbers of bits 4 N to 4 N + 3 of words, times the scale."""
-    if PTX >= 80 and dtype == tl.bfloat16:
-        code: tl.constexpr = NIBBLES_TO_BF16[N]
-        return tl.inline_asm_elementwise(code, "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif PTX >= 80 and dtype == tl.float16:
-        code: tl.constexpr = NIBBLES_TO_FP16[N]
-        numbers = tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-        return (numbers.to(tl.float32) * scale).to(dtype)
-    else:
-        return ((((words >> (4 * N)) & 15).to(tl.float32) - 8.0) * scale).to(dtype)
-
-
-@triton.jit
-def _of_words(words, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr, HALF: tl.constexpr):
-    """The numbers of the lower (HALF 0) or upper bytes of words."""
-    first_capability: tl.constexpr = 89 if FORMAT == FP8_E4M3 else 80
-    in_ptx: tl.constexpr = first_capability <= PTX
-    if in_ptx and dtype == tl.float16:
-        code: tl.constexpr = UPPER_TO_FP16[FORMAT] if HALF else LOWER_TO_FP16[FORMAT]
-        return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    elif in_ptx and dtype == tl.bfloat16:
-        code: tl.constexpr = UPPER_TO_BF16[FORMAT] if HALF else LOWER_TO_BF16[FORMAT]
-        return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        stored = ((words >> (8 * HALF)) & 0xFF).to(tl.uint8)
-        if FORMAT == INT8:
-            stored = stored.to(tl.int8, bitcast=True)
-        return _converted(stored, FORMAT, dtype, 0)
 
 
 @triton.jit
