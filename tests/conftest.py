@@ -11,6 +11,7 @@ from pathlib import Path
 # Before anything imports Triton: its kernels run under its interpreter here, and need no GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import checked_interpreter
 import pytest
 import quick_interpreter
 
@@ -45,6 +46,7 @@ QUICK = {
 """The tests of --quick: a test file (without .py), and a regular expression that its tests' names must match."""
 
 quick_interpreter.install()
+checked_interpreter.install()
 # Garbage is collected more rarely while tests are collected: it looks through all that there are, a sixth of the time.
 gc.set_threshold(50_000, 20, 50)
 
