@@ -1,8 +1,8 @@
 """Triton's interpreter, in which a kernel may read and write only its own tensors.
 
-The interpreter reads and writes at any address, as a GPU does: it changes what lies beside a tensor, or ends. Here
-a load or store outside of the tensors of its launch raises an error. Tensors that a call does not have, for which the kernels
-get placeholders, may not be touched at all.
+The interpreter reads and writes at any address, as a GPU does: it changes what lies beside a tensor, or ends. Here a
+load or store outside of the tensors of its launch raises an error. Tensors that a call does not have, for which the
+kernels get placeholders, may not be touched at all.
 """
 
 from __future__ import annotations
