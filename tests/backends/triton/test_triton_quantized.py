@@ -12,6 +12,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
+from undivided.backends.triton import forward
 from undivided.kernels.triton import config
 from undivided.quantization import DTYPES, FORMATS, GROUP, Format, dequantize, head_size, quantize
 
@@ -145,3 +146,36 @@ def test_explain_offers_it() -> None:
     q, (k, scale) = torch.zeros(1, 1, 2, 64), quantize(torch.zeros(1, 8, 2, 64), "int8")
     decision = undivided.explain(q, k, k, layout="bshd", k_scale=scale, v_scale=scale)
     assert "triton" not in decision.reasons or "quantised" not in str(decision.reasons["triton"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("start", "dim", "words"), [(0, 64, True), (2, 64, False), (1, 64, False), (0, 32, None), (0, 160, True)]
+)
+def test_decoding_reads_words_where_rows_consist_of_them(
+    format: Format, dtype: torch.dtype, start: int, dim: int, words: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that begins between words, or heads of few of them, are read as bytes; the numbers are the same."""
+    seen: list[int] = []
+    own = forward._Forward._others
+
+    def told(self: Any, *arguments: Any) -> dict[str, Any]:
+        given = own(self, *arguments)
+        seen.append(given["WORDS"])
+        return given
+
+    monkeypatch.setattr(forward._Forward, "_others", told)
+    operands = []
+    for x in (torch.randn(2, 40, 2, dim), torch.randn(2, 40, 2, dim)):
+        values, scale = quantize(x, format)
+        memory = torch.zeros(values.numel() + 16, dtype=torch.uint8)[start : start + values.numel()]
+        operands += [memory.copy_(values.reshape(-1).view(torch.uint8)).view(values.dtype).view(values.shape), scale]
+    k, k_scale, v, v_scale = operands
+    q, mask = torch.randn(2, 1, 4, dim).to(dtype), masks.lengths([40, 9])
+    given: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "mask": mask}
+    ours, right = (_attention(name, q, k, v, **given).float() for name in ("triton", "reference"))
+    torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+    count = 4 if format == "int4" else 2
+    expected = dim // count >= 16 if words is None else words
+    assert seen == [count if expected else 0]

@@ -12,7 +12,7 @@ from undivided.backends.triton import plans
 from undivided.backends.triton.blocks import Blocks
 from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides, strides
-from undivided.backends.triton.launches import Launch, launch
+from undivided.backends.triton.launches import ALIGNMENT, Launch, launch
 from undivided.backends.triton.rows import Rows
 
 MOST_ROWS_OF_WORDS = 32
@@ -216,6 +216,6 @@ class _Forward:
 
 
 def _has_words(numbers: Tensor) -> bool:
-    """Whether every row of 8-bit numbers consists of 16-bit words."""
+    """Whether every row of bytes consists of 16-bit words. Launches are remembered by the alignment that decides it."""
     even = (*numbers.stride()[:-1], numbers.shape[-1], numbers.storage_offset())
-    return numbers.stride(-1) == 1 and not any(n % 2 for n in even) and numbers.data_ptr() % 2 == 0
+    return numbers.stride(-1) == 1 and not any(n % 2 for n in even) and numbers.data_ptr() % ALIGNMENT == 0

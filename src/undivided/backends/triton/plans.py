@@ -146,8 +146,7 @@ def find(call: Call, tensors: Tensors) -> Plans | None:
 class PlanReplay:
     """The forward of a call for other tensors: by its plan, which the first run makes.
 
-    Those tensors may have other axes than the call's, as whole pools or packed queries;
-    their elements lie where its own do.
+    Those tensors may have other axes than the call's, as whole pools or packed queries. Their elements lie as its do.
     """
 
     def __init__(self, call: Call, tensors: Tensors, forward: Callable[[Call, Tensors], Result]) -> None:
