@@ -151,7 +151,7 @@ class TestOrder:
     @pytest.mark.parametrize(("length", "near"), [(8, False), (9, True), (16, True), (17, False), (32, False)])
     def test_of_short_sequences_only_the_same_length_is_near(self, measured: Measured, length: int, near: bool) -> None:
         """torch_flash may be the fastest for 16 keys and not for 8: measured, by up to 1.6x."""
-        measured(table(length=16, cudnn=3e14, triton=5e14))
+        measured(table(length=16, torch_cudnn=3e14, triton=5e14))
         assert (explain(length).backend.name == "triton") == near
 
     def test_the_nearest_counts(self, measured: Measured) -> None:

@@ -34,24 +34,24 @@ NAMES = {
 
 GOLDEN = """
                         cpu  amx  t4  a100-bare  a100  h100  b200  amd
-plain                   N    N    R   F          A     C     C     G
-plain-fp16              N    N    E   F          A     C     C     G
+plain                   N    N    R   F          A     T     T     G
+plain-fp16              N    N    E   F          A     T     T     G
 plain-fp32              N    N    E   E          E     E     E     G
 plain-fp64              F    F    R   R          R     R     R     R
-train-causal            N    N    R   F          A     C     C     G
+train-causal            N    N    R   F          A     T     T     G
 train-causal-fp32       N    N    E   E          E     E     E     G
 short-fp32              N    N    E   E          E     E     E     G
 train-short-fp32        F    F    E   E          E     E     E     G
-train-4-tokens          N    N    R   F          A     C     C     G
+train-4-tokens          N    N    R   F          A     T     T     G
 train-1-token           F    F    R   F          A     A     A     G
-train-gqa               N    N    R   F          A     C     C     G
+train-gqa               N    N    R   F          A     T     T     G
 decode                  N    N    R   F          A     F     C     G
 decode-lengths          N    N    R   G          A     A     G     G
 decode-pages-16         N    N    R   G          G     G     G     G
 decode-pages-256        N    N    R   G          A     A     G     G
 decode-int8             N    N    R   G          G     G     G     G
 decode-pages-fp8        N    N    R   G          G     G     G     G
-prefill-top-left        N    N    R   E          T     C     C     G
+prefill-top-left        N    N    R   E          T     T     T     G
 prefill-bottom-right    N    N    R   F          A     C     C     G
 train-window            N    N    R   F          A     C     C     G
 two-sided-window        N    N    R   F          A     C     C     G
