@@ -53,9 +53,11 @@ _FLASH_FIRST = {
 }
 _CUDNN_FIRST_AFTER: Version = (9, 15, 0)
 _SOONER_ON_THE_HOST = 9
-"""Of `torch_cudnn` for small problems where cuDNN is first: PyTorch's operator calls the kernels that `cudnn` calls from
-Python. A causal call of 128 tokens took the host 67 us, through `cudnn` 116, and 613 and 1089 with its gradient (H200).
-Not for packed documents, for which PyTorch's operator takes milliseconds."""
+"""Of `torch_cudnn` for small problems where cuDNN is first: PyTorch's operator calls the kernels that `cudnn` calls
+from Python. A causal call of 128 tokens took the host 67 us, through `cudnn` 116, and 613 and 1089 with its gradient
+(H200)."""
+_MILLISECONDS_ON_THE_HOST = 55
+"""Of `torch_cudnn` for packed documents: 48 ms for 3 of them, at every call; torch_flash .17 (H200, PyTorch 2.11)."""
 _SMALL = 2e10
 """Floating-point operations of a forward, without a mask, that takes the GPU less time than the host takes to call it:
 about 40 us."""
@@ -72,16 +74,17 @@ def rank(name: str, problem: Problem, machine: Machine) -> float:
     if name == "triton" and hopper and problem.q_len > 1 and problem.mask.kinds & _MAY_HOLD_GARBAGE:
         return _WHERE_MEMORY_MAY_BE_UNUSED
     prefer = capability is not None and capability[0] in (9, 10) and cudnn is not None and cudnn > _CUDNN_FIRST_AFTER
-    if prefer and name == "torch_cudnn" and _is_small(problem):
+    if name == "torch_cudnn" and problem.documents is not None:
+        return _MILLISECONDS_ON_THE_HOST
+    if name == "torch_cudnn" and prefer and _is_small(problem):
         return _SOONER_ON_THE_HOST
     return (_CUDNN_FIRST if prefer else _FLASH_FIRST)[name]
 
 
 def _is_small(problem: Problem) -> bool:
-    """Whether the host's time decides: few pairs of queries and keys, neither decoded nor packed."""
+    """Whether the host's time decides: few pairs of queries and keys, not decoded."""
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
-    few = 2 * pairs * (problem.qk_dim + problem.v_dim) < _SMALL
-    return few and problem.q_len > 1 and problem.documents is None
+    return problem.q_len > 1 and 2 * pairs * (problem.qk_dim + problem.v_dim) < _SMALL
 
 
 def no_gpu(machine: Machine) -> str | None:
