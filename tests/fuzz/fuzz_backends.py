@@ -3,6 +3,7 @@
     python tests/fuzz/fuzz_backends.py --seconds 3600 --workers 2
     python tests/fuzz/fuzz_backends.py --case 1234               one case, with its report
     UNDIVIDED_ISA=avx2 python tests/fuzz/fuzz_backends.py --seconds 600
+    python tests/fuzz/fuzz_backends.py --interpreted             the GPU kernels of `triton`, on the CPU, small problems
 
 Each case is a number, from which its problem follows. `undivided.verify` compares every backend that can run it with an
 fp64 oracle. A problem that fails is made smaller as long as it still fails, and printed as one line of JSON;
@@ -13,16 +14,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import json
 import math
 import multiprocessing
+import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +45,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PAGE_SIZES = (1, 16, 17, 64, 128)
 MAX_PAIRS = 1 << 20
 """Of a problem, so that the oracle takes milliseconds."""
+MAX_INTERPRETED_PAIRS = 1 << 14
+"""The same, so that Triton's interpreter takes a second."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,12 @@ class Spec:
         return self.heads * len(self.q_lens) * max(self.q_lens) * max(self.kv_lens)
 
 
-def draw(number: int) -> Spec:
+def draw(number: int, max_pairs: int = MAX_PAIRS) -> Spec:
     """The problem of a case."""
     rng = random.Random(number)
     while True:
         spec = _draw(rng, number)
-        if spec.pairs <= MAX_PAIRS:
+        if spec.pairs <= max_pairs:
             return spec
 
 
@@ -296,9 +302,17 @@ def _less(size: int) -> Iterator[int]:
     return (n for n in (1, size // 2, size - 16, size - 1) if 0 < n < size)
 
 
-def _run(job: tuple[int, list[str] | None]) -> tuple[int, str, Spec | None]:
-    number, backends = job
-    spec = draw(number)
+def _interpret() -> None:
+    """Run the kernels of `triton` on the CPU, where one that leaves its tensors raises an error."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.append(str(Path(__file__).parents[1] / "support/gpus"))
+    for name in ("quick_interpreter", "checked_interpreter"):
+        importlib.import_module(name).install()
+
+
+def _run(job: tuple[int, int, list[str] | None]) -> tuple[int, str, Spec | None]:
+    number, max_pairs, backends = job
+    spec = draw(number, max_pairs)
     found = failure(spec, backends)
     return number, found, shrink(spec, backends) if found else None
 
@@ -310,17 +324,23 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--backends", type=lambda text: text.split(","), default=BACKENDS, help="default: %(default)s")
     parser.add_argument("--case", type=int, help="run only this case, and print its report")
+    text = "only `triton`, under Triton's interpreter, which raises an error if a kernel leaves its tensors"
+    parser.add_argument("--interpreted", action="store_true", help=text)
     options = parser.parse_args()
+    max_pairs, prepare = MAX_PAIRS, None
+    if options.interpreted:
+        options.backends, max_pairs, prepare = ["triton"], MAX_INTERPRETED_PAIRS, _interpret
+        _interpret()
     if options.case is not None:
-        spec = draw(options.case)
+        spec = draw(options.case, max_pairs)
         print(spec)
         report = undivided.verify(**arguments(spec), gradients=not spec.page_size, backends=options.backends)
         print(report)
         return not report.ok
     end, ran, failures = time.monotonic() + options.seconds, 0, 0
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=spawn) as pool:  # raises if a worker ends
-        jobs = ((number, options.backends) for number in itertools.count(options.start))
+    with ProcessPoolExecutor(options.workers, spawn, prepare) as pool:  # raises if a worker ends
+        jobs = ((number, max_pairs, options.backends) for number in itertools.count(options.start))
         run = pool.map if options.workers > 1 else map
         while time.monotonic() < end:
             batch = list(itertools.islice(jobs, 64 * options.workers))
