@@ -34,8 +34,10 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if tensor.device.type != "cpu" or device.type == "cpu":
+        return tensor.to(device, dtype, copy=True)
     captured = is_captured()
-    if tensor.device.type != "cpu" or device.type == "cpu" or (is_traced() and not captured):
+    if is_traced() and not captured:
         return tensor.to(device, dtype, copy=True)
     kind = device, dtype, versions((tensor,))
     known = _kept.get(tensor)
