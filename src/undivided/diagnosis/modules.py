@@ -134,6 +134,7 @@ def generation_layers(numbers: Numbers) -> list[Tensor]:
     results = []
     for is_paged in (False, True):
         x = numbers(24, 64)
+        layers = [layer.to(x.device, x.dtype) for layer in layers]
         params = InferenceParams(
             2, 64, 2, 16, x.dtype, is_paged=is_paged, page_size=16 if is_paged else None, qkv_format="thd"
         )
@@ -144,7 +145,7 @@ def generation_layers(numbers: Numbers) -> list[Tensor]:
             start += sum(step.values())
             for layer in layers:
                 with torch.no_grad():
-                    tokens = layer.to(x.device, x.dtype)(tokens, inference_params=params)
+                    tokens = layer(tokens, inference_params=params)
                 results.append(tokens)
     return results
 

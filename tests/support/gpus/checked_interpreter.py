@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import span
@@ -36,9 +37,9 @@ def install() -> None:
     placeholders: set[int] = set()
     memory = _Memory("", [])
 
-    @functools.wraps(placeholder)
-    def told(*arguments: Any) -> Tensor:
-        tensor = placeholder(*arguments)
+    @functools.cache
+    def told(dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor = placeholder(dtype, device)
         placeholders.add(tensor.data_ptr())
         return tensor
 
@@ -69,7 +70,7 @@ def install() -> None:
 
         setattr(builder, name, access)
 
-    inputs._placeholder = told  # type: ignore[assignment]
+    inputs._placeholder = told
     interpreter.GridExecutor.__call__ = with_its_memory
     checked("create_masked_load", 0)
     checked("create_masked_store", 1)
