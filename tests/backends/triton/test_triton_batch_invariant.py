@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from calls import call_of
 from invariance import MASKS, WAYS, Sequences
 from torch import Tensor
 
 import undivided
 from undivided import masks
+from undivided.backends.triton import blocks, invariant
+from undivided.backends.triton.inputs import Inputs
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -80,6 +83,39 @@ def test_the_bits_are_the_same_in_every_dtype_and_size(
 def test_the_bits_are_the_same_with_every_option(options: dict[str, Any]) -> None:
     s = Sequences(MASKS["window and sinks"], torch.float32, SIZES, LENGTHS, CHUNK, backend="triton", **options)
     s.check(WAYS["in a pack"](s))
+
+
+@pytest.mark.parametrize(("mask", "piece"), [("causal", 32), ("window and sinks", 64)])
+def test_the_bits_do_not_depend_on_how_many_programs_share_the_keys(
+    mask: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program merges its pieces in registers; of several each writes its pieces, and another kernel merges."""
+    monkeypatch.setattr(invariant, "INTERPRETED_PIECE", piece)
+    results, split = [], set()
+    s = Sequences(MASKS[mask], torch.float32, SIZES, [3, 100], 40, backend="triton", sinks=torch.tensor([0.5, -1.0]))
+    compute = blocks._batch_invariant
+
+    def told(*arguments: Any) -> blocks.Blocks:
+        found = compute(*arguments)
+        split.add(found.splits)
+        return found
+
+    monkeypatch.setattr(blocks, "_batch_invariant", told)
+    for processors in (0, 1000):
+        monkeypatch.setattr(blocks, "processors", lambda device, processors=processors: processors)
+        results.append(torch.cat([out.flatten() for way in SOME_WAYS for out in WAYS[way](s)]))
+    assert min(split) == 1 < max(split)
+    assert torch.equal(*results)
+
+
+def test_many_pieces_are_computed_by_one_program_rather_than_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(1, 2, 2, 16), torch.randn(1, 100, 1, 16)
+    call, tensors = call_of(q, k, k, layout="bshd", batch_invariant=True)
+    inputs = Inputs(call, tensors)
+    (rows,) = inputs.rows()
+    assert blocks._batch_invariant(inputs, rows).splits == 4
+    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 4 * 2 * 2 * 16 * 4 - 1)
+    assert blocks._batch_invariant(inputs, rows).splits == 1
 
 
 def test_one_row_at_a_time_gives_the_bits_of_the_prefill() -> None:

@@ -206,15 +206,26 @@ def test_batch_invariant_calls_of_every_kind_compile_to_the_same_arithmetic(
     architecture: str, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Prefill, decoding, packs and pages are compiled apart, because sizes of 1 and aligned strides are constants."""
-    ways = ("prefill", "decode", "steps", "padding", "pages")
+    ways = ("prefill", "decode", "steps", "padding", "pages", "shared")
     compiled = _compiled(tmp_path, architecture, *(f"invariant-{kind}-{way}" for kind in kinds for way in ways))
-    assert {row["kernel"] for row in compiled} == {"forward_kernel"}
-    arithmetic = {row["problem"]: row["arithmetic"] for row in compiled}
+    assert {row["kernel"] for row in compiled} == {"forward_kernel", "merge_pieces_kernel"}
+    found = {row["problem"]: row for row in compiled if row["kernel"] == "forward_kernel"}
     for kind in kinds:
-        prefill = arithmetic[f"invariant-{kind}-prefill"]
-        assert len(prefill) > 100
+        prefill = found[f"invariant-{kind}-prefill"]
+        assert 50 < len(prefill["loop"]) < len(prefill["arithmetic"])
         for way in ways:
-            assert arithmetic[f"invariant-{kind}-{way}"] == prefill, (kind, way)
+            row = found[f"invariant-{kind}-{way}"]
+            assert row["loop"] == prefill["loop"], (kind, way)
+            if way != "shared":  # there another kernel merges the pieces
+                assert sorted(row["arithmetic"]) == sorted(prefill["arithmetic"]), (kind, way)
+
+
+@pytest.mark.slow
+def test_registers_of_merged_pieces_are_not_spilled_for_every_tile(tmp_path: Path) -> None:
+    """The sums of earlier pieces need registers beside those of the loop: the rest is stored once per piece."""
+    (row,) = _compiled(tmp_path, "sm90", "invariant-plain-prefill")
+    assert 0 < row["spilled"] <= 48, row
+    assert row["spilled_in_loop"] == 0, row
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ class _Memory:
     def check(self, pointers: Any, mask: Any, size: int) -> None:
         """Raise OutsideOfTensors if a pointer that is not masked out is not of `size` bytes of a tensor."""
         pointers, mask = np.broadcast_arrays(pointers, mask)
-        used = pointers[mask].astype(np.uint64)
+        used = pointers[mask.astype(bool)].astype(np.uint64)  # a mask of scalars may be of integers
         if not used.size:
             return
         place = np.searchsorted(self._first, used, side="right")

@@ -87,6 +87,10 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
         words = (assembler, "-v", f"--gpu-name={name}", source, "-o", source.with_suffix(".cubin"))
         command = [str(word) for word in words]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        listing = ""
+        if " 0 bytes spill stores" not in said:
+            command = [str(tools / "nvdisasm"), str(source.with_suffix(".cubin"))]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers = re.search(r"Used (\d+) registers", said)
     stores = re.search(r"(\d+) bytes spill stores", said)
     assert registers is not None, said
@@ -94,6 +98,7 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
     return {
         "registers": int(registers[1]),
         "spilled": int(stores[1]),
+        "spilled_in_loop": spilled_in_loop(listing),
         "shared": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
         "tcgen05": ptx.count("tcgen05.mma"),
@@ -102,16 +107,36 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
         "async_copies": ptx.count("cp.async.c"),
         "setmaxnreg": ptx.count("setmaxnreg"),
         "arithmetic": arithmetic(ptx),
+        "loop": max((arithmetic(block) for block in re.split(r"^\$L__BB", ptx, flags=re.MULTILINE)), key=_products),
     }
 
 
+def spilled_in_loop(listing: str) -> int:
+    """The loads and stores of spilled registers in the innermost loop with products of tiles, from a listing of the
+    machine code; 0 if there is no such loop."""
+    lines = listing.splitlines()
+    labels = {line.removesuffix(":").strip(): n for n, line in enumerate(lines) if line.startswith(".L_")}
+    loops = []
+    for n, line in enumerate(lines):
+        target = re.search(r"\bBRA .*\((\.L_\w+)\)", line)
+        body = lines[labels.get(target[1], n) : n] if target else []
+        if any("MMA" in line for line in body):
+            loops.append(body)
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in min(loops, key=len, default=[]))
+
+
 def arithmetic(ptx: str) -> list[str]:
-    """The floating-point instructions of a kernel in their order, without registers, conversions and selections (the
-    zeros of masked loads are selections only if the load is asynchronous)."""
+    """The floating-point instructions of a kernel that round, in their order, without registers."""
     names = re.findall(r"^\s+(?:@%p\d+ )?([a-z][\w.:]*)", ptx, re.MULTILINE)
-    return [
-        name for name in names if "mma" in name or ("f32" in name and not name.startswith(("cvt", "ld", "st", "selp")))
-    ]
+    # not waits for products, conversions, or what only copies: the zeros of masked loads are selections only if the
+    # load is asynchronous
+    others = ("cvt", "ld", "st", "selp", "setp", "neg", "abs", "wgmma.fence", "wgmma.wait", "wgmma.commit")
+    return [name for name in names if ("mma" in name or "f32" in name) and not name.startswith(others)]
+
+
+def _products(names: list[str]) -> int:
+    """How much a block of instructions multiplies, a product of tiles more than any number of single ones."""
+    return sum(1000 * ("mma" in name) + ("fma" in name) for name in names)
 
 
 def problems() -> Iterator[tuple[str, Any]]:
@@ -226,6 +251,7 @@ def invariant_problems() -> Iterator[tuple[str, Any]]:
         ),
         "padding": (512, {"mask": masks.causal() & masks.lengths([300], [300], [7], [7])}),
         "pages": (5, {"mask": masks.causal("bottom_right") & masks.lengths([500]), "pages": True}),
+        "shared": (1, {"mask": masks.causal("bottom_right"), "keys": 8192}),  # by several programs
     }
     for kind, options in INVARIANT.items():
         dtype, dim, format = options.get("dtype", torch.bfloat16), options.get("dim", 128), options.get("format")
@@ -233,8 +259,8 @@ def invariant_problems() -> Iterator[tuple[str, Any]]:
         for way, (q_len, more) in ways.items():
             q, keys, arguments = (
                 torch.zeros(1, q_len, 8, dim, dtype=dtype),
-                torch.zeros(1, 512, 2, dim, dtype=dtype),
-                more,
+                torch.zeros(1, more.get("keys", 512), 2, dim, dtype=dtype),
+                {name: value for name, value in more.items() if name != "keys"},
             )
             if "pages" in more:
                 keys, arguments = (

@@ -34,6 +34,8 @@ WARPS = 8
 """Warps of decoding that a processor runs at once: registers allow no more."""
 KEYS_PER_SPLIT = 256
 """A split with fewer keys costs more than it saves."""
+MAX_PIECE_BYTES = 128 << 20
+"""Pieces of batch-invariant calls take at most so much memory: if they took more, one program computes a block."""
 
 
 class Blocks(NamedTuple):
@@ -44,7 +46,7 @@ class Blocks(NamedTuple):
         steps: columns of keys and values that are read at a time.
         group: heads of a key/value head that share a block.
         number: blocks of rows.
-        splits: parts into which the keys are divided.
+        splits: parts into which the keys are divided, or programs that share the pieces of `invariant`.
         runs: int32 [B|1, number, 8], the tiles of keys of each block, as `tables.Tables.rows`.
         places: int32 [B|1, number, 3], where blocks begin and end; None if they follow one another.
     """
@@ -68,11 +70,16 @@ def all_blocks(inputs: Inputs, rows: Rows) -> list[Blocks]:
 
 
 def _batch_invariant(inputs: Inputs, rows: Rows) -> Blocks:
-    """Blocks that begin where a sequence begins; keys are never split."""
+    """Blocks that begin where a sequence begins. Their pieces are the same, however many programs share them."""
     problem, form = inputs.problem, inputs.form if inputs.masked else None
-    tile, group = inputs.tile("forward"), problem.heads // problem.kv_heads
+    tile, group, steps = inputs.tile("forward"), problem.heads // problem.kv_heads, _steps(problem, "forward")
     blocks = invariant.blocks(form, problem, rows.span, tile, group, inputs.q.device)
-    return Blocks(tile, _steps(problem, "forward"), group, blocks.number, 1, blocks.runs, blocks.places)
+    programs = blocks.number * -(-problem.v_dim // steps.values) * problem.kv_heads * problem.batch
+    pieces, length = invariant.pieces(problem), rows.span.stop - rows.span.start
+    splits = 1
+    if pieces * problem.batch * problem.heads * length * problem.v_dim * 4 <= MAX_PIECE_BYTES:
+        splits = _splits(pieces * invariant.piece(), programs, tile, processors(inputs.q.device), invariant.piece())
+    return Blocks(tile, steps, group, blocks.number, splits, blocks.runs, blocks.places)
 
 
 def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
@@ -153,9 +160,9 @@ def _steps(problem: Problem, name: str) -> config.Steps:
     return config.column_steps(problem.qk_dim, problem.v_dim, name == "decode" and few_bytes)
 
 
-def _splits(kv_len: int, programs: int, tile: config.Config, processors: int) -> int:
-    """Number of splits of the keys, a power of two: as many programs as processors run at once, with enough keys in
-    each."""
+def _splits(kv_len: int, programs: int, tile: config.Config, processors: int, fewest: int = KEYS_PER_SPLIT) -> int:
+    """Number of splits of the keys, a power of two: as many programs as processors run at once, with at least so many
+    keys in each."""
     at_once = max(WARPS // tile.warps, 2) * processors
-    splits = min(at_once // programs, -(-kv_len // KEYS_PER_SPLIT), MAX_SPLITS)
+    splits = min(at_once // programs, -(-kv_len // fewest), MAX_SPLITS)
     return 1 << max(splits, 1).bit_length() - 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.backends.triton import plans
+from undivided.backends.triton import invariant, plans
 from undivided.backends.triton.blocks import Blocks
 from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides, strides
@@ -31,6 +31,7 @@ class _Forward:
     def __init__(self, inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> None:
         self.inputs, self.problem, self.rows, self.blocks = inputs, inputs.problem, rows, blocks
         self.out, self.lse = out, lse
+        self.in_pieces = inputs.problem.batch_invariant and blocks.splits > 1
         self.parts, self.part_lses = (out[None], lse[None]) if blocks.splits == 1 else self._parts()
         self.descriptors = inputs.descriptors(blocks.tile, inputs.k, inputs.v, blocks.tile.block_n)
         self.value_steps = -(-self.problem.v_dim // blocks.steps.values)
@@ -48,7 +49,9 @@ class _Forward:
             lambda: self._others(forward_kernel, tensors),
             None if descriptors is None else dict(zip("kv", descriptors, strict=True)),
         )
-        combined = self._combine() if blocks.splits > 1 else None
+        combined = None
+        if blocks.splits > 1:
+            combined = self._merge_pieces() if self.in_pieces else self._combine()
         if launched is None:
             return None
         kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges", "places")}
@@ -57,9 +60,13 @@ class _Forward:
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Memory for the results of each part of the keys: [splits, B, H, R, Dv] and [splits, B, H, R], fp32. Rows are
-        those of the call, or in a pack those of its blocks."""
+        those of the call, or in a pack those of its blocks. Of pieces: [pieces, B, G, pairs, Dv], and largest scores
+        and sums of weights, [2, pieces, B, G, pairs]."""
         problem, blocks = self.problem, self.blocks
         heads, rows = self.out.shape[1:3]
+        if self.in_pieces:
+            sizes = invariant.pieces(problem), problem.batch, heads // blocks.group, rows * blocks.group
+            return self.lse.new_empty((*sizes, problem.v_dim)), self.lse.new_empty((2, *sizes))
         if blocks.places is not None:
             heads, rows = problem.heads // blocks.group, blocks.number * blocks.tile.block_m
         shape = blocks.splits, problem.batch, heads, rows
@@ -98,7 +105,8 @@ class _Forward:
             **inputs.scale_strides(tensors),
             **self._tree(tensors),
             **dict(zip(("out_z", "out_b", "out_h", "out_s"), parts.stride(), strict=False)),
-            **dict(zip(("lse_z", "lse_b", "lse_h"), part_lses.stride(), strict=False)),
+            **dict(zip(("lse_z", "lse_b", "lse_h"), part_lses.stride()[-4:], strict=False)),
+            "pieces": invariant.pieces(problem),
             **inputs.placeholders(kernel, tensors),
             **inputs.pointer_strides(tensors),
             **switches,
@@ -119,6 +127,7 @@ class _Forward:
             "CLEAN": self._clean,
             "PLACES": blocks.places is not None,
             "INVARIANT": problem.batch_invariant,
+            "PIECE": invariant.piece(),
             "SPECIALISE": inputs.uses_warp_specialisation(blocks.tile, self.descriptors is not None),
             "num_warps": blocks.tile.warps,
             "num_stages": inputs.stages(blocks.tile),
@@ -181,7 +190,7 @@ class _Forward:
 
     def _combine(self) -> Launch | None:
         """Merge the parts and their lse into out and lse; sinks enter here."""
-        from undivided.kernels.triton.forward import combine_kernel
+        from undivided.kernels.triton.parts import combine_kernel
 
         inputs, blocks, v_dim = self.inputs, self.blocks, self.problem.v_dim
         _, batch, heads, rows, _ = self.parts.shape
@@ -210,6 +219,37 @@ class _Forward:
                 "SINKS": inputs.sinks is not None,
                 "PLACES": blocks.places is not None,
                 "BLOCK_M": blocks.tile.block_m,
+                "GROUP": blocks.group,
+            },
+        )
+
+    def _merge_pieces(self) -> Launch | None:
+        """Merge the pieces of a batch-invariant call into out and lse, in their order."""
+        from undivided.kernels.triton.parts import merge_pieces_kernel
+
+        inputs, blocks, v_dim = self.inputs, self.blocks, self.problem.v_dim
+        number, batch, groups, rows, _ = self.parts.shape
+        tops, totals = self.part_lses
+        tensors = {"pieces": self.parts, "tops": tops, "totals": totals, "out": self.out, "lse": self.lse}
+        if inputs.sinks is not None:
+            tensors["sinks"] = inputs.sinks
+        return launch(
+            merge_pieces_kernel,
+            (batch * groups * rows, 1, 1),
+            (blocks.group,),
+            tensors,
+            lambda: {
+                **inputs.placeholders(merge_pieces_kernel, tensors),
+                "piece_z": self.parts.stride(0),
+                "row_z": tops.stride(0),
+                **dict(zip(("out_b", "out_h", "out_s"), strides(self.out), strict=False)),
+                **dict(zip(("lse_b", "lse_h"), strides(self.lse), strict=False)),
+                "rows": rows,
+                "groups": groups,
+                "number": number,
+                "V_DIM": v_dim,
+                "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
+                "SINKS": inputs.sinks is not None,
                 "GROUP": blocks.group,
             },
         )

@@ -1,7 +1,9 @@
 """Batch-invariant forward: blocks of rows and tiles of keys that begin where a sequence begins, all of them masked.
 
 A row's tiles are then the same in every call, in ascending order, whichever rows share its block. A tile in which a
-row has no key leaves its maximum, its sum and its output as they are, to the bit. Nothing here waits for the device.
+row has no key leaves its maximum, its sum and its output as they are, to the bit. Pieces of a fixed number of keys are
+summed from zero and merged in their order, so that programs can share a long sequence without another result. Nothing
+here waits for the device.
 
 Legend: B batch, Sq query rows, P blocks of rows, M rows of a block: (query, head of the group) pairs.
 """
@@ -16,9 +18,15 @@ from torch import Tensor
 
 from undivided.arguments.tensors import is_traced
 from undivided.backends.triton import tables
-from undivided.kernels.triton.config import Config
+from undivided.kernels.triton.config import Config, is_interpreted
 from undivided.masks import NormalForm
 from undivided.request.problem import Problem
+
+PIECE = 1024
+"""Keys of a piece, a multiple of every tile's. Decoding 8k keys is shared by 8 programs per key/value head; prefill
+merges once per piece, which is as much work as one or two tiles take for their softmax."""
+INTERPRETED_PIECE = 32
+"""The same under Triton's interpreter, so that short test sequences have several pieces."""
 
 
 class Blocks(NamedTuple):
@@ -33,6 +41,17 @@ class Blocks(NamedTuple):
     number: int
     places: Tensor
     runs: Tensor
+
+
+def piece() -> int:
+    """Keys of a piece."""
+    return INTERPRETED_PIECE if is_interpreted() else PIECE
+
+
+def pieces(problem: Problem) -> int:
+    """Pieces of the longest sequence, at most."""
+    longest = None if problem.documents is None else problem.documents[2]
+    return -(-(longest or problem.kv_len) // piece())
 
 
 _cached: WeakKeyDictionary[NormalForm, dict[object, Blocks]] = WeakKeyDictionary()

@@ -19,9 +19,9 @@ Quantised keys and values are dequantised in registers to the dtype of q.
 import triton
 import triton.language as tl
 
+from undivided.kernels.triton.parts import merge, normalised
 from undivided.kernels.triton.quantized import INT4, load_numbers
 from undivided.kernels.triton.tile import (
-    LN2,
     LOG2E,
     allowed_pairs,
     ancestor_pairs,
@@ -51,6 +51,12 @@ def nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_la
 
 
 @triton.jit
+def tiles_before(tile, first, last, first2, last2):
+    """How many tiles of two runs come before a tile."""
+    return tl.minimum(tl.maximum(tile, first), last) - first + tl.minimum(tl.maximum(tile, first2), last2) - first2
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, k_scale, v_scale, out, lse, tiles, ranges, bias, dense, slopes, row_at, key_at, sequence, position, sinks, seed,
     pages, ancestors, tree_first,
@@ -58,14 +64,14 @@ def forward_kernel(
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
     sequence_b, position_b, places, places_b, pages_b, k_page, v_page, num_pages, k_scale_b, k_scale_h, k_scale_s, k_scale_page,
     v_scale_b, v_scale_h, v_scale_s, v_scale_page, ancestors_b, ancestors_q, tree_first_b, nodes, q_len, kv_len, value_steps, first_row,
-    scale, softcap, threshold, survivor, drop_head,
+    pieces, scale, softcap, threshold, survivor, drop_head,
     GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PLAIN: tl.constexpr,
     TMA: tl.constexpr, CLEAN: tl.constexpr, SPECIALISE: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     PLACES: tl.constexpr, INVARIANT: tl.constexpr, MORE_STEP: tl.constexpr, LATENT: tl.constexpr, TREE: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, PIECE: tl.constexpr,
 ):
     """One block of rows of one head (or group of heads), one split of its keys, one step of value columns.
 
@@ -76,7 +82,10 @@ def forward_kernel(
     FORMAT: of k and v, from `config.FORMATS`. PTX: as in `quantized.load_numbers`.
     PLACES: blocks of rows lie where `places` says (`kernels.triton.blocks`, `backends.triton.invariant`). With SPLITS > 1,
         part [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
-    INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full; SPLITS is 1.
+    INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full. PIECE keys at a time
+        are summed from zero (`kernels.triton.parts`). With SPLITS > 1 a program computes every SPLITS-th of `pieces`
+        pieces, and writes each: its sums to out [Z, B, G, (query, head) pairs, Dv], its largest scores and its sums of
+        weights to lse [2, Z, B, G, pairs].
     LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
     WORDS: k and v are 16-bit words of so many numbers each; 0 for numbers as they are. Columns 0, WORDS, 2 WORDS, ... are
         multiplied apart from columns 1, WORDS + 1, ..., and so on.
@@ -161,154 +170,183 @@ def forward_kernel(
     edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
     whole = full_last - full_first + full_last2 - full_first2
 
-    for masked in tl.static_range(2):
-        if masked or not (BIAS or DENSE or INVARIANT):  # with these no tile is full
-            count = edges if masked else whole
-            for n in tl.range(
-                count * share // SPLITS, count * (share + 1) // SPLITS, warp_specialize=SPECIALISE
-            ):
-                tile = nth_tile(
-                    n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
-                )
-                start_n = origin + tile * BLOCK_N
-                o_n = start_n + tl.arange(0, BLOCK_N)
-                ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
-                if TMA:
-                    k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
-                else:
-                    k_base, k_rows = tile_rows(
-                        k_head, start_n, o_n, kv_len, b, k_s, pages, pages_b, num_pages, k_page, PAGE, BLOCK_N, ONE_PAGE
+    from_piece, to_piece = 0, 1
+    all_top, all_total, all_acc = m, total, acc
+    if INVARIANT:
+        TILES: tl.constexpr = PIECE // BLOCK_N  # of a piece
+        from_piece, to_piece = share, pieces
+        if SPLITS == 1:
+            from_piece = tl.where(last > first, first, first2) // TILES
+            to_piece = (tl.maximum(last, last2) + TILES - 1) // TILES
+    for piece in range(from_piece, to_piece, SPLITS):  # all keys at once, unless INVARIANT
+        if INVARIANT:
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, VALUE_STEP], tl.float32)
+        for masked in tl.static_range(2):
+            if masked or not (BIAS or DENSE or INVARIANT):  # with these no tile is full
+                count = edges if masked else whole
+                from_tile, to_tile = count * share // SPLITS, count * (share + 1) // SPLITS
+                if INVARIANT:
+                    from_tile = tiles_before(piece * TILES, first, last, first2, last2)
+                    to_tile = tiles_before((piece + 1) * TILES, first, last, first2, last2)
+                for n in tl.range(from_tile, to_tile, warp_specialize=SPECIALISE):
+                    tile = nth_tile(
+                        n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
                     )
-                    v_base, v_rows = tile_rows(
-                        v_head, start_n, o_n, kv_len, b, v_s, pages, pages_b, num_pages, v_page, PAGE, BLOCK_N, ONE_PAGE
-                    )
-                    k_scale_base, k_scale_rows = k_scales, v_rows
-                    v_scale_base, v_scale_rows = v_scales, v_rows
-                    if FORMAT:
-                        k_scale_base, k_scale_rows = tile_rows(
-                            k_scales, start_n, o_n, kv_len, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, PAGE, BLOCK_N,
-                            ONE_PAGE,
+                    start_n = origin + tile * BLOCK_N
+                    o_n = start_n + tl.arange(0, BLOCK_N)
+                    ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
+                    if TMA:
+                        k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
+                    else:
+                        k_base, k_rows = tile_rows(
+                            k_head, start_n, o_n, kv_len, b, k_s, pages, pages_b, num_pages, k_page, PAGE, BLOCK_N, ONE_PAGE
                         )
-                        v_scale_base, v_scale_rows = tile_rows(
-                            v_scales, start_n, o_n, kv_len, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
-                            ONE_PAGE,
+                        v_base, v_rows = tile_rows(
+                            v_head, start_n, o_n, kv_len, b, v_s, pages, pages_b, num_pages, v_page, PAGE, BLOCK_N, ONE_PAGE
                         )
+                        k_scale_base, k_scale_rows = k_scales, v_rows
+                        v_scale_base, v_scale_rows = v_scales, v_rows
+                        if FORMAT:
+                            k_scale_base, k_scale_rows = tile_rows(
+                                k_scales, start_n, o_n, kv_len, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, PAGE, BLOCK_N,
+                                ONE_PAGE,
+                            )
+                            v_scale_base, v_scale_rows = tile_rows(
+                                v_scales, start_n, o_n, kv_len, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
+                                ONE_PAGE,
+                            )
+                        if WORDS == 4:
+                            k_tile, k_1, k_2, k_3 = load_nibbles(
+                                k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                                DTYPE, PTX,
+                            )
+                        elif WORDS == 2:
+                            k_tile, k_1 = load_pairs(
+                                k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                                FORMAT, DTYPE, False, PTX,
+                            )
+                        else:
+                            k_tile = load_numbers(
+                                k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                                FORMAT, DTYPE, False, PTX,
+                            )
+                    qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                    qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
+                    if WORDS:
+                        qk = dot(q_1, tl.trans(k_1), qk, PRECISION)
                     if WORDS == 4:
-                        k_tile, k_1, k_2, k_3 = load_nibbles(
-                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                            DTYPE, PTX,
+                        qk = dot(q_2, tl.trans(k_2), qk, PRECISION)
+                        qk = dot(q_3, tl.trans(k_3), qk, PRECISION)
+                    for d in tl.static_range(DIM_STEP, QK_DIM, MORE_STEP):
+                        o_more = d + tl.arange(0, MORE_STEP)
+                        q_more = tl.load(
+                            q_rows[:, None] + o_more[None, :],
+                            mask=ok_m[:, None] & (o_more < QK_DIM)[None, :],
+                            other=0.0,
+                        )
+                        k_more = load_numbers(
+                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, d, MORE_STEP, d + MORE_STEP <= QK_DIM,
+                            masked, FORMAT, DTYPE, False, PTX,
+                        )
+                        qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
+                    if SCALED_ROWS:
+                        qk *= tl.load(k_scale_base + k_scale_rows, mask=ok_n, other=0.0)[None, :]
+                    keys, allowed = o_n[None, :], True
+                    if masked:
+                        allowed = allowed_pairs(keys, kv_len, ok_m[:, None], start, stop, start2, stop2, COLUMNS)
+                        if TREE:
+                            allowed &= ancestor_pairs(keys - tree, ok_m[:, None], ancestor_rows, nodes)
+                    if PLAIN:  # the scale is applied in the exponent, by a multiply-add at no extra cost
+                        s = qk
+                        if masked:
+                            s = tl.where(allowed, qk, float("-inf"))
+                    else:
+                        s, allowed, _, _ = finish_scores(
+                            qk, allowed, keys, ok_m[:, None], kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
+                            key_at + b * key_at_b, scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
+                        )
+                    m_new = tl.maximum(m, tl.max(s, 1))
+                    safe = m_new
+                    if masked:
+                        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                    p = tl.exp2(s * unit - (safe * unit)[:, None])
+                    shrink = tl.exp2((m - safe) * unit)
+                    total = total * shrink + tl.sum(p, 1)
+                    m = m_new
+                    if DROPOUT:
+                        keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
+                                    DROPOUT == 2, BLOCK_N)
+                        p = tl.where(keep, p * survivor, 0.0)
+                    if TMA:
+                        v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
+                    elif LATENT:
+                        v_tile = k_tile
+                    elif WORDS == 4:
+                        v_tile, v_1, v_2, v_3 = load_nibbles(
+                            v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                            V_DIM % VALUE_STEP == 0, masked, DTYPE, PTX,
                         )
                     elif WORDS == 2:
-                        k_tile, k_1 = load_pairs(
-                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                            FORMAT, DTYPE, False, PTX,
+                        v_tile, v_1 = load_pairs(
+                            v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                            V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
                         )
                     else:
-                        k_tile = load_numbers(
-                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                            FORMAT, DTYPE, False, PTX,
+                        v_tile = load_numbers(
+                            v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
+                            V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
                         )
-                qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
-                if WORDS:
-                    qk = dot(q_1, tl.trans(k_1), qk, PRECISION)
-                if WORDS == 4:
-                    qk = dot(q_2, tl.trans(k_2), qk, PRECISION)
-                    qk = dot(q_3, tl.trans(k_3), qk, PRECISION)
-                for d in tl.static_range(DIM_STEP, QK_DIM, MORE_STEP):
-                    o_more = d + tl.arange(0, MORE_STEP)
-                    q_more = tl.load(
-                        q_rows[:, None] + o_more[None, :],
-                        mask=ok_m[:, None] & (o_more < QK_DIM)[None, :],
-                        other=0.0,
-                    )
-                    k_more = load_numbers(
-                        k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, d, MORE_STEP, d + MORE_STEP <= QK_DIM,
-                        masked, FORMAT, DTYPE, False, PTX,
-                    )
-                    qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
-                if SCALED_ROWS:
-                    qk *= tl.load(k_scale_base + k_scale_rows, mask=ok_n, other=0.0)[None, :]
-                keys, allowed = o_n[None, :], True
-                if masked:
-                    allowed = allowed_pairs(keys, kv_len, ok_m[:, None], start, stop, start2, stop2, COLUMNS)
-                    if TREE:
-                        allowed &= ancestor_pairs(keys - tree, ok_m[:, None], ancestor_rows, nodes)
-                if PLAIN:  # the scale is applied in the exponent, by a multiply-add at no extra cost
-                    s = qk
-                    if masked:
-                        s = tl.where(allowed, qk, float("-inf"))
-                else:
-                    s, allowed, _, _ = finish_scores(
-                        qk, allowed, keys, ok_m[:, None], kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
-                        key_at + b * key_at_b, scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
-                    )
-                m_new = tl.maximum(m, tl.max(s, 1))
-                safe = m_new
-                if masked:
-                    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-                p = tl.exp2(s * unit - (safe * unit)[:, None])
-                shrink = tl.exp2((m - safe) * unit)
-                total = total * shrink + tl.sum(p, 1)
-                m = m_new
-                if DROPOUT:
-                    keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
-                                DROPOUT == 2, BLOCK_N)
-                    p = tl.where(keep, p * survivor, 0.0)
-                if TMA:
-                    v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
-                elif LATENT:
-                    v_tile = k_tile
-                elif WORDS == 4:
-                    v_tile, v_1, v_2, v_3 = load_nibbles(
-                        v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                        V_DIM % VALUE_STEP == 0, masked, DTYPE, PTX,
-                    )
-                elif WORDS == 2:
-                    v_tile, v_1 = load_pairs(
-                        v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                        V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
-                    )
-                else:
-                    v_tile = load_numbers(
-                        v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                        V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
-                    )
-                if SCALED_WEIGHTS:
-                    factor = tl.load(v_scale_base + v_scale_rows, mask=ok_n, other=0.0)
-                if masked and CLEAN >= 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
-                    used = tl.max(allowed.to(tl.int32), 0) > 0
-                    v_tile = tl.where(used[:, None], v_tile, 0.0)
-                    if WORDS:
-                        v_1 = tl.where(used[:, None], v_1, 0.0)
-                    if WORDS == 4:
-                        v_2, v_3 = tl.where(used[:, None], v_2, 0.0), tl.where(used[:, None], v_3, 0.0)
                     if SCALED_WEIGHTS:
-                        factor = tl.where(used, factor, 0.0)
-                elif masked and CLEAN == 1 and TMA:
-                    v_tile = tl.where(ok_n[:, None], v_tile, 0.0)
-                if SCALED_WEIGHTS:
-                    p *= factor[None, :]
-                weights, shrink = p.to(v_tile.dtype), shrink[:, None]
-                acc = dot(weights, v_tile, acc * shrink, PRECISION)
-                if WORDS:
-                    acc_1 = dot(weights, v_1, acc_1 * shrink, PRECISION)
-                if WORDS == 4:
-                    acc_2 = dot(weights, v_2, acc_2 * shrink, PRECISION)
-                    acc_3 = dot(weights, v_3, acc_3 * shrink, PRECISION)
+                        factor = tl.load(v_scale_base + v_scale_rows, mask=ok_n, other=0.0)
+                    if masked and CLEAN >= 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
+                        used = tl.max(allowed.to(tl.int32), 0) > 0
+                        v_tile = tl.where(used[:, None], v_tile, 0.0)
+                        if WORDS:
+                            v_1 = tl.where(used[:, None], v_1, 0.0)
+                        if WORDS == 4:
+                            v_2, v_3 = tl.where(used[:, None], v_2, 0.0), tl.where(used[:, None], v_3, 0.0)
+                        if SCALED_WEIGHTS:
+                            factor = tl.where(used, factor, 0.0)
+                    elif masked and CLEAN == 1 and TMA:
+                        v_tile = tl.where(ok_n[:, None], v_tile, 0.0)
+                    if SCALED_WEIGHTS:
+                        p *= factor[None, :]
+                    weights, shrink = p.to(v_tile.dtype), shrink[:, None]
+                    acc = dot(weights, v_tile, acc * shrink, PRECISION)
+                    if WORDS:
+                        acc_1 = dot(weights, v_1, acc_1 * shrink, PRECISION)
+                    if WORDS == 4:
+                        acc_2 = dot(weights, v_2, acc_2 * shrink, PRECISION)
+                        acc_3 = dot(weights, v_3, acc_3 * shrink, PRECISION)
 
-    some = total != 0  # NaN is not 0: a row without keys has a total of 0, one with a NaN score does not
-    o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
-    natural = tl.where(some, (m * unit + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+        if INVARIANT and SPLITS == 1:
+            all_top, all_total, some, keep, add = merge(all_top, all_total, tl.fma(m, unit, 0.0), total)
+            all_acc = tl.where(some[:, None], tl.fma(all_acc, keep[:, None], acc * add[:, None]), all_acc)
+        elif INVARIANT:
+            written = out + tl.cast(piece, tl.int64) * out_z + b * out_b + h * out_h + o_m.to(tl.int64) * out_s
+            o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
+            tl.store(written[:, None] + o_v[None, :], acc, mask=ok_m[:, None] & (o_v < V_DIM)[None, :])
+            if step == 0:
+                written = lse + tl.cast(piece, tl.int64) * lse_z + b * lse_b + h * lse_h + o_m
+                tl.store(written, tl.fma(m, unit, 0.0), mask=ok_m)
+                tl.store(written + pieces * lse_z, total, mask=ok_m)
+
+    if INVARIANT and SPLITS > 1:
+        return
+    top, o_v = m * unit, step * VALUE_STEP + tl.arange(0, VALUE_STEP)
+    if INVARIANT:
+        top, total, acc = all_top, all_total, all_acc
+    natural, divisor = normalised(top, total)
     if WORDS == 4:
         acc = tl.join(acc, acc_2).reshape(BLOCK_M, VALUE_STEP // 2)
         acc_1 = tl.join(acc_1, acc_3).reshape(BLOCK_M, VALUE_STEP // 2)
     if WORDS:
         acc = tl.join(acc, acc_1).reshape(BLOCK_M, VALUE_STEP)
-    result = acc / tl.where(some, total, 1.0)[:, None]
+    result = acc / divisor[:, None]
     if SINKS:
         sink = tl.load(sinks + heads, mask=ok_m, other=0.0)
-        result *= tl.where(some, tl.sigmoid(natural - sink), 0.0)[:, None]
+        result *= tl.where(total != 0, tl.sigmoid(natural - sink), 0.0)[:, None]
     if PLACES and SPLITS > 1:
         heads, rows = heads * 0 + h, block * BLOCK_M + tl.arange(0, BLOCK_M)
     o_rows = out + split * out_z + b * out_b + heads * out_h + rows.to(tl.int64) * out_s
@@ -319,43 +357,3 @@ def forward_kernel(
     )
     if step == 0:
         tl.store(lse + split * lse_z + b * lse_b + heads * lse_h + rows, natural, mask=ok_m)
-
-
-@triton.jit
-def combine_kernel(
-    parts, part_lses, out, lse, sinks, places, part_z, part_row, lse_z, out_b, out_h, out_s, lse_b, lse_h, heads, q_len,
-    V_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, PLACES: tl.constexpr,
-    BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
-):
-    """Merge the parts of one row: ``lse = log(sum exp(lse_z))``, ``out = sum exp(lse_z - lse) * out_z``, then sinks.
-
-    parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. With PLACES, H * Sq are the groups of
-    heads times the rows of all blocks, and rows that a block does not have are left out. The grid is (B * H * Sq,).
-    """
-    r = tl.program_id(0).to(tl.int64)
-    b, h, row = r // (heads * q_len), r // q_len % heads, r % q_len
-    exists = True
-    if PLACES:
-        place = places + row // BLOCK_M * 3
-        pair = tl.load(place) + row % BLOCK_M
-        exists = pair < tl.load(place + 1)
-        h, row = h * GROUP + pair % GROUP, pair // GROUP
-    if exists:
-        o_z = tl.arange(0, SPLITS).to(tl.int64)
-        o_d = tl.arange(0, WIDTH)
-        lses = tl.load(part_lses + o_z * lse_z + r)
-        largest = tl.max(lses, 0)
-        safe = tl.where(largest == float("-inf"), 0.0, largest)
-        weight = tl.exp(lses - safe)
-        total = tl.sum(weight, 0)
-        some = total != 0  # as in `forward_kernel`
-        natural = tl.where(some, safe + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-        pointers = parts + o_z[:, None] * part_z + r * part_row + o_d[None, :]
-        values = tl.load(pointers, mask=(o_d < V_DIM)[None, :], other=0.0)
-        result = tl.sum(values * weight[:, None], 0) / tl.where(some, total, 1.0)
-        if SINKS:
-            result *= tl.where(some, tl.sigmoid(natural - tl.load(sinks + h)), 0.0)
-        tl.store(
-            out + b * out_b + h * out_h + row * out_s + o_d, result.to(out.dtype.element_ty), mask=o_d < V_DIM
-        )
-        tl.store(lse + b * lse_b + h * lse_h + row, natural)

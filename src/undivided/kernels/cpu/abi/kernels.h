@@ -37,7 +37,7 @@ static inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 1
 struct KeyChunk {
   const Attention* problem;
   int64_t batch, kv_head, kv_heads, key, keys;
-  float* partials;         // null: the chunk has all keys of its heads, and writes their results
+  float* partials;         // null: the chunk has all keys of its heads, or their only piece, and writes their results
   bool in_memory = false;  // whether the keys of all chunks are too many for the caches
 };
 

@@ -148,6 +148,10 @@ constexpr int64_t kShareHeadsBelow = 64;
 // tune-cpu: kMinPartKeys
 // set by: the number of threads to keep busy (kPartsTotal), and the lanes of a panel (kMinPrefillRows)
 constexpr int64_t kPartsTotal = 32, kMinPartKeys = 1024, kMinPrefillRows = 64;
+// Keys of a piece with batch_invariant, a multiple of every key block (docs/decisions/2026-11-27-pieces-of-keys.md).
+// Threads share the pieces of a row until there are so many blocks for each, if the partial results take no more memory.
+// set by: hand (kPieceKeys), a count of rounds (kPieceRounds), and memory (kMaxPieceBytes)
+constexpr int64_t kPieceKeys = 2048, kPieceRounds = 4, kMaxPieceBytes = 64 << 20;
 // Blocks per thread beyond which more blocks would not balance the threads any better.
 // set by: a count of rounds, docs/decisions/2026-11-22-threads.md
 constexpr int64_t kMaxRounds = 16;

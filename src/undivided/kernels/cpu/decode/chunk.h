@@ -239,19 +239,21 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
   }
   float total = 0, weights[kMergedChunks], *sums = partials[0] + offset;
   const float* from[kMergedChunks];
+  bool is_first = true;
   for (int64_t c = 0; c < count;) {  // in registers, some chunks at a time
-    const bool is_first = c == 0;
     int merged = 0;
     for (; c < count && merged < kMergedChunks; c++) {
+      if (is_empty(max_score_of(c), total_of(c))) continue;  // as if the chunk were not there, to the sign of a zero
       const float weight = expf(max_score_of(c) - max_score);
       total += total_of(c) * weight;
       from[merged] = partials[c] + offset, weights[merged] = weight, merged++;
     }
-    for (int64_t d = 0; d < a.v_dim; d += kLanes) {
+    for (int64_t d = 0; merged > 0 && d < a.v_dim; d += kLanes) {
       Vec sum = is_first ? load(from[0] + d) * weights[0] : load(sums + d);
       for (int i = is_first; i < merged; i++) sum += load(from[i] + d) * weights[i];
       store(sums + d, sum);
     }
+    is_first &= merged == 0;
   }
   if (lse) *lse = max_score + logf(total);
   const float inverse = 1.0f / (total + (a.sinks ? expf(a.sinks[head] - max_score) : 0.0f));

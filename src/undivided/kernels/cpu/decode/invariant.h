@@ -324,7 +324,7 @@ class InvariantUnit {
   }
 
   // A row whose sums may contain values that it does not see is computed again, alone.
-  void write_all(const KeyChunk& chunk) {
+  void __attribute__((noinline)) write_all(const KeyChunk& chunk) {
     bool any_non_finite = false;
     for (int64_t n = 0; n < heads_; n++)
       for (int64_t r = 0; r < rows_; r++) {
@@ -337,7 +337,8 @@ class InvariantUnit {
       }
     for (int64_t i = 0; any_non_finite && i < heads_ * rows_; i++)
       if (non_finite_[i]) {
-        const KeyChunk head = {&a_, chunk.batch, head_ + i / rows_, 1, chunk.key, chunk.keys, nullptr};
+        float* partials = chunk.partials ? chunk.partials + i * partial_size(a_) : nullptr;
+        const KeyChunk head = {&a_, chunk.batch, head_ + i / rows_, 1, chunk.key, chunk.keys, partials};
         InvariantUnit(a_, 1, 1, rest_).run(head, nullptr, i % rows_);
       }
   }
@@ -361,10 +362,10 @@ class InvariantUnit {
   void write(int64_t n, int64_t r) {
     const int64_t i = n * padded_ + r, head = head_of(n, r), place = place_of(r);
     T* to = (T*)a_.out + batch_ * a_.out_b + head * a_.out_h + place * a_.out_s;
-    const float natural = score_unit<Products>(a_).natural, m = max_score_[i], l = total_[i];
+    const float m = rounded(max_score_[i] * score_unit<Products>(a_).natural), l = total_[i];
     const bool empty = is_empty(m, l);
-    if (a_.lse) a_.lse[batch_ * a_.lse_b + head * a_.lse_h + place] = empty ? m : m * natural + logf(l);
-    const float sink = a_.sinks && !empty ? expf(a_.sinks[head] - m * natural) : 0.0f;
+    if (a_.lse) a_.lse[batch_ * a_.lse_b + head * a_.lse_h + place] = empty ? m : m + logf(l);
+    const float sink = a_.sinks && !empty ? expf(a_.sinks[head] - m) : 0.0f;
     const float inverse = empty ? 0.0f : 1.0f / (l + sink);
     const float* sums = ordered_sums(i, row_);
     for (int64_t d = 0; d < a_.v_dim; d += kLanes)

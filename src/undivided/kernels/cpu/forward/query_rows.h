@@ -53,10 +53,11 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       int64_t virtual_row = block.row + first + v * kLanes + i;
       int64_t head = block.first_head + virtual_row / a.q_len, at = virtual_row % a.q_len;
       row[i] = (T*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
-      float m = max_score[v * kLanes + i], l = total[v * kLanes + i] / unit_weight<Mode>();
+      // rounded: as merge_row, which reads it from memory
+      float m = rounded(max_score[v * kLanes + i] * natural), l = total[v * kLanes + i] / unit_weight<Mode>();
       bool empty = is_empty(m, l);
-      if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
-      float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
+      if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m + logf(l);
+      float sink = a.sinks && !empty ? expf(a.sinks[head] - m) : 0.0f;
       inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / unit_input<Mode>() / (l + sink);
     }
     if (a.dropout) inverse *= (float)a.survivor_scale;
@@ -120,10 +121,10 @@ static inline void write_row_sums(const Attention& a, const RowBlock& block, int
   for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
     const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
     float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
-    const float m = max_score[r], l = total[r];
+    const float m = rounded(max_score[r] * natural), l = total[r];
     const bool empty = is_empty(m, l);
-    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m * natural + logf(l);
-    const float sink = a.sinks && !empty ? expf(a.sinks[head] - m * natural) : 0.0f;
+    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m + logf(l);
+    const float sink = a.sinks && !empty ? expf(a.sinks[head] - m) : 0.0f;
     const float inverse = empty ? 0.0f : 1.0f / (l + sink) * (a.dropout ? (float)a.survivor_scale : 1.0f);
     for (int64_t d = 0; d < a.v_dim; d += kLanes) store(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
   }

@@ -42,7 +42,7 @@ void Decoding::share(int64_t threads, int attempt) {
 void Decoding::cut(int64_t threads, int attempt) {
   share(threads, attempt);
   const Attention& shape = *sequences_[0].problem;  // that of all
-  if (is_whole()) return cut_whole(threads);
+  if (is_invariant()) return cut_pieces(threads);
   heads_ = are_side_by_side(shape) ? shape.kv_heads : 1;
   const int64_t bytes = heads_ * key_bytes(shape, shape.qk_dim + shape.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
@@ -63,35 +63,53 @@ void Decoding::cut(int64_t threads, int attempt) {
   }
 }
 
-// All keys of some heads are one chunk, which writes its results: keys are not divided with batch_invariant. More threads
-// get fewer heads at a time, which changes no result.
-void Decoding::cut_whole(int64_t threads) {
+// A piece of the keys of some heads is a chunk; if it is the only one, it writes the results. More threads get fewer heads
+// at a time, which changes no result.
+void Decoding::cut_pieces(int64_t threads) {
   const Attention& shape = *sequences_[0].problem;  // that of all
+  int64_t count = 0;
+  for (Sequence& s : sequences_) count += s.chunks = std::max(pieces_of(*s.problem, s.extent).count, (int64_t)1);
   heads_ = are_side_by_side(shape) ? shape.kv_heads : 1;
-  for (int64_t n = heads_ - 1; n > 0 && (int64_t)sequences_.size() * (shape.kv_heads / heads_) < 2 * threads; n--)
+  for (int64_t n = heads_ - 1; n > 0 && count * (shape.kv_heads / heads_) < 2 * threads; n--)
     if (threads > 1 && shape.kv_heads % n == 0) heads_ = n;
   chunks_.clear();
-  for (Sequence& s : sequences_)
+  for (const Sequence& s : sequences_) {
+    const auto [start, stop] = s.extent;
+    const Pieces pieces = pieces_of(*s.problem, s.extent);
     for (int64_t n = 0; n < shape.kv_heads; n += heads_)
-      chunks_.push_back({s.problem, s.batch, n, heads_, s.extent.start,
-                         std::max(s.extent.stop - s.extent.start, (int64_t)0), nullptr});
+      for (int64_t i = 0, key = start; i < s.chunks; i++) {
+        const int64_t next = i + 1 < s.chunks ? pieces.start + (i + 1) * pieces.size : std::max(start, stop);
+        chunks_.push_back({s.problem, s.batch, n, heads_, key, next - key, nullptr});
+        key = next;
+      }
+  }
 }
 
-int64_t Decoding::chunk_floats(const Attention& a) const {
-  if (a.batch_invariant) return 0;
-  return heads_ * (a.heads / a.kv_heads * a.q_len) * partial_size(a);
+// 0: it writes results.
+int64_t Decoding::chunk_floats(const KeyChunk& chunk, const Sequence& s) const {
+  const Attention& a = *chunk.problem;
+  return is_invariant() && s.chunks == 1 ? 0 : heads_ * (a.heads / a.kv_heads * a.q_len) * partial_size(a);
 }
 
-int64_t Decoding::floats() const {
+template <class F>
+void Decoding::for_each_chunk(F f) {
+  size_t i = 0;
+  for (const Sequence& s : sequences_)
+    for (const size_t stop = i + (size_t)(s.chunks * (s.problem->kv_heads / heads_)); i < stop; i++) f(chunks_[i], s);
+}
+
+int64_t Decoding::floats() {
   int64_t floats = 0;
-  for (const KeyChunk& chunk : chunks_) floats += chunk_floats(*chunk.problem);
+  for_each_chunk([&](const KeyChunk& chunk, const Sequence& s) { floats += chunk_floats(chunk, s); });
   for (const SharedProblem& shared : shared_) floats += shared.floats();
   return floats;
 }
 
 void Decoding::set_memory(float* memory) {
-  for (KeyChunk& chunk : chunks_)
-    if (!is_whole()) chunk.partials = memory, memory += chunk_floats(*chunk.problem);
+  for_each_chunk([&](KeyChunk& chunk, const Sequence& s) {
+    const int64_t floats = chunk_floats(chunk, s);
+    if (floats > 0) chunk.partials = memory, memory += floats;
+  });
   for (SharedProblem& shared : shared_) shared.cut(memory, sequences_), memory += shared.floats();
 }
 
@@ -110,7 +128,7 @@ bool Decoding::is_out_of_range() const {
 
 // Each head of a sequence by itself, so that threads share them.
 int Decoding::merge(int64_t threads) {
-  if (is_empty() || is_whole()) return kOk;
+  if (is_empty() || (is_invariant() && floats() == 0)) return kOk;
   // the shared keys of each sequence, and its first row there
   std::vector<std::vector<std::pair<const BlockProblem*, int64_t>>> shared_of(shared_.empty() ? 0 : sequences_.size());
   for (const SharedProblem& shared : shared_) {
@@ -128,6 +146,7 @@ int Decoding::merge(int64_t threads) {
     const int64_t i = unit / kv_heads, n = unit % kv_heads;
     const Sequence& s = sequences_[(size_t)i];
     const Attention& a = *s.problem;
+    if (is_invariant() && s.chunks == 1) return;
     const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
     const KeyChunk* chunks = chunks_.data() + first_chunks[(size_t)i] + n / heads_ * s.chunks;
     std::vector<float*> partials;

@@ -19,7 +19,7 @@ class Decoding {
   void add(const Attention& a);  // all sequences of a problem
   // Makes the chunks, and blocks of the keys that sequences share. threads, attempt: see BlockProblem.
   void cut(int64_t threads, int attempt);
-  int64_t floats() const;  // of memory
+  int64_t floats();  // of memory
   void set_memory(float* memory);
   int64_t scratch_bytes() const;
   bool is_out_of_range() const;
@@ -27,15 +27,17 @@ class Decoding {
 
   std::vector<SharedKeys> shared_keys() const { return find_shared_keys(sequences_); }
   bool is_empty() const { return sequences_.empty(); }
-  // Whether each chunk has all keys of its heads, with batch_invariant: chunks may then be of unequal cost.
-  bool is_whole() const { return !is_empty() && sequences_[0].problem->batch_invariant; }
+  // Whether chunks are pieces, which may be of unequal cost.
+  bool is_invariant() const { return !is_empty() && sequences_[0].problem->batch_invariant; }
   const std::vector<KeyChunk>& chunks() const { return chunks_; }  // by sequence, then head, then key
   std::deque<SharedProblem>& shared() { return shared_; }
 
  private:
   void share(int64_t threads, int attempt);
-  void cut_whole(int64_t threads);
-  int64_t chunk_floats(const Attention& a) const;
+  void cut_pieces(int64_t threads);
+  int64_t chunk_floats(const KeyChunk& chunk, const Sequence& s) const;
+  template <class F>
+  void for_each_chunk(F f);  // f(chunk, its sequence)
 
   std::vector<Sequence> sequences_;
   std::vector<KeyChunk> chunks_;

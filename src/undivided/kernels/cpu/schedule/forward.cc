@@ -2,8 +2,8 @@
 // as it would run alone.
 //
 // With batch_invariant every row takes its sequence's keys in blocks that start at the first of them, in a block of rows
-// or, if there is one, by itself (decode/invariant.h): its sums then have the same order whatever the number of rows, the
-// batch, the pack, or the pages.
+// or, if there is one, by itself (decode/invariant.h), and in pieces of some thousand keys that are merged in order: its
+// sums then have the same order whatever the number of rows and threads, the batch, the pack, or the pages.
 #include <stdint.h>
 
 #include <algorithm>
@@ -90,7 +90,7 @@ int run(Work& work, int64_t threads) {
   std::vector<Unit> units = cut(work, bytes, has_memory);
   if (!has_memory) return kNoMemory;
   // the chunks of a batch are adjacent in memory, and nearly equal
-  const Shares shares = work.prefill.empty() && work.decoding.shared().empty() && !work.decoding.is_whole()
+  const Shares shares = work.prefill.empty() && work.decoding.shared().empty() && !work.decoding.is_invariant()
                             ? even_shares((int64_t)units.size(), threads)
                             : distribute(units, threads);
   for (size_t i = 0; i + 1 < units.size(); i++)

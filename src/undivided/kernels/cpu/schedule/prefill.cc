@@ -29,29 +29,42 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
 }
 
 // The keys of a sequence in at most `parts` parts of whole key blocks.
-struct KeyParts {
-  int64_t start = 0, size = 0, count = 0;
-};
-KeyParts parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t parts) {
+Pieces parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t parts) {
   const KeyExtent extent = key_extent(a, batch);
-  if (extent.stop <= extent.start) return {};
+  if (extent.stop <= extent.start) return {0, 0, 0};
+  if (a.batch_invariant) return pieces_of(a, extent);
   const int64_t start = extent.start / block_keys * block_keys,
                 key_blocks = (extent.stop - start + block_keys - 1) / block_keys;
   const int64_t size = (key_blocks + parts - 1) / parts;
   return {start, size * block_keys, (key_blocks + size - 1) / size};
 }
 
+// The keys that some row of a block sees.
+KeyExtent extent_of(const Attention& a, const RowBlock& block) {
+  const int64_t row = block.row % a.q_len;
+  if (row + block.rows > a.q_len) return key_extent(a, block.batch);
+  return key_extent(a, block.batch, row, row + block.rows);
+}
+
+// The parts of the keys of `rows` rows of `heads` heads with batch_invariant: pieces, or 1 if there is enough to do
+// without. A row's result is the same.
+int64_t shared_pieces(const Attention& a, int64_t heads, int64_t rows, int64_t blocks, int64_t threads) {
+  const int64_t pieces = pieces_of(a, {0, a.kv_len}).count;
+  const bool fits = a.batch * heads * rows * pieces * partial_size(a) * 4 <= kMaxPieceBytes;
+  return threads > 1 && blocks < kPieceRounds * threads && fits ? std::max(pieces, (int64_t)1) : 1;
+}
+
 // Few rows and many keys would leave threads idle, so the keys are split. The split depends on sizes only, so that
 // results do not depend on the number of threads.
-Division divide(const Attention& a, bool has_partials) {
+Division divide(const Attention& a, int64_t threads, bool has_partials) {
   Division d;
   const int64_t group = a.heads / a.kv_heads;
   d.shares_heads = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.shares_heads ? a.kv_heads : a.heads, d.rows = d.shares_heads ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
-  d.parts = a.v_dim % 16 || a.batch_invariant
-                ? 1
-                : std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
+  if (a.batch_invariant) d.parts = shared_pieces(a, d.heads, d.rows, blocks, threads);
+  else if (a.v_dim % 16) d.parts = 1;
+  else d.parts = std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
   d.has_partials = has_partials || d.parts > 1;
   return d;
 }
@@ -109,7 +122,7 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
 }  // namespace
 
 BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials)
-    : a_(a), k_(*kernels(a).prefill(a, attempt)), d_(divide(a, has_partials)), threads_(threads) {}
+    : a_(a), k_(*kernels(a).prefill(a, attempt)), d_(divide(a, threads, has_partials)), threads_(threads) {}
 
 int64_t BlockProblem::partial_floats() const {
   return d_.has_partials ? a_.batch * d_.heads * d_.parts * d_.rows * partial_size(a_) : 0;
@@ -131,7 +144,7 @@ void BlockProblem::cut(float* partials) {
 
 void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys) {
   const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, short_keys, threads_), stop = row + rows;
-  const KeyParts keys = d_.has_partials ? parts_of(a_, k_.block_keys, b, d_.parts) : KeyParts();
+  const Pieces keys = d_.has_partials ? parts_of(a_, k_.block_keys, b, d_.parts) : Pieces();
   std::vector<RowBlock> head_blocks;
   for (; row < stop; row += step) {
     rows = std::min(step, stop - row);
@@ -158,11 +171,39 @@ int64_t BlockProblem::scratch_bytes() const {
   for (const RowBlock& block : blocks_) rows[block.short_keys > 0] = std::max(rows[block.short_keys > 0], block.rows);
   for (int is_short = 0; is_short < 2; is_short++)
     if (rows[is_short] > 0) bytes = std::max(bytes, k_.block_scratch(a_, rows[is_short], is_short));
-  return bytes;
+  return bytes + piece_bytes(std::max(rows[0], rows[1]));
 }
 
-void BlockProblem::run(int64_t block, char* scratch) {
-  if (!is_out_of_range_ && !k_.block(a_, blocks_[(size_t)block], scratch)) is_out_of_range_ = true;
+// Of the partial results of the pieces of a block, if one thread computes them all.
+int64_t BlockProblem::piece_bytes(int64_t rows) const {
+  const int64_t pieces = d_.has_partials ? 0 : pieces_of(a_, {0, a_.kv_len}).count;
+  return pieces > 1 ? pieces * rows * partial_size(a_) * 4 : 0;
+}
+
+void BlockProblem::run(int64_t index, char* scratch) {
+  const RowBlock& block = blocks_[(size_t)index];
+  const Pieces pieces = d_.has_partials || !a_.batch_invariant ? Pieces() : pieces_of(a_, extent_of(a_, block));
+  if (!is_out_of_range_ && !(pieces.count > 1 ? run_pieces(block, pieces, scratch) : k_.block(a_, block, scratch)))
+    is_out_of_range_ = true;
+}
+
+// All pieces of some rows, and their merge.
+bool BlockProblem::run_pieces(const RowBlock& block, const Pieces& pieces, char* scratch) {
+  char* const rest = scratch + piece_bytes(block.rows);
+  RowBlock piece = block;
+  piece.next_block = nullptr;
+  std::vector<float*> partials;
+  for (int64_t n = 0; n < pieces.count; n++) {
+    piece.key = pieces.start + n * pieces.size, piece.key_stop = piece.key + pieces.size;
+    piece.partials = (float*)(void*)scratch + n * block.rows * partial_size(a_);
+    if (n + 1 == pieces.count) piece.next_block = block.next_block;
+    if (!k_.block(a_, piece, rest)) return false;
+    partials.push_back(piece.partials);
+  }
+  for (int64_t r = 0; r < block.rows; r++)
+    kernels(a_).merge(a_, block.batch, block.first_head + (block.row + r) / a_.q_len, (block.row + r) % a_.q_len,
+                      partials.data(), pieces.count, r * partial_size(a_));
+  return true;
 }
 
 void BlockProblem::append_partials(int64_t batch, int64_t head, int64_t row, std::vector<float*>& to) const {

@@ -27,7 +27,7 @@ class BlockProblem {
   int64_t partial_floats() const;
   void cut(float* partials);      // makes the blocks
   int64_t scratch_bytes() const;  // of the largest block
-  void run(int64_t block, char* scratch);
+  void run(int64_t index, char* scratch);
   int merge(int64_t threads);  // the partial results, if there are any; returns a Status
   // Appends the places of a row's partial results; those of the head's next row follow at distance partial_size.
   void append_partials(int64_t batch, int64_t head, int64_t row, std::vector<float*>& to) const;
@@ -38,6 +38,8 @@ class BlockProblem {
 
  private:
   void add(int64_t b, int64_t row, int64_t rows, int64_t short_keys);
+  int64_t piece_bytes(int64_t rows) const;
+  bool run_pieces(const RowBlock& block, const Pieces& pieces, char* scratch);
 
   const Attention& a_;
   const Kernels& k_;

@@ -52,21 +52,39 @@ inline int64_t key_bytes(const Attention& a, int64_t dim) {
   return dim * element_size(a.dtype);
 }
 
-// From the first to the last key that some row of a sequence sees.
+// From the first to the last key that some of the rows [row, row_stop) of a sequence sees.
 struct KeyExtent {
   int64_t start, stop;
 };
-inline KeyExtent key_extent(const Attention& a, int64_t batch) {
-  if (a.band) return {std::max((int64_t)0, a.first), std::max((int64_t)0, std::min(a.kv_len, a.q_len - 1 + a.last))};
+inline KeyExtent key_extent(const Attention& a, int64_t batch, int64_t row, int64_t row_stop) {
+  if (a.band)
+    return {std::max((int64_t)0, row + a.first), std::max((int64_t)0, std::min(a.kv_len, row_stop - 1 + a.last))};
   if (!a.ranges) return {0, a.kv_len};
   KeyExtent extent = {a.kv_len, 0};
-  for (int64_t i = 0; i < a.q_len * a.columns; i += 2) {
+  for (int64_t i = row * a.columns; i < row_stop * a.columns; i += 2) {
     const int32_t* range = a.ranges + batch * a.ranges_b + i;
     if (range[0] >= range[1]) continue;
     extent.start = std::min(extent.start, (int64_t)range[0]);
     extent.stop = std::max(extent.stop, (int64_t)range[1]);
   }
   return extent;
+}
+inline KeyExtent key_extent(const Attention& a, int64_t batch) { return key_extent(a, batch, 0, a.q_len); }
+
+// With batch_invariant a row's keys are computed in pieces of so many, from key 0 on. Each is summed from zero, and the
+// pieces are merged in order, so that threads can share them and no result depends on the threads.
+inline int64_t piece_keys(const Attention& a) {
+  return a.batch_invariant && a.v_dim % 16 == 0 && !a.dropout ? kPieceKeys : INT64_MAX;
+}
+// The pieces that have the keys of an extent.
+struct Pieces {
+  int64_t start, size, count;
+};
+inline Pieces pieces_of(const Attention& a, const KeyExtent& extent) {
+  const int64_t size = piece_keys(a);
+  if (extent.stop <= extent.start) return {0, size, 0};
+  const int64_t start = extent.start / size * size;
+  return {start, size, (extent.stop - start - 1) / size + 1};
 }
 
 }  // namespace undivided

@@ -106,6 +106,17 @@ INLINE Vec rounded(Vec x) {
   return x;
 }
 
+INLINE float rounded(float x) {
+#if defined(__x86_64__)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+m"(x));
+#endif
+  return x;
+}
+
 INLINE bool any(IVec condition) {  // lanes of a comparison are 0 or -1
 #if defined(__AVX512DQ__)
   return _mm512_movepi32_mask((__m512i)condition) != 0;
