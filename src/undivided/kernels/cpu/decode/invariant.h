@@ -6,11 +6,11 @@
 //     values    along the keys of a block, from zero, one column per lane
 //
 // Keys that a row does not see have a weight of 0 in it, which changes no sum. Quantised keys and values become the
-// numbers that prefill multiplies: 8 bits in registers, and their scales multiply scores and weights; 4 bits in L1, a few
-// keys of a head at a time.
+// numbers that prefill multiplies: 8 bits in registers, and their scales multiply scores and weights; 4 bits in registers
+// too on multiply-adds, else in L1, a few keys of a head at a time.
 //
 // Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in parts, in the order of memory,
-// K of a key block before its V, while the next part is prefetched. A unit has all keys of its heads.
+// K of a key block before its V, while the next part is prefetched. A unit has a piece of the keys of its heads.
 #pragma once
 
 #include "decode/invariant_keys.h"
@@ -116,9 +116,10 @@ class InvariantUnit {
 
   void multiply_scores(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
     const int64_t vectors_of_keys = (part.keys + kLanes - 1) / kLanes;
-    StepPrefetch prefetch(following,
-                          heads_ * (keys_.reads_bytes ? (vectors_of_keys + 1) / 2 * (a_.qk_dim / kBytesPerPrefetch)
-                                                      : vectors_of_keys * (depth() / kLanes)));
+    int64_t steps = vectors_of_keys * (depth() / kLanes);  // of prefetch, per head
+    if (keys_.reads_bytes) steps = (vectors_of_keys + 1) / 2 * (a_.qk_dim / kBytesPerPrefetch);
+    if (keys_.reads_nibbles) steps = (vectors_of_keys + 1) / 2 * (a_.qk_dim / kNibblesPerPrefetch);
+    StepPrefetch prefetch(following, heads_ * steps);
     const int64_t at = part.key % kBlockKeys;
     for (int64_t j = 0, vectors; j < part.keys; j += vectors * kLanes) {
       vectors = kQuantized && part.keys - j > kLanes ? 2 : 1;
@@ -129,6 +130,8 @@ class InvariantUnit {
           float* scores = scores_ + n * padded_ * kScoreStride + at + j;
           if constexpr (!kQuantized && R <= 4) {
             score_key_vector<Products, R>(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
+          } else if (keys_.reads_nibbles) {
+            keys_.template score_four_bits<R>(q, current, j, vectors, n, scores, kScoreStride, prefetch);
           } else if (keys_.reads_bytes) {
             score_bytes_of<R>(q, current, j, vectors, n, scores, prefetch);
           } else {
@@ -230,10 +233,10 @@ class InvariantUnit {
   }
 
   void add_values(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
-    constexpr int64_t keys_per_prefetch = Arith::kPairs ? 2 : kKeysPerPrefetch, width = kColumns * kLanes;
+    constexpr int64_t keys_per_prefetch = Arith::kPairs ? 2 : kKeysPerPrefetch;
     if constexpr (Keys::kWidens && Arith::kPairs)
       if (keys_.scales_rows) return add_byte_pairs(part, current, following);
-    const int64_t passes = (a_.v_dim / width + a_.v_dim % width / kNarrow) * (padded_ > 4 ? 2 : 1);
+    const int64_t passes = passes_of_values(padded_, a_.v_dim, Arith::kPairs || keys_.reads_nibbles ? 2 : 1);
     StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_prefetch), 1));
     const int64_t first = part.key % kBlockKeys;
     for (int64_t n = 0; n < heads_; n++) {
@@ -241,27 +244,31 @@ class InvariantUnit {
       int64_t stride = kScoreStride, at = first;
       if constexpr (kQuantized)
         if (keys_.scales_rows) at = scale_weights(part, current, n), weights = step_weights_, stride = kWeightStride;
-      const auto add = [&](const auto* const* row, int64_t offset) {
+      const auto for_rows = [&](auto f) INLINE_LAMBDA {  // f(R, weights, sums), of at most four rows
         for (int64_t r = 0; r < padded_; r += 4)
-          with_padded_rows(smaller_of(padded_, 4), [&](auto rows) {
-            constexpr int R = decltype(rows)::value > 4 ? 4 : decltype(rows)::value;
-            float* sums = block_sums_ + (n * padded_ + r) * a_.v_dim;
-            int64_t d = 0;
-            for (; d + width <= a_.v_dim; d += width)
-              add_step_values<Products, R, kColumns>(weights + r * stride, stride, row, offset + d, at, part.keys,
-                                                     sums + d, a_.v_dim, prefetch);
-            for (; d < a_.v_dim; d += kNarrow)
-              add_step_values<Products, R, kNarrow / kLanes>(weights + r * stride, stride, row, offset + d, at,
-                                                             part.keys, sums + d, a_.v_dim, prefetch);
+          with_padded_rows(smaller_of(padded_, 4), [&](auto R) INLINE_LAMBDA {
+            f(std::integral_constant<int, (R.value > 4 ? 4 : R.value)>(), weights + r * stride,
+              block_sums_ + (n * padded_ + r) * a_.v_dim);
           });
+      };
+      const auto add = [&](const auto* const* row, int64_t offset) {
+        for_rows([&](auto R, const float* from, float* sums) INLINE_LAMBDA {
+          add_all_values<Products, R.value>(from, stride, row, offset, at, part.keys, a_.v_dim, sums, prefetch);
+        });
       };
       if constexpr (Keys::kWidens && !Arith::kPairs)
         if (keys_.scales_rows) {
           keys_.with_row_format([&](auto type) { add((decltype(type)*)(const void*)current.rows.row, n * a_.v_h); });
           continue;
         }
-      const auto [row, offset] = keys_.values(current, part.keys, n);
-      add(row, offset);
+      if (keys_.reads_nibbles) {
+        for_rows([&](auto R, const float* from, float* sums) {
+          keys_.template add_four_bits<R.value>(from + at, stride, current, part.keys, n, sums, prefetch);
+        });
+      } else {
+        const auto [row, offset] = keys_.values(current, part.keys, n);
+        add(row, offset);
+      }
     }
   }
   // The weights of a part, multiplied by the scales of its values, to step_weights_. Returns the place of the first key
@@ -343,8 +350,9 @@ class InvariantUnit {
       }
   }
   // The sums of a row in the order of columns; `to` is where they may be reordered.
-  const float* ordered_sums(int64_t i, [[maybe_unused]] float* to) const {
+  const float* ordered_sums(int64_t i, float* to) const {
     const float* sums = sums_ + i * sum_stride_;
+    if (keys_.reads_nibbles) return restore_order<Int4>(sums, a_.v_dim, to), to;
 #if defined(__AVX512BF16__)
     if constexpr (Arith::kPairs) {
       const auto restore = keys_.scales_rows ? PairFormat<Int8>::restore_sums : PairFormat<BFloat16>::restore_sums;
@@ -372,8 +380,6 @@ class InvariantUnit {
       store_from_float(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
   }
 
-  static constexpr int kColumns = kLanes < 16 ? 2 : 4;  // vectors at once, so that the sums of four rows fit registers
-  static constexpr int64_t kNarrow = Arith::kPairs ? 2 * kLanes : kLanes;
   float& decay_of(int64_t i) { return scores_[i * kScoreStride + kScoreStride - 1]; }
 
   const Attention& a_;

@@ -2,8 +2,8 @@
 // where the rows of a part are, keys transposed to one key per lane, and quantised rows as numbers.
 #pragma once
 
+#include "decode/invariant_nibbles.h"
 #include "decode/invariant_parts.h"
-#include "decode/invariant_products.h"
 
 namespace {
 
@@ -24,8 +24,12 @@ class InvariantKeys {
 
   InvariantKeys(const Attention& a, bool transposes, Arena& arena)
       : scales_rows(kQuantized && has_row_scales(a)),
-        reads_bytes(kWidens && scales_rows && a.qk_dim % (4 * kLanes) == 0), a_(a) {
+        reads_bytes(kWidens && scales_rows && a.qk_dim % (4 * kLanes) == 0),
+        reads_nibbles(kWidens && !Arith::kPairs && a.format == kInt4 && a.qk_dim % (kNibbles * kLanes) == 0 &&
+                      a.v_dim % (2 * kLanes) == 0),
+        a_(a) {
     transposed_ = (float*)arena.allocate(transposes ? 2 * kLanes * depth() * 4 : 0);
+    if (reads_nibbles) group_scales_ = (float*)arena.allocate(2 * kLanes * scales_in(a.qk_dim) * 4);
     numbers_ = (Number*)arena.allocate(
         kQuantized ? kDecodeStepKeys * larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(Number) : 0);
   }
@@ -73,8 +77,32 @@ class InvariantKeys {
   }
   // The same for numbers of 8 bits as they are in memory, if `reads_bytes`: four in a Scalar.
   const float* transpose_stored(const PartRows& from, int64_t j, int64_t vectors, int64_t n) {
-    transpose_bytes(from.rows.row + j, n * a_.k_h, a_.qk_dim, vectors, transposed_);
+    transpose_bytes(from.rows.row + j, n * a_.k_h, stored_of(a_.qk_dim), vectors, transposed_);
     return transposed_;
+  }
+  // Scores of the n-th head with `vectors` vectors of keys of 4 bits, from the j-th key of a part on.
+  template <int R>
+  void score_four_bits(const float* q, const PartRows& from, int64_t j, int64_t vectors, int64_t n, float* scores,
+                       int64_t stride, StepPrefetch& prefetch) {
+    if constexpr (kWidens && !Arith::kPairs) {
+      const float* keys = transpose_stored(from, j, vectors, n);
+      for (int64_t i = 0; i < vectors * kLanes; i++) {
+        const float* scale = from.scales.row[j + i] + n * a_.k_scale_h;
+        for (int64_t g = 0; g < scales_in(a_.qk_dim); g++) group_scales_[g * vectors * kLanes + i] = scale[g];
+      }
+      const auto multiply = vectors == 2 ? score_nibbles<Arith, R, 2> : score_nibbles<Arith, R, 1>;
+      multiply(q, keys, group_scales_, a_.qk_dim / kNibbles, scores, stride, prefetch);
+    }
+  }
+  // Adds the values of a part to the sums of R rows of the n-th head.
+  template <int R>
+  void add_four_bits(const float* weights, int64_t weight_stride, const PartRows& from, int64_t keys, int64_t n,
+                     float* sums, StepPrefetch& prefetch) {
+    if constexpr (kWidens && !Arith::kPairs) {
+      const StepPart<Int4> values = {(const Int4* const*)(const void*)from.rows.row, n * a_.v_h, from.scales.row,
+                                     n * a_.v_scale_h};
+      add_nibble_values<R>(weights, weight_stride, values, a_.v_dim, keys, sums, prefetch);
+    }
   }
 
   // The values of the n-th head: `offset` is where they begin in each row.
@@ -97,6 +125,9 @@ class InvariantKeys {
 
   const bool scales_rows;  // scales multiply scores and weights, instead of keys and values
   const bool reads_bytes;  // keys are transposed before they are widened
+  // The same of numbers of 4 bits, of which values are widened in registers too: their sums are in the order of
+  // Load<Int4>.
+  const bool reads_nibbles;
 
  private:
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
@@ -113,6 +144,7 @@ class InvariantKeys {
 
   const Attention& a_;
   float* transposed_;  // keys of one head
+  float* group_scales_ = nullptr;
   Number* numbers_;    // dequantised keys or values of one head
   const Number* number_row_[kQuantized ? kDecodeStepKeys : 1];
 };

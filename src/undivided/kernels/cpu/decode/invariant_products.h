@@ -197,18 +197,17 @@ static __attribute__((noinline)) void score_transposed(const float* q, const flo
 // [row][key], or pairs of keys; the first key has index `first` there.
 template <class Mode, int R, int C, class T>
 INLINE void add_step_values(const float* weights, int64_t weight_stride, const T* const* row, int64_t offset,
-                            int64_t first, int64_t keys, float* sums, int64_t stride, StepPrefetch& shared) {
+                            int64_t first, int64_t keys, float* sums, int64_t stride, StepPrefetch& prefetch) {
   typedef typename Mode::Arith Arith;
-  StepPrefetch prefetch = shared;
   Vec acc[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int c = 0; c < C; c++) acc[r][c] = load(sums + r * stride + c * kLanes);
   if constexpr (!Arith::kPairs) {
     for (int64_t j = 0; j < keys; j++) {
       if (j % kKeysPerPrefetch == 0) prefetch.step();
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int c = 0; c < C; c++) {
         const Vec y = load_as_float(row[j] + offset + c * kLanes);
 #pragma GCC unroll 4
@@ -219,7 +218,7 @@ INLINE void add_step_values(const float* weights, int64_t weight_stride, const T
 #if defined(__AVX512BF16__)
   if constexpr (Arith::kPairs) {
     const auto add = [&](int64_t pair, const BFloat16* even, const BFloat16* odd) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int c = 0; c < C; c += 2) {
         const __m512i x = even ? _mm512_loadu_si512(even + offset + c * kLanes) : __m512i{};
         const __m512i y = odd ? _mm512_loadu_si512(odd + offset + c * kLanes) : __m512i{};
@@ -242,9 +241,33 @@ INLINE void add_step_values(const float* weights, int64_t weight_stride, const T
 #endif
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int c = 0; c < C; c++) store(sums + r * stride + c * kLanes, acc[r][c]);
+}
+
+// Vectors of columns whose sums fit registers together. Fewer rows take more: each sum is a chain of its own, which waits
+// for itself.
+constexpr int columns_at_once(int rows) {
+  return kLanes < 16 ? 8 / rows : rows > 2 ? 4 : 8;
+}
+// add_step_values for all columns.
+template <class Mode, int R, class T>
+static __attribute__((noinline)) void add_all_values(const float* weights, int64_t weight_stride, const T* const* row,
+                                                     int64_t offset, int64_t first, int64_t keys, int64_t columns,
+                                                     float* sums, StepPrefetch& shared) {
+  StepPrefetch prefetch = shared;  // once: after a step, a copy of the whole waits for what the step wrote
+  constexpr int wide = columns_at_once(R), narrow = Mode::Arith::kPairs ? 2 : 1;
+  int64_t d = 0;
+  for (; d + wide * kLanes <= columns; d += wide * kLanes)
+    add_step_values<Mode, R, wide>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
+  for (; d < columns; d += narrow * kLanes)
+    add_step_values<Mode, R, narrow>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
   shared = prefetch;
+}
+// How often it reads all keys. narrow: the vectors of columns that are left.
+INLINE int64_t passes_of_values(int64_t rows, int64_t columns, int64_t narrow) {
+  const int64_t wide = columns_at_once((int)smaller_of(rows, 4)) * kLanes;
+  return (columns / wide + columns % wide / (narrow * kLanes)) * (rows > 4 ? 2 : 1);
 }
 
 // Rows of quantised numbers as numbers of another type, one after another.

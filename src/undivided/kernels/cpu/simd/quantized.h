@@ -89,9 +89,8 @@ INLINE float to_float(Float8E4M3 x) {
 
 INLINE Vec widened_bytes(UVec bits, const Float8E5M2*) {
   const UVec magnitude = bits & 0x7f;
-  const UVec special = (bits << 24 & 0x80000000u) | 0x7f800000u | (magnitude & 3) << 21;
   const Vec x = (Vec)((bits << 24 & 0x80000000u) | magnitude << 21) * 0x1p112f;
-  return (IVec)magnitude >= 0x7c ? (Vec)special : x;
+  return (Vec)((UVec)x | ((UVec)((IVec)magnitude >= 0x7c) & 0x7f800000u));  // infinity and NaN keep their fraction
 }
 INLINE Vec load_as_float(const Float8E5M2* p) {
 #if defined(__AVX512F__)
