@@ -233,11 +233,11 @@ class InvariantUnit {
   }
 
   void add_values(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
-    constexpr int64_t keys_per_prefetch = Arith::kPairs ? 2 : kKeysPerPrefetch;
+    const int64_t keys_per_step = Arith::kPairs ? 2 : keys_per_prefetch((int)smaller_of(padded_, 4));
     if constexpr (Keys::kWidens && Arith::kPairs)
       if (keys_.scales_rows) return add_byte_pairs(part, current, following);
     const int64_t passes = passes_of_values(padded_, a_.v_dim, Arith::kPairs || keys_.reads_nibbles ? 2 : 1);
-    StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_prefetch), 1));
+    StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_step), 1));
     const int64_t first = part.key % kBlockKeys;
     for (int64_t n = 0; n < heads_; n++) {
       const float* weights = scores_ + n * padded_ * kScoreStride;

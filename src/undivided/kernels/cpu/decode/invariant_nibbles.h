@@ -55,7 +55,7 @@ INLINE void add_nibble_columns(const float* weights, int64_t weight_stride, cons
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) acc[r][c] = load(sums + r * stride + c * kLanes);
   for (int64_t j = 0; j < keys; j++) {
-    if (j % kKeysPerPrefetch == 0) prefetch.step();
+    if (j % keys_per_prefetch(R) == 0) prefetch.step();
 #pragma GCC unroll 4
     for (int c = 0; c < C; c += 2) {
       Vec y[2];
@@ -75,15 +75,13 @@ INLINE void add_nibble_columns(const float* weights, int64_t weight_stride, cons
 template <int R>
 static __attribute__((noinline)) void add_nibble_values(const float* weights, int64_t weight_stride,
                                                         const StepPart<Int4>& values, int64_t columns, int64_t keys,
-                                                        float* sums, StepPrefetch& shared) {
-  StepPrefetch prefetch = shared;
+                                                        float* sums, StepPrefetch& prefetch) {
   constexpr int wide = columns_at_once(R);
   int64_t d = 0;
   for (; d + wide * kLanes <= columns; d += wide * kLanes)
     add_nibble_columns<R, wide>(weights, weight_stride, values, d, keys, sums + d, columns, prefetch);
   for (; d < columns; d += 2 * kLanes)
     add_nibble_columns<R, 2>(weights, weight_stride, values, d, keys, sums + d, columns, prefetch);
-  shared = prefetch;
 }
 
 }  // namespace

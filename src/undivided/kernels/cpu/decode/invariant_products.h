@@ -6,7 +6,6 @@
 
 namespace {
 
-constexpr int64_t kKeysPerPrefetch = 4;  // keys per prefetch step in the second product
 
 // Calls f with the number of rows that are computed, 1, 2, 4 or 8, as a constant.
 template <class F>
@@ -193,6 +192,12 @@ static __attribute__((noinline)) void score_transposed(const float* q, const flo
     for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
 }
 
+// Vectors of columns whose sums fit registers together. Fewer rows take more: each sum is a chain of its own, which waits
+// for itself.
+constexpr int columns_at_once(int rows) { return kLanes < 16 ? 8 / rows : rows > 2 ? 4 : 8; }
+// Keys per prefetch step in the second product: as many numbers per step, whatever the number of columns.
+constexpr int64_t keys_per_prefetch(int rows) { return 4 * columns_at_once(4) / columns_at_once(rows); }
+
 // sums[row][columns] += the weighted values of a step, for R rows and C vectors of columns from d on. weights:
 // [row][key], or pairs of keys; the first key has index `first` there.
 template <class Mode, int R, int C, class T>
@@ -206,7 +211,7 @@ INLINE void add_step_values(const float* weights, int64_t weight_stride, const T
     for (int c = 0; c < C; c++) acc[r][c] = load(sums + r * stride + c * kLanes);
   if constexpr (!Arith::kPairs) {
     for (int64_t j = 0; j < keys; j++) {
-      if (j % kKeysPerPrefetch == 0) prefetch.step();
+      if (j % keys_per_prefetch(R) == 0) prefetch.step();
 #pragma GCC unroll 8
       for (int c = 0; c < C; c++) {
         const Vec y = load_as_float(row[j] + offset + c * kLanes);
@@ -245,24 +250,17 @@ INLINE void add_step_values(const float* weights, int64_t weight_stride, const T
     for (int c = 0; c < C; c++) store(sums + r * stride + c * kLanes, acc[r][c]);
 }
 
-// Vectors of columns whose sums fit registers together. Fewer rows take more: each sum is a chain of its own, which waits
-// for itself.
-constexpr int columns_at_once(int rows) {
-  return kLanes < 16 ? 8 / rows : rows > 2 ? 4 : 8;
-}
 // add_step_values for all columns.
 template <class Mode, int R, class T>
 static __attribute__((noinline)) void add_all_values(const float* weights, int64_t weight_stride, const T* const* row,
                                                      int64_t offset, int64_t first, int64_t keys, int64_t columns,
-                                                     float* sums, StepPrefetch& shared) {
-  StepPrefetch prefetch = shared;  // once: after a step, a copy of the whole waits for what the step wrote
+                                                     float* sums, StepPrefetch& prefetch) {
   constexpr int wide = columns_at_once(R), narrow = Mode::Arith::kPairs ? 2 : 1;
   int64_t d = 0;
   for (; d + wide * kLanes <= columns; d += wide * kLanes)
     add_step_values<Mode, R, wide>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
   for (; d < columns; d += narrow * kLanes)
     add_step_values<Mode, R, narrow>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
-  shared = prefetch;
 }
 // How often it reads all keys. narrow: the vectors of columns that are left.
 INLINE int64_t passes_of_values(int64_t rows, int64_t columns, int64_t narrow) {
