@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "abi/fence.h"
 #include "schedule/prefill.h"
 
 namespace undivided {
@@ -177,7 +178,7 @@ int64_t BlockProblem::scratch_bytes() const {
 // Of the partial results of the pieces of a block, if one thread computes them all.
 int64_t BlockProblem::piece_bytes(int64_t rows) const {
   const int64_t pieces = d_.has_partials ? 0 : pieces_of(a_, {0, a_.kv_len}).count;
-  return pieces > 1 ? pieces * rows * partial_size(a_) * 4 : 0;
+  return pieces > 1 ? pieces * rows * partial_size(a_) * 4 + kFenceBytes : 0;
 }
 
 void BlockProblem::run(int64_t index, char* scratch) {
@@ -190,6 +191,7 @@ void BlockProblem::run(int64_t index, char* scratch) {
 // All pieces of some rows, and their merge.
 bool BlockProblem::run_pieces(const RowBlock& block, const Pieces& pieces, char* scratch) {
   char* const rest = scratch + piece_bytes(block.rows);
+  fence(scratch, rest - scratch - kFenceBytes, rest);
   RowBlock piece = block;
   piece.next_block = nullptr;
   std::vector<float*> partials;
