@@ -153,6 +153,13 @@ def test_triton(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert _waits(get("triton"), *_asked(name, True, **OPTIONS[options]())) == []
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "window", "window-global", "lengths", "documents"])
+def test_triton_with_batch_invariant_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many pieces the sequences have is known on the device only."""
+    _fake_kernels(monkeypatch)
+    assert _waits(get("triton"), *_asked(name, False, batch_invariant=True)) == []
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("quantize", [False, True])
 def test_triton_with_chosen_pages(packed: bool, quantize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +178,12 @@ def test_triton_with_chosen_pages(packed: bool, quantize: bool, monkeypatch: pyt
 
 
 def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from undivided.kernels.triton import backward, forward
+    from undivided.kernels.triton import backward, forward, parts
     from undivided.kernels.triton import blocks as block_kernels
 
     kernels = (
-        (forward, ("forward", "combine")),
+        (forward, ("forward",)),
+        (parts, ("combine", "merge_pieces")),
         (backward, ("delta", "rows", "keys", "pairs")),
         (block_kernels, ("document_blocks",)),
     )

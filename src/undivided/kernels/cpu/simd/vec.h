@@ -91,23 +91,13 @@ INLINE uint32_t float_to_bits(float x) {
   return bits;
 }
 
-// x, rounded: keeps the compiler from contracting the product x into a multiply-add, so that the same numbers give the
-// same bits everywhere.
-INLINE Vec rounded(Vec x) {
+// x, a number or a vector, rounded: keeps the compiler from contracting the product x into a multiply-add, so that the
+// same numbers give the same bits everywhere.
+template <class X>
+INLINE X rounded(X x) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(x));
 #elif defined(__x86_64__)
-  __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-  __asm__("" : "+w"(x));
-#else
-  __asm__("" : "+m"(x));
-#endif
-  return x;
-}
-
-INLINE float rounded(float x) {
-#if defined(__x86_64__)
   __asm__("" : "+x"(x));
 #elif defined(__aarch64__)
   __asm__("" : "+w"(x));
