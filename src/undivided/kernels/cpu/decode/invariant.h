@@ -236,7 +236,7 @@ class InvariantUnit {
     const int64_t keys_per_step = Arith::kPairs ? 2 : keys_per_prefetch((int)smaller_of(padded_, 4));
     if constexpr (Keys::kWidens && Arith::kPairs)
       if (keys_.scales_rows) return add_byte_pairs(part, current, following);
-    const int64_t passes = passes_of_values(padded_, a_.v_dim, Arith::kPairs || keys_.reads_nibbles ? 2 : 1);
+    const int64_t passes = passes_of_values(padded_, a_.v_dim, Arith::kPairs ? 2 : 1);
     StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_step), 1));
     const int64_t first = part.key % kBlockKeys;
     for (int64_t n = 0; n < heads_; n++) {
@@ -263,7 +263,7 @@ class InvariantUnit {
         }
       if (keys_.reads_nibbles) {
         for_rows([&](auto R, const float* from, float* sums) {
-          keys_.template add_four_bits<R.value>(from + at, stride, current, part.keys, n, sums, prefetch);
+          keys_.template add_four_bits<R.value, kScoreStride>(from + at, current, part.keys, n, sums, prefetch);
         });
       } else {
         const auto [row, offset] = keys_.values(current, part.keys, n);

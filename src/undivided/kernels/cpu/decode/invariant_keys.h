@@ -94,14 +94,14 @@ class InvariantKeys {
       multiply(q, keys, group_scales_, a_.qk_dim / kNibbles, scores, stride, prefetch);
     }
   }
-  // Adds the values of a part to the sums of R rows of the n-th head.
-  template <int R>
-  void add_four_bits(const float* weights, int64_t weight_stride, const PartRows& from, int64_t keys, int64_t n,
-                     float* sums, StepPrefetch& prefetch) {
+  // Adds the values of a part to the sums of R rows of the n-th head. Stride: of the rows of weights.
+  template <int R, int64_t Stride>
+  void add_four_bits(const float* weights, const PartRows& from, int64_t keys, int64_t n, float* sums,
+                     StepPrefetch& prefetch) {
     if constexpr (kWidens && !Arith::kPairs) {
       const StepPart<Int4> values = {(const Int4* const*)(const void*)from.rows.row, n * a_.v_h, from.scales.row,
                                      n * a_.v_scale_h};
-      add_nibble_values<R>(weights, weight_stride, values, a_.v_dim, keys, sums, prefetch);
+      decode_value_step<R, Stride>(weights, values, a_.v_dim, keys, sums, a_.v_dim, prefetch);
     }
   }
 

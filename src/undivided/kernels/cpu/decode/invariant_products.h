@@ -58,6 +58,22 @@ static __attribute__((noinline)) void score_key_vector(const float* q, const typ
   shared = prefetch;
 }
 
+// The sums of K vectors of keys and R rows, chain after chain.
+template <int K, int R>
+INLINE void add_chain(const Vec (&acc)[K][R], bool has_earlier, Vec (&sum)[K][R]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int k = 0; k < K; k++) sum[k][r] = has_earlier ? sum[k][r] + acc[k][r] : acc[k][r];
+}
+template <int K, int R>
+INLINE void store_scores(const Vec (&sum)[K][R], float* scores, int64_t stride) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
+}
+
 // The same in two steps, for more rows, or keys that are in L1: transposes `vectors` vectors of keys, to
 // [Scalar][vector], and multiplies K vectors, which share the reads of the queries.
 template <class Mode>
@@ -157,15 +173,9 @@ static __attribute__((noinline)) void score_bytes(const float* q, const float* k
           for (int k = 0; k < K; k++)
             Arith::add(acc[k][r], fetch<typename Arith::Scalar>(q + (c * each + i) * R + r), x[k][i]);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int k = 0; k < K; k++) sum[k][r] = from > 0 ? sum[k][r] + acc[k][r] : acc[k][r];
+    add_chain(acc, from > 0, sum);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-    for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
+  store_scores(sum, scores, stride);
   shared = prefetch;
 }
 template <class Arith, int R, int K>
@@ -181,15 +191,9 @@ static __attribute__((noinline)) void score_transposed(const float* q, const flo
 #pragma GCC unroll 2
         for (int k = 0; k < K; k++)
           Arith::add(acc[k][r], fetch<typename Arith::Scalar>(q + c * R + r), load(keys + (c * K + k) * kLanes));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int k = 0; k < K; k++) sum[k][r] = from > 0 ? sum[k][r] + acc[k][r] : acc[k][r];
+    add_chain(acc, from > 0, sum);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-    for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
+  store_scores(sum, scores, stride);
 }
 
 // Vectors of columns whose sums fit registers together. Fewer rows take more: each sum is a chain of its own, which waits

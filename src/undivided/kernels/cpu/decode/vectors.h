@@ -138,7 +138,8 @@ static void decode_score_step(const float* q, int64_t q_stride, const StepPart<T
 }
 
 // sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns from `first` on.
-template <int R, int Loads, class T>
+// Stride: of the rows of weights.
+template <int R, int Loads, int64_t Stride, class T>
 INLINE void decode_value_columns(const float* weights, const StepPart<T>& v, int64_t first, int64_t keys,
                                  float* sums_of, int64_t stride, StepPrefetch& shared) {
   constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
@@ -158,7 +159,7 @@ INLINE void decode_value_columns(const float* weights, const StepPart<T>& v, int
 #pragma GCC unroll 2
       for (int u = 0; u < vecs; u++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[r][l * vecs + u] += weights[r * kDecodeStepKeys + j] * y[u];
+        for (int r = 0; r < R; r++) acc[r][l * vecs + u] += weights[r * Stride + j] * y[u];
     }
   }
 #pragma GCC unroll 8
@@ -174,22 +175,22 @@ constexpr int value_loads() {
   constexpr int vecs = Load<T>::kVecs, limit = kAccumulators / R / vecs;
   return limit < 1 ? 1 : limit > 8 / vecs ? 8 / vecs : limit;
 }
-template <int R, class T>
+template <int R, int64_t Stride = kDecodeStepKeys, class T>
 static void decode_value_step(const float* weights, const StepPart<T>& v, int64_t dim, int64_t keys, float* sums_of,
                               int64_t stride, StepPrefetch& prefetch) {
   constexpr int vecs = Load<T>::kVecs, loads = value_loads<R, T>();
   constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
   int64_t d = 0;
   for (; d + wide <= dim; d += wide)
-    decode_value_columns<R, loads>(weights, v, d, keys, sums_of + d, stride, prefetch);
+    decode_value_columns<R, loads, Stride>(weights, v, d, keys, sums_of + d, stride, prefetch);
   for (; d + narrow <= dim; d += narrow)
-    decode_value_columns<R, 1>(weights, v, d, keys, sums_of + d, stride, prefetch);
+    decode_value_columns<R, 1, Stride>(weights, v, d, keys, sums_of + d, stride, prefetch);
   if constexpr (vecs > 1 && !kHasGroups<T>)
     for (; d < dim; d += kLanes)
       for (int r = 0; r < R; r++) {
         Vec acc = load(sums_of + r * stride + d);
         for (int64_t j = 0; j < keys; j++)
-          acc += weights[r * kDecodeStepKeys + j] * load_as_float(v.row[j] + v.offset + d);
+          acc += weights[r * Stride + j] * load_as_float(v.row[j] + v.offset + d);
         store(sums_of + r * stride + d, acc);
       }
 }
