@@ -106,7 +106,7 @@ class _Forward:
             **self._tree(tensors),
             **dict(zip(("out_z", "out_b", "out_h", "out_s"), parts.stride(), strict=False)),
             **dict(zip(("lse_z", "lse_b", "lse_h"), part_lses.stride()[-4:], strict=False)),
-            "pieces": invariant.pieces(problem),
+            "pieces": invariant.pieces(problem) if self.in_pieces else 0,  # others need not compile for each number
             **inputs.placeholders(kernel, tensors),
             **inputs.pointer_strides(tensors),
             **switches,
