@@ -18,7 +18,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.backends.triton import blocks, invariant
+from undivided.backends.triton import blocks, forward, invariant
 from undivided.backends.triton.inputs import Inputs
 
 pytest.importorskip("triton")
@@ -116,6 +116,26 @@ def test_many_pieces_are_computed_by_one_program_rather_than_written(monkeypatch
     assert blocks._batch_invariant(inputs, rows).splits == 4
     monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 4 * 2 * 2 * 16 * 4 - 1)
     assert blocks._batch_invariant(inputs, rows).splits == 1
+
+
+@pytest.mark.parametrize(("invariant_too", "pieces"), [(False, {0}), (True, {0, 3, 4})])
+def test_only_calls_in_pieces_are_compiled_for_their_number(
+    invariant_too: bool, pieces: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a number of 1, and numbers that are divisible by 16, apart from others."""
+    found, launch = set(), forward.launch
+
+    def told(*arguments: Any) -> Any:
+        found.add(arguments[4]().get("pieces", 0))
+        return launch(*arguments)
+
+    monkeypatch.setattr(forward, "launch", told)
+    for keys in (20, 96, 128):
+        k = torch.randn(1, keys, 1, 16)
+        undivided.attention(
+            torch.randn(1, 1, 2, 16), k, k, layout="bshd", backend="triton", batch_invariant=invariant_too
+        )
+    assert {n for n in found if isinstance(n, int)} == pieces
 
 
 def test_one_row_at_a_time_gives_the_bits_of_the_prefill() -> None:
