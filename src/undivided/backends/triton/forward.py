@@ -19,6 +19,8 @@ MOST_ROWS_OF_WORDS = 32
 """Rows of a block for which words of quantised numbers are read."""
 FEWEST_WORDS = 16
 """Words per row, at least: Triton multiplies no smaller tiles."""
+MAX_TOGETHER = 8
+"""Pieces of a row that the merge loads at once."""
 
 
 def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
@@ -251,6 +253,7 @@ class _Forward:
                 "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
                 "SINKS": inputs.sinks is not None,
                 "GROUP": blocks.group,
+                "TOGETHER": min(1 << (number - 1).bit_length(), MAX_TOGETHER),
             },
         )
 

@@ -14,10 +14,6 @@ import triton.language as tl
 
 from undivided.kernels.triton.tile import LN2
 
-TOGETHER = tl.constexpr(8)
-"""Pieces that are loaded at once."""
-
-
 @triton.jit
 def merge(top, total, piece_top, piece_total):
     """The largest score of some rows, in units of log2, and their sum of weights, with those of the next piece. Returns
@@ -41,9 +37,9 @@ def normalised(top, total):
 @triton.jit
 def merge_pieces_kernel(
     pieces, tops, totals, out, lse, sinks, piece_z, row_z, out_b, out_h, out_s, lse_b, lse_h, rows, groups, number,
-    V_DIM: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr,
+    V_DIM: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
 ):
-    """The output and the log-sum-exp of one row from its pieces, then sinks.
+    """The output and the log-sum-exp of one row from its pieces, TOGETHER of which are loaded at once, then sinks.
 
     pieces [Z, B, G, R, Dv], tops and totals [Z, B, G, R] are contiguous fp32: sums of weighted values, largest scores
     and sums of weights. G are groups of GROUP heads, R their (query, head) pairs. The grid is (B * G * R,).

@@ -21,7 +21,10 @@ from undivided.verification import contract, runs
 from undivided.verification.cases import CASES
 
 MISSING = emulated.missing()
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.slow,  # compiles three levels
+]
 
 SELECTION = (
     "lengths-67-by-129",
