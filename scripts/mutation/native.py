@@ -1,12 +1,11 @@
 """A random sample of small changes of the native drivers, each run with a part of the native tests.
 
 `scripts/mutate native` runs it. A mutant differs in one token of the scheduling files or of the check of records: a
-comparison, a sign, an integer, `&&`, `||`, `min`, `max`, `true`, `false`. CMake builds the levels of this processor
-once, and those of AMX, emulated in C++, if it can run that; of a mutant only its file is compiled, and mutants that do
-not compile are drawn again. The tests run at the best level of this machine, and those of all levels also at the
-emulated one, whose paths the others do not have. At most CASES cases of each test function run, chosen by --seed (of
-ALL_CASES all), and none that takes longer than SLOW; those that take little time come first. Mutants of the threads
-also run with the tests of forks.
+comparison, a sign, an integer, `&&`, `||`, `min`, `max`, `true`, `false`. CMake builds all levels once, AMX (and
+AVX-512 if it is not here) emulated in C++; of a mutant only its file is compiled, and mutants that do not compile are
+drawn again. The tests run at the best level of this machine, and those of all levels also at AMX, whose paths the
+others do not have. At most CASES cases of each test function run, chosen by --seed (of ALL_CASES all), and none that
+takes longer than SLOW; those that take little time come first. Mutants of the threads also run with the tests of forks.
 
 A mutant is killed if a test fails, if the process dies, does not end, or needs more than three times --seconds of the
 processor. It survives if no test fails, or if its tests take more than --seconds ("no time": undecided).
@@ -40,7 +39,6 @@ from undivided.kernels import cpu
 SOURCES = Path("src/undivided/kernels/cpu")
 MUTATED = ("abi/check.cc", "schedule/*.cc")
 TESTS = ("tests/backends/native/test_native*.py", "tests/backends/native/test_batch_invariant.py")
-CANNOT_EMULATE = ("generic", "avx2", "avx512")
 CASES, SLOW = 16, 0.6
 ALL_CASES = "test_native_records"  # quick, and each case is another line of abi/check.cc
 TEAM_TESTS = ("test_thread_team.py", "test_native_forks.py", "test_native_library.py")
@@ -90,10 +88,8 @@ class Builder:
 
     def __init__(self, folder: Path) -> None:
         self.folder, cmake = folder.absolute(), folder.absolute() / "cmake"
-        options = ["-DUNDIVIDED_EMULATE_AMX=ON", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
-        highest = cpu.load().levels[-1]
-        if highest in CANNOT_EMULATE:
-            options.append(f"-DUNDIVIDED_HIGHEST_LEVEL={highest}")
+        emulated = "AMX" if "avx512_bf16" in cpu.load().levels else "AVX512"  # the latter with AMX
+        options = [f"-DUNDIVIDED_EMULATE_{emulated}=ON", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
         subprocess.run(["cmake", "-S", "cmake", "-B", cmake, *options], check=True, stdout=subprocess.DEVNULL)
         subprocess.run(["cmake", "--build", cmake, f"-j{os.cpu_count()}"], check=True, stdout=subprocess.DEVNULL)
         self.library = cmake / "libundivided_cpu.so"

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from undivided.kernels.triton.tile import LN2
 
+
 @triton.jit
 def merge(top, total, piece_top, piece_total):
     """The largest score of some rows, in units of log2, and their sum of weights, with those of the next piece. Returns

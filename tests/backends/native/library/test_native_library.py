@@ -94,6 +94,17 @@ def test_a_build_for_this_machine_leaves_out_what_it_cannot_run_and_the_rest_com
         assert (done.returncode, done.stderr) == (0, ""), level
 
 
+def test_every_instruction_of_avx512_has_an_emulation() -> None:
+    """scripts/avx512, which runs the levels above AVX2 anywhere, compiles nothing else."""
+    kernels = ROOT / "src/undivided/kernels/cpu"
+    texts = {path.name: path.read_text("utf-8") for path in kernels.glob("*/*") if path.suffix in (".h", ".cc")}
+    emulations = "".join(texts.pop(name) for name in ("avx512_emulated.h", "avx512_emulated_lanes.h"))
+    defined = set(re.findall(r"^(?:EMULATED|LOWERED) \w+ (_mm\w+)\(", emulations, re.MULTILINE))
+    used = set(re.findall(r"\b_mm(?:512_|(?:256)?_mask)\w+", "".join(texts.values())))
+    assert len(used) > 80
+    assert used <= defined
+
+
 def _level_commands(folder: Path, highest: str) -> dict[str, list[str]]:
     """The compiler's command for each level of a build that leaves out the levels above `highest`."""
     options = ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DUNDIVIDED_HIGHEST_LEVEL={highest}"]

@@ -42,12 +42,14 @@ const Kernels* const kLevels[] = {
     &kernels_avx512_bf16,
 #endif
 #if defined(UNDIVIDED_AMX)
-    &kernels_amx_bf16, &kernels_amx,
+    &kernels_amx_bf16,    &kernels_amx,
 #endif
 };
 int find_highest() {
   const CpuFeatures cpu = CpuFeatures::read();
-#if defined(UNDIVIDED_EMULATE_AMX)
+#if defined(UNDIVIDED_EMULATE_AVX512)
+  if (cpu.has_avx2()) return 5;
+#elif defined(UNDIVIDED_EMULATE_AMX)
   if (cpu.has_avx512_bf16()) return 5;
 #elif defined(UNDIVIDED_AMX)
   if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;

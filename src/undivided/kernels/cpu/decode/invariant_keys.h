@@ -145,7 +145,7 @@ class InvariantKeys {
   const Attention& a_;
   float* transposed_;  // keys of one head
   float* group_scales_ = nullptr;
-  Number* numbers_;    // dequantised keys or values of one head
+  Number* numbers_;  // dequantised keys or values of one head
   const Number* number_row_[kQuantized ? kDecodeStepKeys : 1];
 };
 

@@ -6,7 +6,6 @@
 
 namespace {
 
-
 // Calls f with the number of rows that are computed, 1, 2, 4 or 8, as a constant.
 template <class F>
 INLINE void with_padded_rows(int64_t rows, F f) {

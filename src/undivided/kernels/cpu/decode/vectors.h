@@ -189,8 +189,7 @@ static void decode_value_step(const float* weights, const StepPart<T>& v, int64_
     for (; d < dim; d += kLanes)
       for (int r = 0; r < R; r++) {
         Vec acc = load(sums_of + r * stride + d);
-        for (int64_t j = 0; j < keys; j++)
-          acc += weights[r * Stride + j] * load_as_float(v.row[j] + v.offset + d);
+        for (int64_t j = 0; j < keys; j++) acc += weights[r * Stride + j] * load_as_float(v.row[j] + v.offset + d);
         store(sums_of + r * stride + d, acc);
       }
 }

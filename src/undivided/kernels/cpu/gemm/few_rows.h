@@ -15,7 +15,9 @@ namespace {
 constexpr int64_t kMaxFewRows = kLanes < 8 ? 0 : kLanes / 2;
 // Vectors of columns at once, so that the sums of R rows stay in registers.
 template <int R>
-constexpr int kFewRowColumns = R <= 3 ? 8 : R <= 6 ? 4 : 2;
+constexpr int kFewRowColumns = R <= 3   ? 8
+                               : R <= 6 ? 4
+                                        : 2;
 
 // acc[r] += scalars[r] (broadcast) * y.
 template <class Arith, int... r>
@@ -119,8 +121,8 @@ static __attribute__((noinline)) void value_few(const float* pt, const T* v, int
 template <class Arith, class T, class Prefetcher>
 static void multiply_values_of_few(int64_t rows, const float* pt, const T* v, int64_t stride, int64_t keys,
                                    int64_t columns, const Vec* decay, float* ot, Prefetcher* prefetch) {
-  with_rows<kMaxFewRows>(
-      rows, [&](auto r) { value_few<Arith, r.value>(pt, v, stride, keys, columns, decay, ot, prefetch); });
+  with_rows<kMaxFewRows>(rows,
+                         [&](auto r) { value_few<Arith, r.value>(pt, v, stride, keys, columns, decay, ot, prefetch); });
 }
 
 }  // namespace

@@ -155,7 +155,7 @@ int Decoding::merge(int64_t threads) {
     for (int64_t c = 0; c < s.chunks; c++) partials.push_back(chunks[c].partials + n % heads_ * s.rows() * size);
     for (int64_t r = 0; r < s.rows(); r++)
       kernels(a).merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials.data(), (int64_t)partials.size(),
-                      r * size);
+                       r * size);
   });
 }
 

@@ -224,7 +224,7 @@ int BlockProblem::merge(int64_t threads) {
     append_partials(b, h, 0, partials);
     for (int64_t r = first; r < std::min(first + kMergedRows, d_.rows); r++)
       kernels(a_).merge(a_, b, (d_.shares_heads ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
-                      (int64_t)partials.size(), r * partial_size(a_));
+                        (int64_t)partials.size(), r * partial_size(a_));
   });
 }
 

@@ -46,7 +46,7 @@ inline thread_local Scratch caller_scratch;  // of a call
 // Runs body(data) on `threads` threads, or on fewer. thread_team.cc says what changes after a fork.
 void run_team(void (*body)(void*), void* data, int64_t threads);
 int64_t thread_number();  // of this thread in its team
-bool has_openmp();         // whether the threads are those of the process's OpenMP runtime
+bool has_openmp();        // whether the threads are those of the process's OpenMP runtime
 bool is_forked();         // whether this process was forked after the library was loaded
 
 // Offsets of the shares of the units, and the end of the last. A thread takes the units of its own share in order, so

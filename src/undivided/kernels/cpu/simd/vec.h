@@ -7,7 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__)
+#if defined(UNDIVIDED_AVX512_IN_CPP)
+#include "simd/avx512_emulated.h"
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(UNDIVIDED_NEON)
 #include <arm_neon.h>
@@ -95,7 +97,9 @@ INLINE uint32_t float_to_bits(float x) {
 // same numbers give the same bits everywhere.
 template <class X>
 INLINE X rounded(X x) {
-#if defined(__AVX512F__)
+#if defined(UNDIVIDED_AVX512_IN_CPP)
+  __asm__("" : "+m"(x));
+#elif defined(__AVX512F__)
   __asm__("" : "+v"(x));
 #elif defined(__x86_64__)
   __asm__("" : "+x"(x));
