@@ -115,6 +115,7 @@ LOWERED void store_some(void* p, Mask mask, V x) {
       memcpy((char*)p + i * sizeof lane, &lane, sizeof lane);
     }
 }
+// The first or the second half of x.
 template <class To, class From>
 LOWERED To half(From x, int which) {
   To part;
@@ -136,6 +137,7 @@ LOWERED V unpack(V x, V y, bool last) {
     return i % 2 ? y[from] : x[from];
   });
 }
+// Lane i is lane number index[i] of x, or of x and then y. Higher bits of an index are ignored.
 template <class V, class Index>
 LOWERED V permute(V x, Index index) {
   return each<V>([&](int i) { return x[index[i] & (count<V>() - 1)]; });
