@@ -46,7 +46,6 @@ namespace wide {
 
 #define WIDE(T) __attribute__((vector_size(64), may_alias)) T
 typedef float WIDE(Floats);
-typedef double WIDE(Doubles);
 typedef int8_t WIDE(Int8s);
 typedef uint8_t WIDE(UInt8s);
 typedef int16_t WIDE(Int16s);
@@ -57,7 +56,7 @@ typedef int64_t WIDE(Int64s);
 typedef uint64_t WIDE(UInt64s);
 #undef WIDE
 
-// A loop over lanes is a function of its own, or the kernels take many times as long to compile.
+// A loop over lanes is a function of its own, or the kernels take three times as long to compile.
 #define EMULATED static inline __attribute__((noinline))
 #define LOWERED static inline __attribute__((always_inline))
 
