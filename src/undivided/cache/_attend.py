@@ -32,6 +32,7 @@ from undivided.cache._storage import Counts, Heads, Pools
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
+from undivided.masks.normal_form import NormalForm
 from undivided.request.checks import checked_mask
 from undivided.request.request import Request
 from undivided.run.replay import Prepared, may_replay
@@ -132,14 +133,53 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         return None
     allowed = policy(**rules)
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
-    key = ("repeated", layout, sizes, q.device, k.device, lengths, q_counts, scale, softcap, allowed)
-    prepared = mask.cached(key, _prepare, call, mask, allowed)
+    kind = (layout, sizes, q.device, k.device, q_counts, scale, softcap, allowed)
+    prepared = mask.cached(("repeated", kind, lengths), _prepare, call, mask, allowed, kind)
     return None if prepared is None else prepared.run(q, k, v, pages, k_scale, v_scale)
 
 
-def _prepare(call: CachedCall, mask: Mask, allowed: Policy) -> Prepared | None:
-    q, k, v, options = _arguments(call, mask)
-    return Prepared.of(Request.from_keywords(q, k, v, **options), allowed)
+class _Latest:
+    """The call of the latest step of decoding. Those of the next steps differ in nothing but the lengths."""
+
+    prepared: Prepared | None = None
+
+
+def _prepare(call: CachedCall, mask: Mask, allowed: Policy, kind: object) -> Prepared | None:
+    """The call, prepared. kind: what decides on it besides the mask and the lengths."""
+    latest = mask.cached(("latest", kind), _Latest) if _is_paged_decoding(call, mask) else None
+    if latest is not None and latest.prepared is not None:
+        prepared = _with_lengths(latest.prepared, call, mask)
+    else:
+        q, k, v, options = _arguments(call, mask)
+        prepared = Prepared.of(Request.from_keywords(q, k, v, **options), allowed)
+    if latest is not None:
+        latest.prepared = prepared
+    return prepared
+
+
+def _is_paged_decoding(call: CachedCall, mask: Mask) -> bool:
+    """Whether each sequence has one query, its last token, and keys in pages, under a causal mask or window: then
+    nothing but the ranges of keys depends on the lengths."""
+    q, (_, lengths, pages, *_), layout, q_counts, _, _ = call
+    if pages is None or mask.parts or mask.right != 0 or mask.align == "top_left":
+        return False
+    if max(lengths) == 1:  # the two alignments agree, which selection reads
+        return False
+    if layout == "thd":
+        return q_counts is not None and q_counts.count(1) == len(lengths)
+    return q_counts is None and q.shape[_AXIS[layout]] == 1
+
+
+def _with_lengths(prepared: Prepared, call: CachedCall, mask: Mask) -> Prepared | None:
+    """The prepared call of an earlier step, with the lengths of this one."""
+    q, (pools, lengths, pages, *_), layout, *_ = call
+    assert pages is not None
+    if layout == "thd":
+        q = q.unflatten(0, (len(lengths), 1))
+    heads = q.shape[1 if layout == "bhsd" else 2]
+    kv_len = pages.shape[1] * pools.k.shape[1]
+    form = NormalForm.of_last_queries(lengths, mask.left, kv_len, heads, pools.k.device)
+    return prepared.with_form(form, q, pools.k, pools.v, pages, pools.scales)
 
 
 def _arguments(call: CachedCall, mask: Mask) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:

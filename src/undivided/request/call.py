@@ -32,6 +32,8 @@ class CheckedMask:
         """What the native kernel makes of the form."""
         self.plans: dict[Hashable, object] = {}
         """What `triton` makes of it for calls of each kind, and `native` of its chosen blocks."""
+        self.similar_plans: dict[Hashable, object] = {}
+        """The plans of a mask that differs in nothing but its form."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None
@@ -95,6 +97,16 @@ class Call:
         """The same call for tensors of the same kind elsewhere, with their block table and scales."""
         first = self.problem, self.mask, self.scale, self.softcap, self.dropout_p, self.dropout_seed
         return Call(*first, pages, self.needs, self.checked_mask, self.strides, k_scale, v_scale)
+
+    def with_form(self, mask: Mask, form: NormalForm) -> Call:
+        """The same call for another mask of the same structure, whose normal form is known; without `with_memory`, it
+        has no block table or scales."""
+        call, checked = self.with_memory(None, None, None), CheckedMask(mask, self.problem)
+        checked.keep(form)
+        if self.checked_mask is not None:
+            checked.similar_plans = self.checked_mask.plans
+        call.mask, call.checked_mask = mask, checked
+        return call
 
     def with_problem(self, problem: Problem, **changes: Any) -> Call:
         """A copy of the call with another problem, for other tensors, and with other changed fields."""

@@ -14,7 +14,10 @@ from torch.autograd import forward_ad
 
 from undivided.arguments.tensors import is_traced, jit_trace, span
 from undivided.backends._base import Replay
-from undivided.request.request import Request
+from undivided.masks import Mask
+from undivided.masks.normal_form import NormalForm, Ranges
+from undivided.request.call import Call
+from undivided.request.request import Request, Tensors
 from undivided.run.autograd import any_autocast, is_elsewhere
 from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision, repeat
@@ -43,11 +46,12 @@ class Prepared:
     Args:
         decision: which backend runs.
         replay: its forward.
+        call: the call. Its block table and scales are not kept alive.
         tensors: q, k, v and the scales of the first call, whose extent in memory all must have.
     """
 
-    def __init__(self, decision: Decision, replay: Replay, tensors: Sequence[Tensor | None]) -> None:
-        self._decision, self._replay = decision, replay
+    def __init__(self, decision: Decision, replay: Replay, call: Call, tensors: Sequence[Tensor | None]) -> None:
+        self._decision, self._replay, self._call = decision, replay, call.with_memory(None, None, None)
         self._extents = tuple([0 if t is None else span(t) * t.itemsize for t in tensors])
 
     @staticmethod
@@ -58,10 +62,20 @@ class Prepared:
             InputError, NoBackendError: as `prepare`.
         """
         decision, call, tensors = prepare(request, allowed)
-        replay = decision.backend.replay(call, tensors)
-        if replay is None:
-            return None
-        return Prepared(decision, replay, (*tensors[:3], call.k_scale, call.v_scale))
+        return _prepared(decision, call, tensors)
+
+    def with_form(
+        self, form: NormalForm, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, scales: Sequence[Tensor]
+    ) -> Prepared | None:
+        """The same call, for a mask of the same structure that has this normal form; without the checks of `of`.
+
+        Args:
+            form: for the sizes of the call.
+            q, k, v, pages, scales: as those of the call: the same sizes and strides.
+        """
+        k_scale, v_scale = scales or (None, None)
+        call = self._call.with_form(Mask(parts=(Ranges(form),)), form).with_memory(pages, k_scale, v_scale)
+        return _prepared(self._decision, call, Tensors(q, k, v))
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
@@ -74,6 +88,13 @@ class Prepared:
             return None
         repeat(self._decision)
         return self._replay(q, k, v, pages, k_scale, v_scale)
+
+
+def _prepared(decision: Decision, call: Call, tensors: Tensors) -> Prepared | None:
+    replay = decision.backend.replay(call, tensors)
+    if replay is None:
+        return None
+    return Prepared(decision, replay, call, (*tensors[:3], call.k_scale, call.v_scale))
 
 
 def _holds(tensor: Tensor | None, extent: int) -> bool:

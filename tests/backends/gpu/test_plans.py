@@ -296,6 +296,28 @@ def test_the_layers_of_a_step_launch_from_one_plan(
         assert len(runs) - before >= 2, step  # 3 if an equal mask has the plan of an earlier step
 
 
+@pytest.mark.parametrize("mask", [None, masks.window(20, 0)], ids=["causal", "window"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_the_steps_of_decoding_launch_from_one_plan(
+    layout: str, quantize: str | None, mask: masks.Mask | None, runs: list[plans.Plans]
+) -> None:
+    """The first step makes it; the ranges and the tables of tiles are those of each step."""
+    options = {"is_paged": True, "page_size": 64, "qkv_format": layout, "quantize": quantize}
+    params, plain = (undivided.InferenceParams(4, 256, 2, 32, torch.float32, **options) for _ in range(2))
+    steps = [{"a": 70, "b": 9}, *[{"a": 1, "b": 1}] * 3, {"b": 1, "a": 1}, {"a": 1, "b": 1}]
+    for step, counts in enumerate(steps):
+        params.pre_step(counts)
+        plain.pre_step(counts)
+        before = len(runs)
+        for layer in (1, 2):
+            q, k, v = (new_tokens(layout, tuple(counts.values()), heads, 32) for heads in (4, 2, 2))
+            out = params.attend(layer, q, k, v, mask=mask, backend="triton")
+            expected = plain.attend(layer, q, k, v, mask=mask, backend="reference")
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert len(runs) - before == 2 or step < 2, step
+
+
 def new_tokens(layout: str, counts: tuple[int, ...], heads: int, dim: int) -> torch.Tensor:
     """Random numbers of new tokens."""
     longest = max(counts)

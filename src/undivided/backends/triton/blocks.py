@@ -49,6 +49,7 @@ class Blocks(NamedTuple):
         splits: parts into which the keys are divided, or programs that share the pieces of `invariant`.
         runs: int32 [B|1, number, 8], the tiles of keys of each block, as `tables.Tables.rows`.
         places: int32 [B|1, number, 3], where blocks begin and end; None if they follow one another.
+        runs_of: computes `runs` for another mask of the same structure; None if they depend on more than its ranges.
     """
 
     tile: config.Config
@@ -58,6 +59,7 @@ class Blocks(NamedTuple):
     splits: int
     runs: Tensor
     places: Tensor | None
+    runs_of: Callable[[NormalForm], Tensor] | None = None
 
 
 def all_blocks(inputs: Inputs, rows: Rows) -> list[Blocks]:
@@ -96,13 +98,14 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
     programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
     splits = _splits(problem.kv_len, programs, tile, processors(inputs.q.device)) if decoding else 1
 
-    def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:
-        sizes = problem.q_len, problem.kv_len, tile.block_m, tile.block_n
-        device = inputs.q.device
+    sizes, device = (problem.q_len, problem.kv_len, tile.block_m, tile.block_n), inputs.q.device
+
+    def runs_of(form: NormalForm | None, always_masked: bool = False) -> Tensor:
         return tables.cached_tables(form, *sizes, device, group=group, always_masked=always_masked).rows
 
-    runs = _runs(inputs, (tile, group), runs_of)
-    return Blocks(tile, steps, group, count, splits, runs[:, rows.span.start // tile.block_m :], None)
+    runs = _runs(inputs, (tile, group), runs_of)[:, rows.span.start // tile.block_m :]
+    by_ranges = inputs.masked and not inputs.always_masked and rows.span.start == 0
+    return Blocks(tile, steps, group, count, splits, runs, None, runs_of if by_ranges else None)
 
 
 def _runs(inputs: Inputs, key: Hashable, runs_of: Callable[[NormalForm | None, bool], Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides, strides
 from undivided.backends.triton.launches import ALIGNMENT, Launch, launch
 from undivided.backends.triton.rows import Rows
+from undivided.masks import NormalForm
 
 MOST_ROWS_OF_WORDS = 32
 """Rows of a block for which words of quantised numbers are read."""
@@ -58,7 +60,13 @@ class _Forward:
             return None
         kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges", "places")}
         described = None if descriptors is None else (*map(without_tensor, descriptors),)
-        return plans.Plan(launched, combined, self.parts.shape, kept, described)
+        return plans.Plan(launched, combined, self.parts.shape, kept, described, self._tensors_of())
+
+    def _tensors_of(self) -> Callable[[NormalForm], dict[str, Tensor]] | None:
+        """`Plan.tensors_of`. The function keeps nothing of this call alive."""
+        if (runs_of := self.blocks.runs_of) is None:
+            return None
+        return lambda form: {"tiles": runs_of(form), "ranges": form.table}
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Memory for the results of each part of the keys: [splits, B, H, R, Dv] and [splits, B, H, R], fp32. Rows are

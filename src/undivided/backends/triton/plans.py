@@ -21,6 +21,7 @@ from undivided.backends.triton import descriptors
 from undivided.backends.triton.inputs import Inputs, as_bytes_of_fp8, fp32_in_order, precision, scale_rows
 from undivided.backends.triton.launches import ALIGNMENT, Launch
 from undivided.kernels.triton import config
+from undivided.masks.normal_form import NormalForm
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result, sink_factor
@@ -38,6 +39,7 @@ class Plan(NamedTuple):
     parts: sizes of the parts, [splits, B, H, rows, Dv].
     tensors: tables and ranges of the mask, which the kernels read.
     descriptors: those of k and v, without their tensors; None if they are read through pointers.
+    tensors_of: computes `tensors` for another mask of the same structure; None if that needs a new plan.
     """
 
     launch: Launch
@@ -45,6 +47,7 @@ class Plan(NamedTuple):
     parts: tuple[int, ...]
     tensors: Mapping[str, Tensor]
     descriptors: tuple[Any, Any] | None
+    tensors_of: Callable[[NormalForm], Mapping[str, Tensor]] | None
 
     def run(self, given: Mapping[str, Tensor], out: Tensor, lse: Tensor) -> None:
         """Write the rows of this launch into `out`, in any layout, and `lse` [B, H, Sq]. Kernels take addresses, so
@@ -67,6 +70,11 @@ class Plans(NamedTuple):
     """The launches of a forward, each of some of its rows."""
 
     launches: Sequence[Plan]
+
+    def with_form(self, form: NormalForm) -> Plans | None:
+        """The launches for another mask of the same structure; None if they need new plans."""
+        new = [p._replace(tensors=p.tensors_of(form)) for p in self.launches if p.tensors_of is not None]
+        return Plans(new) if len(new) == len(self.launches) else None
 
     def run(self, call: Call, tensors: Tensors) -> Result:
         """The results for these tensors."""
@@ -135,11 +143,18 @@ def sink_gradient(lse: Tensor, factor: Tensor, delta: Tensor) -> Tensor:
 
 
 def find(call: Call, tensors: Tensors) -> Plans | None:
-    """The plans of an earlier call with the same mask and tensors of the same kind; None if there are none."""
-    plans = _plans(call)
-    if not plans or is_traced():
+    """The plans of an earlier call with the same mask and tensors of the same kind, or by those of the mask of an
+    earlier step; None if there are none."""
+    plans, checked = _plans(call), call.checked_mask
+    similar = {} if checked is None else checked.similar_plans
+    if plans is None or not (plans or similar) or is_traced():
         return None
-    found = plans.get(_key(call, tensors))
+    key = _key(call, tensors)
+    found = plans.get(key)
+    if found is None and isinstance(earlier := similar.get(key), Plans):
+        found = earlier.with_form(call.normal_form(tensors.q))
+        if found is not None:
+            plans[key] = found
     return found if isinstance(found, Plans) else None
 
 
@@ -150,7 +165,7 @@ class PlanReplay:
     """
 
     def __init__(self, call: Call, tensors: Tensors, forward: Callable[[Call, Tensors], Result]) -> None:
-        self._call, self._forward = call, forward
+        self._call, self._forward = call.with_memory(None, None, None), forward
         own = *tensors[:3], call.k_scale, call.v_scale
         self._axes = tuple([None if tensor is None else (tensor.shape, tensor.stride()) for tensor in own])
 
