@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer
+from undivided.cache import _appended
 from undivided.errors import InputError
 from undivided.quantization import Format, check_format, check_head_size, dequantize, empty, quantize
 from undivided.request.checks import DTYPES
@@ -199,6 +200,8 @@ class Storage:
         k, v = new.k, new.v
         if new.packed:
             k, v = (t.squeeze(0).unflatten(0, (len(new.counts), -1)) for t in (k, v))
+        if _appended.append(self._parts, self.heads.format, k, v, first_row=position):
+            return
         end = position + k.shape[1]
         for part, tokens in zip(self._parts, self._encoded(k, v), strict=True):
             part[:, position:end] = tokens
@@ -211,9 +214,12 @@ class Storage:
         """Write the real tokens to these rows."""
         if not rows.rows.numel():
             return
-        k, v = new.rows()
+        k, v = (new.k, new.v) if new.all_real else (t[None] for t in new.rows())
         if rows.tokens is not None:
-            k, v = k.index_select(0, rows.tokens), v.index_select(0, rows.tokens)
+            k, v = (t.flatten(0, 1).index_select(0, rows.tokens)[None] for t in (k, v))
+        if _appended.append(self._parts, self.heads.format, k, v, rows.rows):
+            return
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
         for part, tokens in zip(self._rows, self._encoded(k, v), strict=True):
             numbers = _as_bytes(tokens)
             part.index_copy_(0, rows.rows, numbers if numbers.dtype == part.dtype else numbers.to(part.dtype))

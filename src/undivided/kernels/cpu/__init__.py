@@ -43,6 +43,12 @@ GRADIENT_FIELDS = (
     "bias bias_b bias_h bias_q bias_k"
 ).split()
 GRADIENT_RECORD = struct.Struct("q" * len(GRADIENT_FIELDS))
+# struct Append in abi/attention.h: integers and pointers
+APPEND_FIELDS = (
+    "size dtype format threads batch length kv_heads k_dim v_dim rows first_row page_rows row_count "
+    "k k_b k_h k_s v v_b v_h v_s k_pool v_pool k_scale v_scale"
+).split()
+APPEND_RECORD = struct.Struct("q" * len(APPEND_FIELDS))
 _OUT_OF_RANGE, _NON_FINITE = 3, 4
 _PAIRWISE = 3
 """The attempt at gradients that computes each row with its own keys only."""
@@ -74,6 +80,8 @@ class Library:
         self._forward.argtypes, self._forward.restype = [ctypes.c_char_p], ctypes.c_int
         self._backward = library.undivided_backward
         self._backward.argtypes, self._backward.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int
+        self._append = library.undivided_append
+        self._append.argtypes, self._append.restype = [ctypes.c_char_p], ctypes.c_int
         self._peak = library.undivided_peak
         self._peak.argtypes, self._peak.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_double
         self._shared_keys = library.undivided_shared_keys
@@ -117,6 +125,15 @@ class Library:
             return _PAIRWISE if status == _NON_FINITE else attempt + 1
         _check(status)
         return None
+
+    def append(self, record: bytes) -> None:
+        """Write the new tokens of one `APPEND_RECORD` to a cache.
+
+        Raises:
+            RuntimeError: the kernel failed, and wrote nothing.
+        """
+        if status := self._append(record):
+            _check(status)
 
     def shared_keys(self, record: bytes | None) -> list[tuple[int, int, int]]:
         """(sequences, first key, keys) of the keys that a forward reads once for several sequences, the first 16; None:

@@ -99,6 +99,25 @@ struct Gradients {
   int64_t bias_b, bias_h, bias_q, bias_k;
 };
 
+// New tokens of a cache. Token s of sequence b is written to row rows[b * length + s] of the pools, whose rows are
+// contiguous [N, D], or without `rows` to row b * page_rows + first_row + s.
+struct Append {
+  int64_t size;    // sizeof(Append)
+  int64_t dtype;   // of k and v: see Type
+  int64_t format;  // of the pools: see Format; kNotQuantized: the pools are of the type of k and v, and have no scales
+  int64_t threads;
+  int64_t batch, length, kv_heads, k_dim, v_dim;
+  const int64_t* rows;
+  int64_t first_row, page_rows;
+  int64_t row_count;  // rows of the pools
+  const void* k;      // the last axis has stride 1; strides are in elements, and none is negative
+  int64_t k_b, k_h, k_s;
+  const void* v;
+  int64_t v_b, v_h, v_s;
+  void *k_pool, *v_pool;
+  float *k_scale, *v_scale;  // [row, N], or [row, N, D / kGroupSize] for kInt4
+};
+
 // kInt4: number 2 i is in the low 4 bits of byte i, number 2 i + 1 in the high ones, both stored as value + 8.
 enum Format { kNotQuantized = 0, kInt8 = 1, kFloat8E4M3 = 2, kFloat8E5M2 = 3, kInt4 = 4 };
 enum { kGroupSize = 32 };

@@ -183,6 +183,25 @@ bool is_valid(const Attention& a, const Gradients& g) {
   return !(g.bias && sums_keys && sums_others);
 }
 
+bool is_valid(const Append& p) {
+  if (p.size != (int64_t)sizeof(Append) || !is_type(p.dtype) || p.threads < 1 || p.threads > kMaxThreads) return false;
+  if (p.format < kNotQuantized || p.format > kInt4) return false;
+  if (!is_size(p.batch) || !is_size(p.length) || !is_size(p.kv_heads) || p.row_count < 0) return false;
+  if (!is_head_size(p.k_dim) || !is_head_size(p.v_dim)) return false;
+  if (p.format == kInt4 && (p.k_dim % kGroupSize || p.v_dim % kGroupSize)) return false;
+  if (p.batch == 0 || p.length == 0 || p.kv_heads == 0) return true;
+  if (!p.k || !p.v || !p.k_pool || !p.v_pool || (p.format && (!p.k_scale || !p.v_scale))) return false;
+  if (!fits(p.batch, p.k_b, p.kv_heads, p.k_h, p.length, p.k_s, p.k_dim)) return false;
+  if (!fits(p.batch, p.v_b, p.kv_heads, p.v_h, p.length, p.v_s, p.v_dim)) return false;
+  if ((double)p.row_count * (double)p.kv_heads * (double)std::max(p.k_dim, p.v_dim) >= kMaxElements) return false;
+  if (p.rows) {
+    if ((double)p.batch * (double)p.length > (double)kMaxElements) return false;
+    return std::all_of(p.rows, p.rows + p.batch * p.length, [&](int64_t row) { return 0 <= row && row < p.row_count; });
+  }
+  const double end = (double)(p.batch - 1) * (double)p.page_rows + (double)p.first_row + (double)p.length;
+  return p.first_row >= 0 && p.page_rows >= 0 && end <= (double)p.row_count;
+}
+
 void bound_strides(Attention& a) {
   bound({&a.q_b, &a.q_h, &a.q_s, &a.k_b, &a.k_h, &a.k_s, &a.v_b, &a.v_h, &a.v_s, &a.out_b, &a.out_h, &a.out_s});
   bound({&a.lse_b, &a.lse_h, &a.ranges_b, &a.pages_b, &a.first_key_b, &a.row_position_b, &a.key_position_b});
@@ -196,5 +215,7 @@ void bound_strides(Gradients& g) {
   bound({&g.dq_b, &g.dq_h, &g.dq_s, &g.dk_b, &g.dk_h, &g.dk_s, &g.dv_b, &g.dv_h, &g.dv_s});
   bound({&g.bias_b, &g.bias_h, &g.bias_q, &g.bias_k});
 }
+
+void bound_strides(Append& p) { bound({&p.k_b, &p.k_h, &p.k_s, &p.v_b, &p.v_h, &p.v_s}); }
 
 }  // namespace undivided

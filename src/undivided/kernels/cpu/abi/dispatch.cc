@@ -34,6 +34,18 @@ EXPORT int undivided_backward(const Attention* a, const Gradients* g) {
   }
 }
 
+// Writes new tokens to a cache and returns a Status. Nothing is written if the record is bad.
+EXPORT int undivided_append(const Append* p) {
+  if (!is_valid(*p)) return kBadRecord;
+  Append bounded = *p;
+  bound_strides(bounded);
+  try {
+    return run_append(bounded);
+  } catch (...) {  // std::bad_alloc for the shares of threads; nothing else throws
+    return kNoMemory;
+  }
+}
+
 // Finds the keys that a forward of this problem reads once for several sequences; null: that this thread's last forward
 // read so. Writes (sequences, first key, keys) for each of the first `limit` parts, and returns the number of parts, or
 // -1 if the record is bad or there is not enough memory.

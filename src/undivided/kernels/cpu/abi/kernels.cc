@@ -2,6 +2,7 @@
 // AMX it fills two: `amx_bf16`, whose tiles hold bf16 only, and `amx`, whose tiles hold fp16 too. `Half` is the widest
 // type that the tiles of a table hold.
 #include "abi/peak.h"
+#include "append/tokens.h"
 #include "backward/driver.h"
 #include "backward/own_nan.h"
 #include "backward/pairs.h"
@@ -261,7 +262,7 @@ constexpr undivided::Kernels kernels_named(const char* name) {
       kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
       merge,          gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
       key_unit<Half>, finish_rows<Half>,   own_nan_scratch,  explains_nan,      pairwise_scratch,    pairwise,
-      peak<Half>};
+      append_tokens,  peak<Half>};
 }
 
 }  // namespace

@@ -117,6 +117,8 @@ struct Kernels {
   int64_t (*pairwise_scratch)(const Attention&);
   // all gradients of a head, one (row, key) pair at a time
   void (*pairwise)(const Backward&, int64_t batch, int64_t kv_head, char* scratch);
+  // writes the tokens [token, stop) of all sequences, in order, to a cache
+  void (*append)(const Append&, int64_t token, int64_t stop);
   // runs independent multiply-adds and returns the number of operations
   double (*peak)(int64_t dtype, int64_t repeats);
 };

@@ -293,6 +293,11 @@ constexpr int64_t kMinUnitBytes = 24 << 20, kMaxUnitRows = 2;
 // set by: hand, docs/decisions/2026-11-23-packs-of-sequences.md
 constexpr int64_t kMinSharedRows = 12, kMinSharedKeys = 128;
 
+// Numbers of new tokens that a thread writes to a cache, at least: quantised in some 20 us, the time that threads take to
+// start.
+// set by: hand
+constexpr int64_t kMinAppendedNumbers = 64 << 10;
+
 // ---- backward: how keys and rows are cut
 
 // A unit's K, V and the sums of their gradients, 8 bytes per column and key, take so much of L2. There are fewer keys

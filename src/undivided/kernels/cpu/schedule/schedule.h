@@ -1,5 +1,5 @@
 // Cuts problems into units of work and runs them. forward.cc gives each sequence the better of prefill.cc and decode.cc;
-// backward.cc has the gradients.
+// backward.cc has the gradients, append.cc the new tokens of a cache.
 #pragma once
 
 #include <stdint.h>
@@ -18,6 +18,7 @@ using namespace tuning;
 // Each returns a Status.
 int run_forward(const Attention& a);
 int run_backward(const Attention& a, const Gradients& g);
+int run_append(const Append& p);
 
 // Keys [key, key + keys) that some sequences, in increasing order, have in the same pages.
 struct SharedKeys {

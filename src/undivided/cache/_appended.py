@@ -1,0 +1,84 @@
+"""New tokens that the native kernel writes to the pools of a cache, quantised on the way.
+
+One call does what four to forty tensor operations of `Storage` do, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from undivided.arguments.tensors import is_traced
+from undivided.kernels import cpu
+from undivided.quantization import Format
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FORMATS: dict[Format | None, int] = {None: 0, "int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
+_SIZE, _PACK = cpu.APPEND_RECORD.size, cpu.APPEND_RECORD.pack
+
+
+def append(
+    parts: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None = None, first_row: int = 0
+) -> bool:
+    """Write tokens to pools. False, and nothing is written, if only tensor operations can.
+
+    Args:
+        parts: the pools [P, R, N, D] and, if they are quantised, their scales; all contiguous.
+        format: of the pools; None if they are not quantised.
+        k, v: checked tokens [B, S, N, D].
+        rows: the row of the flattened pools of each token, int64 [B * S], contiguous. None: sequence b is in page b.
+        first_row: without `rows`, the row of a page that has its first token.
+    """
+    library, pool, dtype = cpu.load(), parts[0], k.dtype
+    if isinstance(library, str) or not pool.is_cpu or dtype not in _DTYPES or v.dtype != dtype:
+        return False
+    if (format is None and dtype != pool.dtype) or is_traced() or forward_ad._current_level >= 0:
+        return False
+    addresses = k.data_ptr(), v.data_ptr(), *[part.data_ptr() for part in parts]
+    if 0 in addresses or not (_has_rows(k) and _has_rows(v)):
+        return False
+    for part, begin in zip(parts, addresses[2:], strict=True):
+        if type(part) is not Tensor or part.untyped_storage().nbytes() < part.nbytes:
+            return False
+        if begin <= addresses[0] < begin + part.nbytes or begin <= addresses[1] < begin + part.nbytes:
+            return False  # tokens of the cache itself
+    (batch, length, heads, k_dim), (k_b, k_s, k_h, _) = k.shape, k.stride()
+    v_b, v_s, v_h, _ = v.stride()
+    page_rows = pool.shape[1]
+    record = _PACK(
+        _SIZE,
+        _DTYPES[dtype],
+        _FORMATS[format],
+        torch.get_num_threads(),
+        batch,
+        length,
+        heads,
+        k_dim,
+        v.shape[3],
+        0 if rows is None else rows.data_ptr(),
+        first_row,
+        page_rows,
+        pool.shape[0] * page_rows,
+        addresses[0],
+        k_b,
+        k_h,
+        k_s,
+        addresses[1],
+        v_b,
+        v_h,
+        v_s,
+        *addresses[2:],
+        *(() if len(parts) == 4 else (0, 0)),
+    )
+    library.append(record)
+    torch.autograd.graph.increment_version(parts)
+    return True
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether the values are in memory, those of a token and head side by side."""
+    contiguous = tensor.stride(3) == 1 or tensor.shape[3] == 1
+    return contiguous and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_neg()

@@ -1,0 +1,300 @@
+"""New tokens that the native kernel writes: the bits of the tensor operations that define them, in every format."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import levels
+import pytest
+import torch
+from native_oracle import needs_library
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import undivided
+from undivided.cache import _appended
+from undivided.cache._storage import Heads, NewTokens, Storage
+from undivided.errors import InputError
+from undivided.kernels import cpu
+
+pytestmark = needs_library
+
+FORMATS = (None, "int8", "fp8_e4m3", "fp8_e5m2", "int4")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def appended(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call wrote its tokens by the kernel."""
+    seen: list[bool] = []
+    append = _appended.append
+
+    def noted(*arguments: object, **options: object) -> bool:
+        seen.append(append(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(_appended, "append", noted)
+    return seen
+
+
+def bits(storage: Storage) -> list[Tensor]:
+    """The bytes of the pools and scales; NaN has one form in scales."""
+    return [
+        (part.nan_to_num(nan=1e38) if part.dtype == torch.float32 else part).view(torch.uint8)
+        for part in storage._parts
+    ]
+
+
+def difficult(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of all magnitudes; rows of zeros, with NaN or infinity, of subnormal numbers, halfway between steps."""
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=make) * torch.exp(4 * torch.randn((*shape[:-1], 1), generator=make))
+    rows = x.view(-1, shape[-1])
+    rows[0::13] = 0.0
+    rows[1::13, -1] = torch.nan
+    rows[2::13, 0] = torch.inf
+    rows[3::13, 0] = -torch.inf
+    rows[4::13] *= 1e-39
+    rows[5::13] *= -0.0
+    rows[6::13] = torch.randint(-254, 255, rows[6::13].shape, generator=make) / 2
+    rows[6::13, 0] = 127.0
+    rows[7::13] = 1e-45
+    rows[8::13] = 448 * torch.exp2(-12 * torch.rand(rows[8::13].shape, generator=make))
+    rows[8::13, 0] = 448.0
+    rows[9::13] = torch.randint(-14, 15, rows[9::13].shape, generator=make) / 2
+    rows[9::13, 0] = 7.0
+    return x.to(dtype)
+
+
+def written(
+    write: Callable[[Storage], None],
+    heads: Heads,
+    pages: int,
+    page_size: int,
+    by_kernel: bool,
+    monkey: pytest.MonkeyPatch,
+) -> Storage:
+    storage = Storage(pages, page_size, heads, torch.device("cpu"))
+    for part in storage._parts:
+        part.view(torch.uint8).zero_()
+    with monkey.context() as patched:
+        if not by_kernel:
+            patched.setattr(_appended, "append", lambda *_, **__: False)
+        write(storage)
+    return storage
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 32), (96, 160)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_have_the_bits_of_their_definition(
+    format: str | None, dtype: torch.dtype, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch, appended: list[bool]
+) -> None:
+    compare(format, dtype, dims, monkeypatch)
+    assert all(appended)
+    assert len(appended) == 2 * len(levels.here())
+
+
+@pytest.mark.parametrize("dims", [(1, 3), (5, 17), (33, 7)], ids=str)
+@pytest.mark.parametrize("format", FORMATS[:-1])
+def test_rows_of_any_size(format: str | None, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in DTYPES:
+        compare(format, dtype, dims, monkeypatch)
+
+
+def compare(format: str | None, dtype: torch.dtype, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads.checked(3, *dims, dtype, quantize=format)
+    k, v = (difficult((2, 9, 3, dim), dtype, seed) for seed, dim in enumerate(dims))
+    new = NewTokens(k, v, (9, 9), False)
+    rows = torch.randperm(40)[:18].tolist()
+
+    def scatter(storage: Storage) -> None:
+        storage.write(storage.rows(rows), new)
+
+    def fill(storage: Storage) -> None:
+        storage.fill(4, new)
+
+    for write, pages, page_size in ((scatter, 5, 8), (fill, 2, 16)):
+        expected = bits(written(write, heads, pages, page_size, False, monkeypatch))
+        for level in levels.here():
+            with levels.running(level, 1):
+                found = bits(written(write, heads, pages, page_size, True, monkeypatch))
+            for name, mine, theirs in zip(("k", "v", "k_scale", "v_scale"), found, expected, strict=False):
+                assert torch.equal(mine, theirs), (level, write.__name__, name)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("format", FORMATS)
+def test_threads_share_many_tokens(format: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads.checked(2, 64, 64, torch.float32, quantize=format)
+    k, v = (difficult((2, 700, 2, 64), torch.float32, seed) for seed in (0, 1))
+    assert k.numel() + v.numel() > 2 * 64 << 10
+
+    def fill(storage: Storage) -> None:
+        storage.fill(3, NewTokens(k, v, (700, 700), False))
+
+    expected = bits(written(fill, heads, 2, 710, False, monkeypatch))
+    with levels.running(levels.here()[-1], threads):
+        found = bits(written(fill, heads, 2, 710, True, monkeypatch))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_layouts_paddings_and_strides(
+    format: str | None, paged: bool, layout: str, monkeypatch: pytest.MonkeyPatch, appended: list[bool]
+) -> None:
+    options = {"batch": 3, "head_dim": 32, "kv_heads": 2, "dtype": torch.bfloat16, "layout": layout, "quantize": format}
+    make = (
+        (lambda: undivided.PagedKVCache(16, 4, **options))
+        if paged
+        else (lambda: undivided.KVCache(max_len=16, **options))
+    )
+    mine, theirs = make(), make()
+    for length, counts in ((5, [5, 2, 4]), (1, [1, 1, 1]), (3, [0, 3, 1]), (2, [2, 2, 2])):
+        shapes = {"bshd": (3, length, 4), "sbhd": (length, 3, 4), "bhsd": (3, 4, length), "thd": (sum(counts), 4)}
+        k, v = (torch.randn(*shapes[layout], 40).bfloat16()[..., :32] for _ in range(2))
+        axis = 1 if layout == "bhsd" else -2
+        k, v = k.narrow(axis, 0, 2), v.narrow(axis, 2, 2)
+        mine.append(k, v, lengths=counts)
+        with monkeypatch.context() as patched:
+            patched.setattr(_appended, "append", lambda *_, **__: False)
+            theirs.append(k, v, lengths=counts)
+    assert appended
+    assert all(appended)
+    q = torch.randn({"bshd": (3, 1, 2), "sbhd": (1, 3, 2), "bhsd": (3, 2, 1), "thd": (3, 2)}[layout] + (32,)).bfloat16()
+    counts = {"q_lengths": [1, 1, 1]} if layout == "thd" else {}
+    assert torch.equal(mine.attend(q, **counts), theirs.attend(q, **counts))
+
+
+def test_other_tokens_are_written_by_tensor_operations(appended: list[bool]) -> None:
+    """fp64, a dtype that is converted, tokens of the cache itself, negated views, and tokens that a mode looks at."""
+
+    class Looking(TorchDispatchMode):
+        def __torch_dispatch__(self, function, kinds, arguments=(), options=None):  # type: ignore[no-untyped-def]
+            return function(*arguments, **(options or {}))
+
+    new = torch.randn(1, 2, 2, 8)
+    double = undivided.KVCache(1, 16, 2, 8, dtype=torch.float64)
+    double.append(new.double(), new.double())
+    cache = undivided.KVCache(1, 16, 2, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache.append(new.bfloat16(), new.bfloat16())
+    cache.append(cache.k[:, :2], cache.v[:, :2])
+    negative = torch.imag(torch.conj(torch.complex(new, new)))
+    assert negative.is_neg()
+    cache.append(negative.contiguous() if negative.stride(-1) != 1 else negative, new)
+    with Looking():
+        cache.append(new, new)
+    cache.append(*(new.transpose(2, 3).contiguous().transpose(2, 3) for _ in range(2)))
+    assert appended[:3] == [False] * 3
+    assert appended[4:] == [False] * 2
+    torch.testing.assert_close(cache.k[:, 2:4], cache.k[:, :2])
+    assert torch.equal(cache.k[:, 6:8], new)
+    assert torch.equal(cache.k[:, 8:10], new)
+
+
+def test_a_pool_that_a_graph_has_saved_is_known_to_have_changed() -> None:
+    cache = undivided.KVCache(1, 16, 2, 8, dtype=torch.float32)
+    new, q = torch.randn(1, 2, 2, 8), torch.randn(1, 1, 2, 8, requires_grad=True)
+    cache.append(new, new)
+    loss = cache.attend(q).sum()
+    with torch.no_grad():
+        cache.append(new, new)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_cache_can_be_copied_and_pickled() -> None:
+    cache, new = undivided.KVCache(1, 16, 2, 32, dtype=torch.float32, quantize="int8"), torch.randn(1, 2, 2, 32)
+    cache.append(new, new)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        other.append(new, new)
+        assert other.lengths == (4,)
+        assert torch.equal(other.k[:, 2:4], other.k[:, :2])
+
+
+@pytest.mark.parametrize("name", ["k", "k_scale"])
+def test_pools_that_were_taken_away_are_refused(name: str) -> None:
+    cache, new = undivided.KVCache(1, 16, 2, 32, dtype=torch.float32, quantize="int8"), torch.randn(1, 2, 2, 32)
+    getattr(cache, name).untyped_storage().resize_(0)
+    with pytest.raises((InputError, RuntimeError)):
+        cache.append(new, new)
+
+
+def good_record() -> tuple[dict[str, int], list[Tensor]]:
+    k, pool, rows = torch.randn(2, 3, 2, 32), torch.zeros(10, 2, 32), torch.arange(6)
+    record = dict.fromkeys(cpu.APPEND_FIELDS, 0)
+    record |= {"size": cpu.APPEND_RECORD.size, "threads": 1, "batch": 2, "length": 3, "kv_heads": 2}
+    record |= {"k_dim": 32, "v_dim": 32, "row_count": 10, "page_rows": 5, "rows": rows.data_ptr()}
+    for name in "kv":
+        record |= {name: k.data_ptr(), f"{name}_b": 192, f"{name}_s": 64, f"{name}_h": 32}
+        record[f"{name}_pool"] = pool.data_ptr()
+    return record, [k, pool, rows]
+
+
+def status(record: dict[str, int]) -> int:
+    library = cpu.load()
+    assert isinstance(library, cpu.Library)
+    return int(library._append(cpu.APPEND_RECORD.pack(*(record[name] for name in cpu.APPEND_FIELDS))))
+
+
+def test_a_good_record_is_written() -> None:
+    record, (k, pool, _) = good_record()
+    assert status(record) == 0
+    assert torch.equal(pool[:6].flatten(), k.flatten())
+    assert pool[6:].abs().sum() == 0
+    record |= {"rows": 0, "first_row": 2}
+    assert status(record) == 0
+    assert torch.equal(pool[7:10].flatten(), k[1].flatten())
+
+
+BAD = [
+    {"size": 8},
+    {"dtype": 3},
+    {"format": 5},
+    {"format": 1},
+    {"threads": 0},
+    {"batch": -1},
+    {"length": 1 << 40},
+    {"k_dim": 0},
+    {"v_dim": -1},
+    {"row_count": 5},
+    {"row_count": -1},
+    {"rows": 0, "first_row": 3},
+    {"rows": 0, "first_row": -1},
+    {"rows": 0, "page_rows": -5},
+    {"rows": 0, "page_rows": 1 << 62},
+    {"k": 0},
+    {"v_pool": 0},
+    {"k_b": -1},
+    {"v_s": 1 << 61},
+]
+
+
+@pytest.mark.parametrize("changed", BAD, ids=str)
+def test_a_bad_record_is_refused_and_nothing_is_written(changed: dict[str, int]) -> None:
+    record, (_, pool, _) = good_record()
+    assert status(record | changed) == 1
+    assert pool.abs().sum() == 0
+
+
+def test_groups_of_int4_divide_the_head_sizes() -> None:
+    record, kept = good_record()
+    scale = torch.zeros(10, 2, 1)
+    record |= {"format": 4, "k_scale": scale.data_ptr(), "v_scale": scale.data_ptr()}
+    assert status(record) == 0
+    for name in ("k_dim", "v_dim"):
+        assert status(record | {name: 16}) == 1
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize("row", [-1, 10, 1 << 62, -(1 << 62)])
+def test_rows_outside_of_the_pools_are_refused(row: int) -> None:
+    record, (_, pool, rows) = good_record()
+    rows[4] = row
+    assert status(record) == 1
+    assert pool.abs().sum() == 0
