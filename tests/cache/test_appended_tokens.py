@@ -9,6 +9,7 @@ from collections.abc import Callable
 import levels
 import pytest
 import torch
+from difficult_rows import difficult_rows
 from native_oracle import needs_library
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,27 +46,6 @@ def bits(storage: Storage) -> list[Tensor]:
         (part.nan_to_num(nan=1e38) if part.dtype == torch.float32 else part).view(torch.uint8)
         for part in storage._parts
     ]
-
-
-def difficult(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers of all magnitudes; rows of zeros, with NaN or infinity, of subnormal numbers, halfway between steps."""
-    make = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=make) * torch.exp(4 * torch.randn((*shape[:-1], 1), generator=make))
-    rows = x.view(-1, shape[-1])
-    rows[0::13] = 0.0
-    rows[1::13, -1] = torch.nan
-    rows[2::13, 0] = torch.inf
-    rows[3::13, 0] = -torch.inf
-    rows[4::13] *= 1e-39
-    rows[5::13] *= -0.0
-    rows[6::13] = torch.randint(-254, 255, rows[6::13].shape, generator=make) / 2
-    rows[6::13, 0] = 127.0
-    rows[7::13] = 1e-45
-    rows[8::13] = 448 * torch.exp2(-12 * torch.rand(rows[8::13].shape, generator=make))
-    rows[8::13, 0] = 448.0
-    rows[9::13] = torch.randint(-14, 15, rows[9::13].shape, generator=make) / 2
-    rows[9::13, 0] = 7.0
-    return x.to(dtype)
 
 
 def written(
@@ -106,7 +86,7 @@ def test_rows_of_any_size(format: str | None, dims: tuple[int, int], monkeypatch
 
 def compare(format: str | None, dtype: torch.dtype, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads.checked(3, *dims, dtype, quantize=format)
-    k, v = (difficult((2, 9, 3, dim), dtype, seed) for seed, dim in enumerate(dims))
+    k, v = (difficult_rows((2, 9, 3, dim), dtype, seed) for seed, dim in enumerate(dims))
     new = NewTokens(k, v, (9, 9), False)
     rows = torch.randperm(40)[:18].tolist()
 
@@ -129,7 +109,7 @@ def compare(format: str | None, dtype: torch.dtype, dims: tuple[int, int], monke
 @pytest.mark.parametrize("format", FORMATS)
 def test_threads_share_many_tokens(format: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads.checked(2, 64, 64, torch.float32, quantize=format)
-    k, v = (difficult((2, 700, 2, 64), torch.float32, seed) for seed in (0, 1))
+    k, v = (difficult_rows((2, 700, 2, 64), torch.float32, seed) for seed in (0, 1))
     assert k.numel() + v.numel() > 2 * 64 << 10
 
     def fill(storage: Storage) -> None:

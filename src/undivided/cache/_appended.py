@@ -1,6 +1,7 @@
-"""New tokens that the native kernel writes to the pools of a cache, quantised on the way.
+"""New tokens that a kernel writes to the pools of a cache, quantised on the way.
 
-One call does what four to forty tensor operations of `Storage` do, with the same bits.
+One call does what four to forty tensor operations of `Storage` do: the native kernel on the CPU, with the same bits,
+and a Triton kernel for quantised caches on a GPU.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from undivided.arguments.tensors import is_traced
+from undivided.backends import get, has_name
+from undivided.backends._base import Backend
+from undivided.backends.triton import append as triton
 from undivided.kernels import cpu
 from undivided.quantization import Format
+from undivided.run.autograd import is_elsewhere
+from undivided.selection.policy import policy
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS: dict[Format | None, int] = {None: 0, "int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
@@ -32,13 +38,16 @@ def append(
         rows: the row of the flattened pools of each token, int64 [B * S], contiguous. None: sequence b is in page b.
         first_row: without `rows`, the row of a page that has its first token.
     """
-    library, pool, dtype = cpu.load(), parts[0], k.dtype
-    if isinstance(library, str) or not pool.is_cpu or dtype not in _DTYPES or v.dtype != dtype:
+    pool, dtype = parts[0], k.dtype
+    if dtype not in _DTYPES or v.dtype != dtype or is_traced() or forward_ad._current_level >= 0:
         return False
-    if (format is None and dtype != pool.dtype) or is_traced() or forward_ad._current_level >= 0:
+    if _is_on_gpu(pool):
+        return format is not None and _append_on_gpu(parts, format, k, v, rows, first_row)
+    library = cpu.load()
+    if isinstance(library, str) or not pool.is_cpu or (format is None and dtype != pool.dtype):
         return False
     addresses = k.data_ptr(), v.data_ptr(), *[part.data_ptr() for part in parts]
-    if 0 in addresses or not (_has_rows(k) and _has_rows(v)):
+    if 0 in addresses or not (k.is_cpu and v.is_cpu and _has_rows(k) and _has_rows(v)):
         return False
     for part, begin in zip(parts, addresses[2:], strict=True):
         if type(part) is not Tensor or part.untyped_storage().nbytes() < part.nbytes:
@@ -78,7 +87,36 @@ def append(
     return True
 
 
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _append_on_gpu(
+    parts: Sequence[Tensor], format: Format, k: Tensor, v: Tensor, rows: Tensor | None, first_row: int
+) -> bool:
+    """`append` for quantised pools on the current GPU."""
+    device = parts[0].device
+    if is_elsewhere(k) or not (_has_rows(k) and _has_rows(v)):
+        return False
+    if not (triton.runs_on(device) and _is_allowed(get("triton"))):
+        return False
+    if rows is None:
+        pages, page_rows = parts[0].shape[:2]
+        tokens = torch.arange(first_row, first_row + k.shape[1], device=device)
+        rows = (torch.arange(0, pages * page_rows, page_rows, device=device)[:, None] + tokens).flatten()
+    triton.append(parts, format, k, v, rows)
+    torch.autograd.graph.increment_version(parts)
+    return True
+
+
+def _is_allowed(backend: Backend) -> bool:
+    """Whether the settings allow the backend for calls that request none."""
+    rules = policy()
+    listed = rules.allowed is None or any(has_name(backend, word) for word in rules.allowed)
+    return listed and not any(has_name(backend, word) for word, _ in rules.disabled)
+
+
 def _has_rows(tensor: Tensor) -> bool:
     """Whether the values are in memory, those of a token and head side by side."""
     contiguous = tensor.stride(3) == 1 or tensor.shape[3] == 1
-    return contiguous and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_neg()
+    return contiguous and type(tensor) is Tensor and not tensor.is_neg()

@@ -173,8 +173,9 @@ def _compiled(folder: Path, architecture: str, *problems: str) -> list[dict[str,
 def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
     architecture: str, problems: tuple[str, ...], tmp_path: Path
 ) -> None:
-    compiled = _compiled(tmp_path, architecture, *problems)
+    compiled, hopper = _compiled(tmp_path, architecture, *problems), architecture == "sm90"
     assert {row["kernel"] for row in compiled} == {
+        *(("append_kernel",) if hopper else ()),
         "document_blocks_kernel",
         "forward_kernel",
         "combine_kernel",
@@ -183,7 +184,6 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
         "keys_kernel",
         "pairs_kernel",
     }
-    hopper = architecture == "sm90"
     registers = {(row["kernel"], row["problem"]): row["registers"] for row in compiled}
     for row in compiled:
         if row["problem"].startswith((*QUANTIZED, *CHOSEN, "pack", "decode", "plain", "everything")):
@@ -194,6 +194,15 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
             assert (row["wgmma"] > 0) == hopper, row
             assert (row["descriptor_loads"] > 0) == hopper, row
             assert row["descriptor_loads"] or row["async_copies"], row
+
+
+@pytest.mark.parametrize(("architecture", "format"), [("sm80", "fp8_e4m3"), ("sm90", "int4")])
+def test_new_tokens_are_divided_as_the_format_says(architecture: str, format: str, tmp_path: Path) -> None:
+    """By divisions that round to the nearest, not by reciprocals, and without spilled registers."""
+    (row,) = _compiled(tmp_path, architecture, f"append-{format}-bfloat16")
+    assert row["spilled"] == 0
+    divisions = {name for name in row["arithmetic"] if "div" in name or "rcp" in name}
+    assert divisions == {"div.rn.f32"}, row
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from undivided import masks
 from undivided.backends import get
-from undivided.backends.triton import inputs
-from undivided.quantization import FORMATS, quantize
+from undivided.backends.triton import append, inputs
+from undivided.quantization import FORMATS, empty, quantize
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -277,17 +277,36 @@ def invariant_problems() -> Iterator[tuple[str, Any]]:
             yield f"invariant-{kind}-{way}", (call.with_problem(problem), tensors)
 
 
+def appended_tokens() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """(name, arguments of `append`): a step of decoding for each format and dtype."""
+    for format in FORMATS:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            new, pools = torch.zeros(4, 1, 2, 128, dtype=dtype), empty(format, (4, 16, 2, 128))
+            parts = (pools.values, pools.values.clone(), pools.scale, pools.scale.clone())
+            yield (
+                f"append-{format}-{str(dtype).removeprefix('torch.')}",
+                (parts, format, new, new.clone(), torch.arange(4)),
+            )
+
+
 def main(architecture: str, *only: str) -> None:
     backend = get("triton")
     inputs.architecture = lambda device: architecture  # type: ignore[assignment]
-    for name, (call, given) in (*problems(), *invariant_problems()):
-        if name not in only if only else name.startswith("invariant"):
-            continue
 
-        def told(kernel: str, compiled: Any, name: str = name) -> None:
+    def compile_as(name: str) -> None:
+        def told(kernel: str, compiled: Any) -> None:
             print(json.dumps({"kernel": kernel, "problem": name} | resources(compiled, architecture)), flush=True)
 
         JITFunction.run = compiling(GPUTarget("cuda", int(architecture.removeprefix("sm")), 32), told)
+
+    for name, arguments in appended_tokens():
+        if not only or name in only:
+            compile_as(name)
+            append.append(*arguments)
+    for name, (call, given) in (*problems(), *invariant_problems()):
+        if name not in only if only else name.startswith("invariant"):
+            continue
+        compile_as(name)
         with torch.no_grad():
             result = backend.forward(call, given)
             if any(call.needs):
