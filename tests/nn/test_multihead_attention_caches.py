@@ -11,7 +11,7 @@ from layer_cases import in_format, split_sequences
 from torch import Tensor
 
 import undivided
-from undivided import DotProductAttention, InferenceParams, InputError, masks
+from undivided import DotProductAttention, InferenceParams, InputError, MultiheadAttention, TransformerLayer, masks
 
 HIDDEN, HEADS, GROUPS = 24, 4, 2
 
@@ -64,3 +64,56 @@ def test_a_largest_score_is_not_returned_from_a_cache() -> None:
     module = DotProductAttention(HEADS, 6, qkv_format="bshd", return_max_logit=True)
     with pytest.raises(InputError, match="inference_params must be None with return_max_logit"):
         module(q, q, q, inference_params=params)
+
+
+CROSS = {
+    "no_mask": ({}, None),
+    "causal": ({"mask_type": "causal"}, "attn_mask_type must not depend on the positions of the queries"),
+    "causal_bottom_right": ({"mask_type": "causal_bottom_right"}, "attn_mask_type must not depend"),
+    "window": ({"window": (1, 1)}, "window_size must not depend"),
+    "alibi": ({"bias_type": "alibi"}, "core_attention_bias_type must not depend"),
+}
+
+
+@pytest.mark.parametrize("where", ["layer", "call"])
+@pytest.mark.parametrize("name", CROSS)
+def test_cross_attention_of_a_step_is_that_of_the_whole_or_refused(name: str, where: str) -> None:
+    """A step counted its first query as position 0, so causal masks, windows and ALiBi gave other numbers."""
+    options, message = CROSS[name]
+    kind, window = options.get("mask_type", "no_mask"), options.get("window")
+    of_mask = {"attn_mask_type": kind, "window_size": window}
+    layer = MultiheadAttention(
+        32,
+        2,
+        attention_type="cross",
+        qkv_format="bshd",
+        layer_number=1,
+        params_dtype=torch.float64,
+        attention_dropout=0.0,
+        **(of_mask if where == "layer" else {"attn_mask_type": "no_mask"}),
+    ).eval()
+    at_call = {"core_attention_bias_type": options.get("bias_type", "no_bias")} | (of_mask if where == "call" else {})
+    x, encoder = torch.randn(2, 1, 6, 32, dtype=torch.float64)
+    with torch.no_grad():
+        whole = layer(x, encoder_output=encoder, **at_call)
+        params, parts = InferenceParams(1, 16, 2, 16, torch.float64), []
+        for start, count in ((0, 4), (4, 2)):
+            params.pre_step({"a": count})
+            given = {"encoder_output": encoder, "inference_params": params, **at_call}
+            if message is not None:
+                with pytest.raises(InputError, match=message):
+                    layer(x[:, start : start + count], **given)
+                return
+            parts.append(layer(x[:, start : start + count], **given))
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_a_decoder_refuses_positions_in_cross_attention_before_its_cache_changes() -> None:
+    layer = TransformerLayer(
+        32, 64, 2, layer_type="decoder", layer_number=1, attn_input_format="bshd", enc_dec_attn_mask_type="causal"
+    ).eval()
+    x, params = torch.randn(1, 4, 32), InferenceParams(1, 16, 2, 16, torch.float32)
+    params.pre_step({"a": 4})
+    with torch.no_grad(), pytest.raises(InputError, match="enc_dec_attn_mask_type must not depend"):
+        layer(x, encoder_output=x, inference_params=params)
+    assert params.memory.values == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from brute_force import attend, error
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import undivided
@@ -174,3 +175,25 @@ def test_a_mask_first_used_while_serving_still_trains() -> None:
     x = q.clone().requires_grad_()
     undivided.attention(x, x, x, layout="bhsd", mask=mask, backend="reference").sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_hooks_may_return_saved_tensors_with_other_strides(backend: str) -> None:
+    """The kernels read contiguous rows, and gave garbage for others."""
+    q = random(1, 3, 40, 8, dtype=torch.float32).requires_grad_()
+
+    def output() -> Tensor:
+        return undivided.attention(q, q, q, layout="bhsd", mask=masks.causal(), backend=backend).square().sum()
+
+    (want,) = torch.autograd.grad(output(), q)
+    with saved_tensors_hooks(lambda t: t.mT.contiguous().mT if t.dim() > 1 else t, lambda t: t):
+        out = output()
+    torch.testing.assert_close(torch.autograd.grad(out, q)[0], want)
+
+
+def test_hooks_that_return_another_dtype_raise() -> None:
+    q = random(1, 3, 40, 8, dtype=torch.float32).requires_grad_()
+    with saved_tensors_hooks(torch.Tensor.half, lambda t: t):
+        out = undivided.attention(q, q, q, layout="bhsd", backend="native")
+    with pytest.raises(RuntimeError, match="a hook for saved tensors returned q in"):
+        out.sum().backward()

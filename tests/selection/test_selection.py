@@ -6,7 +6,10 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -220,3 +223,12 @@ def test_deterministic_is_part_of_the_problem_that_backends_see() -> None:
     assert not undivided.explain(
         **PROBLEMS["plain"], machine=MACHINES["cpu"], deterministic=False
     ).problem.deterministic
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_a_decision_choose_the_same_backend(copied: Callable[[Any], Any]) -> None:
+    q = torch.zeros(1, 8, 2, 16)
+    decision = undivided.explain(q, q, q, layout="bshd")
+    other = copied(decision)
+    assert other.chosen is decision.chosen
+    assert str(other) == str(decision)

@@ -103,7 +103,8 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
     """``value`` as an int of at least ``at_least``, or InputError."""
-    if isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__"):
+    # torch.compile knows no attributes of a size
+    if type(value) is not int and (isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__")):
         hint = "x.item() converts a tensor to an int" if isinstance(value, Tensor) else None
         if isinstance(value, float) and value.is_integer():
             hint = f"write {int(value)}"

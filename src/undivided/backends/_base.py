@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -186,6 +186,12 @@ class Backend:
         read for the second derivative.
         """
         return None
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a backend are the backend itself: decisions compare them by identity."""
+        from undivided.backends import all_backends, get
+
+        return (get, (self.name,)) if self in all_backends() else super().__reduce__()
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"

@@ -179,7 +179,11 @@ class Storage:
             self.pools = Pools(k, v, k_scale, v_scale)
             self.k, self.v = k, v
             self._parts = (k, v, *self.pools.scales)
-            self._rows = tuple(_as_bytes(part.flatten(0, 1)) for part in self._parts)
+
+    @property
+    def _rows(self) -> tuple[Tensor, ...]:
+        """The rows of each part, as bytes if PyTorch cannot index its dtype."""
+        return tuple([_as_bytes(part.flatten(0, 1)) for part in self._parts])
 
     @property
     def description(self) -> str:

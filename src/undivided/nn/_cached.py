@@ -17,7 +17,14 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments import sequences
 from undivided.nn.arguments.formats import Inputs, with_length
-from undivided.nn.arguments.mask_types import MaskType, Window, band
+from undivided.nn.arguments.mask_types import (
+    MaskType,
+    Window,
+    band,
+    checked_mask_type,
+    checked_window,
+    normalise_window,
+)
 from undivided.nn.arguments.sequences import SequenceArguments
 from undivided.nn.rotary.checks import check_rows
 
@@ -34,6 +41,26 @@ def check_cross_attention(params: InferenceParams | None, cp: ContextParallel | 
     if params is not None and cp is not None:
         must = "be None for cross-attention with a context group: ranks hold parts of its keys, but whole steps"
         raise InputError("inference_params", must, "a cache", hint="a decoder without set_context_parallel_group")
+
+
+def check_cross_mask(
+    own_kind: str, own_window: Window | None, mask_type: str | None, window_size: object, bias_type: object
+) -> None:
+    """InputError for a mask or bias of cross-attention that depends on the positions of the queries.
+
+    A step has some of them, and how many there will be, which a diagonal that ends bottom-right depends on, is not
+    known. What the call does not give is the layer's own.
+    """
+    kind = checked_mask_type(own_kind if mask_type is None else mask_type)
+    window = own_window if window_size is None else checked_window(window_size)
+    must = "not depend on the positions of the queries in cross-attention with inference_params"
+    hint = "'no_mask', 'padding' or 'arbitrary', with window_size=(-1, -1), or whole sequences without inference_params"
+    if kind.causal:
+        raise InputError("attn_mask_type", must, repr(kind.name), hint=hint)
+    if normalise_window(kind, window) != (-1, -1):
+        raise InputError("window_size", must, window, hint=hint)
+    if bias_type == "alibi":
+        raise InputError("core_attention_bias_type", must, repr(bias_type), hint="'no_bias'")
 
 
 def check_ranks(params: InferenceParams, cp: ContextParallel | None) -> None:

@@ -272,7 +272,8 @@ class MultiheadAttention(DividedModule):
             encoder_output: input of the keys and values for "cross", in the same format.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys. Positions count within
                 each packed sequence, and continue after cached tokens.
-            inference_params: cache of earlier keys and values; "cross" reads only the positions of its queries from it.
+            inference_params: cache of earlier keys and values. "cross" reads only the positions of its queries from it,
+                for rotary_pos_emb; its mask must not depend on them (no causal mask, window or ALiBi).
             is_first_microbatch: only None is accepted.
             attention_mask, attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
@@ -288,7 +289,9 @@ class MultiheadAttention(DividedModule):
             NoBackendError: no allowed backend can run the problem.
         """
         check_refused(LAYERS_AT_CALL, {"is_first_microbatch": is_first_microbatch})
-        self.check(hidden_states, encoder_output, inference_params)
+        self.check(
+            hidden_states, encoder_output, inference_params, attn_mask_type, window_size, core_attention_bias_type
+        )
         kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
         padding = checked_mask_type(kind).padding
         is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence is None
@@ -339,11 +342,12 @@ class MultiheadAttention(DividedModule):
         )
         return self._outputs(context, normalised)
 
-    def check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None) -> None:
+    def check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None, *of_mask: Any) -> None:
         """Raise the errors of a call with these hidden states, encoder output and cache.
 
         Args:
             x, encoder, params: hidden_states, encoder_output and inference_params of the call.
+            of_mask: its attn_mask_type, window_size and core_attention_bias_type.
 
         Raises:
             InputError: one of them is wrong.
@@ -361,6 +365,8 @@ class MultiheadAttention(DividedModule):
         assert encoder is not None
         hidden.check_encoder(x, encoder, format, "qkv_format")
         _cached.check_cross_attention(params, self.core_attention.context_parallel)
+        if params is not None:
+            _cached.check_cross_mask(self.core_attention.attn_mask_type, self.core_attention.window_size, *of_mask)
 
     def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""

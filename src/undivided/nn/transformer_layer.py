@@ -320,9 +320,9 @@ class TransformerLayer(DividedModule):
             options = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
             call_with_names(CROSS_ATTENTION, check_mask_options, *options)
         else:  # before self-attention changes a cache
-            call_with_names(
-                CROSS_ATTENTION, self.inter_attention.check, hidden_states, encoder_output, inference_params
-            )
+            cross = enc_dec_attn_mask_type, enc_dec_window_size, core_attention_bias_type
+            check = self.inter_attention.check
+            call_with_names(CROSS_ATTENTION, check, hidden_states, encoder_output, inference_params, *cross)
         self.tensor_parallel.check_ranks()
         self._agree_on_dropout(hidden_states)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded

@@ -36,16 +36,15 @@ any_autocast = torch._C._is_any_autocast_enabled
 def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor, Tensor]:
     """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] if it was requested."""
     features = call.problem.features
-    if _functorch_stack() is not None or (forward_ad._current_level >= 0 and _has_tangent(tensors)):
-        with torch.autocast(tensors.q.device.type, enabled=False):
-            result = reference.composite(call, tensors)
-        return _for_caller(result, call.problem) if "lse" in features else result.out
+    if _functorch_stack() is not None or has_tangent(tensors):
+        result = in_plain_operations(call, tensors)
+        return for_caller(result, call.problem) if "lse" in features else result.out
     if "backward" not in features:
         if tensors.q.is_meta or any_autocast() or is_elsewhere(tensors.q):
             result = forward(backend, call, tensors)
         else:
             result = backend.forward(call, tensors)
-        return _for_caller(result, call.problem) if "lse" in features else result.out
+        return for_caller(result, call.problem) if "lse" in features else result.out
     inputs: tuple[Tensor | None, ...] = tensors
     if inputs[3] is inputs[4] is inputs[5] is None:
         inputs = inputs[:3]  # every argument of an autograd.Function costs time, even None
@@ -54,7 +53,13 @@ def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor
     return _apply((backend, call), *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _for_caller(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+def in_plain_operations(call: Call, tensors: Tensors) -> Result:
+    """The result by tensor operations that have every derivative and batching rule."""
+    with torch.autocast(tensors.q.device.type, enabled=False):
+        return reference.composite(call, tensors)
+
+
+def for_caller(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) in the shapes for the caller: lse is [H, T] in thd."""
     return result.out, result.lse.squeeze(0) if problem.packed else result.lse
 
@@ -143,9 +148,11 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _has_tangent(tensors: Tensors) -> bool:
+def has_tangent(tensors: Tensors) -> bool:
     """Whether forward-mode differentiation is active; like torch.func, it needs plain operations."""
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -156,7 +163,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, backend_and_call: tuple[Backend, Call], *inputs: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         backend, call = backend_and_call
-        out, lse = _for_caller(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
+        out, lse = for_caller(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
         ctx.save_for_backward(*inputs, out, lse)
         ctx.call = backend, call, state(call)
         ctx.set_materialize_grads(False)
@@ -164,8 +171,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if (
+            torch.compiler.is_compiling()
+        ):  # compiled autograd: a kernel reads memory, which a traced tensor does not have
+            from undivided.arguments import _graph_break
+
+            derivatives: tuple[Tensor | None, ...] = _graph_break.call(
+                _Attention.backward, (ctx, grad_out, grad_lse), {}
+            )
+            return derivatives
         *inputs, out, lse = ctx.saved_tensors
-        count = len(inputs)
+        inputs[:3], out = _as_saved(ctx.call[1].problem, *inputs[:3]), out.contiguous()
+        count, lse = len(inputs), lse.contiguous()
         if grad_out is None and grad_lse is None:
             return (None,) * (1 + count)
         inputs += [None] * (6 - count)
@@ -175,6 +192,18 @@ class _Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         arguments = (backend, call, out, lse, grad_out, grad_lse, *inputs)
         return (None, *over_hidden_batch(_gradients_to_derive(), *arguments)[:count])
+
+
+def _as_saved(problem: Problem, *operands: Tensor) -> list[Tensor]:
+    """q, k and v with the contiguous rows that were saved: hooks for saved tensors may return others.
+
+    Raises:
+        RuntimeError: a hook returned another dtype.
+    """
+    for name, tensor in zip("qkv", operands, strict=True):
+        if tensor.dtype != problem.dtype:
+            raise RuntimeError(f"a hook for saved tensors returned {name} in {tensor.dtype}, not in {problem.dtype}")
+    return [t if t.stride(-1) == 1 or "strided" in problem.features else t.contiguous() for t in operands]
 
 
 _apply = super(torch.autograd.Function, _Attention).apply
@@ -295,7 +324,7 @@ def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tens
     *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[:8])
     grad_gradients = tensors[8:]
     result = reference.composite(call, Tensors._make(inputs))
-    out, lse = _for_caller(result, call.problem)
+    out, lse = for_caller(result, call.problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
     first = leaf_gradients([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)
     pairs = [

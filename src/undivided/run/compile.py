@@ -1,7 +1,7 @@
 """`attention` as one opaque operator and its backward, for torch.compile, dispatch modes and tensor subclasses.
 
     undivided::attention            (tensors, the mask's tensors, a spec) -> (out, lse)
-    undivided::attention_backward   the same, with out, lse and their gradients -> gradients
+    undivided::attention_backward   the same, with out, lse and their gradients -> a gradient for each tensor
 
 An eager call bypasses PyTorch's dispatcher and runs a kernel that reads memory. The operator is used under a
 TorchDispatchMode (fake tensors, make_fx, AOT and torch.export, selective checkpointing, FLOP counters), under
@@ -44,7 +44,10 @@ _SCHEMA = (
     "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p"
 )
 _library.define(f"attention({_SCHEMA}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
-_library.define(f"attention_backward({_SCHEMA}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) -> Tensor[]")
+_library.define(
+    f"attention_backward({_SCHEMA}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"  # Inductor's C++ wrapper ends the process for lists of one
+)
 
 
 class _Arguments(NamedTuple):
@@ -83,17 +86,21 @@ class _Arguments(NamedTuple):
 
 
 class _Spec(NamedTuple):
-    """The static part of a call. `needs` has a letter y or n for each differentiable input."""
+    """The static part of a call."""
 
     layout: str
     mask: str
     needs: str
+    """A letter y or n for each differentiable input: what needs a gradient. The operator has what is known when a graph
+    is recorded; the backward has letters of its own, and computes the log-sum-exp if the operator did not."""
     backend: str
     deterministic: str
     return_lse: str
     switches: str = "-"
     """PyTorch's switches when the graph was traced, or "-" for a call that does not depend on them."""
     batch_invariant: str = "None"
+    has_lse: str = "y"
+    """For the backward: whether the operator has computed the log-sum-exp."""
 
     @staticmethod
     def read(text: str) -> _Spec:
@@ -110,8 +117,13 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
     # under torch.jit.trace sizes are tensors
     if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
         check_kinds_and_sizes(request)
+    if not torch.compiler.is_compiling() and autograd.has_tangent(tensors):  # under a mode, which sees plain operations
+        rules = request.backend, request.deterministic, "", request.batch_invariant
+        decision, call, tensors = prepare(request, policy(*rules))
+        return autograd.run(decision.backend, call, tensors)
     mask_text, mask_tensors = checked_mask(options.mask).flatten()
-    grad = torch.is_grad_enabled()
+    # torch.jit.trace compares a graph with another, which it records without gradients
+    grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
     needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in tensors]
     spec = (
         str(options.layout),
@@ -126,11 +138,13 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
     seed = _seed(options, tensors.q.device)
     numbers = options.scale, options.softcap, float(options.dropout_p)
     scales = options.k_scale, options.v_scale
-    call = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers, *scales)
+    # not an empty list, which packages of AOTInductor pass as None; the mask ignores a tensor that it does not name
+    mask_tensors = mask_tensors or [tensors.q]
+    arguments = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers, *scales)
     if torch.compiler.is_compiling():
-        out, lse = torch.ops.undivided.attention(*call)
+        out, lse = torch.ops.undivided.attention(*arguments)
     else:
-        out, lse = _call_operator(call)
+        out, lse = _call_operator(arguments)
     return (out, lse) if options.return_lse else out
 
 
@@ -147,13 +161,13 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
     return torch.randint(2**62, (), device=device) if seed is None else torch.tensor(seed, device=device)
 
 
-def _call_operator(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _call_operator(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """The result of the operator; InputError if the classes of the tensors or the active modes do not support it."""
     register_if_counting()
     try:
-        out, lse = torch.ops.undivided.attention(*call)
+        out, lse = torch.ops.undivided.attention(*arguments)
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
-        args = _Arguments(*call)
+        args = _Arguments(*arguments)
         tensors = (*args.saved, args.k_scale, args.v_scale)
         kinds = sorted({type(tensor).__name__ for tensor in tensors if isinstance(tensor, Tensor)})
         raise InputError(
@@ -194,8 +208,12 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    args = _Arguments(*arguments)
+    if autograd.has_tangent(args.tensors):
+        must = "have no tangents where a recorded graph runs: its operator has no forward-mode derivative"
+        raise InputError("q, k, v and the other tensors", must, "dual tensors", "torch.func.jvp, or the eager function")
     with torch.no_grad():
-        backend, call, tensors = _prepare(_Arguments(*arguments))
+        backend, call, tensors = _prepare(args)
         problem = call.problem
         out, lse = autograd.forward(backend, call, tensors)
         if not problem.lse_is_read:  # the fake implementation returns this shape in any case
@@ -204,20 +222,40 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()
 
 
+def _run_transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Under torch.func in a compiled function, the plain operations that an eager call has there."""
+    args = _Arguments(*arguments)
+    _, call, tensors = _prepare(args)
+    return autograd.for_caller(autograd.in_plain_operations(call, tensors), call.problem)
+
+
+_library.impl("attention", _run_transformed, "FuncTorchDynamicLayerFrontMode")
+
+
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
-def _run_backward(*arguments: Any) -> list[Tensor]:
+def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     *first, out, lse, grad_out, grad_lse = arguments
     args = _Arguments(*first)
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
         backend, call, tensors = _prepare(args)
+        if _Spec.read(args.spec).has_lse == "n":
+            out, lse = autograd.for_caller(autograd.forward(backend, call, tensors), call.problem)
         gradients = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
-    needed = zip(gradients, args.tensors, call.needs, strict=True)
-    return [_as_gradient(gradient, t) for gradient, t, is_needed in needed if is_needed and t is not None]
+    results = []
+    for gradient, tensor, is_needed in zip(gradients, args.tensors, call.needs, strict=True):
+        if not is_needed or tensor is None:
+            results.append(_no_gradient(args.q))
+        else:
+            results.append(
+                torch.zeros_like(tensor) if gradient is None else gradient.reshape(tensor.shape).contiguous()
+            )
+    return tuple(results)
 
 
-def _as_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if gradient is None else gradient.reshape(tensor.shape).contiguous()
+def _no_gradient(q: Tensor) -> Tensor:
+    """In place of a gradient that is not needed."""
+    return q.new_empty(0)
 
 
 @torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
@@ -231,10 +269,12 @@ def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("undivided::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
-def _gradient_shapes(*arguments: Any) -> list[Tensor]:
+def _gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
     args = _Arguments(*arguments[:-4])  # without out, lse and their gradients
     needed = zip(args.tensors, _Spec.read(args.spec).needed, strict=True)
-    return [tensor.new_empty(tensor.shape) for tensor, is_needed in needed if is_needed and tensor is not None]
+    return tuple(
+        [t.new_empty(t.shape) if is_needed and t is not None else _no_gradient(args.q) for t, is_needed in needed]
+    )
 
 
 class _SavedArguments(NamedTuple):
@@ -269,8 +309,12 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     args, (out, lse) = _SavedArguments.read(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    computed = iter(torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse))
-    gradients = [next(computed) if needed else None for needed in _Spec.read(args.spec).needed]
+    spec, needed = _Spec.read(args.spec), ctx.needs_input_grad[:6]  # other than when the graph was recorded
+    has_lse = any(spec.needed) or spec.return_lse == "y"
+    needs = "".join("y" if is_needed else "n" for is_needed in needed)
+    args = args._replace(spec="|".join(spec._replace(needs=needs, has_lse="y" if has_lse else "n")))
+    computed = torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse)
+    gradients = [gradient if is_needed else None for gradient, is_needed in zip(computed, needed, strict=True)]
     return (*gradients, *_no_gradients(args))
 
 
@@ -286,18 +330,17 @@ def _reshape_like(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor |
     return [None if g is None or t is None else g.reshape(t.shape) for g, t in zip(gradients, tensors, strict=True)]
 
 
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *first, _, _, grad_out, grad_lse = inputs
     _SavedArguments.write(ctx, _Arguments(*first), grad_out, grad_lse)
 
 
-def _differentiate_backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _differentiate_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     """Derivatives of the backward by the reference, in plain operations that modes and subclasses can intercept."""
     args, (grad_out, grad_lse) = _SavedArguments.read(ctx)
     _, call, tensors = _prepare(args)
-    remaining = iter(gradients)
-    # the bias of `tensors` has four axes
-    grad_gradients = _reshape_like([next(remaining) if needed else None for needed in call.needs], tensors)
+    needed = [g if is_needed else None for g, is_needed in zip(gradients, call.needs, strict=True)]
+    grad_gradients = _reshape_like(needed, tensors)  # the bias of `tensors` has four axes
     for_grad_out, for_grad_lse, *for_tensors = autograd.double_backward(
         call, *tensors, grad_out, grad_lse, *grad_gradients
     )

@@ -81,6 +81,11 @@ def check(name: str, x: object, hidden_size: int, format: Layout, argument: str,
     mesh = getattr(like, "device_mesh", None)  # FSDP keeps shards elsewhere while they are not used
     if x.device != like.device and (mesh is None or x.device.type != mesh.device_type):
         hint = f"{name}.to({str(like.device)!r}), or the layer.to({str(x.device)!r})"
+        if like.is_meta:
+            hint = (
+                "the parameters have no memory: load them into layer.to_empty(device=...). accelerate loads a "
+                "whole layer with preload_module_classes=['TransformerLayer', 'MultiheadAttention']"
+            )
         raise InputError(name, f"be on the parameters' device ({like.device})", x.device, hint=hint)
     is_sharded = type(like) is not torch.nn.Parameter  # FSDP's shards have another dtype than the weight of a call
     if x.dtype != like.dtype and not is_sharded and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):

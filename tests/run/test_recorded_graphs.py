@@ -1,0 +1,237 @@
+"""Recorded graphs: derivatives that nobody needed when they were recorded, packages, and transforms inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import undivided
+from undivided import masks
+from undivided.errors import InputError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        out: Tensor = x + functional.scaled_dot_product_attention(q, k, v)[:, 0]
+        return out
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.projection(x).unsqueeze(2)
+        out: Tensor = undivided.attention(x, x, x, layout="bshd", mask=masks.causal()).squeeze(2)
+        return out
+
+
+def gradients(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of the input and of the parameters."""
+    leaf = x.clone().requires_grad_()
+    return list(torch.autograd.grad(function(leaf).square().sum(), [leaf, *module.parameters()]))
+
+
+def recorded(how: str, module: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    if how == "export, frozen":
+        module.requires_grad_(False)
+        program = torch.export.export(module, (x,)).module()
+        module.requires_grad_(True)
+        return program.requires_grad_(True)
+    guard = torch.inference_mode() if "inference" in how else torch.no_grad()
+    with guard:
+        if how == "make_fx":
+            return make_fx(module)(x)  # type: ignore[no-any-return]
+        if how == "jit.trace":
+            return torch.jit.trace(module, x)  # type: ignore[no-any-return]
+        program = torch.export.export(module, (x.clone(),)).module()
+    return torch.compile(program, backend="aot_eager") if "compiled" in how else program
+
+
+@pytest.mark.parametrize(
+    "how", ["export", "export, inference", "export, frozen", "export, compiled", "make_fx", "jit.trace"]
+)
+@pytest.mark.parametrize("kind", [Block, Packed])
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_graph_that_was_recorded_without_gradients_has_them(kind: type[nn.Module], how: str) -> None:
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(2, 5, 8)
+    with undivided.replace_sdpa():
+        want = gradients(module, module, x)
+        function = recorded(how, module, x)
+        owner = module if how in ("make_fx", "jit.trace") else function
+        if isinstance(owner, torch._dynamo.OptimizedModule):
+            owner = owner._orig_mod
+        if how == "make_fx":  # the parameters are constants of the graph
+            leaf = x.clone().requires_grad_()
+            found, want = list(torch.autograd.grad(function(leaf).square().sum(), leaf)), want[:1]
+        else:
+            found = gradients(function, function if how == "jit.trace" else owner, x)  # type: ignore[arg-type]
+    for mine, other in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_trace_with_gradients_passes_its_own_check() -> None:
+    module, x = Packed().eval(), torch.randn(2, 5, 8)
+    traced = torch.jit.trace(module, x)
+    torch.testing.assert_close(traced(2 * x), module(2 * x))
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
+def test_the_cpp_wrapper_of_inductor_has_gradients(needed: tuple[bool, bool]) -> None:
+    """It ended the process if an operator returned a list of one tensor."""
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        return undivided.attention(q, k, k, layout="bshd", mask=masks.causal())
+
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        compiled = torch.compile(attend, fullgraph=True)
+        torch.manual_seed(0)
+        leaves = [torch.randn(1, 6, 2, 16).requires_grad_(need) for need in needed]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found, expected = (torch.autograd.grad(f(*leaves).square().sum(), wanted) for f in (compiled, attend))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+def test_packages_of_aot_inductor_run(mask: str, tmp_path: Path) -> None:
+    """They pass an empty list of tensors as None."""
+
+    class Attend(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            chosen = masks.causal() if mask == "causal" else masks.lengths(torch.tensor([4]))
+            return undivided.attention(q, k, k, layout="bshd", mask=chosen)
+
+    q, k = torch.randn(2, 1, 6, 2, 16)
+    with torch.no_grad():
+        program = torch.export.export(Attend(), (q, k))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
+        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(q, k), Attend()(q, k))
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, kinds: Any, arguments: Any = (), options: Any = None) -> Any:
+        return function(*arguments, **(options or {}))
+
+
+def attend(q: Tensor) -> Tensor:
+    return undivided.attention(q, q, q, layout="bshd", mask=masks.causal())
+
+
+def sdpa(q: Tensor) -> Tensor:
+    return undivided.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.fixture
+def point_and_tangent() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+
+
+@pytest.mark.parametrize("function", [attend, sdpa])
+class TestForwardMode:
+    """Tangents were dropped without an error wherever the operator was called."""
+
+    @pytest.mark.parametrize("mode", [Looking, lambda: FlopCounterMode(display=False)])
+    def test_under_a_mode(self, mode: Any, function: Any, point_and_tangent: tuple[Tensor, Tensor]) -> None:
+        want = torch.func.jvp(function, *((x,) for x in point_and_tangent))[1]
+        with mode(), forward_ad.dual_level():
+            out = forward_ad.unpack_dual(function(forward_ad.make_dual(*point_and_tangent)))
+        torch.testing.assert_close(out.tangent, want)
+
+    @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+    def test_linearize(self, function: Any, point_and_tangent: tuple[Tensor, Tensor]) -> None:
+        q, tangent = point_and_tangent
+        torch.testing.assert_close(
+            torch.func.linearize(function, q)[1](tangent), torch.func.jvp(function, (q,), (tangent,))[1]
+        )
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_inside_a_compiled_function(
+        self, backend: str, function: Any, point_and_tangent: tuple[Tensor, Tensor]
+    ) -> None:
+        def derivative(q: Tensor, tangent: Tensor) -> Tensor:
+            result: Tensor = torch.func.jvp(function, (q,), (tangent,))[1]
+            return result
+
+        compiled = torch.compile(derivative, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(*point_and_tangent), derivative(*point_and_tangent))
+
+    def test_dual_tensors_of_a_compiled_function_are_refused(
+        self, function: Any, point_and_tangent: tuple[Tensor, Tensor]
+    ) -> None:
+        compiled = torch.compile(function, backend="eager")
+        with forward_ad.dual_level(), pytest.raises(InputError, match="must have no tangents"):
+            compiled(forward_ad.make_dual(*point_and_tangent))
+
+
+@pytest.mark.parametrize("function", [attend, sdpa])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_transforms_inside_a_compiled_function(backend: str, function: Any) -> None:
+    def loss(q: Tensor) -> Tensor:
+        result: Tensor = function(q).square().sum()
+        return result
+
+    q = torch.randn(3, 1, 6, 2, 8)
+    for transformed in (
+        torch.func.vmap(function),
+        torch.func.vmap(torch.func.grad(loss)),
+        lambda q: torch.func.jacrev(function)(q[0]),
+    ):
+        compiled = torch.compile(lambda q, f=transformed: f(q), backend=backend)
+        torch.testing.assert_close(compiled(q), transformed(q), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # PyTorch's own
+@pytest.mark.parametrize("backend", ["native", "reference", "torch_flash"])
+@pytest.mark.parametrize("name", ["causal", "lengths"])
+def test_compiled_autograd_runs_the_backward_of_an_eager_call(name: str, backend: str) -> None:
+    """Traced, the backward of `native` read memory that traced tensors do not have; with lengths it raised an error."""
+    lengths = torch.tensor([3, 5])
+    mask = masks.causal() if name == "causal" else masks.lengths(lengths, lengths)
+    q = torch.randn(2, 6, 2, 16, requires_grad=True)
+    out = undivided.attention(q, q, q, layout="bshd", mask=mask, backend=backend).square().sum()
+    (want,) = torch.autograd.grad(out, q, retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward()
+    assert q.grad is not None
+    torch.testing.assert_close(q.grad, want)
+
+
+SIZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rotary": lambda x: undivided.RotaryPositionEmbedding(16)(x.shape[1]),
+    "window": lambda x: undivided.attention(x, x, x, layout="bshd", mask=masks.window(x.shape[1] // 2, 0)),
+    "chunks": lambda x: undivided.attention(x, x, x, layout="bshd", mask=masks.chunks(x.shape[1] // 2)),
+    "lengths": lambda x: undivided.attention(x, x, x, layout="bshd", mask=masks.lengths([x.shape[1] - 1])),
+    "documents": lambda x: undivided.attention(
+        x[0], x[0], x[0], layout="thd", mask=masks.documents(torch.tensor([0, 4]), total_q=x.shape[1], max_q=x.shape[1])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_that_follow_from_sizes_are_taken_in_graphs(name: str) -> None:
+    """torch.compile makes the size of the second call a symbol, which has no attributes."""
+    function = SIZES[name]
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for length in (8, 9, 11):
+        x = torch.randn(1, length, 2, 16)
+        torch.testing.assert_close(compiled(x), function(x))
