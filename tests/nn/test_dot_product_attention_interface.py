@@ -285,3 +285,15 @@ def test_a_requested_backend_runs_or_gives_reasons() -> None:
     assert DotProductAttention(4, 8, qkv_format="bshd", backend="reference")(Q, Q, Q).shape == (2, 6, 32)
     with pytest.raises(NoBackendError, match="flash_attn"):
         DotProductAttention(4, 8, qkv_format="bshd", backend="flash_attn")(Q, Q, Q)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_hints_name_the_arguments_of_the_module(padded: bool) -> None:
+    layer = DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding_causal")
+    q, offsets = torch.randn(13, 2, 16), torch.tensor([0, 4, 9])
+    names = ["cu_seqlens_q", "cu_seqlens_kv"] + ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"] * padded
+    with pytest.raises(InputError) as raised:
+        layer(q, q, q, **dict.fromkeys(names, offsets))
+    name = "cu_seqlens_q_padded" if padded else "cu_seqlens_q"
+    assert str(raised.value).startswith(f"{name} must have {name}[-1] of 13")
+    assert raised.value.hint == "if the last tokens are padding, cu_seqlens_q_padded with offsets that end there"

@@ -5,8 +5,13 @@ Exit codes: 0 success; 1 a negative result (no backend, a failed verification); 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import sys
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,20 +41,40 @@ COMMANDS = (
 class _Group(TyperGroup):
     """A group that prints InputError, NoBackendError and OSError without a traceback; any other exception is a bug."""
 
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """The context; --help and --version print while the arguments are read."""
+        _open_closed_streams()
+        with _errors_as_messages():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _errors_as_messages():
             return super().invoke(ctx)
-        except InputError as error:
-            complain(str(error))
-            raise typer.Exit(2) from None
-        except NoBackendError as error:
-            complain(str(error))
-            raise typer.Exit(1) from None
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of the output has ended: typer exits silently
-                raise
-            complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
-            raise typer.Exit(2) from None
+
+
+@contextlib.contextmanager
+def _errors_as_messages() -> Iterator[None]:
+    """Print the errors of a user as messages, and exit with their codes."""
+    try:
+        yield
+    except InputError as error:
+        complain(str(error))
+        raise typer.Exit(2) from None
+    except NoBackendError as error:
+        complain(str(error))
+        raise typer.Exit(1) from None
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # the reader of the output has ended: typer exits silently
+            raise
+        complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        raise typer.Exit(2) from None
+
+
+def _open_closed_streams() -> None:
+    """Replace standard streams that the caller has closed (None in Python), as in ``command >&-``."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  until the process ends
 
 
 def _version(is_requested: bool) -> None:

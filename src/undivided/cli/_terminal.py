@@ -38,7 +38,8 @@ def console() -> Console:
     """A console on stdout, as wide as the terminal. It is created at each use, because stdout may be redirected."""
     if sys.stdout.isatty():
         return Console(highlight=False)
-    width = None if os.environ.get("COLUMNS", "").isdecimal() else UNBOUNDED
+    columns = os.environ.get("COLUMNS", "")
+    width = None if columns.isdecimal() and int(columns) else UNBOUNDED
     return Console(highlight=False, width=width, file=cast(IO[str], _Trimmed(sys.stdout)))
 
 

@@ -22,6 +22,8 @@ from undivided.context_parallel.plan import plan as make_plan
 from undivided.errors import InputError
 
 WORLD, HEADS, HEAD_DIM = 8, 32, 128
+MAX_WORLD = 512
+"""Ranks: the time grows with their square, 40 seconds at this number."""
 
 
 @flags(mask_flags=MaskFlags, cluster=ClusterFlags, model=ModelFlags)
@@ -110,6 +112,9 @@ def plan(
     heads = HEADS if heads is None else heads
     head_dim = HEAD_DIM if head_dim is None else head_dim
     world = WORLD if world is None else world
+    if world > MAX_WORLD:
+        hint = f"undivided plan --nodes {-(-world // 8)} --gpus 8 plans the mesh of a cluster"
+        raise InputError("--world", f"be at most {MAX_WORLD}: every pair of ranks is counted", world, hint)
     batch = 1 if batch is None else batch
     if cached is not None:
         refuse_together(

@@ -48,6 +48,10 @@ _NAMES_BY_MASK_WORD = {
 }
 
 
+# The module's arguments, by the names that messages of a mask have for them.
+_NAMES_OF_MASK_OFFSETS = {"padded_q[": "cu_seqlens_q_padded[", "padded_kv[": "cu_seqlens_kv_padded["}
+
+
 def with_module_names(error: InputError) -> InputError:
     """An error of `undivided.attention` or of a mask, with the argument names of `DotProductAttention`."""
     name = _MODULE_NAMES.get(error.argument)
@@ -55,8 +59,18 @@ def with_module_names(error: InputError) -> InputError:
         name = next((name for word, name in _NAMES_BY_MASK_WORD.items() if word in str(error)), None)
     if name is None:
         return error
-    message = name + str(error).removeprefix(error.argument)
-    return _rebuild_input_error(message, name, error.hint)
+    message, hint = name + str(error).removeprefix(error.argument), error.hint
+    if hint is not None and "masks.documents total" in hint:
+        own = f"if the last tokens are padding, {_padded(name)} with offsets that end there"
+        message, hint = message.replace(hint, own), own
+    for word, own in _NAMES_OF_MASK_OFFSETS.items():
+        message = message.replace(word, own)
+    return _rebuild_input_error(message, name, hint)
+
+
+def _padded(name: str) -> str:
+    """The argument of the offsets that include padding."""
+    return name if name.endswith("_padded") else f"{name}_padded"
 
 
 def rename_arguments(error: InputError, names: Mapping[str, str]) -> InputError:
