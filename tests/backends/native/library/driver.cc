@@ -2,7 +2,7 @@
 //
 //     driver libundivided_cpu.so < problems > results
 //
-// A problem is a list of 8-byte numbers and of bytes: which call (0: level, 1: forward, 2: backward, 3: shared keys); the
+// A problem is a list of 8-byte numbers and of bytes: which call (0: level, 1: forward, 2: backward, 3: shared keys, 4: append); the
 // number of memory blocks, and for each its size and content; the number of records, and for each its size and bytes,
 // the number of its pointers, and for each its offset in the record, its block, and its offset in the block. A result is
 // the status, the content of every block, and the numbers of the shared keys. emulated.py writes and reads them.
@@ -43,7 +43,8 @@ int main(int count, char** arguments) {
   if (library == nullptr) return fprintf(stderr, "%s\n", count == 2 ? dlerror() : "usage: driver library"), 1;
   const auto forward = (int (*)(const void*))find(library, "undivided_forward");
   const auto backward = (int (*)(const void*, const void*))find(library, "undivided_backward");
-  const auto shared_keys = (int64_t (*)(const void*, int64_t*, int64_t))find(library, "undivided_shared_keys");
+  const auto shared_keys = (int64_t(*)(const void*, int64_t*, int64_t))find(library, "undivided_shared_keys");
+  const auto append = (int (*)(const void*))find(library, "undivided_append");
   const auto level = (const char* (*)())find(library, "undivided_level");
 
   for (int64_t call; fread(&call, 8, 1, stdin) == 1; fflush(stdout)) {
@@ -74,6 +75,7 @@ int main(int count, char** arguments) {
     const void* const record = records.empty() ? nullptr : records[0].data();
     write_number(call == 1   ? forward(record)
                  : call == 2 ? backward(record, records.at(1).data())
+                 : call == 4 ? append(record)
                              : shared_keys(record, found, kParts));
     for (const auto& [memory, bytes] : blocks) write_bytes(memory, bytes), free(memory);
     if (call == 3) write_bytes(found, sizeof found);

@@ -20,7 +20,7 @@ from undivided.kernels import cpu
 ROOT = Path(__file__).resolve().parents[4]
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 LEVELS = ("generic", "neon", "neon_bf16")
-_FORWARD, _BACKWARD, _SHARED_KEYS, _PARTS = 1, 2, 3, 16
+_FORWARD, _BACKWARD, _SHARED_KEYS, _APPEND, _PARTS = 1, 2, 3, 4, 16
 _ITEM_BYTES = {0: 4, 1: 2, 2: 2}  # of each Type
 _INT4, _GROUP = 4, 32
 
@@ -116,6 +116,27 @@ def _gradient_places(g: Mapping[str, int], a: Mapping[str, int]) -> Places:
     return places
 
 
+def _append_places(p: Mapping[str, int]) -> Places:
+    """The memory of every pointer of an Append."""
+    item, batch, length, heads, pool_rows = (
+        _ITEM_BYTES[p["dtype"]],
+        p["batch"],
+        p["length"],
+        p["kv_heads"],
+        p["row_count"] * p["kv_heads"],
+    )
+    places: Places = [("rows", _memory(p["rows"], 8, (batch * length, 1)))]
+    for name in "kv":
+        dim, is_int4 = p[f"{name}_dim"], p["format"] == _INT4
+        axes = [(size, p[f"{name}_{axis}"]) for axis, size in (("b", batch), ("h", heads), ("s", length))]
+        places.append((name, _memory(p[name], item, *axes, (dim, 1))))
+        stored = dim * item if not p["format"] else dim // 2 if is_int4 else dim
+        places.append((f"{name}_pool", _memory(p[f"{name}_pool"], 1, (pool_rows * stored, 1))))
+        scales = pool_rows * (dim // _GROUP if is_int4 else 1)
+        places.append((f"{name}_scale", _memory(p[f"{name}_scale"], 4, (scales, 1))))
+    return places
+
+
 def _blocks(places: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """The memory of all places as (start, end) of disjoint blocks: tensors may share memory."""
     blocks: list[tuple[int, int]] = []
@@ -201,6 +222,11 @@ class EmulatedLibrary(cpu.Library):
             return cpu._PAIRWISE if status == cpu._NON_FINITE else attempt + 1
         cpu._check(status)
         return None
+
+    def append(self, record: bytes) -> None:
+        """As `cpu.Library.append`."""
+        p = dict(zip(cpu.APPEND_FIELDS, cpu.APPEND_RECORD.unpack(record), strict=True))
+        cpu._check(self._call(_APPEND, [(record, cpu.APPEND_FIELDS, _append_places(p))]))
 
     def shared_keys(self, record: bytes | None) -> list[tuple[int, int, int]]:
         """As `cpu.Library.shared_keys`."""

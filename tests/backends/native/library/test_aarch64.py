@@ -14,9 +14,14 @@ import emulated
 import levels
 import pytest
 import torch
+from difficult_rows import difficult_rows
+from torch import Tensor
 
 import undivided
 from undivided.backends import get
+from undivided.cache._storage import Heads, NewTokens, Storage
+from undivided.kernels import cpu
+from undivided.quantization import FORMATS, Format
 from undivided.verification import contract, runs
 from undivided.verification.cases import CASES
 
@@ -116,3 +121,28 @@ def test_a_head_of_more_tokens_than_a_panel_has_rows_stays_in_its_memory(
             with levels.running_library(library, 1):
                 out = undivided.attention(q, k, v, layout="bhsd", backend="native")
             assert (out.double() - exact).norm() < 4e-3 * exact.norm(), (library.level, tokens)
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_new_tokens_have_the_bits_of_their_definition(
+    libraries: dict[str, emulated.EmulatedLibrary], format: Format | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        k, v = (difficult_rows((2, 9, 3, 64), dtype, seed) for seed in range(2))
+        heads = Heads.checked(3, 64, 64, dtype, quantize=format)
+
+        def written(library: object, k: Tensor = k, v: Tensor = v, heads: Heads = heads) -> list[Tensor]:
+            storage = Storage(5, 8, heads, torch.device("cpu"))
+            for part in storage._parts:
+                part.view(torch.uint8).zero_()
+            with monkeypatch.context() as patched:
+                patched.setattr(cpu, "load", lambda: library)
+                storage.write(storage.rows(list(range(3, 39, 2))), NewTokens(k, v, (9, 9), False))
+            parts = (part.nan_to_num(1e38) if part.dtype == torch.float32 else part for part in storage._parts)
+            return [part.view(torch.uint8) for part in parts]
+
+        expected = written("no library")
+        for level, library in libraries.items():
+            calls = library.calls
+            assert all(map(torch.equal, written(library), expected)), (level, dtype)
+            assert library.calls == calls + 1

@@ -20,7 +20,7 @@ constexpr float kLargestNumber<Int4> = 7;
 
 // NaN if there is one.
 template <class T>
-INLINE float largest_magnitude(const T* row, int64_t columns) {
+INLINE float row_magnitude(const T* row, int64_t columns) {
   IVec largest = {};
   for (int64_t d = 0; d < columns; d += kLanes) {
     const IVec bits = (IVec)load_columns(row + d, columns - d) & 0x7fffffff;  // NaN is above all numbers
@@ -67,7 +67,7 @@ INLINE void store_bytes(void* to, IVec x, int64_t count) {
 template <class T, class Number>
 INLINE void quantize_row(const T* row, int64_t columns, Number* to, float* scale) {
   constexpr float kLargest = kLargestNumber<Number>;
-  *scale = largest_magnitude(row, columns) / kLargest;
+  *scale = row_magnitude(row, columns) / kLargest;
   for (int64_t d = 0; d < columns; d += kLanes) {
     const Vec x = divided(load_columns(row + d, columns - d), splat(*scale), kLargest);
     store_bytes(to + d, nearest_bits(x, to), columns - d);
@@ -77,7 +77,7 @@ template <class T>
 INLINE void quantize_row(const T* row, int64_t columns, Int4* to, float* scale) {
   for (int64_t group = 0; group < columns; group += kGroupSize, scale++, to += kGroupSize / 2) {
     int8_t numbers[kGroupSize];
-    *scale = largest_magnitude(row + group, kGroupSize) / kLargestNumber<Int4>;
+    *scale = row_magnitude(row + group, kGroupSize) / kLargestNumber<Int4>;
     for (int d = 0; d < kGroupSize; d += kLanes) {
       const Vec x = divided(load_as_float(row + group + d), splat(*scale), kLargestNumber<Int4>);
       store_bytes(numbers + d, nearest_bits(x, (const Int8*)nullptr) + 8, kLanes);
