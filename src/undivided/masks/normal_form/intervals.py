@@ -85,6 +85,9 @@ class NormalForm:
             heads: query heads.
             device: device of the ranges.
 
+        Returns:
+            The form.
+
         >>> NormalForm.of_last_queries([3, 1], 1, 4, 1, torch.device("cpu")).ranges.tolist()
         [[[1, 3]], [[0, 1]]]
         """
