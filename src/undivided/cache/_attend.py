@@ -147,8 +147,9 @@ class _Latest:
 def _prepare(call: CachedCall, mask: Mask, allowed: Policy, kind: object) -> Prepared | None:
     """The call, prepared. kind: what decides on it besides the mask and the lengths."""
     latest = mask.cached(("latest", kind), _Latest) if _is_paged_decoding(call, mask) else None
-    if latest is not None and latest.prepared is not None:
-        prepared = _with_lengths(latest.prepared, call, mask)
+    before = None if latest is None else latest.prepared  # another thread may replace it
+    if before is not None:
+        prepared = _with_lengths(before, call, mask)
     else:
         q, k, v, options = _arguments(call, mask)
         prepared = Prepared.of(Request.from_keywords(q, k, v, **options), allowed)

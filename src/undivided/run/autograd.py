@@ -171,9 +171,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if (
-            torch.compiler.is_compiling()
-        ):  # compiled autograd: a kernel reads memory, which a traced tensor does not have
+        # compiled autograd: a kernel reads memory, which a traced tensor does not have
+        if torch.compiler.is_compiling():
             from undivided.arguments import _graph_break
 
             derivatives: tuple[Tensor | None, ...] = _graph_break.call(
