@@ -36,21 +36,25 @@ def checked_params(params: object) -> InferenceParams | None:
     return params
 
 
-def check_cross_attention(params: InferenceParams | None, cp: ContextParallel | None) -> None:
-    """InputError for a cache and a context group together."""
-    if params is not None and cp is not None:
-        must = "be None for cross-attention with a context group: ranks hold parts of its keys, but whole steps"
-        raise InputError("inference_params", must, "a cache", hint="a decoder without set_context_parallel_group")
-
-
-def check_cross_mask(
-    own_kind: str, own_window: Window | None, mask_type: str | None, window_size: object, bias_type: object
+def check_cross_attention(
+    params: InferenceParams | None,
+    cp: ContextParallel | None,
+    own_kind: str,
+    own_window: Window | None,
+    mask_type: str | None,
+    window_size: object,
+    bias_type: object,
 ) -> None:
-    """InputError for a mask or bias of cross-attention that depends on the positions of the queries.
+    """InputError for a cache and a context group together, or for a mask that depends on the positions of the queries.
 
     A step has some of them, and how many there will be, which a diagonal that ends bottom-right depends on, is not
-    known. What the call does not give is the layer's own.
+    known. What the call does not give (mask_type, window_size) is the layer's own.
     """
+    if params is None:
+        return
+    if cp is not None:
+        must = "be None for cross-attention with a context group: ranks hold parts of its keys, but whole steps"
+        raise InputError("inference_params", must, "a cache", hint="a decoder without set_context_parallel_group")
     kind = checked_mask_type(own_kind if mask_type is None else mask_type)
     window = own_window if window_size is None else checked_window(window_size)
     must = "not depend on the positions of the queries in cross-attention with inference_params"

@@ -272,8 +272,8 @@ class MultiheadAttention(DividedModule):
             encoder_output: input of the keys and values for "cross", in the same format.
             rotary_pos_emb: angles of `RotaryPositionEmbedding`, or a pair for queries and keys. Positions count within
                 each packed sequence, and continue after cached tokens.
-            inference_params: cache of earlier keys and values. "cross" reads only the positions of its queries from it,
-                for rotary_pos_emb; its mask must not depend on them (no causal mask, window or ALiBi).
+            inference_params: cache of earlier keys and values; "cross" reads only positions, for rotary_pos_emb, and
+                refuses masks that depend on them (causal masks, windows, ALiBi).
             is_first_microbatch: only None is accepted.
             attention_mask, attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
@@ -289,9 +289,8 @@ class MultiheadAttention(DividedModule):
             NoBackendError: no allowed backend can run the problem.
         """
         check_refused(LAYERS_AT_CALL, {"is_first_microbatch": is_first_microbatch})
-        self.check(
-            hidden_states, encoder_output, inference_params, attn_mask_type, window_size, core_attention_bias_type
-        )
+        of_mask = attn_mask_type, window_size, core_attention_bias_type
+        self.check(hidden_states, encoder_output, inference_params, *of_mask)
         kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
         padding = checked_mask_type(kind).padding
         is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence is None
@@ -346,8 +345,8 @@ class MultiheadAttention(DividedModule):
         """Raise the errors of a call with these hidden states, encoder output and cache.
 
         Args:
-            x, encoder, params: hidden_states, encoder_output and inference_params of the call.
-            of_mask: its attn_mask_type, window_size and core_attention_bias_type.
+            x, encoder, params, of_mask: hidden_states, encoder_output, inference_params of the call, and its
+                attn_mask_type, window_size and core_attention_bias_type.
 
         Raises:
             InputError: one of them is wrong.
@@ -364,9 +363,8 @@ class MultiheadAttention(DividedModule):
         hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", weight)
         assert encoder is not None
         hidden.check_encoder(x, encoder, format, "qkv_format")
-        _cached.check_cross_attention(params, self.core_attention.context_parallel)
-        if params is not None:
-            _cached.check_cross_mask(self.core_attention.attn_mask_type, self.core_attention.window_size, *of_mask)
+        core = self.core_attention
+        _cached.check_cross_attention(params, core.context_parallel, core.attn_mask_type, core.window_size, *of_mask)
 
     def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""
