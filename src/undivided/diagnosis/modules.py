@@ -20,6 +20,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.cache import InferenceParams, KVCache, PagedKVCache
 from undivided.nn import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
+from undivided.quantization import FORMATS
 from undivided.sdpa import scaled_dot_product_attention
 from undivided.verification.lines import Line, Task, command_parser, run
 
@@ -184,6 +185,22 @@ def cache_paged(numbers: Numbers) -> list[Tensor]:
     return results
 
 
+def cache_steps(numbers: Numbers) -> list[Tensor]:
+    """Steps of decoding over pages of each format, which differ in their lengths only; and the int8 keys of one
+    sequence, as they are stored."""
+    k, v, q, window = numbers(2, 12, 2, 64), numbers(2, 12, 2, 64), numbers(2, 12, 8, 64), masks.window(3, 0)
+    results = []
+    for quantize in (None, *FORMATS):
+        cache = PagedKVCache(4, 16, 2, 64, batch=2, dtype=k.dtype, device=k.device, quantize=quantize)
+        cache.append(k[:, :6], v[:, :6], lengths=[6, 3])
+        for t in range(6, 12):
+            cache.append(k[:, t : t + 1], v[:, t : t + 1])
+            results += [cache.attend(q[:, t : t + 1], mask) for mask in (None, window)]
+        if quantize == "int8":
+            results.append(cache.k[int(cache.block_table[0, 0]), :12].float())
+    return results
+
+
 def pytorchs_function(numbers: Numbers) -> list[Tensor]:
     """scaled_dot_product_attention with grouped heads and a boolean mask, with gradients."""
     q, k, v = (numbers(2, heads, 20, 16).requires_grad_() for heads in (4, 2, 2))
@@ -204,6 +221,7 @@ CHECKS: dict[str, Callable[[Numbers], list[Tensor]]] = {
         cache_contiguous,
         cache_int8,
         cache_paged,
+        cache_steps,
         pytorchs_function,
     )
 }
