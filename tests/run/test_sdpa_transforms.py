@@ -9,6 +9,8 @@ import torch
 from sdpa_calls import BFLOAT, DOUBLE, HALF, SINGLE, math, ours, qkv
 from torch import Tensor
 
+import undivided
+
 # torch's own forward mode scripts its decompositions when it is first used
 
 
@@ -97,3 +99,19 @@ def test_compiled_whole(call: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(*found)
     mine, eager = (torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True) for out in found)
     torch.testing.assert_close(mine[:3], eager[:3])
+
+
+@pytest.mark.parametrize("name", ["sdpa", "attention"])
+def test_vmap_draws_dropout_for_each_element_or_for_all(name: str) -> None:
+    """Drawing a seed in place was refused with randomness="different"."""
+
+    def attend(q: Tensor) -> Tensor:
+        if name == "sdpa":
+            return undivided.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        return undivided.attention(q, q, q, layout="bhsd", dropout_p=0.5)
+
+    q = torch.randn(1, 1, 2, 8, 16).expand(2, -1, -1, -1, -1)
+    first, second = torch.vmap(attend, randomness="different")(q)
+    assert not torch.equal(first, second)
+    first, second = torch.vmap(attend, randomness="same")(q)
+    assert torch.equal(first, second)

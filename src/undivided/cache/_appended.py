@@ -46,8 +46,10 @@ def append(
     library = cpu.load()
     if isinstance(library, str) or not pool.is_cpu or (format is None and dtype != pool.dtype):
         return False
+    if not (k.is_cpu and v.is_cpu and _has_rows(k) and _has_rows(v)):
+        return False
     addresses = k.data_ptr(), v.data_ptr(), *[part.data_ptr() for part in parts]
-    if 0 in addresses or not (k.is_cpu and v.is_cpu and _has_rows(k) and _has_rows(v)):
+    if 0 in addresses:
         return False
     for part, begin in zip(parts, addresses[2:], strict=True):
         if type(part) is not Tensor or part.untyped_storage().nbytes() < part.nbytes:
@@ -118,5 +120,6 @@ def _is_allowed(backend: Backend) -> bool:
 
 def _has_rows(tensor: Tensor) -> bool:
     """Whether the values are in memory, those of a token and head side by side."""
-    contiguous = tensor.stride(3) == 1 or tensor.shape[3] == 1
-    return contiguous and type(tensor) is Tensor and not tensor.is_neg()
+    if type(tensor) is not Tensor or tensor.is_neg():
+        return False
+    return tensor.stride(3) == 1 or tensor.shape[3] == 1
