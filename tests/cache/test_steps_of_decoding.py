@@ -14,7 +14,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.masks.normal_form import NormalForm
+from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.request import Request
 from undivided.run import replay
 from undivided.selection.policy import Policy
@@ -139,7 +139,7 @@ def test_nothing_of_a_cache_is_kept_alive() -> None:
 )
 def test_the_form_of_last_queries_is_that_of_the_mask(lengths: list[int], left: int | None, more: int) -> None:
     kv_len = max(max(lengths), 1) + more
-    form = NormalForm.of_last_queries(lengths, left, kv_len, 2, torch.device("cpu"))
+    form = of_last_queries(lengths, left, kv_len, 2, torch.device("cpu"))
     mask = masks.window(left, 0, align="bottom_right") & masks.lengths(lengths)
     mask.check(len(lengths), 2, 1, kv_len, packed=False, device=torch.device("cpu"))
     expected = mask.normal_form(len(lengths), 2, 1, kv_len, "cpu")

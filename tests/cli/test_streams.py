@@ -45,4 +45,4 @@ def test_no_columns_are_no_width(columns: str) -> None:
 
 
 def test_plans_of_too_many_ranks_are_refused() -> None:
-    assert "--world must be at most 512" in refused("plan", "8192", "--world", "513")
+    assert "--world must be at most 1024" in refused("plan", "8192", "--world", "1025")

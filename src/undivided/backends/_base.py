@@ -7,6 +7,7 @@ stay consistent.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -189,9 +190,8 @@ class Backend:
 
     def __reduce__(self) -> Any:
         """Copies and pickles of a backend are the backend itself: decisions compare them by identity."""
-        from undivided.backends import all_backends, get
-
-        return (get, (self.name,)) if self in all_backends() else super().__reduce__()
+        is_global = getattr(sys.modules[type(self).__module__], "BACKEND", None) is self
+        return "BACKEND" if is_global else super().__reduce__()
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"

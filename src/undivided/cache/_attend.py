@@ -32,7 +32,7 @@ from undivided.cache._storage import Counts, Heads, Pools
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
-from undivided.masks.normal_form import NormalForm
+from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.checks import checked_mask
 from undivided.request.request import Request
 from undivided.run.replay import Prepared, may_replay
@@ -179,7 +179,7 @@ def _with_lengths(prepared: Prepared, call: CachedCall, mask: Mask) -> Prepared 
         q = q.unflatten(0, (len(lengths), 1))
     heads = q.shape[1 if layout == "bhsd" else 2]
     kv_len = pages.shape[1] * pools.k.shape[1]
-    form = NormalForm.of_last_queries(lengths, mask.left, kv_len, heads, pools.k.device)
+    form = of_last_queries(lengths, mask.left, kv_len, heads, pools.k.device)
     return prepared.with_form(form, q, pools.k, pools.v, pages, pools.scales)
 
 

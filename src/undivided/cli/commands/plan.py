@@ -22,8 +22,8 @@ from undivided.context_parallel.plan import plan as make_plan
 from undivided.errors import InputError
 
 WORLD, HEADS, HEAD_DIM = 8, 32, 128
-MAX_WORLD = 512
-"""Ranks: the time grows with their square, 40 seconds at this number."""
+MAX_WORLD = 1024
+"""Ranks: the time grows with their square, to minutes at this number for some placements."""
 
 
 @flags(mask_flags=MaskFlags, cluster=ClusterFlags, model=ModelFlags)

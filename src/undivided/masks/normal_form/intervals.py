@@ -72,29 +72,6 @@ class NormalForm:
     first_head: int = 0
     first_sequence: int = 0
 
-    @staticmethod
-    def of_last_queries(
-        lengths: Sequence[int], left: int | None, kv_len: int, heads: int, device: torch.device
-    ) -> NormalForm:
-        """The form of a causal mask for one query per sequence, its last token, in calls that read no positions.
-
-        Args:
-            lengths: keys of each sequence.
-            left: keys before its own that a query sees. None: all.
-            kv_len: keys of a row of the batch, padding included.
-            heads: query heads.
-            device: device of the ranges.
-
-        Returns:
-            The form.
-
-        >>> NormalForm.of_last_queries([3, 1], 1, 4, 1, torch.device("cpu")).ranges.tolist()
-        [[[1, 3]], [[0, 1]]]
-        """
-        ranges = [[[0 if left is None else max(stop - 1 - left, 0), stop]] for stop in lengths]
-        with torch.inference_mode(False):  # tensors with version counters, as those of other forms
-            return NormalForm(torch.tensor(ranges, dtype=torch.int32, device=device), kv_len, len(lengths), heads)
-
     @property
     def exact(self) -> bool:
         """Whether the ranges alone describe the mask."""
