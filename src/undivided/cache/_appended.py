@@ -38,22 +38,29 @@ def append(
         rows: the row of the flattened pools of each token, int64 [B * S], contiguous. None: sequence b is in page b.
         first_row: without `rows`, the row of a page that has its first token.
     """
-    pool, dtype = parts[0], k.dtype
+    dtype = k.dtype
     if dtype not in _DTYPES or v.dtype != dtype or is_traced() or forward_ad._current_level >= 0:
         return False
-    if _is_on_gpu(pool):
-        return format is not None and _append_on_gpu(parts, format, k, v, rows, first_row)
-    library = cpu.load()
-    if isinstance(library, str) or not pool.is_cpu or (format is None and dtype != pool.dtype):
+    if not (_has_rows(k) and _has_rows(v) and all(map(_is_whole, parts))):
         return False
-    if not (k.is_cpu and v.is_cpu and _has_rows(k) and _has_rows(v)):
+    if _is_on_gpu(parts[0]):
+        return format is not None and _append_on_gpu(parts, format, k, v, rows, first_row)
+    return _append_on_cpu(parts, format, k, v, rows, first_row)
+
+
+def _append_on_cpu(
+    parts: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None, first_row: int
+) -> bool:
+    """`append` by the native kernel."""
+    library, pool, dtype = cpu.load(), parts[0], k.dtype
+    if isinstance(library, str) or not (pool.is_cpu and k.is_cpu and v.is_cpu):
+        return False
+    if format is None and dtype != pool.dtype:
         return False
     addresses = k.data_ptr(), v.data_ptr(), *[part.data_ptr() for part in parts]
     if 0 in addresses:
         return False
     for part, begin in zip(parts, addresses[2:], strict=True):
-        if type(part) is not Tensor or part.untyped_storage().nbytes() < part.nbytes:
-            return False
         if begin <= addresses[0] < begin + part.nbytes or begin <= addresses[1] < begin + part.nbytes:
             return False  # tokens of the cache itself
     (batch, length, heads, k_dim), (k_b, k_s, k_h, _) = k.shape, k.stride()
@@ -98,9 +105,7 @@ def _append_on_gpu(
 ) -> bool:
     """`append` for quantised pools on the current GPU."""
     device = parts[0].device
-    if is_elsewhere(k) or not (_has_rows(k) and _has_rows(v)):
-        return False
-    if not (triton.runs_on(device) and _is_allowed(get("triton"))):
+    if is_elsewhere(k) or not (triton.runs_on(device) and _is_allowed(get("triton"))):
         return False
     if rows is None:
         pages, page_rows = parts[0].shape[:2]
@@ -116,6 +121,11 @@ def _is_allowed(backend: Backend) -> bool:
     rules = policy()
     listed = rules.allowed is None or any(has_name(backend, word) for word in rules.allowed)
     return listed and not any(has_name(backend, word) for word, _ in rules.disabled)
+
+
+def _is_whole(part: Tensor) -> bool:
+    """Whether the storage of a pool, which can be resized at any time, has all of its elements."""
+    return type(part) is Tensor and part.untyped_storage().nbytes() >= part.nbytes
 
 
 def _has_rows(tensor: Tensor) -> bool:

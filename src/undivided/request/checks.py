@@ -307,9 +307,8 @@ def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tenso
 
 def draw_seed(device: torch.device) -> Tensor:
     """A seed from torch's generator of the device, a 0-d int64 tensor there."""
-    if (
-        torch._C._functorch.peek_interpreter_stack() is not None
-    ):  # vmap(randomness="different") writes to no shared memory
+    # vmap(randomness="different") writes to no shared memory
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return torch.randint(2**63 - 1, (), device=device)
     return torch.empty((), dtype=torch.int64, device=device).random_()
 

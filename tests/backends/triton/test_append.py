@@ -79,3 +79,13 @@ def test_caches_on_a_gpu_append_by_one_launch(
     q, counts = torch.randn(*((2,) if layout == "thd" else (2, 1)), 4, 32), {"q_lengths": [1, 1]}
     options = counts if layout == "thd" else {}
     assert torch.equal(*(cache.attend(q, **options, backend="reference") for cache in (mine, theirs)))
+
+
+def test_pools_that_were_taken_away_reach_no_launch(on_gpu: list[str]) -> None:
+    cache, new = undivided.KVCache(1, 16, 2, 32, dtype=torch.float32, quantize="int8"), torch.randn(1, 2, 2, 32)
+    cache.append(new, new)
+    assert cache.v_scale is not None
+    cache.v_scale.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError):
+        cache.append(new, new)
+    assert on_gpu == ["int8"]

@@ -23,7 +23,7 @@ from undivided.errors import InputError
 
 WORLD, HEADS, HEAD_DIM = 8, 32, 128
 MAX_WORLD = 1024
-"""Ranks: the time grows with their square, to minutes at this number for some placements."""
+"""Ranks: the time grows with their square, to more than 40 seconds at 1000."""
 
 
 @flags(mask_flags=MaskFlags, cluster=ClusterFlags, model=ModelFlags)

@@ -48,10 +48,6 @@ _NAMES_BY_MASK_WORD = {
 }
 
 
-# The module's arguments, by the names that messages of a mask have for them.
-_NAMES_OF_MASK_OFFSETS = {"padded_q[": "cu_seqlens_q_padded[", "padded_kv[": "cu_seqlens_kv_padded["}
-
-
 def with_module_names(error: InputError) -> InputError:
     """An error of `undivided.attention` or of a mask, with the argument names of `DotProductAttention`."""
     name = _MODULE_NAMES.get(error.argument)
@@ -63,8 +59,9 @@ def with_module_names(error: InputError) -> InputError:
     if hint is not None and "masks.documents total" in hint:
         own = f"if the last tokens are padding, {_padded(name)} with offsets that end there"
         message, hint = message.replace(hint, own), own
-    for word, own in _NAMES_OF_MASK_OFFSETS.items():
-        message = message.replace(word, own)
+    for word, own in _NAMES_BY_MASK_WORD.items():
+        if word.startswith("padded_"):
+            message = message.replace(word, f"{own}[")
     return _rebuild_input_error(message, name, hint)
 
 
