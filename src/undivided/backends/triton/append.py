@@ -25,7 +25,8 @@ def runs_on(device: torch.device) -> bool:
     machine, backend = Machine.this(device), get("triton")
     if backend.unavailable(machine) is not None:
         return False
-    return machine.compute_capability is None or machine.compute_capability >= (8, 0)
+    (least, _), have = backend.limits.compute_capability, machine.compute_capability
+    return have is None or least is None or have >= least
 
 
 def append(parts: Sequence[Tensor], format: Format, k: Tensor, v: Tensor, rows: Tensor) -> None:

@@ -207,22 +207,16 @@ def _pack(geometry: Geometry, *keys: Range) -> Tensor:
     batch = max((value.shape[0] for value in (*raw, real) if isinstance(value, Tensor)), default=1)
     if geometry.batch == 0:
         batch = 0
-    if is_traced():  # a recorded graph loses what is written in place, which nothing in it seems to read
-        columns = [
-            value if isinstance(value, Tensor) else torch.full((), value, device=geometry.device) for value in raw
-        ]
-        bounds = torch.stack([column.expand(batch, geometry.q_len) for column in columns], -1).to(torch.int64)
-        bounds = bounds.clamp(0, geometry.kv_len)
-        return tidy(bounds if real is None else bounds * real[..., None])
-    if len(raw) == 2 and isinstance(raw[0], int) and raw[0] == 0:  # the common case, with half the operators
+    # a recorded graph loses what is written in place, which nothing in it seems to read
+    if len(raw) == 2 and isinstance(raw[0], int) and raw[0] == 0 and not is_traced():
+        # the common case, with half the operators
         ranges = torch.zeros(batch, geometry.q_len, 2, dtype=torch.int32, device=geometry.device)
         stop = _min(_max(raw[1], 0), geometry.kv_len)
         ranges[..., 1] = stop if real is None else real * stop
         return ranges
-    bounds = torch.empty(batch, geometry.q_len, len(raw), dtype=torch.int64, device=geometry.device)
-    for column, value in enumerate(raw):
-        bounds[..., column] = value
-    bounds.clamp_(0, geometry.kv_len)
+    columns = [value if isinstance(value, Tensor) else torch.full((), value, device=geometry.device) for value in raw]
+    bounds = torch.stack([column.expand(batch, geometry.q_len) for column in columns], -1).to(torch.int64)
+    bounds = bounds.clamp(0, geometry.kv_len)
     return tidy(bounds if real is None else bounds * real[..., None])
 
 
