@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,6 @@ def read_json(path: Path) -> Any:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file, or replace it: a reader finds the old text or the new one, and so does an interrupt."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as fresh:
+        fresh.write(text)
+    Path(fresh.name).replace(path)

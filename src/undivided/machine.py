@@ -168,9 +168,11 @@ class Machine:
         Raises:
             InputError: it is not a device.
         """
-        if device is None or as_device("device", device).type != "cuda":
+        chosen = torch.device("cpu") if device is None else as_device("device", device)
+        if chosen.type != "cuda":
             return _probe("cpu", None)
-        return _probe(str(device), active_flash_impl())
+        index = torch.cuda.current_device() if chosen.index is None else chosen.index
+        return _probe(f"cuda:{index}", active_flash_impl())
 
     @staticmethod
     def named(name: str, cudnn: str | None = None, packages: Mapping[str, str] | None = None) -> Machine:

@@ -85,8 +85,8 @@ def scaled_dot_product_attention(
     if unknown:
         hint = did_you_mean(min(unknown), _NAMES)
         raise_as_type_error(unknown_arguments, "scaled_dot_product_attention", unknown, _NAMES, hint)
-    query, key, value = autograd.autocast(query, key, value)
     try:
+        query, key, value = autograd.autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
         shape: Sequence[int] | None = None
         if _is_plain(query, key, value, enable_gqa):

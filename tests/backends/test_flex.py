@@ -22,6 +22,20 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+slow = pytest.mark.slow  # each compiles a kernel
+NAMES_ON_THE_CPU = [
+    "gqa-causal-softcap-alibi-bias",
+    pytest.param("lengths-nan-predicate", marks=slow),
+    pytest.param("global-window-dense", marks=slow),
+]
+PROBLEMS_OF_ONE_QUERY = [
+    ("causal", 1),
+    pytest.param("causal", 601, marks=slow),
+    pytest.param("window-prefix", 9, marks=slow),
+    pytest.param("alibi-bias", 9, marks=slow),
+]
+
+
 def flex_case(name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     q, k, v = (t.float() for t in tensors(130, 140))
     if name == "gqa-causal-softcap-alibi-bias":
@@ -37,7 +51,7 @@ def flex_case(name: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gqa-causal-softcap-alibi-bias", "lengths-nan-predicate", "global-window-dense"])
+@pytest.mark.parametrize("name", NAMES_ON_THE_CPU)
 def test_flex_on_the_cpu(name: str) -> None:
     (q, k, v), more = flex_case(name)
     call, given = call_of(q, k, v, layout="bshd", **more)
@@ -59,7 +73,7 @@ def of_one_query(name: str, kv_len: int) -> dict[str, Any]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "kv_len"), [("causal", 1), ("causal", 601), ("window-prefix", 9), ("alibi-bias", 9)])
+@pytest.mark.parametrize(("name", "kv_len"), PROBLEMS_OF_ONE_QUERY)
 def test_flex_on_the_cpu_with_one_query(name: str, kv_len: int) -> None:
     """Inductor failed with an internal error: it was handed the columns of the row ranges as views of one buffer."""
     q, k, v = (t.float() for t in tensors(1, kv_len))

@@ -254,6 +254,7 @@ def gpu_check(*arguments: str, without: Path | None = None) -> subprocess.Comple
 
 
 class TestScript:
+    @pytest.mark.slow
     def test_it_runs_from_the_sources_with_torch_alone(self, tmp_path: Path) -> None:
         """As on a machine where nothing can be installed: none of the packages that the tests have."""
         away = tmp_path / "away"

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, PagedKVCache, masks
+from undivided.cache._ledger.pages import Pages
+from undivided.cache._storage import Storage
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
 
@@ -111,6 +113,44 @@ def test_a_refused_append_forgets_nothing() -> None:
     with pytest.raises(InputError, match="fit into the 4 free pages of 4"):
         cache.append(tokens, tokens)
     assert cache.match([1] * 9, 0) == 8
+
+
+def test_a_step_that_fails_in_the_storage_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_tokens(count: int) -> list[Tensor]:
+        return [torch.randn(1, count, 1, DIM) for _ in range(3)]
+
+    params = undivided.InferenceParams(4, 64, 1, DIM, torch.float32, is_paged=True, page_size=4, total_num_pages=6)
+    params.pre_step({"first": 8})
+    params.attend(1, *new_tokens(8))
+    params.remember(list(range(8)), "first")
+    params.pre_step({"second": 9})  # the first ends; its two pages stay in the index
+    params.attend(1, *new_tokens(9))
+    with monkeypatch.context() as patched:
+        patched.setattr(Storage, "copy", out_of_memory)
+        with pytest.raises(MemoryError):
+            params.pre_step({"third": 21})  # ends the second, and needs the pages of the index
+    params.pre_step({})
+    assert params.match(list(range(9)), "fourth") == 8
+    params.pre_step({"fourth": 1})
+    params.pre_step({})
+    params.pre_step({"fifth": 24})
+
+
+def test_pages_of_the_index_stay_on_their_ranks() -> None:
+    ledger = Pages(3, 4, 1, ranks=2)
+    ledger.commit(ledger.plan((16,)))
+    ledger.remember(0, list(range(16)))
+    ledger.free(0)  # the index holds four of six pages
+    plan = ledger.plan((24,))
+    assert sorted(plan.tables[0]) == list(range(6))
+    assert [page % 2 for page in plan.tables[0]] == [0, 1] * 3
+    ledger.commit(plan)
+    assert ledger.free_pages == (0, 0)
+    assert not list(ledger.prefixes)
+
+
+def out_of_memory(*_: object) -> None:
+    raise MemoryError
 
 
 def test_a_shared_page_is_copied_before_it_is_written_to() -> None:

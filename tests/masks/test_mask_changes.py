@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import undivided
 from undivided import masks
 from undivided.errors import InputError
 from undivided.masks import FULL, Mask
 from undivided.masks.normal_form import copies
+from undivided.request import normalise
 
 CPU = torch.device("cpu")
 
@@ -202,7 +204,31 @@ def test_the_memory_of_one_mask_is_bounded() -> None:
     mask = lengths([1])
     for size in range(1, 100):
         mask.normal_form(1, 1, size, size, CPU)
-    assert len(mask.__dict__["_memory"]) <= 16
+    assert len(mask.__dict__["_memory"]) <= 64
+
+
+def test_a_result_in_use_is_kept_when_others_are_removed() -> None:
+    mask = causal()
+    used = mask.cached("used", object)
+    for size in range(500):
+        mask.cached(size, object)
+        assert mask.cached("used", object) is used
+
+
+def test_a_form_is_cached_once_for_a_device_and_its_name() -> None:
+    mask = lengths([1])
+    assert mask.normal_form(1, 1, 2, 2, "cpu") is mask.normal_form(1, 1, 2, 2, torch.device("cpu"))
+
+
+def test_calls_of_a_dozen_lengths_with_one_mask_prepare_it_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    with_mask = normalise._with_mask
+    monkeypatch.setattr(normalise, "_with_mask", lambda *arguments: (built.append(1), with_mask(*arguments))[1])
+    tensors = [torch.randn(1, 2, 3 + length, 16) for length in range(12)]
+    for _ in range(3):
+        for q in tensors:
+            undivided.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert len(built) <= len(tensors)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_the_cpp_wrapper_of_inductor_has_gradients(needed: tuple[bool, bool]) ->
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "lengths"])
 def test_packages_of_aot_inductor_run(mask: str, tmp_path: Path) -> None:
     """They pass an empty list of tensors as None."""

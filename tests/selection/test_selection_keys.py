@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
 from calls import problem_of
+from selection_problems import MACHINES
 
 import undivided
 from undivided import InputError, Machine, masks
+from undivided.backends import all_backends
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
 from undivided.selection import measured
@@ -39,6 +42,47 @@ def test_documents_of_other_lengths_have_another_key(documents: tuple[int, int |
     one, other = (selection.selection_key(problem(documents=found)) for found in ((3, 100, 1000), documents))
     assert one != other
     assert other == selection.selection_key(problem(documents=documents))
+
+
+def same_key(problem: Problem, draw: random.Random) -> Problem | None:
+    """Another problem with the same key, if one is found."""
+    key = selection.selection_key(problem)
+    for _ in range(200):
+        lengths = [draw.randint(length // 2 + 1, 2 * length) // 64 * 64 for length in (problem.q_len, problem.kv_len)]
+        other = problem._replace(q_len=lengths[0], kv_len=lengths[1])
+        if other != problem and min(lengths) > 0 and selection.selection_key(other) == key:
+            return other
+    return None
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_problems_of_one_key_and_common_sizes_have_the_same_ranks(name: str) -> None:
+    machine, draw, compared = MACHINES[name], random.Random(7), 0
+    mask = masks.causal(align="bottom_right").structure
+    for _ in range(100):
+        one = problem(
+            device=machine.device,
+            dtype=draw.choice([torch.float32, torch.bfloat16]),
+            batch=draw.choice([1, 4, 16]),
+            heads=(heads := draw.choice([1, 4, 16])),
+            kv_heads=heads,
+            q_len=64 * draw.randint(1, 40),
+            kv_len=64 * draw.randint(1, 40),
+            qk_dim=(dim := draw.choice([16, 64, 128])),
+            v_dim=dim,
+        )
+        if draw.random() < 0.5:
+            one = one._replace(mask=mask, align="bottom_right")
+        if draw.random() < 0.5:
+            one = one._replace(features=frozenset({"backward"}))
+        other = same_key(one, draw)
+        if other is None:
+            continue
+        compared += 1
+        for backend in all_backends():
+            ranks = [backend.rank(each, machine) for each in (one, other)]
+            assert ranks[0] == ranks[1], (backend.name, one, other)
+    assert compared > 20
 
 
 def test_a_cached_decision_is_for_the_machine_and_problem_of_the_request() -> None:

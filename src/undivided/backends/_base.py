@@ -125,9 +125,9 @@ class Backend:
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """Every reason why it cannot run exactly this problem; empty means it can.
 
-        A reason states value and limit. Of lengths it may use only comparisons with each other and with powers of two,
-        and divisibility by 8, 16, 32 or 64: lengths that agree in these share a decision
-        (`undivided.selection.decision.selection_key`).
+        A reason states value and limit. Of lengths, `reasons`, `rank` and `only_when_asked` may use only comparisons
+        with each other and with powers of two, and divisibility by 8, 16, 32 or 64: lengths that agree in these share
+        a decision (`undivided.selection.decision.selection_key`).
         """
         return limit_reasons(self.limits, problem, machine)
 

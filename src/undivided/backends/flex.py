@@ -25,6 +25,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu
+from undivided.backends.shared.leaves import leaf_gradients, make_leaves
 from undivided.machine import Machine
 from undivided.masks import NormalForm
 from undivided.masks.normal_form import DensePairs, IdPairs, PredicatePairs, RangePairs
@@ -125,22 +126,15 @@ class Flex(Backend):
         """Runs the forward again under autograd: FlexAttention has no backward that takes (out, lse)."""
         problem = call.problem
         form = call.normal_form(tensors.q)
-        leaf_tensors = [
-            (n, t.detach().requires_grad_()) for n, t in enumerate(tensors) if t is not None and _needs(problem, n)
-        ]
-        fresh: list[Tensor | None] = list(tensors)
-        for n, tensor in leaf_tensors:
-            fresh[n] = tensor
-        leaves = Tensors._make(fresh)
+        leaves = Tensors._make(make_leaves(tensors, call.needs))
         with torch.enable_grad():
             out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
-        grad = gpu.clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)
-        outputs, grads = ((out,), (grad,)) if grad_lse is None else ((out, lse), (grad, grad_lse))
-        leaf_gradients = torch.autograd.grad(outputs, [tensor for _, tensor in leaf_tensors], grads)
-        gradients: list[Tensor | None] = [None] * 6
-        for (n, _), gradient in zip(leaf_tensors, leaf_gradients, strict=True):
-            gradients[n] = gradient
-        return gradients
+        outputs = [out]
+        grads = [gpu.clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)]
+        if grad_lse is not None:
+            outputs.append(lse)
+            grads.append(grad_lse.masked_fill(gpu.rows_without_keys(form), 0.0))
+        return leaf_gradients(outputs, grads, leaves)
 
 
 def bind_kernel(call: Call, tensors: Tensors) -> Callable[[], Tensor]:
@@ -153,12 +147,6 @@ def bind_kernel(call: Call, tensors: Tensors) -> Callable[[], Tensor]:
 def _cpu_reason(feature: str) -> str:
     words = {"backward": "gradients", "lse": "the log-sum-exp returned"}
     return f"no support for {words[feature]} on the CPU ({_CPU_NOTES[feature]})"
-
-
-def _needs(problem: Problem, position: int) -> bool:
-    """Whether the tensor at this position of (q, k, v, bias, sinks, slopes) may need a gradient."""
-    name = (None, None, None, "bias_grad", "sinks_grad", "alibi_grad")[position]
-    return name is None or name in problem.features
 
 
 def _no_compiler(machine: Machine) -> str | None:

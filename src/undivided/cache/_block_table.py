@@ -21,7 +21,7 @@ class BlockTable:
     def __init__(self) -> None:
         self._made_from: tuple[object, torch.device] | None = None
         self._lists: list[list[int]] = []
-        self._tensor = torch.empty(0)
+        self._tensor = torch.empty(0, dtype=torch.int32)
 
     def of(self, state: object, read: Callable[[], list[list[int]]], device: torch.device) -> Tensor:
         """The table of the lists of pages that `read` returns. Earlier results keep their values.

@@ -27,7 +27,16 @@ from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
 from undivided.request.request import Request, Tensors
 from undivided.selection.decision import select
-from undivided.selection.policy import Policy
+from undivided.selection.policy import Policy, policy
+
+
+def policy_over_ranks(request: Request) -> Policy:
+    """The backends that the caller allows; InputError if results must not depend on the batch."""
+    allowed = policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
+    if allowed.batch_invariant:
+        must = "be False over ranks, whose partial results are merged in their order"
+        raise InputError("batch_invariant", must, "True")
+    return allowed
 
 
 class GlobalRequest(NamedTuple):

@@ -21,6 +21,7 @@ from undivided.context_parallel._request import (
     build_global_request,
     check_local,
     check_values,
+    policy_over_ranks,
     shared_arguments,
     with_four_bias_axes,
 )
@@ -39,7 +40,7 @@ from undivided.masks import Mask
 from undivided.request.checks import checked_mask, draw_seed
 from undivided.request.request import Options, Request, Tensors
 from undivided.selection.decision import Decision, decide
-from undivided.selection.policy import Policy, policy
+from undivided.selection.policy import Policy
 
 
 @checked_methods("__init__", "bind", "shard", "unshard")
@@ -133,7 +134,7 @@ class ContextParallel(ShardedTokens):
             out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
-        allowed = self._policy(request)
+        allowed = policy_over_ranks(request)
         global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request, allowed))
         out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
@@ -242,8 +243,8 @@ class ContextParallel(ShardedTokens):
         """
         mask = masks.causal(align="bottom_right") if mask is None else mask
         options = Options(layout, mask, scale, softcap, return_lse=True)
-        request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options)
-        axes, allowed = self._group_axes(), policy(backend, deterministic)
+        request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options, backend, deterministic)
+        axes, allowed = self._group_axes(), policy_over_ranks(request)
         step = prepare_on_all_ranks(axes, self.check, lambda: prepare_step(request, positions, kv_len, allowed, by))
         return decode(axes, step, by)
 
@@ -265,7 +266,7 @@ class ContextParallel(ShardedTokens):
             for piece, part in zip(round_.pieces, parts, strict=True)
         ]
         problem = max(pieces, key=lambda pair: pair[0])[1] if pieces else global_request.problem
-        return decide(problem, machine, self._policy(request))
+        return decide(problem, machine, policy_over_ranks(request))
 
     def process_groups(self) -> list[list[int]]:
         """The global ranks of each process group: one, or ring and heads for "ring+all_to_all". For DTensors.
@@ -296,15 +297,6 @@ class ContextParallel(ShardedTokens):
         [0, 1]
         """
         return RanksOfPages(self, self._group_axes(), self.check)
-
-    @staticmethod
-    def _policy(request: Request) -> Policy:
-        """The backends that the caller allows; InputError if results must not depend on the batch."""
-        allowed = policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
-        if allowed.batch_invariant:
-            must = "be False under context parallelism, whose partial results are merged in an order of the ranks"
-            raise InputError("batch_invariant", must, "True")
-        return allowed
 
     def _group_axes(self) -> tuple[CountingCommunicator, CountingCommunicator]:
         """The communicators (ring, heads); raises InputError if there is no group."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,24 @@ from undivided.masks._structure import Structure, mask_kinds, part_detail
 
 T = TypeVar("T")
 
-RESULTS_PER_MASK = 16  # sizes differ by kind of layer and by step, rarely by more
+RESULTS_PER_MASK = 64
+"""Each size of call takes up to four. Sizes differ by kind of layer and by step of decoding, and one causal mask serves
+all calls of `scaled_dot_product_attention`."""
+
+
+class _Entry:
+    """A cached result of a mask.
+
+    Args:
+        state: `MaskFields.state` when the result was built.
+        result: the result.
+    """
+
+    __slots__ = ("is_used", "result", "state")
+
+    def __init__(self, state: object, result: Any) -> None:
+        self.state, self.result = state, result
+        self.is_used = False  # since the entry was last considered for removal
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -148,16 +165,29 @@ class MaskFields(DerivedValues):
             now = self.state()
             if now is None:
                 return build(*arguments)
-        memory: dict[object, tuple[object, T]] = self.__dict__.setdefault("_memory", {})
-        cached = memory.get(key)
-        if cached is not None and cached[0] == now:
-            return cached[1]
+        memory: dict[object, _Entry] = self.__dict__.setdefault("_memory", {})
+        entry = memory.get(key)
+        if entry is not None and entry.state == now:
+            entry.is_used = True
+            return entry.result  # type: ignore[no-any-return]
         result = build(*arguments)
-        memory[key] = (now, result)
+        memory[key] = _Entry(now, result)
         if len(memory) > RESULTS_PER_MASK:
-            memory.pop(next(iter(list(memory))), None)
+            _remove_one(memory)
         return result
 
     def _is_on_host(self) -> bool:
         """Whether the mask has tensors and all are on the CPU."""
         return bool(self.tensors) and all(tensor.device.type == "cpu" for tensor in self.tensors)
+
+
+def _remove_one(memory: dict[object, _Entry]) -> None:
+    """Remove the oldest result that was not used since it was last considered; those considered become the newest.
+
+    Sorting by the last use would hash a key, which can be long, at each use."""
+    for key in list(memory):
+        entry = memory.pop(key, None)  # another thread may have removed it
+        if entry is None or not entry.is_used:
+            return
+        entry.is_used = False
+        memory[key] = entry

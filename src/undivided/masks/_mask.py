@@ -198,8 +198,8 @@ class Mask(MaskFields):
         >>> causal().normal_form(1, 1, 3, 3, "cpu").ranges.tolist()
         [[[0, 1], [0, 2], [0, 3]]]
         """
-        sizes = (batch, heads, q_len, kv_len)
-        return self.cached(("form", sizes, device), self._normal_form, sizes, as_device("device", device))
+        sizes, device = (batch, heads, q_len, kv_len), as_device("device", device)
+        return self.cached(("form", sizes, device), self._normal_form, sizes, device)
 
     def _normal_form(self, sizes: tuple[int, int, int, int], device: torch.device) -> NormalForm:
         batch, _, q_len, kv_len = sizes

@@ -212,6 +212,7 @@ def _with_concrete_sizes(problem: Problem) -> Problem:
 _known: dict[object, KnownProblem] = {}
 _MAX_KNOWN = 4096
 _NO_GRADIENTS = (False,) * 6
+_NUMBERS = (float, int)
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
 
 
@@ -235,9 +236,10 @@ def _signature(request: Request, facts: Facts) -> object:
             return_lse,
             facts,
         )
-        if softcap is None and dropout_p == 0 and bias is sinks is slopes is k_scale is v_scale is None:
+        no_dropout = type(dropout_p) in _NUMBERS and dropout_p == 0  # False and tensors are errors
+        if softcap is None and no_dropout and bias is sinks is slopes is k_scale is v_scale is None:
             return key if pages is None else (*key, pages.shape, pages.dtype, pages.device, pages.layout)
-        if softcap is not None or dropout_p != 0:  # checked here, because the key has only whether they are given
+        if softcap is not None or not no_dropout:  # checked here, because the key has only whether they are given
             check_scalars(request.options)
         kinds = [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in (bias, sinks, slopes, pages)]
         usual = slopes is not None and are_usual(slopes)

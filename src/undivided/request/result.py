@@ -93,9 +93,9 @@ def merge(
     weights = weights if layout != "thd" else weights.unsqueeze(1)  # [parts, B, H, S]
     combined = torch.zeros((), dtype=dtype, device=lse.device)
     for part, weight in zip(outs, weights, strict=True):
-        # a part without keys has weight 0; where() drops its output even if that is NaN
-        part_BHSD = _layout.heads_first(part, layout).to(dtype)
-        combined = combined + torch.where(weight.unsqueeze(-1) > 0, part_BHSD * weight.unsqueeze(-1), 0.0)
+        # a part without keys has weight 0; where() drops its output, even NaN, before it could reach the gradients too
+        part_BHSD, weight = _layout.heads_first(part, layout).to(dtype), weight.unsqueeze(-1)
+        combined = combined + torch.where(weight > 0, part_BHSD, 0.0) * weight
     out_BSHD = combined.transpose(1, 2).to(outs[0].dtype)
     return _layout.restore(out_BSHD, layout).contiguous(), lse
 

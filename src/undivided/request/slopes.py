@@ -65,7 +65,7 @@ def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """
     if is_traced():
         return _compute(heads, device)
-    key = (heads, torch.empty(0, device=device).device)
+    key = (heads, torch.empty(0, dtype=torch.float32, device=device).device)
     known = _usual.get(key)
     if known is None or versions((known[0],)) != known[1]:
         with torch.inference_mode(False):  # an inference tensor has no version counter

@@ -21,7 +21,7 @@ from undivided.arguments.checks import check_tensor
 from undivided.arguments.tensors import is_dtensor, is_observed, versions
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
-from undivided.backends.reference.block_gradients import leaf_gradients
+from undivided.backends.shared.leaves import leaf_gradients
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors

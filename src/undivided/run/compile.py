@@ -118,7 +118,7 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
     if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
         check_kinds_and_sizes(request)
     if not torch.compiler.is_compiling() and autograd.has_tangent(tensors):  # under a mode, which sees plain operations
-        rules = request.backend, request.deterministic, "", request.batch_invariant
+        rules = request.backend, request.deterministic, "" if switches == "-" else switches, request.batch_invariant
         decision, call, tensors = prepare(request, policy(*rules))
         return autograd.run(decision.backend, call, tensors)
     mask_text, mask_tensors = checked_mask(options.mask).flatten()

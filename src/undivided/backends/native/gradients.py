@@ -156,8 +156,8 @@ class _Gradients:
         ]
         self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
         rows = (problem.batch, problem.heads, problem.q_len)
-        self._sinks = torch.zeros(rows, device=grad_out.device) if needs[4] else None
-        self._slopes = torch.zeros(rows, device=grad_out.device) if needs[5] else None
+        self._sinks = torch.zeros(rows, dtype=torch.float32, device=grad_out.device) if needs[4] else None
+        self._slopes = torch.zeros(rows, dtype=torch.float32, device=grad_out.device) if needs[5] else None
         self._bias = self._bias_buffer() if needs[3] else None
 
     def _bias_buffer(self) -> Tensor:
@@ -166,10 +166,10 @@ class _Gradients:
         problem, bias = self._call.problem, self._tensors.bias
         assert bias is not None
         if bias.shape[3] == 1:
-            return torch.zeros(problem.batch, problem.heads, problem.q_len, 1, device=bias.device)
+            return torch.zeros(problem.batch, problem.heads, problem.q_len, 1, dtype=torch.float32, device=bias.device)
         if bias.shape[2] == 1:
-            return torch.zeros(problem.batch, problem.heads, 1, problem.kv_len, device=bias.device)
-        return torch.zeros(bias.shape, device=bias.device)
+            return torch.zeros(problem.batch, problem.heads, 1, problem.kv_len, dtype=torch.float32, device=bias.device)
+        return torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
 
     def record(self, rows: slice) -> bytes:
         """The record for these rows."""
@@ -219,7 +219,7 @@ class _Gradients:
         if self._call.problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
             return _sum_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
         sequence = self._call.normal_form(self._tensors.q).q_sequence.clamp(0, slopes.shape[0] - 1).long()
-        return torch.zeros(slopes.shape, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
+        return torch.zeros(slopes.shape, dtype=torch.float32, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
 
 
 def _gradient_buffer(tensor: Tensor, in_parts: bool, dtype: torch.dtype) -> Tensor:

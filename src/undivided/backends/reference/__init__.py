@@ -19,9 +19,10 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import readable
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
-from undivided.backends.reference.block_gradients import Accumulators, leaf_gradients, make_leaves
+from undivided.backends.reference.block_gradients import Accumulators
 from undivided.backends.reference.runs import find_runs
 from undivided.backends.shared.block import Block, distance, hide, row_slopes
+from undivided.backends.shared.leaves import leaf_gradients, make_leaves
 from undivided.kernels import philox
 from undivided.machine import Machine
 from undivided.masks.normal_form import NormalForm

@@ -83,7 +83,9 @@ def rank(name: str, problem: Problem, machine: Machine) -> float:
 
 def _is_small(problem: Problem) -> bool:
     """Whether the host's time decides: few pairs of queries and keys, not decoded."""
-    pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
+    # lengths are rounded up to powers of two: see `Backend.reasons`
+    q_bits, kv_bits = (problem.q_len - 1).bit_length(), (problem.kv_len - 1).bit_length()
+    pairs = problem.batch * problem.heads << q_bits << kv_bits
     return problem.q_len > 1 and 2 * pairs * (problem.qk_dim + problem.v_dim) < _SMALL
 
 

@@ -30,20 +30,21 @@ class Compaction(NamedTuple, Generic[L]):
     """The last tokens of some sequences, compacted, not yet committed.
 
     Args:
-        ledger: the ledger afterwards.
+        ledger: the ledger without these tokens.
+        plan: its plan for those that stay.
         source, target: rows of the flattened pools, before and after, of each token that stays.
-        copies: pages to copy, (from, to), before tokens are written.
     """
 
     ledger: L
+    plan: Plan
     source: list[int]
     target: list[int]
-    copies: Sequence[tuple[int, int]]
 
     def run(self, storages: Iterable[Storage]) -> L:
         """Move the tokens in every storage; the ledger afterwards."""
         for storage in storages:
-            storage.move(self.source, self.target, self.copies)
+            storage.move(self.source, self.target, self.plan.copies)
+        self.ledger.commit(self.plan)
         return self.ledger
 
 
@@ -70,5 +71,4 @@ def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compact
         rows = ledger.rows(current, sequence, drafted)
         source += [rows[index] for index in indices]
         target += after.rows(plan, sequence, len(indices))
-    after.commit(plan)
-    return Compaction(after, source, target, plan.copies)
+    return Compaction(after, plan, source, target)

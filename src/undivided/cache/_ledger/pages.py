@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from undivided.cache._ledger.plan import Plan
-from undivided.cache._ledger.prefixes import PrefixIndex
+from undivided.cache._ledger.prefixes import Node, PrefixIndex
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 
@@ -56,8 +57,11 @@ class Pages:
         needs = self._needs(lengths, counts)
         if not needs:
             return Plan(lengths)
-        self._reclaim(needs)
-        following = [reversed(pages) for pages in self.unused]
+        forgotten = self._reclaimed(needs)
+        following = [
+            itertools.chain([node.page for node in forgotten if node.page % self.ranks == rank], reversed(pages))
+            for rank, pages in enumerate(self.unused)
+        ]
         copies, tables, fresh = [], {}, []
         for n, first, stop, copies_first in needs:
             pages = [next(following[place % self.ranks]) for place in range(first, stop)]
@@ -65,7 +69,7 @@ class Pages:
                 copies.append((self.tables[n][first], pages[0]))
             tables[n] = self.tables[n][:first] + pages
             fresh += pages
-        return Plan(lengths, copies, tables, fresh)
+        return Plan(lengths, copies, tables, fresh, forgotten)
 
     @property
     def free_pages(self) -> Counts:
@@ -76,15 +80,15 @@ class Pages:
             counts[page % self.ranks] += 1
         return tuple(counts)
 
-    def _reclaim(self, needs: Sequence[PageNeed]) -> None:
-        """Free pages of the index until these needs are met; InputError if that is impossible, and nothing changes."""
+    def _reclaimed(self, needs: Sequence[PageNeed]) -> Sequence[Node]:
+        """The nodes of the index that must be removed to meet these needs; InputError if that is impossible."""
         needed = [0] * self.ranks
         for need in needs:
             for place in range(need.first, need.stop):
                 needed[place % self.ranks] += 1
         missing = [count - len(pages) for count, pages in zip(needed, self.unused, strict=True)]
         if max(missing) <= 0:
-            return
+            return ()
         for rank, (count, free) in enumerate(zip(needed, self.free_pages, strict=True)):
             if count > free:
                 where, of_rank = (f" on rank {rank}", ", the pages of each rank") if self.ranks > 1 else ("", "")
@@ -94,7 +98,7 @@ class Pages:
                     f"tokens that need {count}",
                     hint=self.hint + of_rank,
                 )
-        self._release(self.prefixes.drop(self.references, missing))
+        return self.prefixes.select(self.references, missing)
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
         """Index the full pages that hold these tokens, the first ones of a sequence."""
@@ -136,6 +140,8 @@ class Pages:
         self.lengths = plan.lengths
         if not plan.tables:
             return
+        self.prefixes.remove(plan.forgotten)
+        self._release([node.page for node in plan.forgotten])
         for page in plan.fresh:
             self.unused[page % self.ranks].pop()
             self.references[page] = 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self
 
+from undivided.cache._ledger.prefixes import Node
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 
@@ -17,13 +18,15 @@ class Plan(NamedTuple):
         lengths: tokens of every sequence after the commit.
         copies: pages to copy, (from, to), before tokens are written, because another sequence shares the first.
         tables: the new pages of each sequence whose pages change.
-        fresh: the pages that were free.
+        fresh: the pages that were free, or in the index of prefixes.
+        forgotten: the nodes that the index of prefixes gives up for them.
     """
 
     lengths: Counts
     copies: Sequence[tuple[int, int]] = ()
     tables: Mapping[int, list[int]] = MappingProxyType({})
     fresh: Sequence[int] = ()
+    forgotten: Sequence[Node] = ()
 
 
 class SequenceLedger(Protocol):

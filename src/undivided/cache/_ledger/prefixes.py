@@ -78,29 +78,35 @@ class PrefixIndex:
         self._use(parent)
         return pages
 
-    def drop(self, references: Sequence[int], missing: Sequence[int]) -> list[int]:
-        """Forget pages that nothing but the index refers to, least recently used first, until enough are forgotten.
+    def select(self, references: Sequence[int], missing: Sequence[int]) -> list[Node]:
+        """The least recently used nodes whose removal frees enough pages, as far as there are such: nothing but the
+        index refers to them.
 
         Args:
             references: number of references of each page.
             missing: how many pages are needed of each rank, which is the page modulo the number of ranks.
         """
-        dropped: list[int] = []
+        selected: list[Node] = []
         missing = list(missing)
-        while max(missing) > 0:
-            unused = (n for n in self if not n.children and references[n.page] == 1)
-            node = next(unused, None)
-            if node is None:
+        children: dict[int, int] = {}  # selected children of a node
+        for node in self:  # a node comes after its children
+            if max(missing) <= 0:
                 break
+            if references[node.page] == 1 and node.children == children.get(id(node), 0):
+                selected.append(node)
+                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
+                missing[node.page % len(missing)] -= 1
+        return selected
+
+    def remove(self, nodes: Sequence[Node]) -> None:
+        """Forget these nodes, each after its children."""
+        for node in nodes:
             del self._nodes[node.parent, node.tokens]
             if node.parent is not None:
                 node.parent.children -= 1
-            dropped.append(node.page)
-            missing[node.page % len(missing)] -= 1
-        return dropped
 
     def droppable(self, references: Sequence[int]) -> list[int]:
-        """The pages that `drop` can forget: no sequence uses them, nor a page after them."""
+        """The pages that can be forgotten: no sequence uses them, nor a page after them."""
         used: set[int] = set()
         for node in self:
             ancestor: Node | None = node if references[node.page] > 1 else None

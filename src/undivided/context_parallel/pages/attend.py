@@ -19,6 +19,7 @@ from undivided.backends._base import Backend
 from undivided.cache._attend import CachedCall, Output
 from undivided.cache._masks import EVERY, PER_KEY, extend, extend_mask, with_cached_lengths, with_documents
 from undivided.cache._storage import Counts
+from undivided.context_parallel._request import policy_over_ranks
 from undivided.context_parallel.decode import MergeMethod, check_merge_method, merge_ranks
 from undivided.context_parallel.exchange.collectives import Communicator
 from undivided.context_parallel.exchange.handshake import (
@@ -36,7 +37,6 @@ from undivided.request.request import Request, Tensors
 from undivided.request.result import Result
 from undivided.run import autograd
 from undivided.run.prepare import prepare as prepare_call
-from undivided.selection.policy import policy
 
 RING_BYTES = 1 << 18
 """Partial results of this size or more are merged by "ring" unless the caller chooses: two exchanges, fewer bytes."""
@@ -126,10 +126,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
         bias = _own_bias(bias, keys, layout)
     key = "context pages", *keys, call.q_counts, heads, q_len, layout, q.device
     own = mask.cached(key, functools.partial(_own_mask, mask, keys, layout, call.q_counts, (heads, q_len), q.device))
-    allowed = policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
-    if allowed.batch_invariant:
-        must = "be False over ranks, whose partial results are merged in their order"
-        raise InputError("batch_invariant", must, "True")
+    allowed = policy_over_ranks(request)
     request = request._replace(
         tensors=Tensors(q, k, v, bias, None, slopes), options=options._replace(mask=own, return_lse=True)
     )

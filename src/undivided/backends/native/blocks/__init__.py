@@ -50,7 +50,7 @@ def gradients(
     sums = [
         BlockSums(virtual, x.shape[3]) if need else None for x, need in zip(inputs[1:], call.needs[1:3], strict=True)
     ]
-    dq = torch.zeros(q.shape) if call.needs[0] else None
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if call.needs[0] else None
     for part in virtual.parts():
         span = part.span
         dq_part, *dkv_part = plain_fp32(

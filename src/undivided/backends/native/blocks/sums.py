@@ -18,7 +18,7 @@ class BlockSums:
         self._counts = -(-length // self._size)
         self._first = self._counts.cumsum(0) - self._counts
         self._total = int(self._counts.sum())
-        self._sums = torch.zeros(self._total * self._kv_heads + 1, self._size, dim)
+        self._sums = torch.zeros(self._total * self._kv_heads + 1, self._size, dim, dtype=torch.float32, device="cpu")
 
     def add(self, part: VirtualPart, gradient: Tensor) -> None:
         """Adds the gradients of a part's copies, ``[v, 1, n * kv_block, D]``."""
@@ -35,8 +35,8 @@ class BlockSums:
         batch, keys = like_BSND.shape[:2]
         if geometry.real_keys is None and geometry.kv_slot_ends is None:
             return sums.view(batch, -1, self._kv_heads, dim)[:, :keys]
-        gradient = torch.zeros(batch, keys, *sums.shape[1:], dtype=sums.dtype)
-        real = torch.ones(1, keys, dtype=torch.bool) if geometry.real_keys is None else geometry.real_keys
+        gradient = sums.new_zeros(batch, keys, *sums.shape[1:])
+        real = torch.ones(1, keys, dtype=torch.bool, device=sums.device) if geometry.real_keys is None else geometry.real_keys
         real, position = real.expand(batch, keys), geometry.kv_position.expand(batch, keys)
         row = self._first[geometry.kv_sequence.expand(batch, keys)] * self._size + position
         gradient[real] = sums[row[real]]
