@@ -11,6 +11,15 @@ from undivided.backends._base import _MASK_WORDS, ALL_MASKS, Limits
 from undivided.backends.torch_flash.cuda import LIMITS as CUDA_FLASH
 from undivided.request.problem import FEATURES
 
+DETERMINISTIC_GRADIENTS = {
+    "`cudnn`": "part",
+    "`flash_attn` 3": "part",
+    "`flash_attn` 4": "part",
+    "`flex`": "part",
+    "`torch_cudnn`": "-",
+}
+"""The backends that refuse `deterministic=True` with gradients, always (-) or in part; the note is on the page."""
+
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---", *[":-:"] * (len(head) - 1)], *rows]
@@ -46,13 +55,17 @@ def backends(_: str) -> str:
         ["compute capability from", *(_capability(limits.compute_capability[0]) for limits in every)],
         ["packages", *(", ".join(f"`{name}`" for name, _, _ in limits.packages) or "-" for limits in every)],
     ]
-    kinds = sorted(ALL_MASKS, key=lambda kind: _MASK_WORDS[kind])
+    kinds = sorted(ALL_MASKS | {"tree", "blocks"}, key=lambda kind: _MASK_WORDS[kind])
     masks = [[_MASK_WORDS[kind], *(mark(kind in limits.masks) for limits in every)] for kind in kinds]
     alignments = [
         [f"{align.replace('_', '-')} if the two differ", *(mark(align in limits.alignments) for limits in every)]
         for align in ("top_left", "bottom_right")
     ]
     features = [[words, *(mark(name in limits.features) for limits in every)] for name, words in FEATURES.items()]
+    features += [
+        ["gradients that repeat bit for bit, `deterministic`", *(DETERMINISTIC_GRADIENTS.get(n, "yes") for n in names)],
+        ["results that do not depend on the batch, `batch_invariant`", *(mark(one.batch_invariant) for one in every)],
+    ]
     return f"""# Features by backend
 
 What each backend declares. A feature that a backend does not declare is refused with a reason, never approximated.
@@ -64,13 +77,17 @@ backend is; `flex` has no gradients on a CPU. [Which of them ran on a GPU](../ho
 
 {_table(["", *names], rows)}
 
-## Masks that run natively
+## Masks
 
 {_table(["", *names], masks + alignments)}
 
 ## Options and results
 
 {_table(["", *names], features)}
+
+Deterministic gradients in part: `cudnn` on compute capability 9.x, and on 10.x from cuDNN 9.18.1; `flash_attn` 3 with
+heads of up to 192; `flash_attn` 4 below compute capability 12.0; `flex` without the gradient of a bias or of ALiBi
+slopes.
 
 *This page is generated from each backend's `Limits`: `scripts/docs --write`.*
 """

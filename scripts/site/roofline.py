@@ -150,9 +150,9 @@ def page() -> str:
     sections = "\n\n".join(_sections())
     return f"""# Rooflines
 
-What bounds a call of the native kernel, and how much of its time that explains. The model is
-`src/undivided/benchmarking/roofline.py`: a page of arithmetic on peaks that the same run measured. It has no fitted
-constant, so where it is wrong something is missing: in the model, or in the kernel.
+This page compares measured times of the native kernel with a roofline model and shows which part bounds each call. The
+model is `src/undivided/benchmarking/roofline.py`: arithmetic on peaks that the same run measured. It has no fitted
+constant: where it is wrong, something is missing in the model or in the kernel.
 
 | part | what it is |
 |---|---|
@@ -163,19 +163,20 @@ In prefill the parts add up. In decoding they overlap, and the larger counts. Of
 - *of the peak*: the fraction that was reached, as in the benchmark's tables; *predicted*: the fraction that the model
   expects;
 - *time / predicted*: 1.10 means that the call took a tenth longer than the model explains;
-- each part's column is its predicted time, divided by the measured time of the call: what is missing to 1 is explained
-  by nothing here;
+- each part's column is its predicted time divided by the measured time. If the columns of a prefill add up to less than
+  1, the model does not explain the rest;
 - *bound by*: the largest part other than the products, if these parts are a tenth of the prediction.
 
 ## How wrong the model is
 
-Lines that other load disturbed (~ below) do not count.
+A *level* is the instruction set (ISA) for which the native kernel was compiled. Lines that other load disturbed (~
+below) do not count.
 
 {_errors()}
 
 It leaves out what it cannot derive from measured peaks: loads and stores of the micro-kernels, traffic between the
 caches, page walks and page faults, uneven threads, the call itself. In fp32 on AMX products run on tiles of 16-bit
-numbers, which share loads; these lines are not modelled. Gradients are not modelled either. A report without decoding
+elements, which share loads; these lines are not modelled. Gradients are not modelled either. A report without decoding
 has no read rate; then memory counts as nothing.
 
 ## The constants

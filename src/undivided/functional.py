@@ -113,7 +113,8 @@ def attention(
 
     Args:
         q: [B, Sq, H, Dk] in "bshd", [Sq, B, H, Dk] in "sbhd", [B, H, Sq, Dk] in "bhsd", [Tq, H, Dk] in "thd";
-            float16, bfloat16, float32 or float64. Any strides; if the last one is 1, no copy is made.
+            float16, bfloat16, float32 or float64. Read in place if the last axis has stride 1; with another stride
+            only `reference`, or `flex` on request, can run.
         k: as q with N heads; N divides H, and query head h attends to key head ``h // (H / N)``. Never expanded.
         v: as k, with head size Dv.
         layout: the order of the axes; required, never inferred.
@@ -133,8 +134,8 @@ def attention(
         batch_invariant: a row's result must depend on its own query, keys and values only: not on the batch, packing,
             padding, layout, chunks of the prefill, page size or threads. None follows `set_backends` and
             UNDIVIDED_BATCH_INVARIANT.
-        return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32,
-            differentiable.
+        return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32 (fp64 for fp64
+            inputs), natural logarithm, differentiable.
         pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
             the lengths.
         k_scale, v_scale: fp32 scales of quantised keys and values (`undivided.quantization`); k and v then hold int8,

@@ -1,8 +1,9 @@
 """Masks: which query may attend to which key.
 
 A mask is an exact set of pairs (i, j) of a query row and a key. Each function of this module returns one such set;
-``&`` intersects two sets, and ``window(...) | sinks(n)`` adds the first n keys to a window. Every mask except
-``dense`` and ``predicate`` takes memory proportional to the sequence length, not to its square.
+``&`` intersects two sets, and ``window(...) | sinks(n)`` adds the first n keys to a window. A structured mask takes
+memory proportional to the sequence length, not to its square. ``dense``, ``blocks`` and ``pages`` take that of their
+tables; ``predicate`` is evaluated in blocks.
 
 Positions count within a sequence: i' = i - q_start and j' = j - kv_start. A sequence is a batch element (the whole
 length of the tensor, or the length that ``lengths`` gives) or a document. If a sequence has n = kv_len - q_len more

@@ -69,7 +69,7 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
     """Allow only these backends or families, in this order, for the whole process.
 
     It replaces the setting of an earlier call; with no arguments every backend is allowed again. A `use_backends` block
-    restricts it further.
+    replaces it within the block; `use_backends.disable` restricts it further.
 
     Args:
         names: backend names ("reference", "torch_flash", ...) or families ("math", "flash", "fused", ...), str; none
