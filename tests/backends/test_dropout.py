@@ -236,6 +236,15 @@ def test_no_seed_is_drawn_without_dropout() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_explain_and_refused_calls_draw_no_seed() -> None:
+    q = random(1, 9, 2, 4)
+    before = torch.get_rng_state()
+    undivided.explain(q, q, q, layout="bshd", dropout_p=0.5)
+    with pytest.raises(undivided.NoBackendError):
+        undivided.attention(q, q, q, layout="bshd", dropout_p=0.5, backend="torch_flash")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_seed_tensor_counted_up_in_place_does_not_change_the_backward() -> None:
     q, k, v = (random(1, 9, 2, 4, seed=s).requires_grad_() for s in range(3))
     seed = torch.tensor(5)

@@ -113,3 +113,15 @@ def test_different_generation_steps_are_an_error_on_each_rank() -> None:
             cp.decode(q, k, k, mine, 8, layout="bshd", by="rings" if cp.rank else "ring")  # type: ignore[arg-type]
 
     simulate(2, rank, timeout=20)
+
+
+def test_decoding_over_ranks_is_not_batch_invariant() -> None:
+    q = torch.randn(1, 1, 2, 8)
+    undivided.set_backends(batch_invariant=True)
+    try:
+        with pytest.raises(undivided.InputError, match="batch_invariant must be False over ranks"):
+            simulate(
+                2, lambda group: undivided.ContextParallel(group).decode(q, q, q, torch.tensor([0]), 1, layout="bshd")
+            )
+    finally:
+        undivided.set_backends()

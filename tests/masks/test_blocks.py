@@ -65,6 +65,27 @@ def test_pages_are_blocks_for_all_queries() -> None:
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": torch.zeros(4, 4)}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_an_empty_batch_has_an_empty_result(backend: str, options: dict[str, Any]) -> None:
+    q = torch.randn(0, 4, 2, 8, requires_grad=True)
+    mask = masks.blocks(2, 2, [[0], [1]])
+    result = undivided.attention(q, q, q, layout="bshd", mask=mask, backend=backend, **options)
+    out = result[0] if isinstance(result, tuple) else result
+    assert out.shape == q.shape
+    out.sum().backward()
+
+
+def test_padding_between_documents_needs_no_query_blocks() -> None:
+    x, table = torch.randn(5, 2, 8), torch.zeros(2, 1, 1, 1, dtype=torch.long)  # one query block of 2 for each document
+    expected = undivided.attention(
+        x[[0, 1, 3]], x[[0, 1, 3]], x[[0, 1, 3]], layout="thd", mask=masks.documents([0, 2, 3])
+    )
+    padded = masks.documents([0, 2, 3], padded_q=[0, 3, 5], padded_kv=[0, 3, 5], max_q=2, max_kv=2)
+    found = undivided.attention(x, x, x, layout="thd", mask=padded & masks.blocks(2, 2, table))
+    torch.testing.assert_close(found[[0, 1, 3]], expected)
+
+
 def test_a_table_that_changed_in_place_is_read_again() -> None:
     table = torch.tensor([[0], [0]])
     mask = masks.blocks(2, 2, table)

@@ -177,7 +177,7 @@ def test_a_numpy_scale_is_a_number() -> None:
     q = torch.randn(1, 2, 2, 8)
     want = undivided.attention(q, q, q, layout="bshd", scale=0.5)
     assert torch.equal(undivided.attention(q, q, q, layout="bshd", scale=numpy.float32(0.5)), want)
-    with pytest.raises(InputError, match="scale must be a finite number"):
+    with pytest.raises(InputError, match="scale must be a number from -1e30"):
         undivided.attention(q, q, q, layout="bshd", scale=numpy.float16("inf"))
 
 
@@ -201,3 +201,13 @@ def test_a_hint_does_not_search_billions_of_heads() -> None:
     q, k = torch.empty(1).expand(1, 4, 2**31 - 1, 1), torch.empty(1).expand(1, 5, 3, 1)
     with pytest.raises(InputError, match="a number of key heads that divides the query heads"):
         undivided.explain(q, k, k, layout="bshd")
+
+
+@pytest.mark.parametrize("wrong", [False, torch.tensor(0.0), 0j], ids=repr)
+def test_a_wrong_dropout_is_refused_after_a_right_one_too(wrong: Any) -> None:
+    q = torch.randn(1, 5, 2, 8)
+    for _ in range(2):
+        with pytest.raises(InputError, match="dropout_p must be a number from 0 to 1"):
+            undivided.attention(q, q, q, layout="bshd", dropout_p=wrong)
+        undivided.attention(q, q, q, layout="bshd", dropout_p=0)
+        undivided.attention(q, q, q, layout="bshd", dropout_p=0.0)

@@ -104,6 +104,14 @@ def test_a_part_without_keys_may_hold_garbage_in_its_empty_rows() -> None:
     assert error(merged_lse, lse) < 1e-14
 
 
+def test_garbage_of_a_part_without_keys_reaches_no_gradient() -> None:
+    outs = [torch.randn(1, 2, 1, 4, requires_grad=True), torch.full((1, 2, 1, 4), math.nan, requires_grad=True)]
+    lses = [torch.zeros(1, 1, 2, requires_grad=True), torch.full((1, 1, 2), -math.inf, requires_grad=True)]
+    out, lse = undivided.merge(outs, lses, layout="bshd")
+    gradients = torch.autograd.grad((out.sum(), lse.sum()), [*outs, *lses])
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
 def test_packed_parts_merge() -> None:
     make = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, 2, 4, generator=make, dtype=torch.float64).requires_grad_() for _ in range(3))

@@ -222,6 +222,13 @@ def test_an_error_is_of_both_types_has_both_messages_and_can_be_pickled() -> Non
     assert (type(again), str(again), again.argument) == (type(error), str(error), "key")
 
 
+def test_an_error_under_autocast_is_of_both_types() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(undivided.InputError) as caught:
+        undivided.scaled_dot_product_attention(q.to_sparse(), q, q)
+    assert isinstance(caught.value, RuntimeError)
+
+
 def test_without_an_allowed_kernel_the_error_has_pytorchs_message() -> None:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         for function in (F.scaled_dot_product_attention, ours):

@@ -32,10 +32,11 @@ microsecond each."""
 
 
 class Strides:
-    """What a kernel reads of the strides: those of batch, head and token, of q, of k and of v.
+    """The strides of batch, head and token of q, k and v.
 
-    Repeated calls share the object: `packed` is what the native kernel makes of it and of the sizes, None before;
-    `plans` is what `triton` makes of calls without a mask.
+    Repeated calls share this object, so that backends keep in it what they derive from it: `packed` holds the sizes and
+    strides of the native kernel's record as bytes (None before its first call), `plans` the launches of `triton` of
+    calls without a mask.
     """
 
     __slots__ = ("k", "packed", "plans", "q", "v")

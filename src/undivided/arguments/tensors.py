@@ -139,3 +139,37 @@ def _is_small_and_in_memory(tensor: Tensor) -> bool:
     if not tensor.numel():
         return True
     return tensor.numel() <= _MAX_COMPARED_VALUES and bool(tensor.data_ptr()) and missing_memory(tensor) is None
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the values at its pointer are not its own: a negated view, or a tensor of zeros without memory."""
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
+def materialise(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it if it `is_lazy`.
+
+    >>> import torch
+    >>> materialise(torch._neg_view(torch.ones(1))).data_ptr() == 0
+    False
+    """
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+
+
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor if its last axis has stride 1, as kernels require; else a contiguous copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def empty_rows_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.empty_like` with a last axis of stride 1, also if rows of the tensor overlap.
+
+    >>> import torch
+    >>> windows = torch.arange(9).unfold(0, 8, 1)
+    >>> torch.empty_like(windows).stride(), empty_rows_like(windows).stride()
+    ((1, 2), (8, 1))
+    """
+    empty = torch.empty_like(tensor, dtype=dtype)
+    if empty.stride(-1) == 1 or empty.shape[-1] == 1:
+        return empty
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)

@@ -26,9 +26,9 @@ Gradients = Sequence[Tensor | None]
 """Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None if not needed."""
 
 Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
-"""The forward of a call with other tensors (q, k, v, pages, k_scale, v_scale) of the same dtypes. They begin where the
-call's tensors would begin, and their elements lie as theirs do, but their axes may differ: whole pools, or packed
-queries of a padded batch. It returns out with the axes of q, and checks nothing."""
+"""Runs the forward of a call on other tensors (q, k, v, pages, k_scale, v_scale) of the same dtypes. An element must be
+as far from the data pointer as in the call's tensors; shapes may differ (a whole pool for a slice of it, packed queries
+for a padded batch). Returns out with the axes of q. Nothing is checked."""
 
 ALL_MASKS = frozenset(
     "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()

@@ -110,7 +110,7 @@ class Flex(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by compiled FlexAttention."""
-        problem = call.problem
+        problem, tensors = call.problem, tensors.materialised()
         form = call.normal_form(tensors.q)
         inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
         if problem.device == "cpu":
@@ -124,7 +124,7 @@ class Flex(Backend):
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Runs the forward again under autograd: FlexAttention has no backward that takes (out, lse)."""
-        problem = call.problem
+        problem, tensors = call.problem, tensors.materialised()
         form = call.normal_form(tensors.q)
         leaves = Tensors._make(make_leaves(tensors, call.needs))
         with torch.enable_grad():

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,8 +19,6 @@ from undivided.arguments.layout import Layout, sizes
 from undivided.cli._mask_words import parse
 from undivided.errors import InputError
 from undivided.machine import Machine
-
-ALIGN = Literal["top_left", "bottom_right"]
 
 
 class Dtype(StrEnum):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
+from undivided.arguments.tensors import with_contiguous_rows
 from undivided.backends._base import Backend
 from undivided.context_parallel._index import count, join, take, take_unless_broadcast
 from undivided.context_parallel._pieces import Piece, Round
@@ -75,11 +76,6 @@ def to_shares(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[Sha
         shares.append(ShareTensors(share_q, share_bias, *per_head))
     ((k, v),) = wait_keys()
     return shares, k, v
-
-
-def with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """The tensor with contiguous rows, which the problems of the pieces promise."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round, Tensor, Tensor]]:

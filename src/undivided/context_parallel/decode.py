@@ -23,8 +23,9 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.tensors import with_contiguous_rows
 from undivided.backends._base import Backend
-from undivided.context_parallel._call import piece_problem, with_contiguous_rows
+from undivided.context_parallel._call import piece_problem
 from undivided.context_parallel._index import take_unless_broadcast
 from undivided.context_parallel._pieces import Piece, simplest_mask
 from undivided.context_parallel._request import (

@@ -29,11 +29,11 @@ class CheckedMask:
     def __init__(self, mask: Mask, problem: Problem, key: object = None) -> None:
         self.mask, self.problem = mask, problem
         self.packed: bytes | None = None
-        """What the native kernel makes of the form."""
+        """The fields of the native kernel's record for the form; None before its first call."""
         self.plans: dict[Hashable, object] = {}
-        """What `triton` makes of it for calls of each kind, and `native` of its chosen blocks."""
+        """What backends derive from the mask, by keys of their own: launches of `triton`, block tables of `native`."""
         self.similar_plans: dict[Hashable, object] = {}
-        """The plans of a mask that differs in nothing but its form."""
+        """The plans of an earlier step, whose mask has the same structure: `triton` runs them with the new ranges."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None
@@ -50,7 +50,7 @@ class Call:
     """One attention call, without the tensors that may have gradients; autograd keeps it until the backward.
 
     problem: the problem that selection decided on. mask: includes the lengths of a paged cache, if there is one.
-    scale: 1/sqrt(Dk) if the request had none. dropout_seed: drawn if the request had none. pages: the
+    scale: 1/sqrt(Dk) if the request had none. dropout_seed: `prepare` draws one if the request had none. pages: the
     block table of k and v, or None. k_scale, v_scale: the scales of quantised k and v, or None.
     needs: which of `Tensors` need a gradient.
     """
@@ -99,8 +99,8 @@ class Call:
         return Call(*first, pages, self.needs, self.checked_mask, self.strides, k_scale, v_scale)
 
     def with_form(self, mask: Mask, form: NormalForm) -> Call:
-        """The same call for another mask of the same structure, whose normal form is known; without `with_memory`, it
-        has no block table or scales."""
+        """The same call for another mask of the same structure, whose normal form is known. The result has no block
+        table or scales: `with_memory` adds them."""
         call, checked = self.with_memory(None, None, None), CheckedMask(mask, self.problem)
         checked.keep(form)
         if self.checked_mask is not None:

@@ -36,12 +36,16 @@ def check_layout(layout: object) -> None:
         raise as_type_error(error) if layout is REQUIRED else error
 
 
+_SMALLEST, _LARGEST = 1e-30, 1e30  # kernels compute with them, and with the inverse of softcap, in fp32
+
+
 def check_scalars(options: Options) -> None:
     """InputError unless softcap, dropout_p and return_lse are valid."""
     softcap, dropout_p = options.softcap, options.dropout_p
-    if softcap is not None and (not is_finite(softcap) or softcap <= 0):
-        hint = "softcap=None, for no cap" if isinstance(softcap, int | float) and softcap == 0 else None
-        raise InputError("softcap", "be a positive number or None", repr(softcap), hint)
+    if softcap is not None and not (is_finite(softcap) and _SMALLEST <= float(softcap) <= _LARGEST):
+        no_cap = is_finite(softcap) and (softcap == 0 or softcap > _LARGEST)
+        hint = "softcap=None, for no cap" if no_cap else None
+        raise InputError("softcap", "be a number from 1e-30 to 1e30, or None", repr(softcap), hint)
     if not is_finite(dropout_p) or not 0 <= dropout_p <= 1:
         is_percentage = isinstance(dropout_p, int | float) and 2 <= dropout_p <= 100
         hint = f"{dropout_p / 100:g}, if it is a percentage" if is_percentage else None
@@ -52,9 +56,9 @@ def check_scalars(options: Options) -> None:
 
 def checked_scale(scale: float) -> float:
     """The scale as a float, or InputError."""
-    if not is_finite(scale):
+    if not is_finite(scale) or not -_LARGEST <= float(scale) <= _LARGEST:
         hint = "float(scale); if it is learned, scale=1.0 and q * scale" if isinstance(scale, Tensor) else None
-        raise InputError("scale", "be a finite number or None (1/sqrt(head size))", repr(scale), hint)
+        raise InputError("scale", "be a number from -1e30 to 1e30, or None for 1/sqrt(head size)", repr(scale), hint)
     return float(scale)
 
 
@@ -295,10 +299,8 @@ def check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
         )
 
 
-def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
-    """The dropout seed. None draws one from torch's generator, so that checkpoint recomputation draws the same."""
-    if seed is None:
-        return draw_seed(device)
+def checked_seed(seed: int | Tensor, device: torch.device) -> int | Tensor:
+    """The dropout seed that the caller gave."""
     check_seed(seed, device)
     if isinstance(seed, Tensor):
         return seed.clone()  # the caller may increment it in place before the backward
@@ -306,7 +308,7 @@ def checked_seed(seed: int | Tensor | None, device: torch.device) -> int | Tenso
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's generator of the device, a 0-d int64 tensor there."""
+    """A 0-d int64 seed from the generator of the device; recomputation in activation checkpointing draws it again."""
     # vmap(randomness="different") writes to no shared memory
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return torch.randint(2**63 - 1, (), device=device)

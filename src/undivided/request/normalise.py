@@ -98,7 +98,7 @@ def normalise(
         mask, problem = checked.mask, checked.problem
     if bias is not None and bias.dim() < 4:
         tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
-    if dropout_p or seed is not None:
+    if seed is not None:
         seed = checked_seed(seed, q.device)
     if scale is None:
         scale = problem.qk_dim**-0.5

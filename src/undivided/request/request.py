@@ -11,6 +11,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import is_lazy, materialise
 from undivided.masks import Mask
 
 new_tuple = tuple.__new__
@@ -36,6 +37,13 @@ class Tensors(NamedTuple):
         """q, k and v as [B, H, S, D], views."""
         q, k, v = self[:3]
         return _layout.heads_first(q, layout), _layout.heads_first(k, layout), _layout.heads_first(v, layout)
+
+    def materialised(self) -> Tensors:
+        """The tensors, with copies of those that are lazy: for kernels that read what is at a pointer."""
+        for tensor in self:
+            if tensor is not None and is_lazy(tensor):
+                return Tensors._make(None if t is None else materialise(t) for t in self)
+        return self
 
     def without_pages(self, pages: Tensor | None, layout: Layout) -> Tensors:
         """The tensors with k and v in `layout`: copies of the pages of every sequence, in order."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from undivided.machine import Machine
 from undivided.request.call import Call
+from undivided.request.checks import draw_seed
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
 from undivided.selection.decision import Decision, decide, select
@@ -32,6 +33,8 @@ def prepare(request: Request, allowed: Policy, needs: tuple[bool, ...] | None = 
     machine = Machine.this() if q.is_cpu else Machine.this(q.device)
     decision = select(call.problem, machine, allowed)
     call.problem = decision.problem
+    if call.dropout_p and call.dropout_seed is None:  # not before: a call that is refused leaves the generator as it is
+        call.dropout_seed = draw_seed(q.device)
     return decision, call, tensors
 
 

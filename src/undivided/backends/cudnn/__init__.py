@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.tensors import materialise
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.cudnn import graph as _cudnn_graph
 from undivided.backends.cudnn import paged as _cudnn_paged
@@ -86,7 +87,7 @@ class Cudnn(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by a forward graph."""
-        problem = call.problem
+        problem, tensors = call.problem, tensors.materialised()
         if call.pages is not None:
             return _cudnn_paged.forward(call, tensors).in_layout(problem.layout)
         cudnn_call = CudnnCall.from_call(call, tensors, scores.extra(call, tensors))
@@ -102,10 +103,10 @@ class Cudnn(Backend):
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by a backward graph."""
-        problem = call.problem
+        problem, tensors = call.problem, tensors.materialised()
         cudnn_call = CudnnCall.from_call(call, tensors, scores.extra(call, tensors)).for_backward()
         result = result.canonical(problem.layout)
-        out, grad = result.out, layout.canonical(grad_out, problem.layout)
+        out, grad = result.out, layout.canonical(materialise(grad_out), problem.layout)
         if gpu.has_rows_without_keys(problem):
             grad = gpu.clear_rows(grad, call.normal_form(tensors.q))
         stats = scores.statistics(tensors, result)

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from undivided.arguments.tensors import materialise
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.flash_attn import version_2, version_3, version_4
 from undivided.backends.shared import flash_attn_rules, gpu
@@ -94,14 +95,14 @@ class FlashAttn(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by the version that fits."""
-        return self._pick(call, tensors).calls.forward(call, tensors)  # type: ignore[no-any-return]
+        return self._pick(call, tensors).calls.forward(call, tensors.materialised())  # type: ignore[no-any-return]
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by the version that fits."""
         calls = self._pick(call, tensors).calls
-        return calls.backward(call, tensors, result, grad_out, grad_lse)  # type: ignore[no-any-return]
+        return calls.backward(call, tensors.materialised(), result, materialise(grad_out), grad_lse)  # type: ignore[no-any-return]
 
     def _pick(self, call: Call, tensors: Tensors) -> _Version:
         """The version that runs; the same for forward and backward, which have the same problem."""

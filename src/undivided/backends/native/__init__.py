@@ -36,15 +36,16 @@ from undivided.request.request import Tensors, new_tuple
 from undivided.request.result import UNREAD, Result
 
 TINY_RECORDED, FEW_HEADS = 1 << 19, 32
-"""Multiply-adds, and heads of all sequences, of a plain fp32 problem with gradients, up to which torch_flash has the
-lower rank: PyTorch's autograd records its own operator in C++, which saves about 25 us per call. Time of forward and
-backward divided by PyTorch's, Granite Rapids, one thread, batch x heads x tokens x D: 1x1x16x64 (2^15) 1.4,
-1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
+"""torch_flash runs plain fp32 problems with gradients of at most so many multiply-adds, and heads of all sequences:
+PyTorch's autograd records its own operator in C++, which saves about 25 us per call.
+
+Time of forward and backward divided by PyTorch's, Granite Rapids, one thread, by batch x heads x tokens x D:
+1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
 
 TINY_RECORDED_16, FEW_ROWS = 1 << 13, 8
-"""Multiply-adds, and rows of all heads and sequences, for 16-bit types, where PyTorch's gradients are slow. Times as
-above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0.5, 1x8x1x64 1.2, 1x8x2x64 0.9, 1x32x1x64 1.05,
-8x32x1x64 0.6; fp16 the same except 1x32x1x64 0.7."""
+"""The same for 16-bit types, in multiply-adds and in rows of all heads and sequences; PyTorch's gradients of these are
+slow. Times as above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0.5, 1x8x1x64 1.2, 1x8x2x64 0.9,
+1x32x1x64 1.05, 8x32x1x64 0.6; fp16 the same except 1x32x1x64 0.7."""
 
 
 class Native(Backend):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import STRIDES, Strides
-from undivided.arguments.tensors import batch_stride
+from undivided.arguments.tensors import batch_stride, materialise
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks import FULL
@@ -83,10 +83,8 @@ def require_memory(tensor: Tensor) -> Tensor:
         InputError: its values are not at its pointer (fake tensors, wrappers), or it is not on the CPU.
     """
     try:
-        if tensor.is_cpu and (tensor.data_ptr() or not tensor.numel()):
-            return tensor.resolve_neg() if tensor.is_neg() else tensor
-        if tensor._is_zerotensor():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if tensor.is_cpu and (tensor._is_zerotensor() or tensor.data_ptr() or not tensor.numel()):
+            return materialise(tensor)
     except (NotImplementedError, RuntimeError):  # raised if it has no pointer
         pass
     kind = type(tensor).__name__

@@ -4,10 +4,12 @@ The kernel writes dq, dk, dv, and one number per query row for sinks, slopes and
 for a bias that all rows share). They are summed here over the axes along which the input is broadcast, in fp64 and in
 order: the order of `torch.sum` depends on the number of threads, that of `cumsum` does not.
 
-The kernel may return a further attempt to make. On AMX, gradients of fp16 scores are rounded to fp16, scaled by a power
-of two for each head; if one overflows (rows of V with unusually large norms), everything is computed again with fp32
-intermediates. Heads whose gradients are NaN, which their allowed pairs do not explain, are computed again pair by pair:
-by the kernel itself, or, if several calls or heads add to one buffer, all of them in an attempt of its own.
+The kernel may request another attempt, in two cases:
+
+- On AMX, gradients of fp16 scores are rounded to fp16 after scaling by a power of two per head. If one overflows (rows
+  of V with unusually large norms), the next attempt has fp32 intermediates.
+- Gradients are NaN although no allowed pair is. The kernel computes such heads again, pair by pair; if several calls or
+  heads add to one buffer, it does so for all of them, in one more attempt.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import STRIDES
+from undivided.arguments.tensors import empty_rows_like, with_contiguous_rows
 from undivided.backends._base import Gradients
 from undivided.backends.native.call import DTYPES, Records, is_plain, plain_record, require_memory, with_addresses
 from undivided.kernels import cpu
@@ -39,7 +42,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     library = cpu.load()
     assert isinstance(library, cpu.Library)
     (tensors, addresses), grad_out = with_addresses(tensors), require_memory(grad_out)
-    out, lse = _unit_last(require_memory(result.out)), _unit_last(require_memory(result.lse))
+    out, lse = with_contiguous_rows(require_memory(result.out)), with_contiguous_rows(require_memory(result.lse))
     grad_lse = None if grad_lse is None else require_memory(grad_lse)
     if call.pages is None and is_plain(call, tensors):
         problem_record = plain_record(call, tensors, addresses, None, out, lse)
@@ -82,8 +85,8 @@ def _plain(
 ) -> Gradients:
     """The gradients of q, k and v of a problem that `is_plain`, in one kernel call, in its dtype or fp32."""
     problem = call.problem
-    grad = _unit_last(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
-    lse = None if grad_lse is None else _unit_last(grad_lse.float())
+    grad = with_contiguous_rows(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
+    lse = None if grad_lse is None else with_contiguous_rows(grad_lse.float())
     inputs = (tensors.q, tensors.k, tensors.v)
     buffers = [_gradient_buffer(x, False, dtype) if n else None for x, n in zip(inputs, call.needs, strict=False)]
     strides = STRIDES[problem.layout]
@@ -132,13 +135,6 @@ def _tensor_fields(tensor_BHSD: Tensor | None) -> tuple[int, ...]:
     return _NO_TENSOR if tensor_BHSD is None else (tensor_BHSD.data_ptr(), *tensor_BHSD.stride()[:3])
 
 
-def _unit_last(tensor: Tensor) -> Tensor:
-    """The tensor if its last axis has stride 1, as the kernel requires; else a copy."""
-    if tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    return tensor.contiguous()
-
-
 class _Gradients:
     """The buffers that the kernel fills, the records that point to them, and the results."""
 
@@ -147,8 +143,8 @@ class _Gradients:
     ) -> None:
         problem = call.problem
         self._call, self._tensors, self._in_parts, self._attempt = call, tensors, in_parts, attempt
-        self._grad_out = _unit_last(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
-        self._grad_lse = None if grad_lse is None else _unit_last(grad_lse.float())
+        self._grad_out = with_contiguous_rows(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
+        self._grad_lse = None if grad_lse is None else with_contiguous_rows(grad_lse.float())
         needs, layout = call.needs, problem.layout
         inputs = (tensors.q, tensors.k, tensors.v)
         self._qkv = [
@@ -219,7 +215,9 @@ class _Gradients:
         if self._call.problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
             return _sum_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
         sequence = self._call.normal_form(self._tensors.q).q_sequence.clamp(0, slopes.shape[0] - 1).long()
-        return torch.zeros(slopes.shape, dtype=torch.float32, device=slopes.device).index_add_(0, sequence[0], rows[0].T)
+        return torch.zeros(slopes.shape, dtype=torch.float32, device=slopes.device).index_add_(
+            0, sequence[0], rows[0].T
+        )
 
 
 def _gradient_buffer(tensor: Tensor, in_parts: bool, dtype: torch.dtype) -> Tensor:
@@ -227,11 +225,7 @@ def _gradient_buffer(tensor: Tensor, in_parts: bool, dtype: torch.dtype) -> Tens
     calls add to it."""
     if in_parts:
         return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-    gradient = torch.empty_like(tensor, dtype=dtype)
-    if tensor.is_contiguous():
-        return gradient
-    unit = gradient.stride(-1) == 1 or gradient.shape[-1] == 1
-    return gradient if unit else tensor.new_empty(tensor.shape, dtype=dtype)
+    return empty_rows_like(tensor, dtype)
 
 
 def _sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:

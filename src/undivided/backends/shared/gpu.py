@@ -52,17 +52,17 @@ _FLASH_FIRST = {
     "flex": 60,
 }
 _CUDNN_FIRST_AFTER: Version = (9, 15, 0)
-_SOONER_ON_THE_HOST = 9
-"""Of `torch_cudnn` for small problems where cuDNN is first: PyTorch's operator calls the kernels that `cudnn` calls
+_RANK_TORCH_CUDNN_SMALL = 9
+"""For small problems where cuDNN is first: PyTorch's operator calls the kernels that `cudnn` calls
 from Python. A causal call of 128 tokens took the host 67 us, through `cudnn` 116, and 613 and 1089 with its gradient
 (H200)."""
-_MILLISECONDS_ON_THE_HOST = 55
-"""Of `torch_cudnn` for packed documents: 48 ms for 3 of them, at every call; torch_flash .17 (H200, PyTorch 2.11)."""
+_RANK_TORCH_CUDNN_DOCUMENTS = 55
+"""For packed documents: its host time is 48 ms per call with 3 of them; of torch_flash .17 ms (H200, PyTorch 2.11)."""
 _SMALL = 2e10
 """Floating-point operations of a forward, without a mask, that takes the GPU less time than the host takes to call it:
 about 40 us."""
-_WHERE_MEMORY_MAY_BE_UNUSED = 8
-"""Of `triton` on sm90, if tokens may lie outside all sequences: it neither copies inputs to clear them, as for cuDNN,
+_RANK_TRITON_PADDED = 8
+"""On sm90, if tokens may lie outside all sequences: it neither copies inputs to clear them, as for cuDNN,
 nor clears rows of the output. Measured on an H100, 16 causal documents of 1024 tokens, 16 heads of 128: 0.21 ms, with
 cuDNN 0.77 ms (its kernel alone 0.17), with torch_flash 0.44 ms (0.33)."""
 
@@ -72,12 +72,12 @@ def rank(name: str, problem: Problem, machine: Machine) -> float:
     capability, cudnn = machine.compute_capability, machine.version("cudnn")
     hopper = capability is not None and capability[0] == 9
     if name == "triton" and hopper and problem.q_len > 1 and problem.mask.kinds & _MAY_HOLD_GARBAGE:
-        return _WHERE_MEMORY_MAY_BE_UNUSED
+        return _RANK_TRITON_PADDED
     prefer = capability is not None and capability[0] in (9, 10) and cudnn is not None and cudnn > _CUDNN_FIRST_AFTER
     if name == "torch_cudnn" and problem.documents is not None:
-        return _MILLISECONDS_ON_THE_HOST
+        return _RANK_TORCH_CUDNN_DOCUMENTS
     if name == "torch_cudnn" and prefer and _is_small(problem):
-        return _SOONER_ON_THE_HOST
+        return _RANK_TORCH_CUDNN_SMALL
     return (_CUDNN_FIRST if prefer else _FLASH_FIRST)[name]
 
 

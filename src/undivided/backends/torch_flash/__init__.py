@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.arguments.tensors import materialise
 from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared.block import Block, distance, hide, row_slopes
 from undivided.backends.torch_flash import cuda
@@ -107,7 +108,7 @@ class TorchFlash(Backend):
         problem = call.problem
         if problem.device == "cuda":
             return cuda.forward(call, tensors)
-        q, k, v = tensors.heads_first(call.problem.layout)
+        q, k, v = _inputs(call, tensors)
         if (causal := _one_call(call, tensors)) is not None:
             out, lse = _forward(q, k, v, 0.0, causal, scale=call.scale)
             # the kernel's output has q's strides in most layouts, but not in all
@@ -133,7 +134,7 @@ class TorchFlash(Backend):
         problem = call.problem
         if problem.device != "cpu" or call.pages is not None or (causal := _one_call(call, tensors)) is None:
             return None
-        return _forward(*tensors.heads_first(call.problem.layout), 0.0, causal, scale=call.scale)[0]
+        return _forward(*_inputs(call, tensors), 0.0, causal, scale=call.scale)[0]
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -142,7 +143,7 @@ class TorchFlash(Backend):
         problem = call.problem
         if problem.device == "cuda":
             return cuda.backward(call, tensors, result, grad_out, grad_lse)
-        q, k, v = tensors.heads_first(call.problem.layout)
+        q, k, v = _inputs(call, tensors)
         grad = layout.heads_first(grad_out, problem.layout)
         out = layout.heads_first(result.out, problem.layout)
         if (causal := _one_call(call, tensors)) is not None:
@@ -152,7 +153,7 @@ class TorchFlash(Backend):
 
     def _backward_in_parts(self, call: Call, tensors: Tensors, result: Result, grad_BHSD: Tensor) -> Gradients:
         problem = call.problem
-        views = tensors.heads_first(call.problem.layout)
+        views = _inputs(call, tensors)
         precision = lse_dtype(problem.dtype)
         sums = [
             torch.zeros_like(t, dtype=precision, memory_format=torch.contiguous_format)
@@ -181,6 +182,21 @@ class TorchFlash(Backend):
             dk[keys] += part_dk
             dv[keys] += part_dv
         return [*(total.to(problem.dtype) for total in sums), None, None, None]
+
+
+def _inputs(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, [B, H, S, D].
+
+    The kernel allocates its output like q. If another axis of q has stride 1 too, as in views of `unfold`, the output's
+    last axis may have another stride, and the kernel writes where no row is; so q is copied then. It also reads the
+    memory of zero tensors, which have none.
+    """
+    q, k, v = tensors.heads_first(call.problem.layout)
+    if 1 in q.stride()[:3]:
+        q = q.clone(memory_format=torch.contiguous_format)
+    if q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor():
+        q, k, v = materialise(q), materialise(k), materialise(v)
+    return q, k, v
 
 
 def _one_call(call: Call, tensors: Tensors) -> bool | None:

@@ -77,6 +77,7 @@ class Triton(Backend):
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """One launch per block of rows, usually one in all, and one more if keys are split."""
+        tensors = tensors.materialised()
         known = plans.find(call, tensors)
         if known is not None:
             return known.run(call, tensors)

@@ -196,7 +196,8 @@ class _Forward:
         """As `Inputs.clean`; what lies between two documents is not between keys of one block of a pack."""
         inputs = self.inputs
         one_document = self.blocks.places is not None and not self.problem.batch_invariant
-        return min(inputs.clean, 1) if one_document and not inputs.always_masked else inputs.clean
+        one_range = not inputs.always_masked and "global" not in self.problem.mask.kinds
+        return min(inputs.clean, 1) if one_document and one_range else inputs.clean
 
     def _combine(self) -> Launch | None:
         """Merge the parts and their lse into out and lse; sinks enter here."""

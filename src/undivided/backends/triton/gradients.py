@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.arguments.tensors import batch_stride
+from undivided.arguments.tensors import batch_stride, empty_rows_like, materialise, with_contiguous_rows
 from undivided.backends._base import Gradients
 from undivided.backends.triton import plans
 from undivided.backends.triton import tables as _triton_tables
@@ -31,6 +31,7 @@ _OF_THE_MASK = frozenset({"tiles", "ranges", "columns"})
 
 def gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of (q, k, v, bias, sinks, alibi_slopes); None if ``call.needs`` is False for one."""
+    tensors, grad_out = tensors.materialised(), materialise(grad_out)
     known = plans.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
     if known is not None:
         return known.run(call, tensors, result, grad_out)
@@ -44,11 +45,11 @@ class _Backward:
         self.needs = inputs.call.needs
         self.passes: list[plans.Pass | None] = []  # those that ran; None under Triton's interpreter
         self.result, self.grad_out = result, grad_out
-        self.g = _with_whole_rows(layout.heads_first(grad_out, problem.layout))
+        self.g = with_contiguous_rows(layout.heads_first(grad_out, problem.layout))
         self.lse = result.lse.contiguous()
-        self.out = _with_whole_rows(layout.heads_first(result.out, problem.layout))
+        self.out = with_contiguous_rows(layout.heads_first(result.out, problem.layout))
         self.delta = self._delta()
-        self.grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+        self.grad_lse = None if grad_lse is None else materialise(grad_lse).float().contiguous()
         self.factor = None
         if inputs.sinks is not None:
             self.factor = sink_factor(self.lse, inputs.sinks).contiguous()
@@ -98,11 +99,11 @@ class _Backward:
 
     def run(self) -> list[Tensor | None]:
         tensors, parts = self.inputs.tensors, list(self.inputs.rows())
-        dq = torch.empty_like(tensors.q) if self.needs[0] or self.needs[5] else None
+        dq = empty_rows_like(tensors.q) if self.needs[0] or self.needs[5] else None
         # if the rows are computed in several launches, the sums over rows are kept in fp32
         dtype = torch.float32 if len(parts) > 1 else None
-        dk = torch.zeros_like(tensors.k, dtype=dtype) if self.needs[1] or self.needs[2] else None
-        dv = torch.zeros_like(tensors.v, dtype=dtype) if self.needs[1] or self.needs[2] else None
+        dk = empty_rows_like(tensors.k, dtype).zero_() if self.needs[1] or self.needs[2] else None
+        dv = empty_rows_like(tensors.v, dtype).zero_() if self.needs[1] or self.needs[2] else None
         dbias = self._empty_bias() if self.needs[3] else None
         for rows in parts:
             if dq is not None:
@@ -286,8 +287,3 @@ class _Backward:
         sequence = self.inputs.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
         total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
         return total.index_add_(0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1))
-
-
-def _with_whole_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if the last axis has gaps."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

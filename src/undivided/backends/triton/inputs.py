@@ -15,8 +15,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride
-from undivided.backends.shared import gpu
-from undivided.backends.triton import descriptors, tables
+from undivided.backends.triton import descriptors, masked_keys, tables
 from undivided.backends.triton.rows import Rows, rows_of
 from undivided.backends.triton.trees import first_keys, tree_of
 from undivided.kernels import philox
@@ -49,10 +48,6 @@ POINTERS = {
 }
 """The pointers of the kernels that not every call has, with the dtypes of their placeholders."""
 
-_HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree", "blocks", "ranges"})
-"""Kinds of mask under which unused memory, which may hold NaN, may lie between used keys."""
-_ENDS = frozenset({"lengths", "q_lengths", "starts", "documents"})
-"""Kinds under which it lies only before or after the used keys."""
 _MOVE_ON = frozenset({"causal", "window", "documents", "lengths", "q_lengths"})
 """Kinds of mask whose ranges never move back from row to row; rows without keys are at the ends."""
 
@@ -321,20 +316,10 @@ class Inputs:
 
     @property
     def clean(self) -> int:
-        """Which keys the kernels replace by 0: 0 none, 1 those before and after the keys of a block of rows, 2 all that
-        the block does not use, 3 as 2 for chosen blocks: those before and after are not read."""
+        """Which keys the kernels replace by 0: see `masked_keys.replaced`."""
         if not self.masked and self.bias is None:
             return 0
-        kinds = self.problem.mask.kinds
-        if kinds == {"ranges"} and self.pages is not None:  # two ranges of a row may have unused memory between them
-            return 3 if self.columns == 4 else 1
-        if kinds & _HOLES or self.bias is not None:
-            return 2
-        documents = gpu.documents(self.call)
-        if documents is not None and documents.cu_seqlens_q is not documents.cu_seqlens_kv:
-            # a document may have keys that none of its queries uses; they lie between keys of other documents
-            return 2
-        return int(bool(kinds & _ENDS))
+        return masked_keys.replaced(self.call, self.columns, self.bias is not None)
 
     @property
     def gapless(self) -> bool:

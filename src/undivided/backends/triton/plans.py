@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.arguments.tensors import is_traced
+from undivided.arguments.tensors import empty_rows_like, is_traced
 from undivided.backends._base import Gradients
 from undivided.backends.triton import descriptors
 from undivided.backends.triton.inputs import Inputs, as_bytes_of_fp8, fp32_in_order, precision, scale_rows
@@ -123,9 +123,9 @@ class GradientPlan(NamedTuple):
         given = {"q": q, "k": k, "v": v, "g": grad_out, "out": result.out, "lse": result.lse}
         given["delta"] = torch.empty_like(result.lse)
         if needs_q:
-            given["dq"] = torch.empty_like(q)
+            given["dq"] = empty_rows_like(q)
         if needs_k or needs_v:  # one pass computes both
-            given["dk"], given["dv"] = torch.zeros_like(k), torch.zeros_like(v)
+            given["dk"], given["dv"] = empty_rows_like(k).zero_(), empty_rows_like(v).zero_()
         if sinks is not None:
             given["factor"] = sink_factor(result.lse, fp32_in_order(sinks)).contiguous()
         for one in self.passes:

@@ -46,7 +46,8 @@ class BlockPairs:
         table = int64_copy(part.table, geometry.device)
         position = geometry.q_position
         if part.q_block is not None and position.numel() and readable(position):
-            last = int(position.max()) // part.q_block
+            real = geometry.real_rows
+            last = int((position if real is None else position * real).max()) // part.q_block
             if last >= table.shape[2]:
                 must = f"have a block table for {last + 1} query blocks, of {part.q_block} queries, per document"
                 raise InputError("mask", must, f"{table.shape[2]} query blocks")
@@ -71,7 +72,7 @@ class BlockPairs:
         is_chosen.scatter_(3, blocks, True)[..., self.limit] = False  # [b, t, r, key blocks + 1]
         key_block = narrow(self.geometry.kv_position, 0, batch)[:, keys] // self.kv_block  # [b, k]
         key_block = key_block.clamp(0, self.limit)[:, None, None].expand(-1, *is_chosen.shape[1:3], -1)
-        size = max(len(key_block), len(is_chosen))
+        size = max(len(key_block), len(is_chosen)) if len(key_block) and len(is_chosen) else 0
         allowed = is_chosen.expand(size, -1, -1, -1).gather(3, key_block.expand(size, -1, -1, -1))  # [b, t, r, k]
         head = torch.arange(heads.start, heads.stop, device=allowed.device) // group - first
         return allowed[:, head]

@@ -36,7 +36,11 @@ class BlockSums:
         if geometry.real_keys is None and geometry.kv_slot_ends is None:
             return sums.view(batch, -1, self._kv_heads, dim)[:, :keys]
         gradient = sums.new_zeros(batch, keys, *sums.shape[1:])
-        real = torch.ones(1, keys, dtype=torch.bool, device=sums.device) if geometry.real_keys is None else geometry.real_keys
+        real = (
+            torch.ones(1, keys, dtype=torch.bool, device=sums.device)
+            if geometry.real_keys is None
+            else geometry.real_keys
+        )
         real, position = real.expand(batch, keys), geometry.kv_position.expand(batch, keys)
         row = self._first[geometry.kv_sequence.expand(batch, keys)] * self._size + position
         gradient[real] = sums[row[real]]

@@ -35,7 +35,7 @@ def block_pairs(call: Call, tensors: Tensors, reads_values: bool) -> BlockPairs 
     if len(form.extras) != 1 or not isinstance(form.extras[0], BlockPairs) or form.row_index is not None:
         return None
     pairs = form.extras[0]
-    if not problem.q_len or not problem.kv_len or not pairs.table.numel():
+    if not problem.batch or not problem.q_len or not problem.kv_len or not pairs.table.numel():
         return None
     if call.pages is None and call.k_scale is not None:
         return None

@@ -1,0 +1,77 @@
+"""NaN in keys that no query may attend to stays out of results, wherever the mask leaves keys unused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import undivided
+from undivided import masks
+
+window, causal, sinks = masks.window, masks.causal, masks.prefix(2)
+DENSE = {
+    "a window at the end": window(2, 0, "bottom_right"),
+    "a window at the start": window(3, 0, "top_left"),
+    "a window to both sides": window(1, 1, "bottom_right"),
+    "causal from the start": causal("top_left"),
+    "a window and sinks": window(2, 0, "bottom_right") | sinks,
+    "chunks": masks.chunks(5, "bottom_right"),
+    "lengths, a window and sinks": masks.lengths([50, 31]) & (window(2, 0, "bottom_right") | sinks),
+    "lengths of both and a window": masks.lengths([50, 31], [3, 2]) & window(2, 0, "bottom_right"),
+}
+PACKED = {
+    "documents and a window": window(2, 0, "bottom_right"),
+    "documents, a window and sinks": window(2, 0, "bottom_right") | sinks,
+}
+
+
+def _compare(q: torch.Tensor, kv_len: tuple[int, ...], mask: masks.Mask, layout: Any, gradients: bool) -> None:
+    k, v = torch.randn(*kv_len, 2, 16), torch.randn(*kv_len, 2, 16)
+    sizes = (1, q.shape[0], kv_len[0]) if layout == "thd" else (q.shape[0], q.shape[1], kv_len[1])
+    used = mask.to_dense(sizes[0], 1, sizes[1], sizes[2])[:, 0].any(1)
+    used = used[0] if layout == "thd" else used
+    assert not used.all()
+    results = []
+    for backend in ("reference", "triton"):
+        leaves = [t.clone().requires_grad_(gradients) for t in (q, k, v)]
+        with torch.no_grad():
+            for leaf in leaves[1:]:
+                leaf[~used] = torch.nan
+        out = undivided.attention(*leaves, layout=layout, mask=mask, backend=backend)
+        grads = torch.autograd.grad(out.square().sum(), leaves) if gradients else ()
+        results.append([out, *grads])
+    for got, expected in zip(*reversed(results), strict=True):
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize(
+    ("name", "q_len"), [(name, q_len) for name in DENSE for q_len in (1, 3) if q_len == 3 or "both" not in name]
+)
+def test_keys_that_no_query_sees(name: str, q_len: int, gradients: bool) -> None:
+    torch.manual_seed(0)
+    _compare(torch.randn(2, q_len, 2, 16), (2, 50), DENSE[name], "bshd", gradients)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", PACKED)
+def test_keys_that_no_query_of_their_document_sees(name: str, gradients: bool) -> None:
+    torch.manual_seed(0)
+    mask = masks.documents([0, 3, 5], [0, 50, 90]) & PACKED[name]
+    _compare(torch.randn(5, 2, 16), (90,), mask, "thd", gradients)
+
+
+def test_keys_of_pages_between_two_ranges() -> None:
+    torch.manual_seed(0)
+    q, pool = torch.randn(1, 3, 2, 16), torch.randn(4, 16, 2, 16)
+    pages = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+    pool[2, 2:], pool[0], pool[3, :9], pool[3, 14:], pool[1] = (torch.nan,) * 5
+    mask = masks.lengths([46]) & (window(2, 0, "bottom_right") | sinks)
+    found, expected = (
+        undivided.attention(q, pool, pool, layout="bshd", mask=mask, pages=pages, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
