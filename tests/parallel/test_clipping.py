@@ -10,6 +10,7 @@ import torch
 from gloo_ranks import run_ranks
 from tensor_layers import BATCH, HIDDEN, LENGTH, make_layer
 from torch import distributed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -89,6 +90,36 @@ def test_norms_of_divided_gradients_are_those_of_one_process() -> None:
             assert norm > 2 * MOST
             assert clipped == pytest.approx(MOST, rel=1e-4), case
         assert alone == (True, pytest.approx(math.sqrt(8)))
+
+
+def recomputed() -> list[float]:
+    """The norms of a layer with a group, and of the wrapper that recomputes it."""
+    layer = make_layer(CASE, "bshd", tp_group=distributed.group.WORLD, set_parallel_mode=True)
+    layer(torch.randn(BATCH, LENGTH, HIDDEN)).square().sum().backward()
+    return [float(clip_grad_norm_(module, math.inf)) for module in (layer, checkpoint_wrapper(layer))]
+
+
+def one_nan() -> list[float]:
+    """The largest gradient after one rank got NaN in a divided weight, and after it got infinity."""
+    layer = parallelize(make_layer(CASE, "bshd"), init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    layer(torch.randn(BATCH, LENGTH, HIDDEN)).sum().backward()
+    found = []
+    for value in (math.nan, math.inf):
+        if distributed.get_rank() == 1:
+            layer.layernorm_mlp.fc1_weight.grad.to_local()[0, 0] = value
+        found.append(float(clip_grad_norm_(layer, math.inf, math.inf)))
+    return found
+
+
+def test_norms_of_recomputed_layers_and_of_nan_are_the_same_on_every_rank() -> None:
+    """The wrapper gives the parameters other names; gloo's maximum ignores NaN."""
+    wrapped, nans = run_ranks(2, recomputed, one_nan)
+    for norms, largest in zip(wrapped, nans, strict=True):
+        assert isinstance(norms, list), norms
+        assert norms == [wrapped[0][0]] * 2
+        assert isinstance(largest, list), largest
+        assert math.isnan(largest[0])
+        assert largest[1] == math.inf
 
 
 def test_one_process_clips_as_pytorch_does() -> None:

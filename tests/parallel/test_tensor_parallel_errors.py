@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import unittest.mock
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from gloo_ranks import run_ranks
 from tensor_layers import BATCH, HIDDEN, LENGTH, make_layer
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.utils import parametrizations, parametrize
 
 import undivided
 from undivided import InputError, TransformerLayer
 from undivided.context_parallel import RankError
-from undivided.parallel import own_state_dict, parallelize
+from undivided.parallel import clip_grad_norm_, own_state_dict, parallelize, save_checkpoint, whole_state_dict
 
 
 def uneven_batches() -> list[str]:
@@ -114,6 +118,44 @@ def test_a_layer_is_divided_in_one_way_only(mesh: Any) -> None:
         parallelize(whole, mesh)
     with pytest.raises(InputError, match="tp_group must not be set after parallelize, got ProcessGroup"):
         whole.set_tensor_parallel_group(distributed.group.WORLD)
+
+
+def test_parametrized_weights_are_refused(mesh: Any, tmp_path: Path) -> None:
+    """Ranks would have parts of the weights that they are computed from, and count those as whole."""
+    message = (
+        r"module must have no parametrized weights in layers that ranks divide, got .*{}\n.*remove_parametrizations"
+    )
+    layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd")
+    parametrizations.weight_norm(layer.self_attention.proj, "weight")
+    with pytest.raises(InputError, match=message.format("proj.weight")):
+        parallelize(layer, mesh)
+    layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd", tp_size=2, set_parallel_mode=True)
+    parametrizations.weight_norm(layer.layernorm_mlp, "fc1_weight")
+    calls: list[Callable[[], object]] = [
+        lambda: clip_grad_norm_(layer, 1.0),
+        lambda: save_checkpoint(tmp_path, 1, layer),
+        lambda: whole_state_dict(layer),
+        lambda: own_state_dict(layer, {}),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=message.format("layernorm_mlp.fc1_weight")):
+            call()
+
+
+class Summand(torch.nn.Module):
+    """A parametrization whose result is a sum over ranks."""
+
+    def forward(self, weight: Any) -> Any:
+        return DTensor.from_local(weight.to_local(), weight.device_mesh, [Partial()], run_check=False)
+
+
+def test_summands_of_a_weight_are_not_used_as_the_weight(mesh: Any) -> None:
+    layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd")
+    with unittest.mock.patch.object(type(mesh), "size", return_value=1):
+        parallelize(layer, mesh)
+        parametrize.register_parametrization(layer.layernorm_mlp, "fc1_weight", Summand(), unsafe=True)
+        with pytest.raises(InputError, match=r"have parameters that are sharded or replicated, got P\(sum\)"):
+            layer(torch.randn(BATCH, LENGTH, HIDDEN))
 
 
 def test_a_module_without_layers_and_a_wrong_mesh_are_refused(mesh: Any) -> None:

@@ -225,7 +225,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "mask-device": ((Q, K, K, torch.ones(3, 5, device="meta")), {}, "attn_mask must be on the device of query"),
     "dropout": ((Q, K, K), {"dropout_p": 2.0}, "dropout_p must be a number from 0 to 1, got 2.0"),
     "negative-dropout": ((Q, K, K), {"dropout_p": -0.1}, "dropout_p must be a number from 0 to 1, got -0.1"),
-    "scale": ((Q, K, K), {"scale": float("inf")}, "scale must be a finite number"),
+    "scale": ((Q, K, K), {"scale": float("inf")}, "scale must be a number from -1e30"),
     "causal": ((Q, K, K), {"is_causal": 1}, "is_causal must be True or False, got 1"),
     "scale-of-two": ((Q, K, K), {"scale": torch.ones(2)}, "scale must be a number, or a tensor that holds one"),
     "gqa": ((Q, K, K), {"enable_gqa": None}, "enable_gqa must be True or False, got None"),

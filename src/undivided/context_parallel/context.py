@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -101,6 +101,17 @@ class ContextParallel(ShardedTokens):
             super().__init__(mesh, placement, (first, second))
         else:
             super().__init__(rank_mesh(strategy, rank, world), placement, None)
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)  # with the group, which is not pickled
+        return other
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy of a layer has the same ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_axes": None}  # a process that loads a layer sets its own group
 
     def __repr__(self) -> str:
         bound = "" if self.bound is None else f", bound to {self.bound.length('q')} x {self.bound.length('kv')}"
@@ -305,7 +316,8 @@ class ContextParallel(ShardedTokens):
                 "context_parallel",
                 "have a group to attend with",
                 repr(self),
-                hint="ContextParallel(group): with rank and world alone it only shards and plans",
+                hint="ContextParallel(group): with rank and world alone, or after pickling, it only shards and plans; "
+                "for a layer, set_context_parallel_group(group)",
             )
         return self._axes
 

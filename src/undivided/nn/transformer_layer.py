@@ -71,8 +71,7 @@ class TransformerLayer(DividedModule):
         name: stored unchanged.
         softmax_scale, softcap, backend: beyond TransformerEngine, as in `DotProductAttention`.
         tp_group, tp_size, set_parallel_mode, sequence_parallel, get_rng_state_tracker: tensor parallel ranks, as in
-            `MultiheadAttention`. With the generator state of tensor rank 0, all tensor ranks apply the pattern of
-            hidden_dropout that one process would apply. They synchronise this state in every training call.
+            `MultiheadAttention`. hidden_dropout is that of one process with rank 0's generator state, which is sent.
         fuse_wgrad_accumulation, ub_tp_comm_overlap, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad,
             ub_bulk_wgrad: accepted at their defaults only; another value is an error with the reason.
 

@@ -47,7 +47,8 @@ def clip_grad_norm_(
 
     It is `torch.nn.utils.clip_grad_norm_` for modules that `parallelize`, `tp_group` and FSDP2 have divided, each in
     part or together. Every gradient counts once, as in one process. All ranks must call it; a rank sends one number for
-    each set of process groups that divides a parameter, such as three for a mesh of data, context and tensor ranks.
+    each set of process groups that divides a parameter, such as three for a mesh of data, context and tensor ranks;
+    two numbers instead of one for the norm ``math.inf``.
 
     Args:
         module: a module after ``backward()``. Divided parameters are those of undivided's layers and all DTensors.
@@ -76,6 +77,8 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         hint = "error_if_nonfinite=False, and leave the step out on all ranks"
         raise InputError("module", "have gradients of a finite norm", float(norm), hint=hint)
+    if max_norm == math.inf:  # the factor of an infinite norm would be NaN
+        return norm
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for part in parts:
         if part.memory is not None:
@@ -91,11 +94,12 @@ def _number_or_inf(argument: str, value: object, least: float, words: str) -> fl
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:
     """What this rank holds of the gradients; the same groups in the same order on every rank."""
-    tensor_ranks = {name: ranks.group for name, _, _, ranks in divisions(module)}
-    for name, parameter in module.named_parameters():
+    # by parameter: wrappers such as that of recomputation change the names of named_parameters()
+    tensor_groups = {id(module.get_parameter(name)): ranks.group for name, _, _, ranks in divisions(module)}
+    for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        groups: Groups = (tensor_ranks[name],) if name in tensor_ranks else ()
+        groups: Groups = (tensor_groups[id(parameter)],) if id(parameter) in tensor_groups else ()
         memory = values = parameter.grad
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -120,13 +124,23 @@ def _norm(parts: list[_Part], norm_type: float) -> Tensor:
             continue
         own = torch.linalg.vector_norm(part.values, norm_type, dtype=dtype)
         sums[key] = torch.maximum(total, own) if norm_type == math.inf else total + own**norm_type
-    operation = distributed.ReduceOp.MAX if norm_type == math.inf else distributed.ReduceOp.SUM
     for (groups, _), total in sums.items():
         for group in groups:
             with rank_errors("the norm of gradients", group):
-                distributed.all_reduce(total, operation, group=group)
+                if norm_type == math.inf:
+                    _reduce_maximum(total, group)
+                else:
+                    distributed.all_reduce(total, group=group)
     if not sums:
         return torch.zeros(())
     device = parts[0].device
     totals = torch.stack([total.to(device) for total in sums.values()])
     return totals.amax() if norm_type == math.inf else totals.sum() ** (1 / norm_type)
+
+
+def _reduce_maximum(total: Tensor, group: Any) -> None:
+    """Replace a 0-d tensor by its maximum over ranks, NaN if one of them has NaN, which gloo's maximum ignores."""
+    is_nan = total.isnan()
+    pair = torch.stack([is_nan.to(total.dtype), total.masked_fill(is_nan, 0.0)])
+    distributed.all_reduce(pair, distributed.ReduceOp.MAX, group=group)
+    total.copy_(pair[1].masked_fill(pair[0] > 0, math.nan))

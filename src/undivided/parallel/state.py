@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.utils.parametrize import is_parametrized
 
-from undivided.arguments.checks import check_tensor, check_type
+from undivided.arguments.checks import check_tensor, check_type, listed
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.nn import DotProductAttention, MultiheadAttention, TransformerLayer
@@ -132,6 +133,8 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
         prefix = f"{prefix}." if prefix else ""
         if not isinstance(layer, _LAYERS) or layer.tensor_parallel.is_parallelized:
             continue
+        if layer.tensor_parallel.size > 1:
+            check_not_parametrized(layer)
         own = list(_own_divisions(layer))
         if not own:
             continue
@@ -141,6 +144,21 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
             continue
         for name, axis, sizes in own:
             yield Division(f"{prefix}{name}", axis, sizes, ranks)
+
+
+def check_not_parametrized(layer: torch.nn.Module) -> None:
+    """Raise InputError if a weight of a layer is computed from others: ranks have parts of those, not of the weight."""
+    blocks = [("", layer), *((f"{name}.", block) for name, block in layer.named_children())]
+    names = [
+        f"{prefix}{name}"
+        for prefix, block in blocks
+        if is_parametrized(block)
+        for name, _ in block.get_submodule("parametrizations").named_children()
+    ]
+    if names:
+        hint = "torch.nn.utils.parametrize.remove_parametrizations(block, name), before ranks divide the layer"
+        must = "have no parametrized weights in layers that ranks divide"
+        raise InputError("module", must, listed(names), hint=hint)
 
 
 def _check_not_parallelized(module: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.tensor_parallel import TensorArguments, checked_tensor_arguments
 from undivided.nn.blocks.linear import Linear
 from undivided.nn.blocks.normalization import Normalization
+from undivided.parallel.state import check_not_parametrized
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -150,6 +151,7 @@ def _projections(layer: MultiheadAttention) -> list[Linear]:
 def _check(layer: MultiheadAttention | TransformerLayer, mesh: DeviceMesh) -> None:
     """Raise InputError for a layer that cannot be divided over the ranks of a mesh."""
     ranks = mesh.size()
+    check_not_parametrized(layer)
     if any(hasattr(parameter, "device_mesh") for parameter in layer.parameters()):
         raise InputError(
             "module", "have plain parameters", "DTensors", hint="call parallelize once, before fully_shard"

@@ -101,6 +101,9 @@ class CountingCommunicator:
     traffic: Traffic
     strategy: str = ""
 
+    def __deepcopy__(self, memo: object) -> CountingCommunicator:
+        return self  # copies send through the same group
+
     @property
     def rank(self) -> int:
         """The number of this rank in the group."""

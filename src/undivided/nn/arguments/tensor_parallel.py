@@ -11,7 +11,7 @@ from undivided.arguments.checks import checked_flag
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.formats import Heads
-from undivided.nn.blocks.module import Init, divided_init
+from undivided.nn.blocks.initial_weights import DividedInit, Init
 from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker, group_size, tensor_ranks
 from undivided.request.slopes import usual_slopes
 
@@ -50,11 +50,16 @@ class TensorArguments(NamedTuple):
 
     def divided_init(self, init: Init) -> Init:
         """The initialisation of a weight of which each rank has its part."""
-        return init if self.size == 1 and self.tracker is None else divided_init(init, self.ranks, self.tracker)
+        is_whole = self.size == 1 and self.tracker is None
+        return init if is_whole else DividedInit(init, self.size, self.ranks, self.tracker)
 
     def check_ranks(self) -> None:
         """Raise InputError if the ranks are needed and unknown."""
         if self.size > 1 and self.ranks is None:
+            if self.is_parallelized:
+                hint = "build a new layer and parallelize it; save_checkpoint and load_checkpoint keep its parameters"
+                got = "a layer that was pickled without its ranks"
+                raise InputError("module", f"have the {self.size} ranks of parallelize", got, hint=hint)
             hint = "layer.set_tensor_parallel_group(group), before the first call"
             raise InputError("tp_group", f"be set before a call with tp_size={self.size}", None, hint=hint)
 

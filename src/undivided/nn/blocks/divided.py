@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
 from undivided.arguments.checks import checked_flag
 from undivided.nn.arguments.tensor_parallel import TensorArguments
+from undivided.nn.blocks.initial_weights import DividedInit
 from undivided.nn.blocks.module import Module
+from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 _RATES = ("hidden_dropout", "drop_path_rate", "attention_dropout")
 
@@ -28,6 +31,10 @@ class DividedModule(Module):
     def set_tensor_parallel_group(self, tp_group: Any, check: bool = True) -> None:
         """Set the ranks that hold the other heads, and the other parts of the weights.
 
+        Weights stay as they are. Those that were drawn before the group was known assume that tensor ranks are
+        consecutive processes; otherwise, ranks with equal seeds have equal parts, which is a warning. Then call
+        ``reset_parameters()``, or load a checkpoint.
+
         Args:
             tp_group: a `torch.distributed` process group of tp_size ranks; None: unknown ranks.
             check: whether the ranks compare the arguments of every call on the CPU, in one exchange of 16 bytes.
@@ -38,6 +45,18 @@ class DividedModule(Module):
         """
         self.tensor_parallel = self.tensor_parallel.with_group(tp_group, checked_flag("check", check))
         self._set_ranks_of_parts(tp_group, check)
+        if self.tensor_parallel.ranks is not None:
+            self._warn_of_equal_parts(self.tensor_parallel.ranks)
+
+    def _warn_of_equal_parts(self, ranks: TensorRanks) -> None:
+        """Warn if ranks with equal seeds have drawn equal weights, because the ranks were unknown."""
+        inits = [value for block in self.children() for value in vars(block).values() if isinstance(value, DividedInit)]
+        if any(init.may_be_equal(ranks.group) for init in inits):
+            warnings.warn(
+                f"the weights of {type(self).__name__} {self.layer_number} were drawn before its tensor parallel rank "
+                "was known, so ranks with equal seeds have equal parts; call reset_parameters(), or load a checkpoint",
+                stacklevel=4,
+            )
 
     def _shared_state(self) -> dict[str, object]:
         """What tensor parallel ranks share besides the arguments of a call: modes, rates of dropout, and the options of

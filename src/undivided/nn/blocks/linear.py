@@ -61,7 +61,7 @@ class Linear(Module):
     def reset_parameters(self) -> None:
         """Initialise weights by the function, biases with 0."""
         for weight, bias in self.parts():
-            initialise(weight, self.init_method)
+            initialise(weight, self.init_method, self.ranks)
             initialise(bias, 0.0)
 
     def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -170,8 +170,8 @@ class LayerNormMLP(Module):
     def reset_parameters(self) -> None:
         """Initialise weights by their functions, biases with 0, and the normalisation as the identity."""
         self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
-        initialise(self.fc1_weight, self.init_method)
-        initialise(self.fc2_weight, self.output_layer_init_method)
+        initialise(self.fc1_weight, self.init_method, self.ranks)
+        initialise(self.fc2_weight, self.output_layer_init_method, self.ranks)
         for bias in (self.fc1_bias, self.fc2_bias):
             initialise(bias, 0.0)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from undivided.errors import InputError
-from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker
-
-Init = Callable[[Tensor], object]
+from undivided.nn.blocks.initial_weights import DividedInit, draw_dtensor
+from undivided.nn.blocks.initial_weights import Init as Init
+from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 
 class Module(torch.nn.Module):
@@ -60,29 +59,6 @@ def checked_init(argument: str, value: Init | None) -> Init:
     return value
 
 
-def divided_init(init: Init, ranks: TensorRanks | None, tracker: Tracker | None) -> Init:
-    """The initialisation of a weight of which each rank has its part, from other numbers on every rank.
-
-    They are drawn in the tracker's context if there is one, else from a seed that torch's generator and the rank give.
-    """
-    if tracker is not None:
-        return functools.partial(_draw_in_context, init, tracker)
-    return init if ranks is None else functools.partial(_draw_by_rank, init, ranks.rank)
-
-
-def _draw_in_context(init: Init, tracker: Tracker, weight: Tensor) -> None:
-    with tracker().fork():
-        init(weight)
-
-
-def _draw_by_rank(init: Init, rank: int, weight: Tensor) -> None:
-    seed = int(torch.randint(2**62, ()))
-    devices = [] if weight.device.type == "cpu" else [weight.device]
-    with torch.random.fork_rng(devices, device_type=weight.device.type if devices else "cuda"):
-        torch.manual_seed(seed + rank)
-        init(weight)
-
-
 def checked_dtype(value: object) -> torch.dtype:
     """The dtype of parameters; torch's default if None."""
     if value is None:
@@ -92,15 +68,25 @@ def checked_dtype(value: object) -> torch.dtype:
     return value
 
 
-def initialise(parameter: Tensor | None, init: Init | float) -> None:
-    """Fill a parameter by a function or with a number, except on the meta device."""
+def initialise(parameter: Tensor | None, init: Init | float, ranks: TensorRanks | None = None) -> None:
+    """Fill a parameter by a function or with a number, except on the meta device.
+
+    Args:
+        parameter: a plain tensor or a DTensor; None is ignored.
+        init: the function or the number.
+        ranks: the ranks that have the other parts of a plain tensor, for a function that draws by rank.
+    """
     if parameter is None or parameter.is_meta:
         return
     with torch.no_grad():
-        if callable(init):
-            init(parameter)
-        else:
+        if not callable(init):
             parameter.fill_(init)
+            return
+        draw = functools.partial(init, ranks=ranks) if isinstance(init, DividedInit) else init
+        if _is_dtensor(parameter):
+            draw_dtensor(draw, parameter)
+        else:
+            draw(parameter)
 
 
 def own_part(parameter: Any) -> Any:
@@ -108,5 +94,18 @@ def own_part(parameter: Any) -> Any:
 
     Blocks compute with plain tensors and send by `TensorRanks`, whose errors name the step and the failed rank. DTensor
     would communicate on its own in the backward pass, where nothing of ours could add the names.
+
+    Raises:
+        InputError: the ranks have summands of a DTensor, as of a weight that a parametrization computes.
     """
-    return parameter.to_local() if hasattr(type(parameter), "to_local") else parameter
+    if not _is_dtensor(parameter):
+        return parameter
+    if any(placement.is_partial() for placement in parameter.placements):
+        hint = "remove_parametrizations of torch.nn.utils.parametrize, before parallelize"
+        placements = ", ".join(map(str, parameter.placements))
+        raise InputError("module", "have parameters that are sharded or replicated", placements, hint=hint)
+    return parameter.to_local()
+
+
+def _is_dtensor(parameter: Any) -> bool:
+    return hasattr(type(parameter), "to_local")

@@ -19,35 +19,68 @@ _HINTS = {
     "one weight": "undivided.integrations.checkpoints.from_transformer_engine(state, model) converts fused weights",
     "names": "build the model of the checkpoint: the same number of layers, biases and normalisations",
     "sizes": "build the model of the checkpoint: the same hidden size, heads and features",
-    "optimizer": "build the optimizer of the checkpoint: the same class and options",
+    "optimizer": "build the optimizer of the checkpoint: the same class, options and trained parameters",
 }
 """What to do, by what differs: the project that wrote the names, fused weights, other names, sizes, the optimizer."""
 
 
-def check_entries(metadata: Metadata, sizes: Mapping[str, torch.Size | None], path: Path) -> None:
-    """Raise InputError unless a checkpoint has exactly the entries that are loaded, with their sizes.
+def check_header(metadata: Metadata, path: Path) -> None:
+    """Raise InputError unless `save_checkpoint` has written a checkpoint.
+
+    Args:
+        metadata: of the checkpoint.
+        path: of its folder.
+    """
+    if HEADER not in metadata.state_dict_metadata:
+        hint = "torch.distributed.checkpoint.load reads it, if that wrote it"
+        raise InputError("folder", "have checkpoints of save_checkpoint", path.name, hint=hint)
+
+
+def check_entries(
+    metadata: Metadata,
+    sizes: Mapping[str, torch.Size | None],
+    path: Path,
+    groups: Iterable[Mapping[str, Any]] | None = None,
+) -> set[str]:
+    """The entries of the optimizer that are not loaded, because a checkpoint has none of their parameters.
+
+    Such a parameter had no gradient before the checkpoint was saved, so that the optimizer had no state for it.
 
     Args:
         metadata: of the checkpoint.
         sizes: by name, what is loaded: the size of a whole tensor, or None for anything else.
         path: of the checkpoint, for the message.
+        groups: of the optimizer of the checkpoint, with names of parameters; None: no optimizer is loaded.
 
     Raises:
         InputError: "model" or "optimizer" differs from the checkpoint; the message lists names and sizes.
     """
-    saved = metadata.state_dict_metadata
-    if HEADER not in saved:
-        hint = "torch.distributed.checkpoint.load reads it, if that wrote it"
-        raise InputError("folder", "have checkpoints of save_checkpoint", path.name, hint=hint)
+    saved, unused = metadata.state_dict_metadata, set()
     for argument, prefix in (("model", MODEL), ("optimizer", STATE)):
-        needed = {name for name in sizes if name.startswith(prefix)}
-        if argument == "optimizer" and not needed:
+        if argument == "optimizer" and groups is None:
             continue
+        needed = {name for name in sizes if name.startswith(prefix)}
         stored_names = {name for name in saved if name.startswith(prefix)}
-        if argument == "optimizer" and not stored_names:
-            raise InputError(argument, f"be None, because {path.name} has no optimizer state", "an optimizer")
+        if argument == "optimizer":
+            if needed and not stored_names:
+                raise InputError(argument, f"be None, because {path.name} has no optimizer state", "an optimizer")
+            unused = _entries_of_unused(needed, stored_names, groups or ())
+            needed -= unused
         _check_names(argument, prefix, needed, stored_names, path.name)
         _check_sizes(argument, prefix, {name: sizes[name] for name in sorted(needed)}, saved, path.name)
+    return unused
+
+
+def _entries_of_unused(needed: set[str], stored_names: set[str], groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The needed entries of parameters that the optimizer of the checkpoint had, without a state."""
+    known = {name for group in groups for name in group["params"]}
+    used = {_parameter(name) for name in stored_names}
+    return {name for name in needed if _parameter(name) in known - used}
+
+
+def _parameter(name: str) -> str:
+    """The name of the parameter of an entry of the optimizer."""
+    return name.removeprefix(STATE).rpartition(".")[0]
 
 
 def check_files(metadata: Metadata, path: Path) -> None:

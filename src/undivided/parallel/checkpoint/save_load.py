@@ -18,8 +18,9 @@ from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.errors import InputError
 from undivided.parallel.checkpoint import folder as folders
-from undivided.parallel.checkpoint.compare import check_entries, check_files
+from undivided.parallel.checkpoint.compare import check_entries, check_files, check_header
 from undivided.parallel.checkpoint.divided import DividedTensor, LoadPlanner, SavePlanner
+from undivided.parallel.checkpoint.optimizer_state import check_optimizer, state_for_loading, state_for_saving
 from undivided.parallel.checkpoint.reader import Reader
 from undivided.parallel.checkpoint.state import (
     HEADER,
@@ -91,7 +92,8 @@ def save_checkpoint(
         raise InputError("keep", "be a positive number of checkpoints or None", repr(keep))
     _check_training(model, optimizer)
     plain = checked_values(values)
-    state = training_state(model, optimizer)
+    with state_for_saving(optimizer):
+        state = training_state(model, optimizer)
     entries = state.tensors | {HEADER: Header(step, plain, state.groups).to_bytes()}
     with rank_errors(f"saving the checkpoint of step {step}"), _without_group_warning():
         folders.on_first_rank(lambda: folders.begin(folder, step))
@@ -140,20 +142,25 @@ def load_checkpoint(
     path = checkpoints[max(checkpoints) if step is None else step]
     reader = Reader(path)
     metadata = reader.read_metadata()
-    state = training_state(model, optimizer)
-    divided = _divided(state)
-    sizes = {
-        name: divided[name].size if name in divided else value.shape if isinstance(value, Tensor) else None
-        for name, value in state.tensors.items()
-    }
-    check_entries(metadata, sizes, path)
+    check_header(metadata, path)
     check_files(metadata, path)
-    entries = {name: value for name, value in state.tensors.items() if name not in divided} | {HEADER: b""}
-    with rank_errors(f"loading {path.name}"), _without_group_warning():
-        load(entries, storage_reader=reader, planner=LoadPlanner(divided))
-    header = Header.from_bytes(entries[HEADER])
-    # those of divided tensors were read in place
-    set_training_state(model, optimizer, state.tensors | entries, header.groups)
+    header = _read_header(reader)
+    with state_for_loading(model, optimizer):
+        state = training_state(model, optimizer)
+        divided = _divided(state)
+        sizes = {
+            name: divided[name].size if name in divided else value.shape if isinstance(value, Tensor) else None
+            for name, value in state.tensors.items()
+        }
+        if optimizer is not None and header.groups is None:
+            raise InputError("optimizer", f"be None, because {path.name} has no optimizer state", "an optimizer")
+        unused = check_entries(metadata, sizes, path, None if optimizer is None else header.groups)
+        tensors = {name: value for name, value in state.tensors.items() if name not in unused}
+        read_in_place = {name: tensor for name, tensor in divided.items() if name not in unused}
+        entries = {name: value for name, value in tensors.items() if name not in divided}
+        with rank_errors(f"loading {path.name}"), _without_group_warning():
+            load(entries, storage_reader=reader, planner=LoadPlanner(read_in_place))
+        set_training_state(model, optimizer, tensors | entries, header.groups)
     return Checkpoint(header.step, header.values)
 
 
@@ -171,6 +178,14 @@ def checkpoint_steps(folder: StrPath) -> list[int]:
     []
     """
     return list(folders.complete_checkpoints(_checked_folder(folder)))
+
+
+def _read_header(reader: Reader) -> Header:
+    """What a checkpoint has besides tensors of parameters; every rank reads it for itself."""
+    entries: dict[str, Any] = {HEADER: b""}
+    with _without_group_warning():
+        load(entries, storage_reader=reader, planner=LoadPlanner({}), no_dist=True)
+    return Header.from_bytes(entries[HEADER])
 
 
 def _divided(state: TrainingState) -> dict[str, DividedTensor]:
@@ -198,6 +213,7 @@ def _check_training(model: object, optimizer: object) -> None:
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError("optimizer", "be a torch.optim.Optimizer or None", type(optimizer).__name__)
     if optimizer is not None:
+        check_optimizer(optimizer)
         own = set(map(id, model.parameters()))
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise InputError("optimizer", "have parameters of model only", "parameters of another one")

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from undivided.errors import InputError
+from undivided.parallel.checkpoint.optimizer_state import without_gradients
 from undivided.parallel.state import Division, divisions
 
 HEADER = "undivided"
@@ -58,11 +59,12 @@ class TrainingState(NamedTuple):
 
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
-    """The tensors of a model and its optimizer. All ranks call it."""
-    both: Any = get_state_dict(model, () if optimizer is None else optimizer)
+    """The tensors of a model and its optimizer, whose state is created if it has none. All ranks call it."""
+    by_name = {_plain(division.name): division for division in divisions(model)}
+    with without_gradients(optimizer):
+        both: Any = get_state_dict(model, () if optimizer is None else optimizer)
     parameters, moments = both
     tensors = {f"{MODEL}{name}": value for name, value in parameters.items()}
-    by_name = {_plain(division.name): division for division in divisions(model)}
     divided = {f"{MODEL}{name}": division for name, division in by_name.items()}
     if optimizer is None:
         return TrainingState(tensors, None, divided)
@@ -82,7 +84,10 @@ def set_training_state(
     tensors: Mapping[str, Any],
     groups: list[dict[str, Any]] | None,
 ) -> None:
-    """Load what `training_state` returned, after its tensors were read."""
+    """Load what `training_state` returned, after its tensors were read. All names of the model were compared before.
+
+    Parameters without an entry of the optimizer lose their state.
+    """
     parameters = {key.removeprefix(MODEL): value for key, value in tensors.items() if key.startswith(MODEL)}
     moments: dict[str, Any] = {}
     for key, value in tensors.items():
@@ -90,7 +95,9 @@ def set_training_state(
             name, _, moment = key.removeprefix(STATE).rpartition(".")
             moments.setdefault(name, {})[moment] = value
     state: dict[str, Any] = {} if optimizer is None else {"state": moments, "param_groups": groups}
-    set_state_dict(model, () if optimizer is None else optimizer, model_state_dict=parameters, optim_state_dict=state)
+    optimizers: Any = () if optimizer is None else optimizer
+    options = StateDictOptions(strict=False)  # or an absent state of a parameter would be an error
+    set_state_dict(model, optimizers, model_state_dict=parameters, optim_state_dict=state, options=options)
 
 
 def checked_values(values: object) -> dict[str, Any]:
