@@ -29,7 +29,7 @@ PAGES = [
 BLOCK = re.compile(r"^```python\n(.*?)^```$\n*(?:^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
-SLOW_EXAMPLES = {"11_sentence_embeddings"}
+SLOW_EXAMPLES = {"11_sentence_embeddings", "16_speculative_decoding", "25_quality_of_quantised_caches"}
 
 
 def _examples() -> Iterator[Any]:

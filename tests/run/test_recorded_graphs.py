@@ -165,7 +165,7 @@ class TestForwardMode:
             torch.func.linearize(function, q)[1](tangent), torch.func.jvp(function, (q,), (tangent,))[1]
         )
 
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
     def test_inside_a_compiled_function(
         self, backend: str, function: Any, point_and_tangent: tuple[Tensor, Tensor]
     ) -> None:
@@ -185,7 +185,7 @@ class TestForwardMode:
 
 
 @pytest.mark.parametrize("function", [attend, sdpa])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_transforms_inside_a_compiled_function(backend: str, function: Any) -> None:
     def loss(q: Tensor) -> Tensor:
         result: Tensor = function(q).square().sum()

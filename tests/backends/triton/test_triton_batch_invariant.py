@@ -51,7 +51,9 @@ def test_the_bits_are_those_of_each_sequence_alone(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", SOME_WAYS)
-@pytest.mark.parametrize("mask", ["causal", "window", "chunks"])
+@pytest.mark.parametrize(
+    "mask", ["causal", *(pytest.param(mask, marks=pytest.mark.slow) for mask in ("window", "chunks"))]
+)
 def test_the_bits_are_the_same_with_every_mask(mask: str, way: str) -> None:
     s = Sequences(MASKS[mask], torch.float32, SIZES, LENGTHS, CHUNK, backend="triton")
     s.check(WAYS[way](s))
