@@ -213,6 +213,52 @@ def test_pools_that_were_taken_away_are_refused(name: str) -> None:
         cache.append(new, new)
 
 
+@pytest.mark.parametrize("size", [0, 128, 3000])
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_pools_whose_memory_was_taken_away_in_part_are_refused(paged: bool, format: str | None, size: int) -> None:
+    options = {"kv_heads": 1, "head_dim": 32, "dtype": torch.float32, "quantize": format}
+
+    def make() -> undivided.KVCache | undivided.PagedKVCache:
+        cache = undivided.PagedKVCache(40, 4, batch=2, **options) if paged else undivided.KVCache(2, 160, **options)
+        cache.append(new, new)
+        for pool in (cache.k, cache.v):
+            pool.untyped_storage().resize_(size)
+        return cache
+
+    new = torch.randn(2, 9, 1, 32)
+    calls: list[Callable[[undivided.KVCache | undivided.PagedKVCache], object]] = [
+        lambda cache: cache.append(new, new),
+        lambda cache: cache.append(new, new, lengths=[3, 9]),
+        lambda cache: cache.keep([[2, 4], [0, 8]]),
+        lambda cache: cache._storage.gather(torch.tensor([[0, 1]])),
+        lambda cache: cache._storage.with_page_size(0, 3, 8),
+    ]
+    if not paged:
+        calls.append(lambda cache: cache.fork(0, 1))
+    for call in calls:
+        cache = make()
+        with pytest.raises(InputError, match=rf"cache.k must have its \d+ bytes in memory, got a storage of {size} "):
+            call(cache)
+        assert cache.lengths == (9, 9)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_tokens_in_the_memory_of_the_cache_are_appended(dtype: torch.dtype, paged: bool) -> None:
+    options = {"kv_heads": 1, "head_dim": 8, "dtype": dtype}
+    cache = undivided.PagedKVCache(8, 8, batch=1, **options) if paged else undivided.KVCache(1, 32, **options)
+    new = torch.randn(1, 5, 1, 8, dtype=dtype)
+    cache.append(new, -new)
+    cache.append(cache.k[:1, :3], cache.v[:1, :3])
+    cache.append(cache.v[:1, 7:8], cache.k[:1, 7:8])
+    cache.truncate([5])
+    cache.append(cache.v[:1, 4:7], cache.k[:1, 4:7])  # where the tokens are, each a row further
+    rows = torch.cat([new, -new[:, 4:], -new[:, :2]], 1)
+    for found, expected in ((cache.k, rows), (cache.v, -rows)):
+        assert torch.equal(found.flatten(0, 1)[None, :8], expected)
+
+
 def good_record() -> tuple[dict[str, int], list[Tensor]]:
     k, pool, rows = torch.randn(2, 3, 2, 32), torch.zeros(10, 2, 32), torch.arange(6)
     record = dict.fromkeys(cpu.APPEND_FIELDS, 0)

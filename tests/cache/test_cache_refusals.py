@@ -89,6 +89,13 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "fork-from-beyond": (lambda c: c.fork(-1, 0), "src must be at least 0"),
     "fork-unequal": (lambda c: c.fork([0, 1], [2]), r"dst must be as many sequences as src \(2\)"),
     "fork-onto-one": (lambda c: c.fork([0, 1], [2, 2]), "dst must name every sequence once"),
+    "fork-onto-one-of-a-tensor": (
+        lambda c: c.fork(torch.tensor([0, 1]), torch.tensor([2, 2])),
+        r"dst must name every sequence once, got \[2, 2\]",
+    ),
+    "fork-of-floats": (lambda c: c.fork(torch.zeros(2), [0, 1]), "src must be an int, a list of ints, or"),
+    "fork-of-a-matrix": (lambda c: c.fork(torch.zeros(1, 2).int(), [0, 1]), "src must be an int, a list of ints"),
+    "fork-onto-a-tensor-of-no-axis": (lambda c: c.fork(0, torch.tensor(1)), "dst must be an int(.|\n)*x.item"),
 }
 
 
@@ -157,3 +164,26 @@ def test_invalid_caches_are_refused(argument: str, value: object) -> None:
         if argument in sizes | own or argument in ("value_dim", "layout"):
             with pytest.raises(InputError, match=f"^{argument} must"):
                 kind(**sizes | own | {argument: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_tokens_of_8_bits_are_refused_under_autocast_too(dtype: torch.dtype) -> None:
+    cache = PagedKVCache(8, 4, 1, DIM, batch=1, dtype=torch.bfloat16)
+    new = torch.ones(1, 2, 1, DIM).to(dtype)
+    with (
+        torch.autocast("cpu"),
+        pytest.raises(InputError, match=r"k must have the dtype of the cache \(torch.bfloat16\)"),
+    ):
+        cache.append(new, new)
+    assert cache.lengths == (0,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_to_fork_may_be_a_tensor_or_a_range(kind: str) -> None:
+    caches = [new_cache(kind) for _ in range(3)]
+    for cache, (src, dst) in zip(
+        caches, [([1, 0], [0, 1]), (torch.tensor([1, 0]), range(2)), (range(1, -1, -1), (0, 1))], strict=True
+    ):
+        cache.append(K, V, lengths=[1, 2, 0])
+        cache.fork(src, dst)
+        assert cache.lengths == (2, 1, 0)

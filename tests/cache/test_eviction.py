@@ -163,6 +163,46 @@ def test_a_truncation_to_before_the_eviction_is_refused() -> None:
     torch.testing.assert_close(out, in_one_pass(sequence, masks.causal()))
 
 
+def test_more_queries_than_tokens_after_an_eviction() -> None:
+    """Of a short sequence beside an evicted one; its queries before the first token see no key."""
+    cache = PagedKVCache(12, PAGE, KV_HEADS, DIM, batch=2, dtype=torch.float32)
+    sequences = new_sequences((32, 2))
+    one_step(cache, [[t[:28] for t in sequences[0]], sequences[1]], STREAMING)
+    cache.evict(STREAMING)
+    one_step(cache, [[t[28:] for t in sequences[0]], [t[:0] for t in sequences[1]]], STREAMING)
+    q = torch.stack([sequences[0][0][28:], torch.cat([torch.randn(2, HEADS, DIM), sequences[1][0]])])
+    out = cache.attend(q, STREAMING, [4, 4])
+    torch.testing.assert_close(out[0], in_one_pass(sequences[0], STREAMING)[28:])
+    torch.testing.assert_close(out[1, 2:], in_one_pass(sequences[1], STREAMING))
+    assert not out[1, :2].any()
+
+
+def test_a_default_device_does_not_change_what_is_evicted() -> None:
+    cache = PagedKVCache(12, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
+    params = InferenceParams(1, 64, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=PAGE)
+    (sequence,) = new_sequences((31,))
+    q, k, v = (t[None, 30:] for t in sequence)
+    one_step(cache, [[t[:30] for t in sequence]], STREAMING)
+    with torch.device("meta"):
+        params.pre_step({"a": 30})
+        params.attend(1, *(t[None, :30] for t in sequence), mask=STREAMING)
+        assert cache.evict(STREAMING) == params.evict(STREAMING) == 5
+        cache.append(k, v)
+        outs = [cache.attend(q, STREAMING)]
+        params.pre_step({"a": 1})
+        outs.append(params.attend(1, q, k, v, mask=STREAMING))
+    for out in outs:
+        torch.testing.assert_close(out[0], in_one_pass(sequence, STREAMING)[30:])
+
+
+def test_positions_of_a_step_are_on_the_cpu_before_the_device_is_known() -> None:
+    with torch.device("meta"):
+        params = InferenceParams(1, 64, KV_HEADS, DIM, torch.float32)
+        params.pre_step({"a": 3})
+    for tensor in (params.get_seqlens_pre_step(), params.cu_seqlens_q, params.cu_seqlens_kv, params.page_table):
+        assert tensor.device == torch.device("cpu")
+
+
 def test_all_layers_of_a_model_evict_together() -> None:
     params = InferenceParams(
         2, 100, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=PAGE, total_num_pages=9, qkv_format="bshd"

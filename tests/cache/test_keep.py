@@ -124,3 +124,30 @@ def test_a_freed_sequence_leaves_its_place_and_pages() -> None:
     assert params.match([1, 2], "b") == 0
     params.pre_step(OrderedDict(b=16))
     assert dict(params.sequences) == {"b": 16}
+
+
+def test_tokens_whose_pages_were_evicted_are_refused() -> None:
+    options = {"kv_heads": KV_HEADS, "head_dim": DIM, "dtype": torch.float32}
+    cache = undivided.PagedKVCache(num_pages=40, page_size=4, batch=BATCH, **options)
+    new, indices = tokens(20), [list(range(20))] * BATCH
+    for length in (20, 40):  # all tokens of the sequences, and the last ones
+        cache.append(new, new)
+        cache.evict(masks.window(3, 0))
+        before = cache.block_table.clone(), cache.free_pages
+        with pytest.raises(InputError, match="indices must be given before pages are evicted"):
+            cache.keep(indices)
+        assert cache.lengths == (length,) * BATCH
+        assert torch.equal(cache.block_table, before[0])
+        assert cache.free_pages == before[1]
+    cache.append(new[:, :2], new[:, :2])
+    cache.keep([[1]] * BATCH)
+    assert cache.lengths == (41,) * BATCH
+
+
+def test_tokens_of_params_whose_pages_were_evicted_are_refused() -> None:
+    params = undivided.InferenceParams(1, 64, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=4)
+    params.pre_step({"a": 20})
+    params.step(1, *[tokens(20)[:1]] * 2)
+    params.evict(masks.window(3, 0))
+    with pytest.raises(InputError, match="inference_params must have a step"):
+        params.keep({"a": [0]})

@@ -14,6 +14,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
+from undivided.arguments.signature import unknown_arguments
 from undivided.cache._ledger import eviction
 from undivided.cache._masks import (
     CAUSAL,
@@ -29,7 +30,7 @@ from undivided.cache._masks import (
     with_documents,
 )
 from undivided.cache._storage import Counts, Heads, Pools
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.functional import attention
 from undivided.masks import Mask
 from undivided.masks.normal_form.ranges import of_last_queries
@@ -42,7 +43,7 @@ _AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _la
 
 _TENSORS = ("bias", "alibi_slopes", "sinks")
 _RULES = ("backend", "deterministic", "batch_invariant")
-_REPEATABLE = frozenset({*_TENSORS, *_RULES, "scale", "softcap", "return_lse"})
+_OPTIONS = frozenset({*_TENSORS, *_RULES, "scale", "softcap", "return_lse"})
 _NUMBERS = frozenset({float, type(None)})
 
 Output = Tensor | tuple[Tensor, Tensor]
@@ -76,7 +77,7 @@ class CachedCall(NamedTuple):
         q: queries in `layout`.
         q_counts: real queries of each sequence. None: every row is real.
         mask: the caller's mask; None is causal.
-        options: other arguments of `undivided.attention`.
+        options: other arguments of `undivided.attention`; in one process, those that `check_options` accepts.
     """
 
     q: Tensor
@@ -119,9 +120,7 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
     scale = softcap = None
     rules: dict[str, Any] = {}
     if options:
-        if not _REPEATABLE.issuperset(options) or options.get("return_lse", False) is not False:
-            return None
-        if any(options.get(name) is not None for name in _TENSORS):
+        if options.get("return_lse", False) is not False or any(options.get(name) is not None for name in _TENSORS):
             return None
         scale, softcap = options.get("scale"), options.get("softcap")
         if not {type(scale), type(softcap)} <= _NUMBERS:
@@ -129,7 +128,7 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         rules = {name: options.get(name) for name in _RULES}
     if mask.parts and mask.kinds & NEVER_RANGES:
         return None
-    if not may_replay(q, k, v) or (pages is not None and pages._version):
+    if not may_replay(q, k, v) or (pages is not None and (pages.is_inference() or pages._version)):
         return None
     allowed = policy(**rules)
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
@@ -270,6 +269,15 @@ def _scales(cached: CachedSequences, layout: Layout) -> tuple[Tensor, ...]:
         return tuple([scale.flatten(0, 1) for scale in scales])
     longest = max(cached.lengths)
     return tuple([_layout.restore(scale[:, :longest], layout) for scale in scales])
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """InputError unless these are options of `InferenceParams.attend`."""
+    if not _OPTIONS.issuperset(options):
+        unknown = sorted(options.keys() - _OPTIONS)
+        known = ("layer_number", "q", "new_k", "new_v", "qkv_format", "mask", *sorted(_OPTIONS))
+        hint = did_you_mean(unknown[0], known)
+        raise unknown_arguments("InferenceParams.attend", unknown, known, hint).as_also(TypeError)
 
 
 def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:

@@ -44,6 +44,17 @@ class Step(NamedTuple):
     after: Counts
     rows: list[int]
 
+    def check_first_call(self, layer_number: int, storages: Mapping[int, Storage]) -> None:
+        """InputError if a layer gets its memory in this step, and sequences have tokens of earlier ones."""
+        if any(self.before) and as_integer("layer_number", layer_number, 0) not in storages:
+            layers = listed([str(number) for number in storages])
+            raise InputError(
+                "layer_number",
+                "be that of a layer that received all earlier tokens of the step's sequences",
+                f"{layer_number}, which received none",
+                hint=f"call every layer in every step; layers with tokens: {layers}",
+            )
+
 
 class Batch:
     """Sequences by id; each has a slot of the ledger while it is in the batch."""
@@ -222,15 +233,15 @@ def pool_sizes(
 
 
 def padded(counts: Counts, entries: int, device: torch.device | None) -> Tensor:
-    """The counts, then zeros, int32 [entries]."""
-    return torch.tensor([*counts, *[0] * (entries - len(counts))], dtype=torch.int32, device=device)
+    """The counts, then zeros, int32 [entries]; on the CPU if there is no device yet."""
+    return torch.tensor([*counts, *[0] * (entries - len(counts))], dtype=torch.int32, device=device or "cpu")
 
 
 def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Tensor:
     """0 and the cumulative counts, the last one repeated, int32 [entries + 1]."""
     offsets = [0, *accumulate(counts)]
     offsets += offsets[-1:] * (entries - len(counts))
-    return torch.tensor(offsets, dtype=torch.int32, device=device)
+    return torch.tensor(offsets, dtype=torch.int32, device=device or "cpu")
 
 
 def checked_format(value: object) -> Layout:

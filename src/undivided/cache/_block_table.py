@@ -23,6 +23,10 @@ class BlockTable:
         self._lists: list[list[int]] = []
         self._tensor = torch.empty(0, dtype=torch.int32)
 
+    def __reduce__(self) -> tuple[type[BlockTable], tuple[()]]:
+        """A copy is empty: a copied tensor has no version counter if it is made in inference mode."""
+        return BlockTable, ()
+
     def of(self, state: object, read: Callable[[], list[list[int]]], device: torch.device) -> Tensor:
         """The table of the lists of pages that `read` returns. Earlier results keep their values.
 

@@ -16,7 +16,7 @@ from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
-from undivided.cache._checks import checked_counts, checked_tokens, packed_counts
+from undivided.cache._checks import as_list, checked_counts, checked_tokens, packed_counts
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
 from undivided.cache._ledger.plan import Ledger, SequenceLedger, Slots
@@ -111,12 +111,12 @@ class SequenceCache:
         self._ledger.truncate(remaining)
         self._last = None
 
-    def fork(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+    def fork(self, src: int | Lengths, dst: int | Lengths) -> None:
         """Make sequence dst a copy of src; the previous tokens of dst are dropped.
 
         Args:
-            src, dst: indices of sequences, or lists of indices forked all at once: ``fork([1, 0], [0, 1])`` swaps two
-                sequences.
+            src, dst: indices of sequences, or lists or int tensors of indices forked all at once:
+                ``fork([1, 0], [0, 1])`` swaps two sequences.
 
         Raises:
             InputError: a sequence does not exist, the lists differ in length, or a dst occurs twice. The cache is
@@ -168,13 +168,13 @@ class SequenceCache:
             raise InputError(name, f"be a sequence of the cache, 0 to {self.batch - 1}", number)
         return number
 
-    def _pairs(self, src: int | Sequence[int], dst: int | Sequence[int]) -> list[tuple[int, int]]:
-        sources, targets = (list(x) if isinstance(x, list | tuple) else [x] for x in (src, dst))
+    def _pairs(self, src: int | Lengths, dst: int | Lengths) -> list[tuple[int, int]]:
+        sources, targets = _indices("src", src), _indices("dst", dst)
         if len(sources) != len(targets):
             raise InputError("dst", f"be as many sequences as src ({len(sources)})", len(targets))
         pairs = [(self._sequence("src", a), self._sequence("dst", b)) for a, b in zip(sources, targets, strict=True)]
         if len({target for _, target in pairs}) != len(pairs):
-            raise InputError("dst", "name every sequence once", targets)
+            raise InputError("dst", "name every sequence once", list(targets))
         return pairs
 
 
@@ -356,6 +356,15 @@ class Cache(SequenceCache, ABC):
     @abstractmethod
     def _cached_sequences(self) -> CachedSequences:
         """The keys, values and lengths that `attend` reads."""
+
+
+def _indices(name: str, value: int | Lengths) -> Sequence[object]:
+    """The indices of one or several sequences, not yet checked."""
+    if isinstance(value, Tensor) and not value.dim():
+        return [value]
+    if isinstance(value, list | tuple | range | Tensor):
+        return as_list(name, value, "be an int, a list of ints, or an int tensor [n]")
+    return [value]
 
 
 def _equal(counts: Counts) -> bool:

@@ -87,8 +87,13 @@ def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, devic
         raise InputError(
             name, f"be on the device of the cache ({device})", str(tensor.device), f"{name}.to({str(device)!r})"
         )
-    if tensor.dtype != dtype and not (tensor.is_floating_point() and torch.is_autocast_enabled(device.type)):
+    if tensor.dtype != dtype and not (_is_cast(tensor.dtype) and torch.is_autocast_enabled(device.type)):
         raise InputError(name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})")
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    """Whether autocast converts it: an 8-bit float has a scale, which the cache does not know."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def checked_counts(name: str, value: object, batch: int, limit: int | None = None, unit: str = "") -> Counts:

@@ -97,10 +97,10 @@ class ShardedSteps(BetweenSteps):
             return None
         ranks, length = self._sharded_step()
         step, rows = self._current_step(), ranks.positions(length)
-        starts = padded(step.before, len(step.slots), None).long()
+        starts = padded(step.before, len(step.slots), rows.device).long()
         if self.qkv_format != "thd":
             return starts[:, None] + rows
-        offsets = cumulative(step.counts, len(step.slots), None).long()
+        offsets = cumulative(step.counts, len(step.slots), rows.device).long()
         sequence = torch.searchsorted(offsets[1:], rows, right=True)
         return rows - offsets[sequence] + starts[sequence]
 

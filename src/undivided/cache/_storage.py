@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer
+from undivided.arguments.checks import as_integer, check_memory
 from undivided.cache import _appended
 from undivided.errors import InputError
 from undivided.quantization import Format, check_format, check_head_size, dequantize, empty, quantize
@@ -176,14 +176,29 @@ class Storage:
         with torch.inference_mode(False):  # an inference tensor cannot be written to outside of inference mode
             shape = (pages, page_size, heads.kv_heads)
             (k, k_scale), (v, v_scale) = (_pool(shape, d, heads, device) for d in (heads.head_dim, heads.value_dim))
-            self.pools = Pools(k, v, k_scale, v_scale)
-            self.k, self.v = k, v
-            self._parts = (k, v, *self.pools.scales)
+            self._set_pools(Pools(k, v, k_scale, v_scale))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or an unpickled storage, which may be made in inference mode and be written to outside of it."""
+        self.__dict__.update(state)
+        with torch.inference_mode(False):
+            self._set_pools(self.pools.each(lambda pool: pool.clone() if pool.is_inference() else pool))
+
+    def _set_pools(self, pools: Pools) -> None:
+        self.pools, self.k, self.v = pools, pools.k, pools.v
+        self._parts = (pools.k, pools.v, *pools.scales)
+
+    @property
+    def _whole_parts(self) -> tuple[Tensor, ...]:
+        """The parts; InputError if the memory of one was resized: PyTorch's indexing does not check that."""
+        for name, part in zip(Pools._fields, self._parts, strict=False):
+            check_memory(f"cache.{name}", part)
+        return self._parts
 
     @property
     def _rows(self) -> tuple[Tensor, ...]:
         """The rows of each part, as bytes if PyTorch cannot index its dtype."""
-        return tuple([_as_bytes(part.flatten(0, 1)) for part in self._parts])
+        return tuple([_as_bytes(part.flatten(0, 1)) for part in self._whole_parts])
 
     @property
     def description(self) -> str:
@@ -207,7 +222,7 @@ class Storage:
         if _appended.append(self._parts, self.heads.format, k, v, first_row=position):
             return
         end = position + k.shape[1]
-        for part, tokens in zip(self._parts, self._encoded(k, v), strict=True):
+        for part, tokens in zip(self._whole_parts, self._encoded(k, v), strict=True):
             part[:, position:end] = tokens
 
     def rows(self, rows: Sequence[int]) -> Rows:
@@ -233,7 +248,7 @@ class Storage:
         if not pages or not rows:
             return
         source, target = torch.tensor(pages, dtype=torch.int64, device=self.k.device).unbind(1)
-        for part in self._parts:
+        for part in self._whole_parts:
             part[target, :rows] = part[source, :rows]
 
     def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
@@ -246,21 +261,21 @@ class Storage:
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of these pages, int [.., n], as k and v [.., n, R, N, D] in the dtype of the tokens."""
-        return self.pools.each(lambda pool: pool[pages]).as_dtype(self.heads.dtype)
+        return Pools(*[part[pages] for part in self._whole_parts]).as_dtype(self.heads.dtype)
 
     def with_page_size(self, start: int, stop: int, page_size: int, pages: Tensor | None = None) -> Storage:
         """A storage of another page size with a copy of these tokens of every page, or of these pages, int64 [n]."""
         count = self.k.shape[0] if pages is None else len(pages)
         new = Storage(count, page_size, self.heads, self.k.device)
-        for source, target in zip(self._parts, new._parts, strict=True):
+        for source, target in zip(self._whole_parts, new._parts, strict=True):
             tokens = source[:, start:stop]
             target[:, : stop - start] = tokens if pages is None else tokens[pages]
         return new
 
     def _encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The tokens in the form of each part."""
+        """The tokens in the form of each part, in memory of their own."""
         if self.heads.format is None:
-            return k, v
+            return tuple([t.clone() if any(_share_memory(t, part) for part in self._parts) else t for t in (k, v)])
         keys, values = quantize(k, self.heads.format), quantize(v, self.heads.format)
         return keys.values, values.values, keys.scale, values.scale
 
@@ -275,6 +290,15 @@ def _pool(shape: tuple[int, int, int], dim: int, heads: Heads, device: torch.dev
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The tensor, or its bytes if its dtype is an 8-bit float, which PyTorch cannot index."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are in the same storage."""
+    try:
+        same: bool = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    except NotImplementedError:  # tensors of torch.func have no storage
+        return False
+    return same
 
 
 def _size(count: int) -> str:

@@ -206,7 +206,7 @@ class InferenceParams(ShardedSteps):
         A second call for the same layer and step replaces the tokens of the first.
 
         Args:
-            layer_number: number of the layer, int.
+            layer_number: number of the layer, int. All layers are called from the first step of a sequence on.
             new_k, new_v: keys and values in qkv_format, [b, s, g, d], [s, b, g, d] or [t, g, d]. The first tokens of
                 each sequence are real, as many as `pre_step` received.
             qkv_format: "bshd", "sbhd" or "thd"; the constructor's if None.
@@ -218,15 +218,13 @@ class InferenceParams(ShardedSteps):
             "thd_2bshd", depending on the format of the queries.
 
         Raises:
-            InputError: the tokens do not match `pre_step`, or the caches are quantised.
+            InputError: tokens do not match `pre_step`, an earlier step lacked the layer, or the caches are quantised.
         """
         if self._ranks is not None:
             hint = "attend(layer_number, q, k, v) reads the pages of all ranks"
             raise InputError("context_parallel", "be None for step(), which returns the caches", "ranks", hint=hint)
         if self.quantize is not None:
-            hint = (
-                "attend(layer_number, q, k, v) reads the cache in place; convert_paged_to_nonpaged gives a plain copy"
-            )
+            hint = "attend(layer_number, q, k, v) reads the cache in place; convert_paged_to_nonpaged gives a copy"
             raise InputError("quantize", "be None for step(), which returns the caches", repr(self.quantize), hint)
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         storage = self._append(layer_number, new_k, new_v, format)
@@ -268,6 +266,7 @@ class InferenceParams(ShardedSteps):
         """
         layer_call = LayerCall(layer_number, q, new_k, new_v, qkv_format, mask, options)
         if self._ranks is None:
+            _attend.check_options(options)
             return _attend.attend(self._call(layer_call))
         if self._sharded is not None:
             return self._attend_sharded(layer_call)
@@ -291,6 +290,7 @@ class InferenceParams(ShardedSteps):
         storage = self._storages.get(layer_number) if type(layer_number) is int else None
         if storage is None:
             check_tensor("new_k", new_k)
+            step.check_first_call(layer_number, self._storages)
             if self.device is None:
                 self.device = new_k.device
                 self._set_step(step, self._sharded)

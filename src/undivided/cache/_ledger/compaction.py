@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from undivided.arguments.checks import as_integer
 from undivided.cache._checks import as_list
+from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Ledger, Plan
 from undivided.cache._storage import Storage
 from undivided.errors import InputError
@@ -56,12 +57,16 @@ def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compact
         kept: by sequence: the number of its last tokens, and which of them stay.
 
     Raises:
-        InputError: pages of these tokens were evicted, or shared pages cannot be copied.
+        InputError: pages were evicted after these tokens were appended, or shared pages cannot be copied.
     """
     lengths, counts = list(ledger.lengths), [0] * len(ledger.lengths)
     for sequence, (drafted, indices) in kept.items():
         lengths[sequence] -= drafted
         counts[sequence] = len(indices)
+        evicted = ledger.evicted[sequence] if isinstance(ledger, Pages) else 0
+        if evicted > lengths[sequence] and (indices or lengths[sequence]):  # `truncate` allows dropping all tokens
+            must, got = "be given before pages are evicted", "an eviction after these tokens were appended"
+            raise InputError("indices", must, got, hint="keep(indices), then evict(mask)")
     after = ledger.copy()
     after.truncate(tuple(lengths))
     plan, current = after.plan(tuple(counts)), Plan(ledger.lengths)

@@ -57,7 +57,8 @@ def _check_hidden(
 ) -> bool:
     must = "hide the keys that were evicted"
     check_evictable(mask, must)
-    before = tuple([length - count for length, count in zip(lengths, counts, strict=True)])
+    # of more queries than tokens, the first ones see no key
+    before = tuple([max(0, length - count) for length, count in zip(lengths, counts, strict=True)])
     for n, ranges in enumerate(visible(mask, before)):
         for p in evicted[n]:
             if counts[n] and _sees(ranges, p, page_size):
@@ -70,7 +71,7 @@ def _check_hidden(
 def visible(mask: Mask, lengths: Counts) -> list[Ranges]:
     """For each sequence the ranges of keys, [start, stop), that its next query sees, the query's own key included."""
     with torch.inference_mode(False):
-        with_next = torch.tensor(lengths, dtype=torch.int32) + 1
+        with_next = torch.tensor(lengths, dtype=torch.int32, device="cpu") + 1
         table = (align(mask) & masks.lengths(with_next)).intervals(1, max(lengths) + 1, batch=len(lengths))
     return [list(zip(row[0][::2], row[0][1::2], strict=True)) for row in table.tolist()]
 

@@ -37,6 +37,24 @@ class PrefixIndex:
         self.page_size = page_size
         self._nodes: OrderedDict[tuple[Node | None, Tokens], Node] = OrderedDict()
 
+    def __getstate__(self) -> tuple[int, list[tuple[int | None, Tokens, int]]]:
+        """The page size, and (number of the parent, tokens, page) of each node, the least recently used first.
+
+        A flat list: `copy` and `pickle` would recurse from every node to its parent, a page at a time.
+        """
+        numbers = {id(node): n for n, node in enumerate(self)}
+        parents = [None if node.parent is None else numbers[id(node.parent)] for node in self]
+        return self.page_size, [(n, node.tokens, node.page) for n, node in zip(parents, self, strict=True)]
+
+    def __setstate__(self, state: tuple[int, list[tuple[int | None, Tokens, int]]]) -> None:
+        self.page_size, rows = state
+        nodes = [Node(None, tokens, page) for _, tokens, page in rows]
+        for node, (parent, *_) in zip(nodes, rows, strict=True):
+            if parent is not None:
+                node.parent = nodes[parent]
+                nodes[parent].children += 1
+        self._nodes = OrderedDict(((node.parent, node.tokens), node) for node in nodes)
+
     def __len__(self) -> int:
         return len(self._nodes)
 

@@ -1,0 +1,76 @@
+"""`InferenceParams.attend`: the options that it refuses, and layers that lack tokens of earlier steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from undivided import InferenceParams, InputError
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+PAGES: dict[str, Any] = {"is_paged": True, "page_size": 4}
+BOTH = pytest.mark.parametrize("pages", [{}, PAGES], ids=["contiguous", "paged"])
+
+
+def new_params(pages: dict[str, Any], **options: Any) -> InferenceParams:
+    return InferenceParams(2, 32, KV_HEADS, DIM, torch.float32, **pages, **options)
+
+
+def tokens(count: int, batch: int = 1) -> list[Tensor]:
+    """q, k and v."""
+    return [torch.randn(batch, count, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "bhsd"}, r"got \['layout'\]"),
+        ({"dropout_p": 0.5}, r"got \['dropout_p'\]"),
+        ({"pages": torch.zeros(2, 1, dtype=torch.int32)}, r"got \['pages'\]"),
+        ({"k_scale": None, "by": "ring"}, r"got \['by', 'k_scale'\]"),
+        ({"soft_cap": 2.0}, r"got \['soft_cap'\](.|\n)*did you mean 'softcap'\?"),
+    ],
+)
+@BOTH
+def test_options_that_attend_does_not_have_are_refused(
+    pages: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    params = new_params(pages)
+    params.pre_step({"a": 2, "b": 2})
+    with pytest.raises(InputError, match=r"InferenceParams\.attend must be given only its own arguments") as error:
+        params.attend(1, *tokens(2, batch=2), **options)
+    assert error.match(message)
+    assert isinstance(error.value, TypeError)
+    assert not params.has_memory(1)
+
+
+@BOTH
+def test_a_layer_without_the_tokens_of_earlier_steps_is_refused(pages: dict[str, Any]) -> None:
+    params = new_params(pages)
+    params.pre_step({"a": 3})
+    params.attend(1, *tokens(3))
+    params.pre_step({"a": 1, "b": 1})
+    with pytest.raises(InputError, match=r"layer_number must be .* got 2, which received none(.|\n)*with tokens: 1"):
+        params.attend(2, *tokens(1, batch=2))
+    with pytest.raises(InputError, match="layer_number must be that of a layer that received all earlier tokens"):
+        params.step(2, *tokens(1, batch=2)[1:])
+    assert not params.has_memory(2)
+    params.attend(1, *tokens(1, batch=2))
+
+
+@BOTH
+def test_a_layer_may_start_with_new_sequences_or_with_memory_of_its_own(pages: dict[str, Any]) -> None:
+    params = new_params(pages, device="cpu")
+    params.allocate_memory(3)
+    params.pre_step({"a": 3})
+    params.attend(1, *tokens(3))
+    params.pre_step({"a": 1})
+    params.attend(3, *tokens(1))  # the caller may have filled the memory
+    params.pre_step({"b": 2})
+    params.attend(2, *tokens(2))
+    params.truncate("b", 0)
+    params.pre_step({"b": 2})
+    params.attend(4, *tokens(2))
