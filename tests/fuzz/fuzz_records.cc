@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <iterator>
 #include <memory>
 #include <thread>
@@ -35,6 +36,7 @@ void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned) 
 
 extern "C" int undivided_forward(const Attention*);
 extern "C" int undivided_backward(const Attention*, const Gradients*);
+extern "C" int undivided_append(const Append*);
 
 namespace {
 
@@ -215,6 +217,55 @@ void place(const Attention& a, Gradients& g, FuzzedDataProvider& data, Memory& m
         4, {{a.batch, g.bias_b}, {a.heads, g.bias_h}, {a.q_len, g.bias_q}, {a.kv_len, g.bias_k}});
 }
 
+Append small_append(FuzzedDataProvider& data) {
+  auto size = [&](int64_t low, int64_t high) { return data.ConsumeIntegralInRange(low, high); };
+  Append p = {};
+  p.size = sizeof(Append), p.dtype = size(0, 2), p.format = size(0, 4), p.threads = size(1, 3);
+  p.batch = size(0, 3), p.length = size(0, 40), p.kv_heads = size(0, 3), p.k_dim = size(1, 80), p.v_dim = size(1, 80);
+  if (p.format == kInt4) p.k_dim = kGroupSize * size(1, 3), p.v_dim = kGroupSize * size(1, 3);
+  if (size(0, 7) == 1) p.kv_heads = 1, p.length = size(400, 800), p.k_dim = p.v_dim = 64;  // enough for two threads
+  p.first_row = size(0, 4), p.page_rows = p.first_row + p.length + size(-1, 4);
+  p.row_count = p.batch * p.page_rows + size(-1, 3);
+  const bool heads_first = data.ConsumeBool();
+  auto set_strides = [&](int64_t dim, int64_t& b, int64_t& h, int64_t& s) {
+    if (heads_first) s = dim, h = s * p.length, b = h * p.kv_heads;
+    else h = dim, s = h * p.kv_heads, b = s * p.length;
+    if (size(0, 7) == 1) b = 0;  // broadcast
+  };
+  set_strides(p.k_dim, p.k_b, p.k_h, p.k_s), set_strides(p.v_dim, p.v_b, p.v_h, p.v_s);
+  return p;
+}
+
+void place(Append& p, FuzzedDataProvider& data, Memory& memory) {
+  const int64_t width = p.dtype == kFloat32 ? 4 : 2;
+  p.k = memory.allocate(width, {{p.batch, p.k_b}, {p.kv_heads, p.k_h}, {p.length, p.k_s}, {p.k_dim, 1}});
+  p.v = memory.allocate(width, {{p.batch, p.v_b}, {p.kv_heads, p.v_h}, {p.length, p.v_s}, {p.v_dim, 1}});
+  auto pool = [&](int64_t width, int64_t numbers) {
+    return memory.allocate(width, {{p.row_count, p.kv_heads * numbers}, {p.kv_heads, numbers}, {numbers, 1}});
+  };
+  auto small = [&](int64_t n) { return 0 <= n && n <= kMaxElements; };
+  if (!small(p.row_count) || !small(p.kv_heads) || !small(p.k_dim) || !small(p.v_dim)) {
+    p.k_pool = p.v_pool = memory.allocate(1, {{-1, 0}});
+    p.k_scale = p.v_scale = (float*)p.k_pool, p.rows = (const int64_t*)p.k_pool;
+    if (p.batch && p.length && p.kv_heads) p.rows = nullptr;  // they are read by the check
+    return;
+  }
+  const int64_t packed = p.format == kInt4 ? 2 : 1, bytes = p.format ? 1 : width;
+  p.k_pool = pool(bytes, p.k_dim / packed), p.v_pool = pool(bytes, p.v_dim / packed);
+  auto scales = [&](int64_t dim) { return (float*)pool(4, p.format == kInt4 ? dim / kGroupSize : 1); };
+  p.k_scale = p.format ? scales(p.k_dim) : nullptr, p.v_scale = p.format ? scales(p.v_dim) : nullptr;
+  p.rows = nullptr;
+  if (data.ConsumeBool() && small(p.batch) && small(p.length) && p.batch * p.length <= p.row_count) {
+    int64_t* rows = (int64_t*)memory.allocate(8, {{p.batch * p.length, 1}});
+    const int64_t shift = data.ConsumeIntegralInRange<int64_t>(0, 100);  // no two tokens have the same row
+    for (int64_t i = 0; rows != kNoMemory_ && i < p.batch * p.length; i++)
+      rows[i] = p.row_count - 1 - (i + shift) % p.row_count;
+    if (rows != kNoMemory_ && p.batch * p.length > 0 && data.ConsumeIntegralInRange(0, 15) == 1)
+      rows[p.batch * p.length - 1] = data.ConsumeBool() ? p.row_count : -1;
+    p.rows = rows;
+  }
+}
+
 double work(const Attention& a) {
   return (double)a.batch * (double)a.heads * (double)(a.q_len + 1) * (double)(a.kv_len + 1) *
          (double)(a.qk_dim + a.v_dim);
@@ -235,8 +286,38 @@ void report() {
 
 extern "C" int LLVMFuzzerInitialize(int*, char***) { return atexit(report); }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
-  FuzzedDataProvider data(bytes, count);
+static int run_append(FuzzedDataProvider data) {
+  Append p = small_append(data);
+  Memory memory(data);
+  const bool early = data.ConsumeBool();  // as for a problem
+  if (early) corrupt(p, data);
+  place(p, data, memory);
+  switch (data.ConsumeIntegralInRange(0, 31)) {
+    case 1:
+      p.k = nullptr;
+      break;
+    case 2:
+      p.v_pool = nullptr;
+      break;
+    case 3:
+      p.k_scale = nullptr;
+      break;
+    case 4:
+      p.size = odd_value(data);
+      break;
+  }
+  if (p.rows == kNoMemory_) return too_large++, 0;
+  if (!undivided::is_valid(p)) {
+    require(undivided_append(&p) == kBadRecord, "an invalid append was not refused");
+    return refused++, 0;
+  }
+  if (!memory.complete()) return too_large++, 0;
+  const int status = undivided_append(&p);
+  require(status == kOk || status == kNoMemory, "the append failed");
+  return runs++, 0;
+}
+
+static int run_attention(FuzzedDataProvider data) {
   Attention a = small_problem(data);
   Memory memory(data);
   const bool early = data.ConsumeBool();  // before its tensors get their memory, so that they fit the odd numbers
@@ -298,4 +379,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
   const int result = undivided_backward(&a, &g);
   require(undivided::is_valid(a, g) == (result != kBadRecord), "the backward did not follow is_valid");
   return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
+  if (count > 0 && bytes[0] >= 0xe0) return run_append(FuzzedDataProvider(bytes + 1, count - 1));
+  return run_attention(FuzzedDataProvider(bytes, count));
 }

@@ -125,3 +125,23 @@ def test_a_row_depends_neither_on_other_rows_nor_on_the_number_of_threads(name: 
             assert torch.equal(other_lse[:, :, kept], lse[:, :, kept])
     finally:
         torch.set_num_threads(before)
+
+
+@needs_library
+@each_dtype
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_an_infinite_sink_leaves_no_gradient(return_lse: bool, dtype: torch.dtype) -> None:
+    """It takes all of the weight, and no change of the scores or of the sink changes that."""
+    torch.manual_seed(2)
+    leaves = [x.requires_grad_() for x in operands(dtype)]
+    sinks = torch.randn(leaves[0].shape[1])
+    sinks[1] = math.inf
+    leaves.append(sinks.requires_grad_())
+    out, lse = undivided.attention(*leaves[:3], layout="bhsd", sinks=sinks, backend="native", return_lse=True)
+    loss = out.float().sum() + (lse.sum() if return_lse else 0)
+    gradients = torch.autograd.grad(loss, leaves)
+    assert not out[:, 1].any()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[3][1] == 0
+    assert return_lse or not gradients[0][:, 1].any()
+    assert gradients[3][0] != 0

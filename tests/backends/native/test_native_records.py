@@ -107,6 +107,8 @@ BAD: list[dict[str, Any]] = [
     {"threads": 0},
     {"scale": math.nan},
     {"scale": math.inf},
+    {"scale": 1e39},  # infinite in fp32
+    {"softcap": 1e39},
     {"softcap": -1.0},
     {"q": 0},
     {"v": 0},
@@ -162,6 +164,41 @@ def test_bad_records_are_refused(changed: dict[str, Any]) -> None:
     held[3].fill_(7)
     assert status(record) == BAD_RECORD
     assert (held[3] == 7).all()
+
+
+# 3 sequences of 2 tokens in pools of 12 rows of one head
+APPEND: dict[str, Any] = dict.fromkeys(cpu.APPEND_FIELDS, 0) | {
+    "size": cpu.APPEND_RECORD.size,
+    "threads": 2,
+    "batch": 3,
+}
+APPEND |= {"length": 2, "kv_heads": 1, "k_dim": 8, "v_dim": 8, "first_row": 1, "page_rows": 4, "row_count": 12}
+APPEND |= {"k_b": 16, "k_h": 8, "k_s": 8, "v_b": 16, "v_h": 8, "v_s": 8}
+
+
+@pytest.mark.parametrize(
+    ("changed", "good"),
+    [
+        ({}, True),
+        ({"first_row": 2}, True),
+        ({"first_row": 3}, False),  # the second token in the first row of the next sequence
+        ({"page_rows": 2}, False),
+        ({"page_rows": 0, "first_row": 0}, False),  # all sequences in the same rows
+        ({"batch": 1, "page_rows": 0}, True),
+        ({"row_count": 10}, False),
+    ],
+    ids=str,
+)
+def test_sequences_of_new_tokens_have_rows_of_their_own(changed: dict[str, Any], good: bool) -> None:
+    """Threads would write the rows of two sequences at the same time."""
+    tokens, pools = torch.randn(2, 3, 2, 8), torch.zeros(2, 12, 8)
+    record = APPEND | {"k": tokens[0].data_ptr(), "v": tokens[1].data_ptr()} | changed
+    record |= {"k_pool": pools[0].data_ptr(), "v_pool": pools[1].data_ptr()}
+    library = ctypes.CDLL(str(cpu.path()))
+    library.undivided_append.argtypes = [ctypes.c_char_p]
+    found = library.undivided_append(cpu.APPEND_RECORD.pack(*(record[name] for name in cpu.APPEND_FIELDS)))
+    assert found == (0 if good else BAD_RECORD)
+    assert bool(pools.any()) == good
 
 
 def backward_status(record: dict[str, Any], gradients: dict[str, Any]) -> int:

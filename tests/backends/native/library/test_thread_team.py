@@ -22,7 +22,9 @@ OPTIONS = {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_unit_runs_once_on_all_threads(options: list[str], tmp_path: Path) -> None:
+def test_every_unit_runs_once_on_all_threads_in_the_callers_float_mode_and_may_throw(
+    options: list[str], tmp_path: Path
+) -> None:
     program, source = tmp_path / "thread_team", SOURCES / "schedule" / "thread_team.cc"
     build = ["g++", "-O1", "-std=c++17", "-Wall", "-Wextra", "-pthread", f"-I{SOURCES}", PROGRAM, source]
     subprocess.run([*build, "-o", program, *options], check=True, timeout=120)

@@ -100,7 +100,8 @@ struct Gradients {
 };
 
 // New tokens of a cache. Token s of sequence b is written to row rows[b * length + s] of the pools, whose rows are
-// contiguous [N, D], or without `rows` to row b * page_rows + first_row + s.
+// contiguous [N, D], or without `rows` to row b * page_rows + first_row + s. Threads write tokens in any order, so no two
+// tokens may have the same row: the caller ensures that those of `rows` differ; without `rows` it is checked.
 struct Append {
   int64_t size;    // sizeof(Append)
   int64_t dtype;   // of k and v: see Type

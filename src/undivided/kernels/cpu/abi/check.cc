@@ -1,5 +1,6 @@
 #include "abi/check.h"
 
+#include <float.h>
 #include <math.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@ constexpr int64_t kMaxThreads = 1 << 16;
 bool is_size(int64_t n) { return 0 <= n && n <= kMaxSize; }
 bool is_head_size(int64_t n) { return 1 <= n && n <= 1 << 20; }
 bool is_type(int64_t type) { return kFloat32 <= type && type <= kFloat16; }
+bool fits_float(double x) { return fabs(x) <= FLT_MAX; }  // false for NaN
 
 // A tensor whose strides stay within 64-bit offsets.
 class Reach {
@@ -127,7 +129,7 @@ bool has_valid_first_keys(const Attention& a) {
 
 // The strides of absent tensors are checked too: the kernels multiply them before they look at the pointer.
 bool has_valid_options(const Attention& a) {
-  if (!isfinite(a.scale) || !isfinite(a.softcap) || a.softcap < 0) return false;
+  if (!fits_float(a.scale) || !fits_float(a.softcap) || a.softcap < 0) return false;
   if (a.bias && !is_type(a.bias_dtype)) return false;
   const bool has_positions = a.key_position || a.kv_len == 0;  // a tensor without elements has no address
   if (a.slopes && !(a.row_position && has_positions)) return false;
@@ -198,8 +200,9 @@ bool is_valid(const Append& p) {
     if ((double)p.batch * (double)p.length > (double)kMaxElements) return false;
     return std::all_of(p.rows, p.rows + p.batch * p.length, [&](int64_t row) { return 0 <= row && row < p.row_count; });
   }
-  const double end = (double)(p.batch - 1) * (double)p.page_rows + (double)p.first_row + (double)p.length;
-  return p.first_row >= 0 && p.page_rows >= 0 && end <= (double)p.row_count;
+  const double stop = (double)p.first_row + (double)p.length;  // of a sequence
+  if (p.first_row < 0 || p.page_rows < 0 || (p.batch > 1 && stop > (double)p.page_rows)) return false;
+  return (double)(p.batch - 1) * (double)p.page_rows + stop <= (double)p.row_count;
 }
 
 void bound_strides(Attention& a) {

@@ -17,6 +17,10 @@
 
 namespace undivided {
 
+static inline int64_t element_size(int64_t type) { return type == kFloat32 ? 4 : 2; }  // bytes
+// Whether something is added to the scores, or masks them, that depends on the pair: a bias, a dense mask or ALiBi.
+static inline bool has_score_bias(const Attention& a) { return a.bias || a.dense || a.slopes; }
+
 // One unit of prefill. Row r is query row r % q_len of head first_head + r / q_len, so that the query heads of a group
 // can share a block if each has few rows. If `partials` is given, the block computes only keys [key, key_stop),
 // multiples of kBlockKeys, and writes partial results of its rows, laid out as those of a KeyChunk.
@@ -56,22 +60,24 @@ struct Backward {
   int64_t rows, panels, row_panels, row_blocks, unit_keys;
   int64_t key_unit_count;
   // a unit has all keys of its heads; the arrays below then lie in its scratch, for one head at a time
-  bool whole_heads;
+  bool whole_heads = false;
   // [B, N, panels, panel], one number per row: log-sum-exp in units of log 2 (inf: no key), log-sum-exp in natural
   // units, and delta, which is subtracted from dP
-  float *base, *lse, *delta;
+  float *base = nullptr, *lse = nullptr, *delta = nullptr;
   // the same shape: factor of the row's weights if the log-sum-exp leaves sinks out (see row_terms); or null
-  float* sink_share;
-  float* dqt;            // [B, N, panels, Dk, panel]
-  char* packed;          // [B, N, panels]: Q and dO packed for the products; null: they are packed for each pass
-  int32_t* key_extent;   // [B, N, panels, 2]: the keys [start, stop) that some row of the panel sees
-  int64_t* turn;         // [B, N, row_blocks]: index of the key unit that may add to dqt next; see backward/driver.h
-  float* max_grad_norm;  // [B, N, panels]: the largest norm of a row of dO, if it scales the scores' gradients
-  int64_t *out_of_range, *non_finite;  // set to 1; see kOutOfRange and kNonFinite
+  float* sink_share = nullptr;
+  float* dqt = nullptr;    // [B, N, panels, Dk, panel]
+  char* packed = nullptr;  // [B, N, panels]: Q and dO packed for the products; null: they are packed for each pass
+  int32_t* key_extent = nullptr;  // [B, N, panels, 2]: the keys [start, stop) that some row of the panel sees
+  // [B, N, row_blocks]: index of the key unit that may add to dqt next; see backward/driver.h
+  int64_t* turn = nullptr;
+  // [B, N, panels]: the largest norm of a row of dO, if it scales the scores' gradients
+  float* max_grad_norm = nullptr;
+  int64_t *out_of_range = nullptr, *non_finite = nullptr;  // set to 1; see kOutOfRange and kNonFinite
   // If rows have scales of their own (see kRowScaled): [B, N, panels, panel], the factor that makes dS of P * (dP -
   // delta), and the factor that undoes the scales in dQ; row_scales is [B, N, row_blocks]
-  float *ds_scale, *dq_scale;
-  RowScales* row_scales;
+  float *ds_scale = nullptr, *dq_scale = nullptr;
+  RowScales* row_scales = nullptr;
 };
 
 // A range of the keys of consecutive batch elements and key/value heads, with every query row; all keys of each head if

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "abi/kernels.h"
 #include "append/quantize.h"
 
 namespace {
@@ -26,7 +27,7 @@ INLINE void for_each_head(const Append& p, const Appended& x, int64_t token, int
 }
 
 void copy_tokens(const Append& p, const Appended& x, int64_t token, int64_t stop) {
-  const int64_t bytes = x.dim * (p.dtype == kFloat32 ? 4 : 2);
+  const int64_t bytes = x.dim * undivided::element_size(p.dtype);
   for_each_head(p, x, token, stop,
                 [&](const char* from, int64_t row) { memcpy(x.pool + row * bytes, from, (size_t)bytes); });
 }
@@ -50,7 +51,7 @@ void append_to(const Append& p, const Appended& x, int64_t token, int64_t stop) 
 }
 
 void append_tokens(const Append& p, int64_t token, int64_t stop) {
-  const int64_t size = p.dtype == kFloat32 ? 4 : 2;
+  const int64_t size = undivided::element_size(p.dtype);
   append_to(p, {(const char*)p.k, p.k_b * size, p.k_h * size, p.k_s * size, p.k_dim, (char*)p.k_pool, p.k_scale}, token,
             stop);
   append_to(p, {(const char*)p.v, p.v_b * size, p.v_h * size, p.v_s * size, p.v_dim, (char*)p.v_pool, p.v_scale}, token,

@@ -27,6 +27,7 @@ struct DSoftmaxInputs {
   bool has_ranges, has_bias, writes_bias_gradient;
   bool has_large_base;    // whether some row's base is large, see kLargeBase
   double scale;           // of the raw scores
+  ScoreMap map;           // with this scale
   const float* ds_scale;  // per row: dS of P * (dP - delta), all scales included
   float unit;             // undoes the scales of P and dP
   float bits;             // exponent of the power of two that scales P up
@@ -53,9 +54,8 @@ INLINE Vec exponent(const DSoftmaxInputs& d, Vec product, Vec score, int v) {
 template <Kind kKind, bool kDrops>
 INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
-  const float cap = (float)d.a.softcap;
   Vec s = load(d.st + at), grad = load(d.dpt + at), ds_scale = load(d.ds_scale + v * kLanes),
-      score = rounded(s * (float)d.scale);
+      score = rounded(s * d.map.scale);
   IVec allowed = isplat(-1);
   if (kKind == kRanges || (kKind == kGeneral && d.has_ranges)) {
     const Panel& p = d.panel;
@@ -64,9 +64,9 @@ INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
     allowed = is_within(key, bound(p.start[0]), bound(p.stop[0]), bound(p.start[1]), bound(p.stop[1]));
   }
   if (kKind == kGeneral) {
-    if (cap != 0) {
-      Vec t = tanh_of(s * (float)(d.scale / d.a.softcap));
-      score = rounded(t * cap), ds_scale *= 1 - t * t;
+    if (d.map.cap != 0) {
+      Vec t = tanh_of(s * d.map.inverse);
+      score = rounded(t * d.map.cap), ds_scale *= 1 - t * t;
     }
     if (d.has_bias) {
       Vec e = load(d.score_bias + at);

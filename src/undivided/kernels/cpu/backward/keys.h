@@ -63,7 +63,7 @@ static BackwardSpace layout_backward(const Backward& p, char* base) {
   constexpr int64_t block_floats = kBlockKeys * kPanel;
   const int64_t st = Mode::kAmx ? kKeyStep<Mode> * kPanel * 4 : pairs ? block_floats * 4 : 0;
   constexpr int64_t panels = kRowPanels<Mode>, slots = panels * kSlot<Mode> * (int64_t)sizeof(Weight<Mode>);
-  const bool has_score_bias = a.bias || a.dense || a.slopes;
+  const bool has_score_bias = undivided::has_score_bias(a);
   w.panels = (Panel*)arena.allocate(panels * (int64_t)sizeof(Panel));
   w.dropout_rows = (DropoutRows*)arena.allocate(a.dropout ? panels * (int64_t)sizeof(DropoutRows) : 0);
   w.keep = (LaneMask*)arena.allocate(a.dropout ? kBlockKeys * kVectors * (int64_t)sizeof(LaneMask) : 0);

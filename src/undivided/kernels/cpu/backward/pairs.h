@@ -92,7 +92,7 @@ class PairwiseHead {
 
   // A panel's rows with keys [start, stop), at most kBlockKeys.
   void run_keys(int64_t first, int64_t start, int64_t stop) {
-    const bool has_score_bias = a_.bias || a_.dense || a_.slopes;
+    const bool has_score_bias = undivided::has_score_bias(a_);
     uint8_t visible[kBlockKeys];
     if (has_score_bias && !fill_score_bias(a_, block_, first, *w_.panel, start, stop, w_.score_bias, visible)) return;
     if (a_.dropout) draw_keep_masks(a_, block_.batch, *w_.dropout_rows, start, stop, w_.keep);
@@ -113,9 +113,9 @@ class PairwiseHead {
   float run_pair(int64_t r, int64_t j, int64_t start, float score_bias) {
     const RowTerms& row = row_terms_[r];
     const float *q = w_.q + r * dk_, *grad = w_.grad + r * dv_, *k = w_.k + j * dk_, *v = w_.v + j * dv_;
-    const float scale = (float)a_.scale, cap = (float)a_.softcap, product = dot_of(q, k, dk_);
-    const float capped = cap != 0 ? tanhf(product * (float)(a_.scale / a_.softcap)) : 0;
-    const float above = (cap != 0 ? capped * cap : product * scale) + score_bias - row.lse;
+    const ScoreMap map(a_);
+    const float product = dot_of(q, k, dk_), capped = map.cap != 0 ? tanhf(product * map.inverse) : 0;
+    const float above = (map.cap != 0 ? capped * map.cap : product * map.scale) + score_bias - row.lse;
     const float weight = expf(above > 0 ? 0 : above);
     float used = weight * row.sink_share, d_weight = dot_of(grad, v, dv_) * row.sink_share;
     if (a_.dropout) {
@@ -124,7 +124,7 @@ class PairwiseHead {
       used = survivor != 0 ? used * survivor : 0, d_weight = survivor != 0 ? d_weight * survivor : 0;
     }
     const float d_score = weight * (d_weight - row.delta),
-                d_product = d_score * (cap != 0 ? scale * (1 - capped * capped) : scale);
+                d_product = d_score * (map.cap != 0 ? map.scale * (1 - capped * capped) : map.scale);
     add_row_times(d_product, k, dk_, w_.dq + r * dk_);
     add_row_times(d_product, q, dk_, w_.dk + j * dk_);
     add_row_times(used, grad, dv_, w_.dv + j * dv_);

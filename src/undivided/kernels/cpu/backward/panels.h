@@ -86,7 +86,7 @@ static bool read_segment(const RowPass<Mode>& s, int64_t index, int64_t block_ke
   const Attention& a = s.p.a;
   const BackwardSpace& w = s.w;
   const int64_t first = index * kPanel, key = block_key + start;
-  if (a.bias || a.dense || a.slopes)
+  if (undivided::has_score_bias(a))
     if (!fill_score_bias(a, s.block, first, w.panels[index], key, block_key + stop, w.score_bias + start * kPanel,
                          visible))
       return false;
@@ -102,7 +102,8 @@ static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t b
   const Attention& a = s.p.a;
   const Panel& panel = s.w.panels[index];
   const int64_t key = block_key + start, first = index * kPanel;
-  const bool has_score_bias = a.bias || a.dense || a.slopes, covered = panel.covers(key, block_key + stop);
+  const bool has_score_bias = undivided::has_score_bias(a), covered = panel.covers(key, block_key + stop);
+  const double scale = ldexp(a.scale, -2 * kInputBits<Mode>);
   IVec large = {};
   for (int v = 0; v < panel.vectors(); v++) large |= is_large(load(s.of_rows(s.p.lse) + first + v * kLanes));
   return {a,
@@ -121,7 +122,8 @@ static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t b
           has_score_bias,
           s.p.g.bias || s.p.g.slopes,
           any(large),
-          ldexp(a.scale, -2 * kInputBits<Mode>),
+          scale,
+          ScoreMap(a, scale),
           s.ds_scale(index),
           s.unit,
           (float)weight_bits<Mode>(a),
@@ -141,7 +143,7 @@ static void vector_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t bl
   const Attention& a = s.p.a;
   const BackwardSpace& w = s.w;
   const int64_t keys = stop - start, in_unit = block_key + start - s.keys.first;
-  const bool has_score_bias = a.bias || a.dense || a.slopes;
+  const bool has_score_bias = undivided::has_score_bias(a);
   const int vectors = w.panels[index].vectors();
   uint8_t visible[kBlockKeys];
   auto *weights = (Weight<Mode>*)w.weights + slot * kSlot<Mode>, *scores = (Weight<Mode>*)w.scores + slot * kSlot<Mode>;

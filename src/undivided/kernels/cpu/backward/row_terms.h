@@ -33,7 +33,8 @@ static RowTerms row_terms(const Backward& p, int64_t batch, int64_t head, int64_
   if (a.sinks) {
     const float sink = a.sinks[head];
     const float total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
-    if (g.sinks) g.sinks[at] = -lost * expf(sink - total);
+    // an infinite sink leaves no weight for the row's values: `lost` is 0, and the difference NaN
+    if (g.sinks) g.sinks[at] = -lost * (lost == 0 ? 0 : expf(sink - total));
     if (excludes_sinks(p)) x.sink_share = expf(lse - total), x.delta *= x.sink_share;
     else x.lse = total;
   }

@@ -75,7 +75,7 @@ class InvariantUnit {
 
  private:
   InvariantUnit(const Attention& a, int64_t heads, int64_t rows, char* scratch, Arena arena)
-      : a_(a), heads_(heads), rows_(rows), padded_(padded_rows(rows)), keys_(a, kQuantized || padded_ > 4, arena),
+      : a_(a), heads_(heads), rows_(rows), padded_(round_up_rows(rows)), keys_(a, kQuantized || padded_ > 4, arena),
         sum_stride_(Keys::kWidens && Arith::kPairs && keys_.scales_rows ? round_up(a.v_dim, 4 * kLanes) : a.v_dim) {
     const auto floats = [&](int64_t count) { return (float*)arena.allocate(count * 4); };
     const int64_t all = heads * padded_;
@@ -194,11 +194,10 @@ class InvariantUnit {
   }
   // As apply_score_bias.
   void to_units(float* s, int64_t first, int64_t last) const {
-    const float scale = (float)a_.scale, cap = (float)a_.softcap;
-    const float inverse = cap != 0 ? (float)(a_.scale / a_.softcap) : 0;
+    const ScoreMap map(a_);
     for (int64_t j = first; j < last; j += kLanes) {
       const Vec x = load(s + j);
-      store(s + j, rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale));
+      store(s + j, rounded(map.cap != 0 ? tanh_of(x * map.inverse) * map.cap : x * map.scale));
     }
   }
   // Masks the scores of a block outside of row r's ranges.

@@ -15,7 +15,6 @@ INLINE void with_padded_rows(int64_t rows, F f) {
     if (rows > 4) return f(std::integral_constant<int, 8>());
   f(std::integral_constant<int, 4>());
 }
-INLINE int64_t padded_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 
 // Calls f(c, x) with x[i] = Scalars c + i of kLanes keys, one key per lane, for all `count` Scalars of a row.
 template <class Mode, class F>

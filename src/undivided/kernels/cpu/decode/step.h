@@ -195,7 +195,8 @@ INLINE Vec fold(const Vec (&x)[R], F f) {
 template <int R>
 static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key,
                            int64_t keys, int bits, float* scores, float* decay) {
-  const float factor = score_unit<Direct>(a).log2, scale = (float)a.scale, cap = (float)a.softcap;
+  const float factor = score_unit<Direct>(a).log2;
+  const ScoreMap map(a);
   const bool keeps_raw_scores = keeps_products(a);
   const bool covered = keys % kLanes == 0 && p.common[0][0] <= key && key + keys <= p.common[0][1];
   IVec lane;
@@ -207,7 +208,7 @@ static void decode_softmax(const Attention& a, const Panel& p, const HeadState& 
     high[r] = splat(-kInfinity);
     for (int64_t j = 0; j < keys; j += kLanes) {
       Vec x = load(s + j);
-      if (!keeps_raw_scores) x = cap != 0 ? tanh_of(x * (float)(a.scale / a.softcap)) * cap : x * scale;
+      if (!keeps_raw_scores) x = map.cap != 0 ? tanh_of(x * map.inverse) * map.cap : x * map.scale;
       if (!covered) {
         const int64_t row = first + r;
         IVec at = lane + (int32_t)(key + j);

@@ -11,11 +11,11 @@ namespace {
 
 // Converts products to scores in their unit, with the bias.
 [[maybe_unused]] static void apply_score_bias(const Attention& a, const float* score_bias, int64_t keys, float* st) {
-  const float scale = keeps_products(a) ? 1 : (float)a.scale, cap = (float)a.softcap,
-              inverse = cap != 0 ? (float)(a.scale / a.softcap) : 0;
+  const ScoreMap map(a, keeps_products(a) ? 1 : a.scale);
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
     Vec x = load(st + i);
-    x = rounded(cap != 0 ? tanh_of(x * inverse) * cap : x * scale);  // rounded as the gradients round it
+    x = rounded(map.cap != 0 ? tanh_of(x * map.inverse) * map.cap
+                             : x * map.scale);  // rounded as the gradients round it
     if (score_bias) {
       Vec e = load(score_bias + i);
       x = e == -kInfinity ? e : x + e;

@@ -47,7 +47,7 @@ template <class Mode>
 static Workspace layout_block(const Attention& a, int64_t rows, int64_t keys, char* base) {
   Workspace w;
   Arena arena{base};
-  const bool narrow = keys != kAllKeys, has_score_bias = a.bias || a.dense || a.slopes;
+  const bool narrow = keys != kAllKeys, has_score_bias = undivided::has_score_bias(a);
   const int64_t whole = (rows + kPanel - 1) / kPanel,
                 panels = narrow && has_cuts(a) ? rows / kMinDocumentRows + 1 : whole;
   const int64_t key_blocks = narrow ? keys / kBlockKeys + 2 : 1;

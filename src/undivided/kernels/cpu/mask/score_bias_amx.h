@@ -178,11 +178,9 @@ class BiasedScores {
  public:
   static constexpr bool kHasLarge = kLarge;
   BiasedScores(const AmxScoreBias& source, int64_t first)
-      : positions_(source.a_.slopes != nullptr),
-        factor_((float)(kCapped ? source.scale_ / source.a_.softcap : source.scale_ * (double)kLog2E)),
-        cap_((float)(source.a_.softcap * (double)kLog2E)),
-        natural_factor_((float)(kCapped ? source.scale_ / source.a_.softcap : source.scale_)),
-        natural_cap_((float)source.a_.softcap), words_(source.words_ + first / kPerWord * kPanel) {
+      : positions_(source.a_.slopes != nullptr), map_(source.a_, source.scale_),
+        factor_(kCapped ? map_.inverse : (float)(source.scale_ * (double)kLog2E)),
+        cap_((float)(source.a_.softcap * (double)kLog2E)), words_(source.words_ + first / kPerWord * kPanel) {
     if (!positions_) return;
     // relative to the first key of the step, so that they are exact in fp32
     const int32_t* positions = source.a_.key_position + source.batch_ * source.a_.key_position_b;
@@ -220,7 +218,7 @@ class BiasedScores {
     constexpr float bias_unit = kNatural ? 1 : kLog2E, slope_unit = kNatural ? kLn2 : 1;
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      x[i] = kNatural ? rounded(x[i] * natural_factor_) : x[i] * factor_;
+      x[i] = kNatural ? rounded(x[i] * (kCapped ? map_.inverse : map_.scale)) : x[i] * factor_;
       if constexpr (!std::is_same<B, NoBias>::value)
         rest[i] +=
             entry((UVec)load(words_ + (kPerWord == 2 ? j / 2 : j + i % 2) * kPanel + i / 2 * kLanes), i % 2, B()) *
@@ -233,14 +231,15 @@ class BiasedScores {
     if constexpr (kCapped && kApproximate) tanh_approx(x);
     if constexpr (kCapped && !kApproximate)
       for (int i = 0; i < N; i++) x[i] = tanh_of(x[i]);
-    const float cap = kNatural ? natural_cap_ : cap_;
+    const float cap = kNatural ? map_.cap : cap_;
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) x[i] = kCapped ? x[i] * cap + rest[i] : x[i] + rest[i];
   }
 
   static constexpr int kPerWord = sizeof(B) == 2 ? 2 : 1;
   const bool positions_;
-  const float factor_, cap_, natural_factor_, natural_cap_;
+  const ScoreMap map_;
+  const float factor_, cap_;  // in units of log 2
   const float* words_;
   Vec row_[kVectors], slope_[kVectors];
   alignas(64) float key_[kSoftmaxKeys];
@@ -271,7 +270,7 @@ static Prefetch prefetch_score_bias(const Attention& a, const RowBlock& block, c
   if (a.dense)
     prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
                   a.dense_q, a.dense_k);
-  const int64_t size = a.bias_dtype == kFloat32 ? 4 : 2;
+  const int64_t size = undivided::element_size(a.bias_dtype);
   if (a.bias)
     prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len,
                   (const char*)a.bias + block.batch * a.bias_b * size, size, a.bias_h, a.bias_q, a.bias_k);

@@ -25,6 +25,18 @@ INLINE ScoreUnit score_unit(const Attention& a) {
   return {1, kLog2E};
 }
 
+// From products of q and k to scores in natural units, before bias and mask: product * scale, or
+// tanh(product * inverse) * cap if cap is not 0.
+struct ScoreMap {
+  float scale, inverse, cap;
+
+  explicit ScoreMap(const Attention& a) : ScoreMap(a, a.scale) {}
+  // scale: of the products, if they are scaled themselves.
+  ScoreMap(const Attention& a, double scale_of_products)
+      : scale((float)scale_of_products), inverse(a.softcap != 0 ? (float)(scale_of_products / a.softcap) : 0),
+        cap((float)a.softcap) {}
+};
+
 // From this size on a row's base is subtracted from the raw or rounded score. Below it one multiply-add is enough: its
 // rounding error is at most 2^-16.
 constexpr float kLargeBase = 0x1p8f;

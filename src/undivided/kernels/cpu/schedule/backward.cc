@@ -152,29 +152,9 @@ Backward make_backward(const Attention& a, const Gradients& g, const Kernels& k,
   const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
   const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys,
                 unit_keys = std::min(sizes.unit_keys, fitting);
-  return {a,
-          g,
-          rows,
-          panels,
-          sizes.row_panels,
-          (panels + sizes.row_panels - 1) / sizes.row_panels,
-          unit_keys,
-          (a.kv_len + unit_keys - 1) / unit_keys,
-          false,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr,
-          nullptr};
+  const int64_t row_blocks = (panels + sizes.row_panels - 1) / sizes.row_panels,
+                key_unit_count = (a.kv_len + unit_keys - 1) / unit_keys;
+  return {a, g, rows, panels, sizes.row_panels, row_blocks, unit_keys, key_unit_count};
 }
 
 int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {

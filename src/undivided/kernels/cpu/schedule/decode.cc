@@ -21,9 +21,7 @@ bool are_side_by_side(const Attention& a) {
 
 }  // namespace
 
-bool is_decoding(const Attention& a) {
-  return !a.bias && !a.dense && !a.slopes && !a.dropout && kernels(a).can_decode(a);
-}
+bool is_decoding(const Attention& a) { return !has_score_bias(a) && !a.dropout && kernels(a).can_decode(a); }
 
 void Decoding::add(const Attention& a) {
   for (int64_t b = 0; b < a.batch; b++) sequences_.push_back({&a, b, key_extent(a, b), 0});
@@ -140,22 +138,29 @@ int Decoding::merge(int64_t threads) {
   }
   const int64_t kv_heads = sequences_[0].problem->kv_heads;
   std::vector<int64_t> first_chunks;
-  int64_t count = 0;
-  for (const Sequence& s : sequences_) first_chunks.push_back(count), count += s.chunks * (kv_heads / heads_);
-  return merge_units((int64_t)sequences_.size() * kv_heads, floats(), threads, [&](int64_t unit) {
+  int64_t count = 0, places = 0;  // of all chunks, and of the partial results of a row
+  for (size_t i = 0; i < sequences_.size(); i++) {
+    const Sequence& s = sequences_[i];
+    first_chunks.push_back(count), count += s.chunks * (kv_heads / heads_);
+    int64_t own = s.chunks;
+    if (!shared_.empty())
+      for (const auto& [blocks, row] : shared_of[i]) own += blocks->max_places();
+    places = std::max(places, own);
+  }
+  const int64_t units = (int64_t)sequences_.size() * kv_heads;
+  return merge_units(units, floats(), places, threads, [&](int64_t unit, float** partials) {
     const int64_t i = unit / kv_heads, n = unit % kv_heads;
     const Sequence& s = sequences_[(size_t)i];
     const Attention& a = *s.problem;
     if (is_invariant() && s.chunks == 1) return;
     const int64_t size = partial_size(a), group = a.heads / a.kv_heads;
     const KeyChunk* chunks = chunks_.data() + first_chunks[(size_t)i] + n / heads_ * s.chunks;
-    std::vector<float*> partials;
+    float** end = partials;
     if (!shared_.empty())
-      for (const auto& [blocks, row] : shared_of[(size_t)i]) blocks->append_partials(0, n, row, partials);
-    for (int64_t c = 0; c < s.chunks; c++) partials.push_back(chunks[c].partials + n % heads_ * s.rows() * size);
+      for (const auto& [blocks, row] : shared_of[(size_t)i]) end = blocks->list_partials(0, n, row, end);
+    for (int64_t c = 0; c < s.chunks; c++) *end++ = chunks[c].partials + n % heads_ * s.rows() * size;
     for (int64_t r = 0; r < s.rows(); r++)
-      kernels(a).merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials.data(), (int64_t)partials.size(),
-                       r * size);
+      kernels(a).merge(a, s.batch, n * group + r / a.q_len, r % a.q_len, partials, end - partials, r * size);
   });
 }
 

@@ -211,6 +211,8 @@ bool has_rows(const Attention& a) { return a.batch > 0 && a.heads > 0 && a.q_len
 int run_forward(const Attention& a) {
   last_shared.clear();
   if (!has_rows(a)) return kOk;
+  const bool has_float8 = a.format == kFloat8E4M3 || a.format == kFloat8E5M2;  // see simd/quantized.h
+  const FloatModeScope scope(has_float8 ? with_subnormal_inputs(float_mode()) : float_mode());
   const int64_t threads = threads_for(a);
   if (!is_decoding(a)) advise_huge_pages(a);
   const Pack pack(a);

@@ -51,7 +51,8 @@ KeyExtent extent_of(const Attention& a, const RowBlock& block) {
 // without. A row's result is the same.
 int64_t shared_pieces(const Attention& a, int64_t heads, int64_t rows, int64_t blocks, int64_t threads) {
   const int64_t pieces = pieces_of(a, {0, a.kv_len}).count;
-  const bool fits = a.batch * heads * rows * pieces * partial_size(a) * 4 <= kMaxPieceBytes;
+  const double bytes = (double)(a.batch * heads) * (double)rows * (double)pieces * (double)(partial_size(a) * 4);
+  const bool fits = bytes <= (double)kMaxPieceBytes;
   return threads > 1 && blocks < kPieceRounds * threads && fits ? std::max(pieces, (int64_t)1) : 1;
 }
 
@@ -175,10 +176,10 @@ int64_t BlockProblem::scratch_bytes() const {
   return bytes + piece_bytes(std::max(rows[0], rows[1]));
 }
 
-// Of the partial results of the pieces of a block, if one thread computes them all.
+// Of the partial results of the pieces of a block and the list of them, if one thread computes them all.
 int64_t BlockProblem::piece_bytes(int64_t rows) const {
   const int64_t pieces = d_.has_partials ? 0 : pieces_of(a_, {0, a_.kv_len}).count;
-  return pieces > 1 ? pieces * rows * partial_size(a_) * 4 + kFenceBytes : 0;
+  return pieces > 1 ? list_bytes(pieces) + pieces * rows * partial_size(a_) * 4 + kFenceBytes : 0;
 }
 
 void BlockProblem::run(int64_t index, char* scratch) {
@@ -194,37 +195,38 @@ bool BlockProblem::run_pieces(const RowBlock& block, const Pieces& pieces, char*
   fence(scratch, rest - scratch - kFenceBytes, rest);
   RowBlock piece = block;
   piece.next_block = nullptr;
-  std::vector<float*> partials;
+  float** const partials = (float**)(void*)scratch;
+  float* const first = (float*)(void*)(scratch + list_bytes(pieces.count));
   for (int64_t n = 0; n < pieces.count; n++) {
     piece.key = pieces.start + n * pieces.size, piece.key_stop = piece.key + pieces.size;
-    piece.partials = (float*)(void*)scratch + n * block.rows * partial_size(a_);
+    piece.partials = partials[n] = first + n * block.rows * partial_size(a_);
     if (n + 1 == pieces.count) piece.next_block = block.next_block;
     if (!k_.block(a_, piece, rest)) return false;
-    partials.push_back(piece.partials);
   }
   for (int64_t r = 0; r < block.rows; r++)
     kernels(a_).merge(a_, block.batch, block.first_head + (block.row + r) / a_.q_len, (block.row + r) % a_.q_len,
-                      partials.data(), pieces.count, r * partial_size(a_));
+                      partials, pieces.count, r * partial_size(a_));
   return true;
 }
 
-void BlockProblem::append_partials(int64_t batch, int64_t head, int64_t row, std::vector<float*>& to) const {
+float** BlockProblem::list_partials(int64_t batch, int64_t head, int64_t row, float** to) const {
   const int64_t count = parts_of(a_, k_.block_keys, batch, d_.parts).count;
   float* partials = partials_ + ((batch * d_.heads + head) * d_.parts * d_.rows + row) * partial_size(a_);
-  for (int64_t part = 0; part < count; part++) to.push_back(partials + part * d_.rows * partial_size(a_));
+  for (int64_t part = 0; part < count; part++) *to++ = partials + part * d_.rows * partial_size(a_);
+  return to;
 }
 
 // Rows of a head by themselves, so that threads share them.
 int BlockProblem::merge(int64_t threads) {
   if (!d_.has_partials) return kOk;
   const int64_t group = a_.heads / a_.kv_heads, pieces = (d_.rows + kMergedRows - 1) / kMergedRows;
-  return merge_units(a_.batch * d_.heads * pieces, partial_floats(), threads, [&](int64_t unit) {
+  const int64_t units = a_.batch * d_.heads * pieces;
+  return merge_units(units, partial_floats(), max_places(), threads, [&](int64_t unit, float** partials) {
     const int64_t b = unit / pieces / d_.heads, h = unit / pieces % d_.heads, first = unit % pieces * kMergedRows;
-    std::vector<float*> partials;
-    append_partials(b, h, 0, partials);
+    const int64_t count = list_partials(b, h, 0, partials) - partials;
     for (int64_t r = first; r < std::min(first + kMergedRows, d_.rows); r++)
-      kernels(a_).merge(a_, b, (d_.shares_heads ? h * group : h) + r / a_.q_len, r % a_.q_len, partials.data(),
-                        (int64_t)partials.size(), r * partial_size(a_));
+      kernels(a_).merge(a_, b, (d_.shares_heads ? h * group : h) + r / a_.q_len, r % a_.q_len, partials, count,
+                        r * partial_size(a_));
   });
 }
 

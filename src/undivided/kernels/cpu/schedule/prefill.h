@@ -1,4 +1,4 @@
-// A prefill problem as blocks of query rows: what `run_blocks` runs alone, and a pack beside others.
+// A prefill problem as blocks of query rows, which threads share with those of other problems.
 #pragma once
 
 #include <stdint.h>
@@ -29,8 +29,10 @@ class BlockProblem {
   int64_t scratch_bytes() const;  // of the largest block
   void run(int64_t index, char* scratch);
   int merge(int64_t threads);  // the partial results, if there are any; returns a Status
-  // Appends the places of a row's partial results; those of the head's next row follow at distance partial_size.
-  void append_partials(int64_t batch, int64_t head, int64_t row, std::vector<float*>& to) const;
+  // Writes the places of a row's partial results, at most max_places(), and returns the end of the list. Those of the
+  // head's next row follow at distance partial_size.
+  float** list_partials(int64_t batch, int64_t head, int64_t row, float** to) const;
+  int64_t max_places() const { return d_.parts; }
   bool is_out_of_range() const { return is_out_of_range_; }
 
   const Attention& problem() const { return a_; }

@@ -36,16 +36,18 @@ inline int64_t threads_for(const Attention& a) {
   return work < kMinParallelWork ? 1 : a.threads;
 }
 
-// Runs merge(unit) for units of partial results that have so many floats; returns a Status. Alone if they are few:
-// the other threads would take longer to start.
+// Bytes of a list of the places of partial results, a multiple of a cache line.
+inline int64_t list_bytes(int64_t places) { return (places * (int64_t)sizeof(float*) + 63) / 64 * 64; }
+
+// Runs merge(unit, partials) for units of partial results that have so many floats, with memory for a list of `places`
+// of them; returns a Status. Alone if they are few: the other threads would take longer to start.
 template <class Merge>
-int merge_units(int64_t units, int64_t floats, int64_t threads, Merge merge) {
+int merge_units(int64_t units, int64_t floats, int64_t places, int64_t threads, Merge merge) {
   if (units == 0) return kOk;
   if (floats * 4 < kMinSharedMerge) threads = 1;
-  return run_units(even_shares(units, threads), 64, threads, [&](int64_t unit, char*) { merge(unit); });
+  return run_units(even_shares(units, threads), std::max(list_bytes(places), (int64_t)64), threads,
+                   [&](int64_t unit, char* scratch) { merge(unit, (float**)(void*)scratch); });
 }
-
-inline int64_t element_size(int64_t type) { return type == kFloat32 ? 4 : 2; }
 
 // Bytes of `dim` numbers of a key or value.
 inline int64_t key_bytes(const Attention& a, int64_t dim) {

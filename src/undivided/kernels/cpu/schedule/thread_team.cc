@@ -4,8 +4,8 @@
 #include <pthread.h>
 
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 // Weak references, which the loader binds to the runtime that PyTorch has loaded.
@@ -35,7 +35,7 @@ class TeamStarter {
     if (!started_) try {
         std::thread([this] { serve(); }).detach();
         started_ = true;
-      } catch (const std::system_error&) {
+      } catch (const std::exception&) {  // no thread, or no memory
         return false;
       }
     body_ = body, data_ = data, threads_ = threads;
@@ -90,7 +90,7 @@ class OwnTeam {
     try {
       for (; helpers_ < count; helpers_++)
         std::thread([this, number = helpers_ + 1, last = call_] { serve(number, last); }).detach();
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {  // no thread, or no memory
     }
   }
 

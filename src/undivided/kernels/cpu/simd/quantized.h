@@ -74,7 +74,8 @@ INLINE Vec widened_bytes(UVec bits, const Int8*) { return __builtin_convertvecto
 INLINE Vec load_as_float(const Int8* p) { return widened_bytes(load_bytes(p), p); }
 INLINE float to_float(Int8 x) { return x.bits; }
 
-// The exponent is rebiased by a multiplication, which also normalises subnormal numbers.
+// The exponent is rebiased by a multiplication, which also normalises subnormal numbers. It reads subnormal fp32, which
+// the float mode of the thread must allow (run_forward sets it); without them decoding took 1.1 to 1.6 times as long.
 INLINE Vec widened_bytes(UVec bits, const Float8E4M3*) {
   const UVec magnitude = bits & 0x7f;
   const Vec x = (Vec)(bits << 20 & 0x87f00000u) * 0x1p120f;

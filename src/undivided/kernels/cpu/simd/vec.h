@@ -139,10 +139,12 @@ INLINE float to_float(Float16 x) {
   memcpy(&half, &x, 2);
   return half;
 #else
-  // a multiplication rebiases the exponent, and also normalises subnormal halves
   uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
   if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ff) << 13);
-  return bits_to_float(sign | float_to_bits(bits_to_float(rest << 13) * 0x1p112f));
+  // Rebiased, a subnormal half lacks half of its value and 2^-15. (A multiplication would rebias the exponent too, but
+  // reads subnormal fp32, which the thread's float mode may flush to zero.)
+  const float wide = bits_to_float((rest << 13) + (112u << 23));
+  return bits_to_float(sign | float_to_bits(rest < 0x400 ? 2 * wide - 0x1p-14f : wide));
 #endif
 }
 
