@@ -168,8 +168,7 @@ class Machine:
         Raises:
             InputError: it is not a device.
         """
-        chosen = torch.device("cpu") if device is None else as_device("device", device)
-        if chosen.type != "cuda":
+        if device is None or (chosen := as_device("device", device)).type != "cuda":
             return _probe("cpu", None)
         index = torch.cuda.current_device() if chosen.index is None else chosen.index
         return _probe(f"cuda:{index}", active_flash_impl())

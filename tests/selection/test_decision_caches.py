@@ -13,6 +13,7 @@ from selection_problems import BF16, FP32, MACHINES, PROBLEMS, TORCH
 
 import undivided
 from undivided import InputError, Machine, masks
+from undivided import machine as machine_module
 from undivided.backends import all_backends, reference
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
@@ -194,6 +195,16 @@ def test_machines_are_described_by_name_and_compare_by_value() -> None:
     assert Machine.named("A100", cudnn="9.1.0") == Machine("cuda", "A100", (8, 0), "9.1.0")
     assert Machine.named("cpu").device == "cpu"
     assert hash(Machine.named("h100")) == hash(Machine.named("H100"))
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+    monkeypatch.setattr(machine_module, "as_device", lambda _, device: torch.device(device))
+    monkeypatch.setattr(machine_module, "_probe", lambda device, _: device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    assert Machine.this("cuda") == "cuda:0"  # type: ignore[comparison-overlap]
+    current[0] = 1
+    assert Machine.this("cuda") == Machine.this("cuda:1") == "cuda:1"  # type: ignore[comparison-overlap]
 
 
 def test_this_machine_is_probed_once() -> None:
