@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ def read_json(path: Path) -> Any:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file, or replace it: a reader finds the old text or the new one, and so does an interrupt."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as fresh:
-        fresh.write(text)
-    Path(fresh.name).replace(path)
+    fresh = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # of no other file or process
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -199,7 +199,7 @@ def _without(prepared: Prepared, case: Case) -> Competitor:
         "alibi_slopes": None,
         "sinks": None,
         "dropout_p": case.dropout_p,
-        "dropout_seed": None,
+        "dropout_seed": case.dropout_seed if case.dropout_p else None,
         "batch_invariant": None,
     }
     if case.quantized != benchmark.case.quantized:

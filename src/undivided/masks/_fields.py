@@ -184,7 +184,8 @@ class MaskFields(DerivedValues):
 def _remove_one(memory: dict[object, _Entry]) -> None:
     """Remove the oldest result that was not used since it was last considered; those considered become the newest.
 
-    Sorting by the last use would hash a key, which can be long, at each use."""
+    Sorting by the last use would hash a key, which can be long, at each use.
+    """
     for key in list(memory):
         entry = memory.pop(key, None)  # another thread may have removed it
         if entry is None or not entry.is_used:
