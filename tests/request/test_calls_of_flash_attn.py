@@ -44,6 +44,16 @@ def test_the_page_names_every_argument(heading: str, arguments: list[str]) -> No
     assert [name for name in arguments if name not in named] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("q_descale", "queries are not quantised"), ("k_descale", "k_scale=, fp32"), ("v_descale", "v_scale=, fp32")],
+)
+def test_factors_of_fp8_have_hints(name: str, hint: str) -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(undivided.InputError, match=hint):
+        undivided.attention(q, q, q, layout="bshd", **{name: torch.ones(1, 2)})  # type: ignore[arg-type]
+
+
 def dense_attention(scores: torch.Tensor, allowed: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Softmax over the allowed keys of [B, H, Sq, Sk], times values [B, Sk, H, D]."""
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)
