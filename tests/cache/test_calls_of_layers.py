@@ -62,15 +62,105 @@ def test_a_layer_without_the_tokens_of_earlier_steps_is_refused(pages: dict[str,
 
 
 @BOTH
-def test_a_layer_may_start_with_new_sequences_or_with_memory_of_its_own(pages: dict[str, Any]) -> None:
-    params = new_params(pages, device="cpu")
-    params.allocate_memory(3)
+def test_a_layer_may_start_with_new_sequences(pages: dict[str, Any]) -> None:
+    params = new_params(pages)
     params.pre_step({"a": 3})
     params.attend(1, *tokens(3))
-    params.pre_step({"a": 1})
-    params.attend(3, *tokens(1))  # the caller may have filled the memory
     params.pre_step({"b": 2})
     params.attend(2, *tokens(2))
     params.truncate("b", 0)
     params.pre_step({"b": 2})
     params.attend(4, *tokens(2))
+
+
+@BOTH
+def test_a_layer_that_was_not_called_in_an_earlier_step_is_refused(pages: dict[str, Any]) -> None:
+    params = new_params(pages)
+    params.pre_step({"a": 3, "b": 3})
+    for layer in (1, 2):
+        params.attend(layer, *tokens(3, batch=2))
+    params.pre_step({"a": 0, "b": 2})
+    params.attend(1, *tokens(2, batch=2))
+    params.pre_step({"a": 1, "b": 1})
+    message = r"layer_number must be .* got 2, which lacks the token at position 3 of 'b'(.|\n)*truncate\('b', 3\)"
+    before = params._storages[2].k.clone()
+    with pytest.raises(InputError, match=message):
+        params.attend(2, *tokens(1, batch=2))
+    with pytest.raises(InputError, match=message):
+        params.step(2, *tokens(1, batch=2)[1:])
+    assert torch.equal(params._storages[2].k, before)
+    params.attend(1, *tokens(1, batch=2))
+    params.pre_step({"a": 1, "b": 1})
+    with pytest.raises(InputError, match=r"position 3 of '(a|b)'"):
+        params.attend(2, *tokens(1, batch=2))
+
+
+@BOTH
+def test_a_layer_that_was_not_called_may_go_on_without_the_tokens_that_it_lacks(pages: dict[str, Any]) -> None:
+    params = new_params(pages)
+    params.pre_step({"a": 3})
+    for layer in (1, 2):
+        params.attend(layer, *tokens(3))
+    for _ in range(3):  # drafts of the first layer
+        params.pre_step({"a": 1})
+        params.attend(1, *tokens(1))
+    params.fork("a", "b")
+    params.truncate("a", 3)
+    params.truncate("b", 4)
+    params.pre_step({"a": 3})  # "b" has ended
+    for layer in (1, 2):
+        params.attend(layer, *tokens(3))
+    params.fork("a", "b")
+    params.pre_step({"a": 1, "b": 2})
+    params.attend(1, *tokens(2, batch=2))
+    params.keep({"a": [], "b": []})
+    params.pre_step({"b": 1})
+    for layer in (1, 2):
+        params.attend(layer, *tokens(1))
+
+
+@BOTH
+def test_a_copy_of_a_sequence_lacks_the_same_tokens(pages: dict[str, Any]) -> None:
+    params = new_params(pages)
+    params.pre_step({"a": 3})
+    for layer in (1, 2):
+        params.attend(layer, *tokens(3))
+    params.pre_step({"a": 1})
+    params.attend(1, *tokens(1))
+    params.fork("a", "b")
+    params.pre_step({"b": 1})
+    with pytest.raises(InputError, match="got 2, which lacks the token at position 3 of 'b'"):
+        params.attend(2, *tokens(1))
+    params.reset()
+    params.pre_step({"b": 1})
+    params.attend(2, *tokens(1))
+
+
+@BOTH
+def test_a_layer_with_memory_from_the_start_is_called_from_the_first_step_on(pages: dict[str, Any]) -> None:
+    params = new_params(pages, device="cpu")
+    params.allocate_memory(2)
+    params.pre_step({"a": 3})
+    params.attend(1, *tokens(3))
+    params.allocate_memory(3)
+    params.pre_step({"a": 1})
+    for layer in (2, 3):
+        with pytest.raises(InputError, match=f"got {layer}, which lacks the token at position 0 of 'a'"):
+            params.attend(layer, *tokens(1))
+
+
+def test_prompts_are_remembered_after_every_layer_has_received_them() -> None:
+    params = new_params(PAGES)
+    params.pre_step({"a": 6})
+    for layer in (1, 2):
+        params.attend(layer, *tokens(6))
+    params.pre_step({"a": 2})
+    params.attend(1, *tokens(2))
+    message = "tokens must be at most the 6 tokens of 'a' that every layer has received, got 8"
+    with pytest.raises(InputError, match=message):
+        params.remember(list(range(8)), "a")
+    params.pre_step({"a": 0})
+    with pytest.raises(InputError, match=message):
+        params.remember(list(range(8)), "a")
+    params.remember(list(range(6)), "a")
+    assert params.match(list(range(8)), "b") == 4

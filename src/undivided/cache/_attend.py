@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.layout import Layout
+from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import unknown_arguments
 from undivided.cache._ledger import eviction
 from undivided.cache._masks import (
@@ -38,8 +38,6 @@ from undivided.request.checks import checked_mask
 from undivided.request.request import Request
 from undivided.run.replay import Prepared, may_replay
 from undivided.selection.policy import Policy, policy
-
-_AXIS = {layout: layout.index("t" if layout == "thd" else "s") for layout in _layout.LAYOUTS}
 
 _TENSORS = ("bias", "alibi_slopes", "sinks")
 _RULES = ("backend", "deterministic", "batch_invariant")
@@ -95,7 +93,7 @@ class CachedCall(NamedTuple):
         else:
             check_mask(checked_mask(mask), layout)
         if cached.tables is not None:
-            counts = (q.shape[_AXIS[layout]],) * len(cached.lengths) if q_counts is None else q_counts
+            counts = (q.shape[SEQUENCE_AXIS[layout]],) * len(cached.lengths) if q_counts is None else q_counts
             eviction.check_hidden(mask, cached.tables, cached.lengths, counts, cached.pools.k.shape[1])
         return mask
 
@@ -167,7 +165,7 @@ def _is_paged_decoding(call: CachedCall, mask: Mask) -> bool:
         return False
     if layout == "thd":
         return q_counts is not None and q_counts.count(1) == len(lengths)
-    return q_counts is None and q.shape[_AXIS[layout]] == 1
+    return q_counts is None and q.shape[SEQUENCE_AXIS[layout]] == 1
 
 
 def _with_lengths(prepared: Prepared, call: CachedCall, mask: Mask) -> Prepared | None:
@@ -197,7 +195,7 @@ def _arguments(call: CachedCall, mask: Mask) -> tuple[Tensor, Tensor, Tensor, di
         if q_counts.count(q_counts[0]) == len(q_counts) and q_counts[0] and mask.structure.kinds <= _SAME_IF_PADDED:
             q, layout, q_counts = q.unflatten(0, (len(cached.lengths), -1)), "bshd", None
     options = {"layout": layout, "pages": cached.pages, **options}
-    if q.shape[_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
+    if q.shape[SEQUENCE_AXIS[layout]] == 1 and options.get("alibi_slopes") is None and is_causal(mask):
         mask = EVERY
     if layout == "thd":
         k, v, mask = _packed_inputs(cached, cast(Counts, q_counts), mask)

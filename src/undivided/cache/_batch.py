@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -43,17 +43,6 @@ class Step(NamedTuple):
     before: Counts
     after: Counts
     rows: list[int]
-
-    def check_first_call(self, layer_number: int, storages: Mapping[int, Storage]) -> None:
-        """InputError if a layer gets its memory in this step, and sequences have tokens of earlier ones."""
-        if any(self.before) and as_integer("layer_number", layer_number, 0) not in storages:
-            layers = listed([str(number) for number in storages])
-            raise InputError(
-                "layer_number",
-                "be that of a layer that received all earlier tokens of the step's sequences",
-                f"{layer_number}, which received none",
-                hint=f"call every layer in every step; layers with tokens: {layers}",
-            )
 
 
 class Batch:
@@ -148,12 +137,16 @@ class Batch:
         self.ledger.fork(pairs)
         self.slots = slots
 
-    def remember(self, tokens: list[int], name: Hashable) -> None:
-        """Index the full pages of a sequence, which begins with these tokens."""
+    def remember(self, tokens: list[int], name: Hashable, complete: Callable[[int, int], int]) -> None:
+        """Index the full pages of a sequence, which begins with these tokens. complete: how many of the first tokens of
+        a slot, which has this many, every layer has received."""
         ledger, slot = self.paged_ledger("share the pages of a prompt"), self._slot("seq_id", name)
         if len(tokens) > ledger.lengths[slot]:
             must = f"be at most the {ledger.lengths[slot]} cached tokens of {name!r}"
             raise InputError("tokens", must, len(tokens))
+        if len(tokens) > (received := complete(slot, ledger.lengths[slot])):
+            must = f"be at most the {received} tokens of {name!r} that every layer has received"
+            raise InputError("tokens", must, len(tokens), hint="call it after the model ran, with all its layers")
         ledger.remember(slot, tokens)
 
     def match(self, tokens: list[int], name: Hashable) -> int:

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import as_integer, listed
 from undivided.cache._checks import checked_token_ids
 from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.compaction import Compaction
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
+from undivided.cache._ledger.received import Received
 from undivided.cache._ranks import PageRanks, on_all_ranks
 from undivided.cache._storage import Heads, Memory, Storage
+from undivided.errors import InputError
 from undivided.masks import Mask
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ class LayerCaches:
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
         self._storages: dict[int, Storage] = {}
+        self._received = Received()
 
     @property
     def num_heads_kv(self) -> int:
@@ -68,14 +72,50 @@ class BetweenSteps(LayerCaches, ABC):
 
     _batch: Batch
     _ranks: PageRanks | None
-
-    @abstractmethod
-    def _current_step(self) -> Step:
-        """The step; InputError if there is none."""
+    _step: Step | None
 
     @abstractmethod
     def _set_step(self, step: Step | None) -> None:
         """Set the step; None: `pre_step` must follow."""
+
+    def _current_step(self) -> Step:
+        """The step; InputError if there is none."""
+        if self._step is None or not self._step.slots:
+            raise InputError(
+                "inference_params",
+                "have a step before the model runs",
+                "no step",
+                hint="inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))",
+            )
+        return self._step
+
+    def _start_receiving(self, step: Step | None) -> None:
+        """Note which layers the last step has not called. step: the next one."""
+        new, lengths = {}, self._batch.ledger.lengths
+        if step is not None:
+            before = dict(zip(step.slots, step.before, strict=True))
+            new = {slot: before[slot] for slot, count in zip(step.slots, step.counts, strict=True) if count}
+            lengths = tuple([before.get(slot, 0) for slot in range(len(lengths))])
+        self._received.start(self._storages, new, lengths)
+
+    def _check_received(self, layer_number: int) -> None:
+        """InputError if a layer lacks tokens of earlier steps."""
+        number, hint = as_integer("layer_number", layer_number, 0), "call every layer in every step"
+        if number in self._storages:
+            missing = self._received.lacking.get(number)
+            if not missing:
+                return
+            slot, first = next(iter(missing.items()))
+            name = next(name for name, own in self._batch.slots.items() if own == slot)
+            got = f"{number}, which lacks the token at position {first} of {name!r}"
+            hint += f", or truncate({name!r}, {first}) and compute these tokens again"
+        elif any(self._current_step().before):
+            got = f"{number}, which received none"
+            hint += f"; layers with tokens: {listed([str(layer) for layer in self._storages])}"
+        else:
+            return
+        must = "be that of a layer that received all earlier tokens of the step's sequences"
+        raise InputError("layer_number", must, got, hint)
 
     @outside_of_graphs
     def remember(self, tokens: Sequence[int] | Tensor, seq_id: Hashable) -> None:
@@ -90,7 +130,8 @@ class BetweenSteps(LayerCaches, ABC):
             seq_id: id of a sequence in the batch.
 
         Raises:
-            InputError: not paged, or the sequence does not exist or has fewer tokens. Nothing changes.
+            InputError: not paged, the sequence does not exist or has fewer tokens, or a layer lacks some of them.
+                Nothing changes.
 
         >>> import torch, undivided
         >>> params = undivided.InferenceParams(4, 64, 1, 8, torch.float32, is_paged=True, page_size=4)
@@ -103,7 +144,11 @@ class BetweenSteps(LayerCaches, ABC):
         >>> dict(params.sequences)
         {'b': 5}
         """
-        self._batch.remember(checked_token_ids("tokens", tokens), seq_id)
+        self._batch.remember(checked_token_ids("tokens", tokens), seq_id, self._complete)
+
+    def _complete(self, slot: int, length: int) -> int:
+        """How many of the first tokens of a slot, which has this many, every layer has received."""
+        return self._received.complete(self._storages, slot, length)
 
     @outside_of_graphs
     def match(self, tokens: Sequence[int] | Tensor, seq_id: Hashable) -> int:
@@ -145,6 +190,7 @@ class BetweenSteps(LayerCaches, ABC):
         """
         self._batch.fork(src, dst, self._storages.values())
         self._set_step(None)
+        self._received.fork(self._batch.slots[src], self._batch.slots[dst])
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
         """Drop the last tokens of a sequence, between two steps, for example after a rejected draft.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments.layout import Layout
+from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.cache._attend import CachedCall, Output
 from undivided.cache._batch import cumulative, padded
 from undivided.cache._between_steps import BetweenSteps
@@ -16,9 +16,6 @@ from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ranks import PageRanks
 from undivided.errors import InputError
 from undivided.masks import Mask
-
-TOKENS = {"bshd": 1, "sbhd": 0, "thd": 0}
-"""The axis of the tokens, of hidden states too."""
 
 
 class LayerCall(NamedTuple):
@@ -69,7 +66,7 @@ class ShardedSteps(BetweenSteps):
         [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
         """
         ranks, length = self._sharded_step()
-        return ranks.shard(tensor, TOKENS[self.qkv_format], length)
+        return ranks.shard(tensor, SEQUENCE_AXIS[self.qkv_format], length)
 
     @outside_of_graphs
     def unshard(self, tensor: Tensor) -> Tensor:
@@ -85,7 +82,7 @@ class ShardedSteps(BetweenSteps):
             InputError: the step is not sharded, or the tensor has another number of tokens.
         """
         ranks, length = self._sharded_step()
-        return ranks.unshard(tensor, TOKENS[self.qkv_format], length)
+        return ranks.unshard(tensor, SEQUENCE_AXIS[self.qkv_format], length)
 
     def own_positions(self) -> Tensor | None:
         """The positions of this rank's new tokens in their sequences, for rotary embeddings.

@@ -85,7 +85,6 @@ class InferenceParams(ShardedSteps):
     """
 
     _batch: Batch
-    _step: Step | None
     _rows: Rows | None  # pool rows of the new tokens, on the device
     _table: BlockTable
 
@@ -160,6 +159,7 @@ class InferenceParams(ShardedSteps):
         if self.device is not None and number not in self._storages:
             sizes = self.total_num_pages, self.page_size, self._heads, self.device
             self._storages[number] = Storage(*sizes) if self._ranks is None else self._ranks.storage(*sizes)
+            self._received.allocate(number)
         self._layers.add(number)
 
     def has_memory(self, layer_number: int) -> bool:
@@ -290,12 +290,14 @@ class InferenceParams(ShardedSteps):
         storage = self._storages.get(layer_number) if type(layer_number) is int else None
         if storage is None:
             check_tensor("new_k", new_k)
-            step.check_first_call(layer_number, self._storages)
+            self._check_received(layer_number)
             if self.device is None:
                 self.device = new_k.device
                 self._set_step(step, self._sharded)
             self.allocate_memory(layer_number)
             storage = self._storages[layer_number]
+        elif layer_number in self._received.lacking:
+            self._check_received(layer_number)
         tokens = checked_tokens(
             new_k,
             new_v,
@@ -313,21 +315,13 @@ class InferenceParams(ShardedSteps):
             if self._rows is None:
                 self._rows = storage.rows(step.rows)
             storage.write(self._rows, tokens)
+        self._received.called.add(layer_number)
         return storage
-
-    def _current_step(self) -> Step:
-        if self._step is None or not self._step.slots:
-            raise InputError(
-                "inference_params",
-                "have a step before the model runs",
-                "no step",
-                hint="inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))",
-            )
-        return self._step
 
     def _set_step(self, step: Step | None, sharded: int | None = None) -> None:
         """Set the step, and compute once what every layer needs of it. sharded: the tokens that ranks divide."""
         self._sharded = sharded
+        self._start_receiving(step)
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
         self._step, self._rows = step, None
         self.sequences = self._batch.sequences
