@@ -98,10 +98,10 @@ class Backend:
     """How to make it available, e.g. "pip install flash-attn"."""
 
     def rank(self, problem: Problem, machine: Machine) -> float:
-        """The default rank: backends are tried from the lowest to the highest. The reference has 100.
+        """The default rank of a backend that the table in `undivided.selection.order` does not have.
 
-        Backends that were measured on such a problem are ordered by their measured rates instead
-        (`undivided.selection.measured`).
+        Backends are tried from the lowest to the highest; the reference has 100. Backends that were measured on such a
+        problem are ordered by their measured rates instead (`undivided.selection.measured`).
         """
         raise NotImplementedError
 

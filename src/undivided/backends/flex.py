@@ -24,7 +24,9 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
-from undivided.backends.shared import gpu
+from undivided.backends.shared import gpu_rules
+from undivided.backends.shared.empty_rows import clear_rows, fix_empty_rows, rows_without_keys
+from undivided.backends.shared.kernel_inputs import clean_tensors
 from undivided.backends.shared.leaves import leaf_gradients, make_leaves
 from undivided.machine import Machine
 from undivided.masks import NormalForm
@@ -72,10 +74,6 @@ class Flex(Backend):
         },
     )
 
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `gpu`."""
-        return gpu.rank(self.name, problem, machine)
-
     def unavailable(self, machine: Machine) -> str | None:
         """Without a C++ compiler for the CPU kernel."""
         missing = super().unavailable(machine)
@@ -85,7 +83,7 @@ class Flex(Backend):
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then the rules that they cannot express."""
-        reasons = limit_reasons(self.limits, problem, machine) + gpu.size_reasons(problem)
+        reasons = limit_reasons(self.limits, problem, machine) + gpu_rules.size_reasons(problem)
         if problem.device == "cpu":
             reasons += [_cpu_reason(name) for name in _CPU_NOTES if name in problem.features and name != "sinks"]
             reasons += [missing] if (missing := _no_compiler(machine)) else []
@@ -93,7 +91,7 @@ class Flex(Backend):
                 note = "FlexAttention's CPU kernel returns wrong rows then, torch 2.13"
                 reasons.append(f"key length {problem.kv_len} on AVX2, which is 8 above a multiple of 16 ({note})")
         if problem.device == "cuda":
-            reasons += gpu.hip_reasons(problem, machine)
+            reasons += gpu_rules.hip_reasons(problem, machine)
             if "triton" not in machine.packages:
                 reasons.append("triton is not installed (torch.compile needs it on a GPU)")
             if (
@@ -116,9 +114,9 @@ class Flex(Backend):
         if problem.device == "cpu":
             out = _compiled()(*inputs, **settings)
             lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan, device="cpu")
-            return Result(gpu.fix_empty_rows(problem, out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
+            return Result(fix_empty_rows(problem, out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
         out, lse = _with_lse(inputs, settings)
-        return Result(*gpu.fix_empty_rows(problem, out.transpose(1, 2), lse, form)).in_layout(problem.layout)
+        return Result(*fix_empty_rows(problem, out.transpose(1, 2), lse, form)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -130,10 +128,10 @@ class Flex(Backend):
         with torch.enable_grad():
             out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
         outputs = [out]
-        grads = [gpu.clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)]
+        grads = [clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)]
         if grad_lse is not None:
             outputs.append(lse)
-            grads.append(grad_lse.masked_fill(gpu.rows_without_keys(form), 0.0))
+            grads.append(grad_lse.masked_fill(rows_without_keys(form), 0.0))
         return leaf_gradients(outputs, grads, leaves)
 
 
@@ -189,7 +187,7 @@ def _with_lse(tensors: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Te
 
 def _inputs(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, ...]:
     """q, k, v as [B, H, S, D], without garbage: FlexAttention multiplies what it masks by 0."""
-    return tuple(t.transpose(1, 2) for t in gpu.clean_tensors(call, tensors, form))
+    return tuple(t.transpose(1, 2) for t in clean_tensors(call, tensors, form))
 
 
 def _settings(call: Call, tensors: Tensors, form: NormalForm) -> dict[str, Any]:

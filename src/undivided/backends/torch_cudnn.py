@@ -15,7 +15,10 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
-from undivided.backends.shared import cudnn_rules, gpu
+from undivided.backends.shared import cudnn_rules, gpu_rules
+from undivided.backends.shared.empty_rows import fix_empty_rows
+from undivided.backends.shared.flash_attn_arguments import packing_arguments
+from undivided.backends.shared.kernel_inputs import align, clean_views
 from undivided.machine import Machine, format_version
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -40,7 +43,7 @@ class TorchCudnn(Backend):
     how_to_get = "part of PyTorch's CUDA builds: https://pytorch.org/get-started"
     limits = Limits(
         devices=frozenset({"cuda"}),
-        dtypes=gpu.HALF,
+        dtypes=gpu_rules.HALF,
         head_dim_multiple=8,
         masks=frozenset({"causal", "documents"}),
         alignments=frozenset({"top_left"}),
@@ -57,20 +60,16 @@ class TorchCudnn(Backend):
         },
     )
 
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `gpu`."""
-        return gpu.rank(self.name, problem, machine)
-
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU or cuDNN."""
-        if machine.version("cudnn") is None and gpu.no_gpu(machine) is None:
+        if machine.version("cudnn") is None and gpu_rules.no_gpu(machine) is None:
             return "cuDNN is not installed"
-        return gpu.no_gpu(machine) or super().unavailable(machine)
+        return gpu_rules.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine)
-        reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
+        reasons += gpu_rules.hip_reasons(problem, machine) + gpu_rules.size_reasons(problem)
         if problem.device == "cuda":
             reasons += cudnn_rules.reasons(problem, machine, oldest=(9, 0), plain=True)
             reasons += _document_reasons(problem, machine)
@@ -100,7 +99,7 @@ class TorchCudnn(Backend):
         problem = call.problem
         if problem.documents is not None:
             return _packed_forward(call, tensors)
-        q, k, v = (gpu.align(t) for t in tensors.heads_first(call.problem.layout))
+        q, k, v = (align(t) for t in tensors.heads_first(call.problem.layout))
         out, lse, *_ = OPS._cudnn_attention_forward(
             q,
             k,
@@ -117,17 +116,17 @@ class TorchCudnn(Backend):
             scale=call.scale,
         )
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
-        return Result(*gpu.fix_empty_rows(problem, out.transpose(1, 2), lse, None)).in_layout(problem.layout)
+        return Result(*fix_empty_rows(problem, out.transpose(1, 2), lse, None)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Gradients by ``aten::_cudnn_attention_backward``."""
         problem = call.problem
-        q, k, v = (gpu.align(t) for t in tensors.heads_first(call.problem.layout))
+        q, k, v = (align(t) for t in tensors.heads_first(call.problem.layout))
         grad = layout.heads_first(grad_out, problem.layout)
-        out = gpu.align(layout.heads_first(result.out, problem.layout))
-        if grad.stride() != out.stride() or gpu.align(grad) is not grad:  # cuDNN gets the strides of out for both
+        out = align(layout.heads_first(result.out, problem.layout))
+        if grad.stride() != out.stride() or align(grad) is not grad:  # cuDNN gets the strides of out for both
             grad = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
         grads = OPS._cudnn_attention_backward(
@@ -155,8 +154,8 @@ class TorchCudnn(Backend):
 def _packed_forward(call: Call, tensors: Tensors) -> Result:
     """Attention over packed documents: contiguous tokens, their offsets, and 0 where no pair reads them."""
     problem = call.problem
-    packing = gpu.packing(call, tensors)
-    q, k, v = (gpu.align(t.contiguous()) for t in gpu.clean_views(call, tensors))
+    packing = packing_arguments(call, tensors)
+    q, k, v = (align(t.contiguous()) for t in clean_views(call, tensors))
     longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
     out, stats, *_ = OPS._cudnn_attention_forward(
         q,
@@ -173,7 +172,7 @@ def _packed_forward(call: Call, tensors: Tensors) -> Result:
         scale=call.scale,
     )
     lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    fixed = gpu.fix_empty_rows(problem, out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
+    fixed = fix_empty_rows(problem, out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
     return Result(*fixed).in_layout(problem.layout)
 
 

@@ -2,5 +2,5 @@
 
 policy     what the caller allows        switches   what PyTorch's own switches allow
 decision   the choice, and the reasons   log        its log records
-measured   measured ranks
+order      default ranks                 measured   measured ranks
 """

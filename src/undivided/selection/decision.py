@@ -23,6 +23,7 @@ from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.selection import log
 from undivided.selection import measured as _measured
+from undivided.selection.order import default_rank
 from undivided.selection.policy import Policy
 
 
@@ -285,7 +286,7 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
         place = next((i for i, word in enumerate(listed) if has_name(backend, word)), len(listed))
         return forced is not None and not has_name(backend, forced), place
 
-    order = sorted(all_backends(), key=lambda backend: (turn(backend), backend.rank(problem, machine)))
+    order = sorted(all_backends(), key=lambda backend: (turn(backend), default_rank(backend, problem, machine)))
     entry = _measured.nearest(problem, machine)
     if entry is None:
         return order

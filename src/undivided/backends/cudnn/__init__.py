@@ -16,7 +16,8 @@ from undivided.backends.cudnn import graph as _cudnn_graph
 from undivided.backends.cudnn import paged as _cudnn_paged
 from undivided.backends.cudnn import score_rules, scores
 from undivided.backends.cudnn.graph import CudnnCall
-from undivided.backends.shared import cudnn_rules, gpu
+from undivided.backends.shared import cudnn_rules, gpu_rules
+from undivided.backends.shared.empty_rows import clear_rows, has_rows_without_keys
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -33,7 +34,7 @@ class Cudnn(Backend):
     how_to_get = "pip install nvidia-cudnn-frontend, and cuDNN 9"
     limits = Limits(
         devices=frozenset({"cuda"}),
-        dtypes=gpu.HALF,
+        dtypes=gpu_rules.HALF,
         head_dim_multiple=8,
         masks=frozenset({"causal", "window", "lengths", "q_lengths", "documents", "padded"}),
         alignments=frozenset({"top_left", "bottom_right"}),
@@ -49,20 +50,16 @@ class Cudnn(Backend):
         },
     )
 
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `gpu`."""
-        return gpu.rank(self.name, problem, machine)
-
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU, cuDNN or its frontend."""
-        if machine.version("cudnn") is None and gpu.no_gpu(machine) is None:
+        if machine.version("cudnn") is None and gpu_rules.no_gpu(machine) is None:
             return "cuDNN is not installed"
-        return gpu.no_gpu(machine) or super().unavailable(machine)
+        return gpu_rules.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine)
-        reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
+        reasons += gpu_rules.hip_reasons(problem, machine) + gpu_rules.size_reasons(problem)
         if problem.device == "cuda":
             reasons += score_rules.reasons(problem, machine)
             if "paged" in problem.features:
@@ -97,7 +94,7 @@ class Cudnn(Backend):
         cudnn_call.run("forward", _cudnn_graph.forward_graph, buffers)
         if cudnn_call.packed:
             out, stats = out.unsqueeze(0), stats.unsqueeze(0).transpose(1, 2)
-        return Result(*scores.fix_empty_rows(call, tensors, out, stats)).in_layout(problem.layout)
+        return Result(*scores.correct_output(call, tensors, out, stats)).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -107,8 +104,8 @@ class Cudnn(Backend):
         cudnn_call = CudnnCall.from_call(call, tensors, scores.extra(call, tensors)).for_backward()
         result = result.canonical(problem.layout)
         out, grad = result.out, layout.canonical(materialise(grad_out), problem.layout)
-        if gpu.has_rows_without_keys(problem):
-            grad = gpu.clear_rows(grad, call.normal_form(tensors.q))
+        if has_rows_without_keys(problem):
+            grad = clear_rows(grad, call.normal_form(tensors.q))
         stats = scores.statistics(tensors, result)
         dsinks = scores.sink_gradient(tensors, result, grad) if "sinks_grad" in problem.features else None
         if cudnn_call.packed:

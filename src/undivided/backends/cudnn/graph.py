@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.backends.shared import gpu
+from undivided.backends.shared.documents import as_offsets, longest_lengths, packed_documents
+from undivided.backends.shared.kernel_inputs import aligned_views, clean_tensors
 from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -61,24 +62,24 @@ class CudnnCall(NamedTuple):
     def from_call(call: Call, tensors: Tensors, extra: dict[str, Tensor]) -> CudnnCall:
         """The cuDNN call of a call."""
         problem = call.problem
-        documents = gpu.documents(call)
+        documents = packed_documents(call)
         part = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
         lengths: dict[str, Tensor] = {}
         starts: dict[str, Tensor] = {}
-        q, k, v = gpu.views(call, tensors)
+        q, k, v = aligned_views(call, tensors)
         if documents is not None or part is not None:
-            q, k, v = gpu.clean_tensors(call, tensors, call.normal_form(tensors.q))
+            q, k, v = clean_tensors(call, tensors, call.normal_form(tensors.q))
         if documents is not None:
             q, k, v = q[0], k[0], v[0]
             for side, real, padded in (
                 ("q", documents.cu_seqlens_q, documents.padded_q),
                 ("kv", documents.cu_seqlens_kv, documents.padded_kv),
             ):
-                lengths[side] = gpu.offsets(real.diff(), q)
+                lengths[side] = as_offsets(real.diff(), q)
                 starts[side] = (real if padded is None else padded).to(device=q.device, dtype=torch.int64)
         elif part is not None:
             full = full_lengths(problem.batch, problem.q_len, q)
-            lengths = {"q": full if part.q is None else gpu.offsets(part.q, q), "kv": gpu.offsets(part.kv, q)}
+            lengths = {"q": full if part.q is None else as_offsets(part.q, q), "kv": as_offsets(part.kv, q)}
         return CudnnCall(problem, call.scale, call.mask.band, q, k, v, lengths, starts, extra)
 
     def for_backward(self) -> CudnnCall:
@@ -113,7 +114,7 @@ class CudnnCall(NamedTuple):
         if not self.packed:
             view = tensor.unsqueeze(-1) if name == "stats" else tensor.transpose(1, 2)
             return list(view.shape), list(view.stride())
-        count, (max_q, max_kv) = self.lengths["q"].shape[0], gpu.longest(self.problem)
+        count, (max_q, max_kv) = self.lengths["q"].shape[0], longest_lengths(self.problem)
         length = _round_up(max_kv if name in _KEY_TENSORS else max_q, _LONGEST_MULTIPLE)
         size = 1 if name == "stats" else tensor.shape[2]
         stride = [tensor.stride(1), tensor.stride(0), 1]

@@ -17,8 +17,12 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.backends.cudnn import graph
 from undivided.backends.cudnn.graph import CudnnCall
-from undivided.backends.shared import cudnn_rules, gpu
-from undivided.backends.shared.cudnn_rules import capability_name, cudnn_name
+from undivided.backends.shared import cudnn_rules
+from undivided.backends.shared.cudnn_rules import cudnn_name
+from undivided.backends.shared.documents import as_offsets
+from undivided.backends.shared.empty_rows import blank_rows
+from undivided.backends.shared.gpu_rules import capability_name
+from undivided.backends.shared.kernel_inputs import align
 from undivided.machine import Machine
 from undivided.masks import FULL
 from undivided.masks._parts import Lengths
@@ -61,7 +65,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     problem = call.problem
     assert call.pages is not None and problem.page_size is not None
     part = next(part for part in call.mask.parts if isinstance(part, Lengths))
-    lengths = gpu.offsets(part.kv, tensors.q)
+    lengths = as_offsets(part.kv, tensors.q)
     full, rest = lengths // problem.page_size, lengths % problem.page_size
     pages = call.pages.clamp(0, tensors.k.shape[0] - 1)
     parts = (_full_pages(call, tensors, pages, full), _last_page(call, tensors, pages, full, rest))
@@ -81,7 +85,7 @@ def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Re
     table = table.to(torch.int32).contiguous().view(problem.batch, 1, width, 1)
     # cuDNN needs at least one key: a sequence without a full page reads one of some page, and its result is discarded
     lengths = torch.where(full > 0, full * page, 1).to(torch.int32)
-    q, k, v = (gpu.align(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
+    q, k, v = (align(t) for t in (_layout.canonical(tensors.q, problem.layout), tensors.k, tensors.v))
     cudnn_call = CudnnCall(
         problem._replace(kv_len=width * page, mask=FULL.structure, align=None),
         call.scale,
@@ -96,7 +100,7 @@ def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Re
     out = torch.empty(problem.batch, 1, problem.heads, problem.v_dim, dtype=q.dtype, device=q.device)
     stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
     cudnn_call.run("forward", graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
-    return Result(*gpu.blank(out.to(stats.dtype), stats, (full == 0)[:, None, None]))
+    return Result(*blank_rows(out.to(stats.dtype), stats, (full == 0)[:, None, None]))
 
 
 def _last_page(call: Call, tensors: Tensors, pages: Tensor, full: Tensor, rest: Tensor) -> Result:

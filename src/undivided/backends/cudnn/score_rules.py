@@ -8,7 +8,8 @@ applies.
 from __future__ import annotations
 
 from undivided.arguments.tensors import dtype_name
-from undivided.backends.shared.cudnn_rules import Capability, capability_name, cudnn_name
+from undivided.backends.shared.cudnn_rules import cudnn_name
+from undivided.backends.shared.gpu_rules import Capability, capability_name
 from undivided.machine import Machine, Version, format_version
 from undivided.request.problem import Problem
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.backends.shared import gpu
+from undivided.backends.shared.empty_rows import blank_rows, closed_rows, fix_empty_rows, has_rows_without_keys
+from undivided.backends.shared.log_sum_exp import lse_for_backward, with_sinks, without_sinks
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
@@ -45,21 +46,21 @@ def _finite(bias: Tensor) -> Tensor:
     return finite.contiguous()
 
 
-def fix_empty_rows(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
+def correct_output(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) with sinks left out of lse. Rows without keys, by the mask or by a bias of -inf, get 0 and -inf."""
     problem = call.problem
-    lse = stats_BHS if tensors.sinks is None else gpu.without_sinks(stats_BHS, tensors.sinks)
-    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    out, lse = gpu.fix_empty_rows(problem, out_BSHD, lse, form)
+    lse = stats_BHS if tensors.sinks is None else without_sinks(stats_BHS, tensors.sinks)
+    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
+    out, lse = fix_empty_rows(problem, out_BSHD, lse, form)
     if tensors.bias is not None:
-        return gpu.blank(out, lse, gpu.closed_rows(call, tensors))
+        return blank_rows(out, lse, closed_rows(call, tensors))
     return out, lse
 
 
 def statistics(tensors: Tensors, result: Result) -> Tensor:
     """The statistics as cuDNN's backward reads them, [B, H, Sq]: sinks included, +inf in rows without keys."""
-    lse = result.lse if tensors.sinks is None else gpu.with_sinks(result.lse, tensors.sinks)
-    return gpu.for_kernel(lse)
+    lse = result.lse if tensors.sinks is None else with_sinks(result.lse, tensors.sinks)
+    return lse_for_backward(lse)
 
 
 def sink_gradient(tensors: Tensors, result: Result, grad_BSHD: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from undivided.arguments.tensors import materialise
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.flash_attn import version_2, version_3, version_4
-from undivided.backends.shared import flash_attn_rules, gpu
+from undivided.backends.shared import flash_attn_rules, gpu_rules
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -65,10 +65,6 @@ class FlashAttn(Backend):
     how_to_get = "pip install flash-attn (Ampere and later), flash-attn-3 (Hopper) or flash-attn-4 (Hopper, Blackwell)"
     limits = _VERSION_2.limits
 
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `gpu`."""
-        return gpu.rank(self.name, problem, machine)
-
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU or any of the packages."""
         installed = any(
@@ -76,14 +72,14 @@ class FlashAttn(Backend):
             for version in (_VERSION_2, _VERSION_3, _VERSION_4)
             for name, *_ in version.limits.packages
         )
-        return gpu.no_gpu(machine) or (
+        return gpu_rules.no_gpu(machine) or (
             None if installed else "none of flash-attn, flash-attn-3 and flash-attn-4 is installed"
         )
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """No reason if one version can run it; else those of each installed version, or of the preferred one if none is
         installed."""
-        common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
+        common = gpu_rules.hip_reasons(problem, machine) + gpu_rules.size_reasons(problem)
         if problem.device != "cuda":
             return [f"device={problem.device} (runs on cuda)"]
         reasons_by_version = {version: version.reasons(problem, machine) for version in _in_order(machine)}

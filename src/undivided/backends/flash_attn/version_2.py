@@ -10,7 +10,11 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import Gradients
-from undivided.backends.shared import gpu
+from undivided.backends.shared.documents import as_offsets
+from undivided.backends.shared.empty_rows import fix_empty_rows, has_rows_without_keys
+from undivided.backends.shared.flash_attn_arguments import flash_attn_band, packing_arguments
+from undivided.backends.shared.kernel_inputs import aligned_views
+from undivided.backends.shared.log_sum_exp import lse_for_backward
 from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 from undivided.request.request import Tensors
@@ -26,27 +30,27 @@ def forward(call: Call, tensors: Tensors) -> Result:
     problem = call.problem
     if call.pages is not None or problem.mask.kinds & {"lengths"}:
         return _with_cache(call, tensors)
-    settings, cu = _settings(call, tensors), gpu.packing(call, tensors)
-    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    q, k, v = gpu.views(call, tensors)
+    settings, cu = _settings(call, tensors), packing_arguments(call, tensors)
+    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
+    q, k, v = aligned_views(call, tensors)
     if cu:
         out, lse, *_ = _package()._flash_attn_varlen_forward(q, k, v, **cu, **settings, return_softmax=False)
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     else:
         out, lse, *_ = _package()._flash_attn_forward(q, k, v, **settings, return_softmax=False)
-    return Result(*gpu.fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
+    return Result(*fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k and v. The buffers start at zero because the kernel never writes tokens outside documents."""
     problem = call.problem
-    settings, cu = _settings(call, tensors), gpu.packing(call, tensors)
+    settings, cu = _settings(call, tensors), packing_arguments(call, tensors)
     settings |= {"deterministic": problem.deterministic, "rng_state": None}
-    q, k, v = gpu.views(call, tensors)
+    q, k, v = aligned_views(call, tensors)
     grad, out, lse = (
         layout.canonical(grad_out, problem.layout),
         layout.canonical(result.out, problem.layout),
-        gpu.for_kernel(result.lse),
+        lse_for_backward(result.lse),
     )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
@@ -60,7 +64,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
 def _with_cache(call: Call, tensors: Tensors) -> Result:
     """Attention to a key/value cache with lengths, a block table, or both; no gradients."""
     problem = call.problem
-    causal, left, right = gpu.flash_band(call)
+    causal, left, right = flash_attn_band(call)
     lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
     assert lengths is not None, "a paged problem carries the lengths"
     paged = call.pages is not None
@@ -70,7 +74,7 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         q,
         k,
         v,
-        cache_seqlens=gpu.offsets(lengths.kv, q),
+        cache_seqlens=as_offsets(lengths.kv, q),
         block_table=call.pages,
         softmax_scale=call.scale,
         causal=causal,
@@ -79,12 +83,12 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
         alibi_slopes=_slopes(tensors),
         return_softmax_lse=True,
     )
-    fixed = gpu.fix_empty_rows(call.problem, out, lse, call.normal_form(tensors.q))
+    fixed = fix_empty_rows(call.problem, out, lse, call.normal_form(tensors.q))
     return Result(*fixed).in_layout(call.problem.layout)
 
 
 def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
-    causal, left, right = gpu.flash_band(call)
+    causal, left, right = flash_attn_band(call)
     return {
         "dropout_p": 0.0,
         "softmax_scale": call.scale,

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import Gradients
-from undivided.backends.shared import gpu
+from undivided.backends.shared.empty_rows import fix_empty_rows, has_rows_without_keys
+from undivided.backends.shared.flash_attn_arguments import flash_attn_band, packing_arguments
+from undivided.backends.shared.kernel_inputs import clean_views
+from undivided.backends.shared.log_sum_exp import lse_for_backward
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
@@ -27,24 +30,24 @@ def _package() -> Any:
 def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed."""
     problem = call.problem
-    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    q, k, v = gpu.clean_views(call, tensors)
-    cu = gpu.packing(call, tensors)
+    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
+    q, k, v = clean_views(call, tensors)
+    cu = packing_arguments(call, tensors)
     out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, "causal"))
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*gpu.fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
+    return Result(*fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k and v, into buffers that start at zero."""
     problem = call.problem
-    q, k, v = gpu.clean_views(call, tensors)
-    cu = gpu.packing(call, tensors)
+    q, k, v = clean_views(call, tensors)
+    cu = packing_arguments(call, tensors)
     grad, out, lse = (
         layout.canonical(grad_out, problem.layout),
         layout.canonical(result.out, problem.layout),
-        gpu.for_kernel(result.lse),
+        lse_for_backward(result.lse),
     )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]
@@ -69,7 +72,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
 
 
 def _settings(call: Call, causal_name: str) -> dict[str, Any]:
-    causal, left, right = gpu.flash_band(call)
+    causal, left, right = flash_attn_band(call)
     return {
         "softmax_scale": call.scale,
         causal_name: causal,

@@ -1,6 +1,6 @@
 """Calls of flash-attn 4 (CuTe). Unbounded sides of a window are None; its lse contains the sinks.
 
-`Result.lse` leaves sinks out: `gpu.without_sinks` converts after the forward, `gpu.with_sinks` before the backward.
+`Result.lse` leaves sinks out: `without_sinks` converts after the forward, `with_sinks` before the backward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import Gradients
-from undivided.backends.shared import gpu
+from undivided.backends.shared.empty_rows import fix_empty_rows, has_rows_without_keys
+from undivided.backends.shared.flash_attn_arguments import packing_arguments
+from undivided.backends.shared.kernel_inputs import clean_views
+from undivided.backends.shared.log_sum_exp import lse_for_backward, with_sinks, without_sinks
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
@@ -26,31 +29,31 @@ def _package() -> Any:
 def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed, with sinks."""
     problem = call.problem
-    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
-    q, k, v = gpu.clean_views(call, tensors)
-    cu = gpu.packing(call, tensors)
+    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
+    q, k, v = clean_views(call, tensors)
+    cu = packing_arguments(call, tensors)
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, **cu, **_settings(call), softcap=call.softcap, learnable_sink=tensors.sinks, return_lse=True
     )
     if cu:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if tensors.sinks is not None:
-        lse = gpu.without_sinks(lse, tensors.sinks)
-    return Result(*gpu.fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
+        lse = without_sinks(lse, tensors.sinks)
+    return Result(*fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of q, k, v and the sinks, through the output and the log-sum-exp."""
     problem = call.problem
-    q, k, v = gpu.clean_views(call, tensors)
-    cu = gpu.packing(call, tensors)
+    q, k, v = clean_views(call, tensors)
+    cu = packing_arguments(call, tensors)
     lse = result.lse
     if tensors.sinks is not None:
-        lse = gpu.with_sinks(lse, tensors.sinks)
+        lse = with_sinks(lse, tensors.sinks)
     grad, out, lse = (
         layout.canonical(grad_out, problem.layout),
         layout.canonical(result.out, problem.layout),
-        gpu.for_kernel(lse),
+        lse_for_backward(lse),
     )
     if cu:
         grad, out, lse = grad[0], out[0], lse[0]

@@ -35,18 +35,6 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors, new_tuple
 from undivided.request.result import UNREAD, Result
 
-TINY_RECORDED, FEW_HEADS = 1 << 19, 32
-"""torch_flash runs plain fp32 problems with gradients of at most so many multiply-adds, and heads of all sequences:
-PyTorch's autograd records its own operator in C++, which saves about 25 us per call.
-
-Time of forward and backward divided by PyTorch's, Granite Rapids, one thread, by batch x heads x tokens x D:
-1x1x16x64 (2^15) 1.4, 1x8x16x32 (2^17) 1.1, 1x8x32x64 (2^20) 0.95, 8x32x1x64 (2^15) 0.8."""
-
-TINY_RECORDED_16, FEW_ROWS = 1 << 13, 8
-"""The same for 16-bit types, in multiply-adds and in rows of all heads and sequences; PyTorch's gradients of these are
-slow. Times as above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0.5, 1x8x1x64 1.2, 1x8x2x64 0.9,
-1x32x1x64 1.05, 8x32x1x64 0.6; fp16 the same except 1x32x1x64 0.7."""
-
 
 class Native(Backend):
     """Tiled attention with query rows in the vector lanes."""
@@ -63,10 +51,6 @@ class Native(Backend):
         batch_invariant=True,
         notes={"strided": "its rows are contiguous"},
     )
-
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """First on the CPU, except for problems so small that calling PyTorch's operator costs less."""
-        return 25 if _is_tiny(problem) else 10
 
     def unavailable(self, machine: Machine) -> str | None:
         """If the library is not built or does not load. A described machine is assumed to have it."""
@@ -187,20 +171,6 @@ def _restrictions(library: cpu.Library) -> list[str]:
     if not library.has_openmp:
         restrictions.append("it starts its own threads, because this process has no OpenMP runtime that it can use")
     return restrictions
-
-
-def _is_tiny(problem: Problem) -> bool:
-    if "backward" not in problem.features or problem.heads != problem.kv_heads:
-        return False
-    if problem.mask.kinds and (problem.mask.kinds != {"causal"} or problem.align == "bottom_right"):
-        return False
-    # lengths are rounded up to powers of two: see `Backend.reasons`
-    heads = problem.batch * problem.heads
-    q_bits, kv_bits = (problem.q_len - 1).bit_length(), (problem.kv_len - 1).bit_length()
-    work = (heads << q_bits << kv_bits) * (problem.qk_dim + problem.v_dim)
-    if problem.dtype != torch.float32:
-        return heads << max(q_bits, kv_bits) <= FEW_ROWS and work <= TINY_RECORDED_16
-    return heads <= FEW_HEADS and work <= TINY_RECORDED
 
 
 def _kernel_views(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,6 @@ from undivided.backends.reference.runs import find_runs
 from undivided.backends.shared.block import Block, distance, hide, row_slopes
 from undivided.backends.shared.leaves import leaf_gradients, make_leaves
 from undivided.kernels import philox
-from undivided.machine import Machine
 from undivided.masks.normal_form import NormalForm
 from undivided.request.call import Call
 from undivided.request.checks import DTYPES
@@ -292,10 +291,6 @@ class Reference(Backend):
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES,
     )
-
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """Last."""
-        return 100
 
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention, block by block."""

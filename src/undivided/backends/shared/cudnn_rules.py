@@ -7,13 +7,12 @@ If they differ, the stricter one applies.
 
 from __future__ import annotations
 
+from undivided.backends.shared.gpu_rules import Capability, capability_name
 from undivided.machine import Machine, Version, format_version
 from undivided.request.problem import Problem
 
 OLDEST: Version = (8, 9, 3)
 _BROKEN: dict[Version, str] = {(9, 10, 0): "9.10.2", (9, 10, 1): "9.10.2"}
-
-Capability = tuple[int, int]
 
 
 def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST, *, plain: bool = False) -> list[str]:
@@ -39,11 +38,6 @@ def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST, *, pla
 def cudnn_name(version: Version) -> str:
     """``(9, 8, 0)`` -> ``"cuDNN 9.8.0"``."""
     return f"cuDNN {format_version(version)}"
-
-
-def capability_name(capability: Capability) -> str:
-    """``(9, 0)`` -> ``"compute capability 9.0"``."""
-    return f"compute capability {format_version(capability)}"
 
 
 def _version_reasons(version: Version, capability: Capability, oldest: Version) -> list[str]:

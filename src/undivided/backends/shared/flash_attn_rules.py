@@ -7,21 +7,30 @@ TransformerEngine 2.20 (pytorch/attention/dot_product_attention/utils.py) for wi
 from __future__ import annotations
 
 from undivided.backends._base import Limits
-from undivided.backends.shared import gpu
+from undivided.backends.shared.gpu_rules import HALF, capability_name
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 
 _NO_DROPOUT = {"dropout": "it draws its own pattern"}
 
 
+def large_head_reasons(problem: Problem, machine: Machine) -> list[str]:
+    """FlashAttention-2's backward runs out of shared memory on sm86-sm89 and sm12x for head sizes in (192, 224]."""
+    capability = machine.compute_capability
+    if capability is None or "backward" not in problem.features or not 192 < problem.qk_dim <= 224:
+        return []
+    if not ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)):
+        return []
+    text = f"gradients on {capability_name(capability)} only up to 192 or above 224"
+    return [f"head_dim={problem.qk_dim} ({text})"]
+
+
 def extra_reasons_2(problem: Problem, machine: Machine) -> list[str]:
     """The rules of version 2 that `LIMITS_2` cannot express."""
-    reasons = gpu.large_head_reasons(problem, machine)
+    reasons = large_head_reasons(problem, machine)
     version, capability = machine.version("flash_attn"), machine.compute_capability
     if capability is not None and capability >= (10, 0) and version is not None and version < (2, 8):
-        reasons.append(
-            f"compute capability {gpu.capability_text(machine)} (flash_attn before 2.8 is built for 8.x and 9.0)"
-        )
+        reasons.append(f"{capability_name(capability)} (flash_attn before 2.8 is built for 8.x and 9.0)")
     cached = problem.mask.kinds & {"lengths"} or "paged" in problem.features
     if cached and "backward" in problem.features:
         reasons.append(
@@ -52,16 +61,16 @@ def extra_reasons_3(problem: Problem, machine: Machine) -> list[str]:
 def extra_reasons_4(problem: Problem, machine: Machine) -> list[str]:
     """The rules of version 4 that `LIMITS_4` cannot express."""
     reasons = _sizes_4(problem, machine)
-    major = (machine.compute_capability or (0, 0))[0]
+    capability = machine.compute_capability or (0, 0)
+    major, on = capability[0], f"on {capability_name(capability)}"
     backward = "backward" in problem.features
-    capability = gpu.capability_text(machine)
     if backward and major == 8:
-        reasons.append(f"gradients on compute capability {capability} (min 9.0)")
+        reasons.append(f"gradients {on} (min 9.0)")
     if backward and problem.deterministic and major == 12:
-        reasons.append(f"deterministic gradients on compute capability {capability} (below 12.0)")
+        reasons.append(f"deterministic gradients {on} (below 12.0)")
     if "sinks" in problem.features:
         if backward and major == 12:
-            reasons.append(f"gradients with sinks on compute capability {capability} (9.x, 10.x and 11.x)")
+            reasons.append(f"gradients with sinks {on} (9.x, 10.x and 11.x)")
         if problem.features & {"lse", "lse_grad"}:
             reasons.append("the log-sum-exp returned with sinks (its own contains them)")
     return reasons
@@ -69,23 +78,23 @@ def extra_reasons_4(problem: Problem, machine: Machine) -> list[str]:
 
 def _sizes_4(problem: Problem, machine: Machine) -> list[str]:
     """Head sizes of version 4 by architecture (`_validate_head_dims`); on 8.x and 12.x only the standard range."""
-    major, sizes = (machine.compute_capability or (0, 0))[0], (problem.qk_dim, problem.v_dim)
+    capability, sizes = machine.compute_capability or (0, 0), (problem.qk_dim, problem.v_dim)
+    major, on = capability[0], f"on {capability_name(capability)}"
     text = f"head_dim={sizes[0]}" + (f", value_dim={sizes[1]}" if sizes[0] != sizes[1] else "")
-    capability = gpu.capability_text(machine)
     if major == 9:
-        return [f"{text} (max 256 on compute capability {capability})"] if max(sizes) > 256 else []
+        return [f"{text} (max 256 {on})"] if max(sizes) > 256 else []
     special = {(192, 128), (256, 256)} if major in (10, 11) else set()
     if max(sizes) <= 128 or sizes in special:
         unfit = (problem.features & {"softcap", "sinks", "lse_grad"}) | (problem.mask.kinds & {"window"})
         if sizes == (256, 256) and unfit:
-            return [f"{text} with {', '.join(sorted(unfit))} on compute capability {capability}"]
+            return [f"{text} with {', '.join(sorted(unfit))} {on}"]
         return []
-    return [f"{text} (max 128{', or 192/128 or 256' if special else ''} on compute capability {capability})"]
+    return [f"{text} (max 128{', or 192/128 or 256' if special else ''} {on})"]
 
 
 LIMITS_2 = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=gpu.HALF,
+    dtypes=HALF,
     max_head_dim=256,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents", "lengths"}),
@@ -98,7 +107,7 @@ LIMITS_2 = Limits(
 )
 LIMITS_3 = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=gpu.HALF,
+    dtypes=HALF,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents"}),
     alignments=frozenset({"bottom_right"}),
@@ -109,7 +118,7 @@ LIMITS_3 = Limits(
 )
 LIMITS_4 = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=gpu.HALF,
+    dtypes=HALF,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents"}),
     alignments=frozenset({"bottom_right"}),

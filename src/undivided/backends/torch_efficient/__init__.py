@@ -12,7 +12,11 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import dtype_name
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
-from undivided.backends.shared import gpu
+from undivided.backends.shared import gpu_rules
+from undivided.backends.shared.documents import longest_lengths
+from undivided.backends.shared.empty_rows import blank_rows, clear_rows_, clear_tail_, closed_rows, fix_empty_rows
+from undivided.backends.shared.kernel_inputs import align
+from undivided.backends.shared.log_sum_exp import lse_for_backward
 from undivided.backends.torch_efficient.packed import LSE_ROWS, MAX_DOCUMENTS, Packing
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -51,22 +55,18 @@ class TorchEfficient(Backend):
         },
     )
 
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `gpu`."""
-        return gpu.rank(self.name, problem, machine)
-
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU or the package."""
-        return gpu.no_gpu(machine) or super().unavailable(machine)
+        return gpu_rules.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine)
-        reasons += gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
+        reasons += gpu_rules.hip_reasons(problem, machine) + gpu_rules.size_reasons(problem)
         reasons += _alignment_reasons(problem, machine) + _size_reasons(problem)
         capability = machine.compute_capability
         if problem.dtype == torch.bfloat16 and capability is not None and capability < (8, 0):
-            reasons.append(f"dtype=bfloat16 on compute capability {gpu.capability_text(machine)} (min 8.0)")
+            reasons.append(f"dtype=bfloat16 on {gpu_rules.capability_name(capability)} (min 8.0)")
         if problem.dtype == torch.float32 and problem.kv_len == 1 and "backward" in problem.features:
             reasons.append("float32 gradients with a single key (the products of its matrix units have 22 bits)")
         if problem.documents is None and problem.align == "bottom_right" and problem.q_len > problem.kv_len:
@@ -110,11 +110,11 @@ class TorchEfficient(Backend):
         )
         if packing is not None:
             lse = packing.gather(lse, problem.q_len)
-            return Result(*gpu.fix_empty_rows(problem, out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
-        out, lse = gpu.fix_empty_rows(problem, out, lse[..., : problem.q_len], None)
+            return Result(*fix_empty_rows(problem, out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
+        out, lse = fix_empty_rows(problem, out, lse[..., : problem.q_len], None)
         if "bias" in problem.features and "lse" in problem.features:
             # the kernel returns lse = 0 for rows whose bias is -inf throughout; its backward needs no correction
-            out, lse = gpu.blank(out, lse, gpu.closed_rows(call, tensors))
+            out, lse = blank_rows(out, lse, closed_rows(call, tensors))
         return Result(out, lse).in_layout(problem.layout)
 
     def backward(
@@ -125,7 +125,7 @@ class TorchEfficient(Backend):
         q, k, v = _views(call, tensors)
         packing = Packing.from_call(call, tensors)
         cu_seqlens = (None, None, problem.q_len, problem.kv_len) if packing is None else packing[:4]
-        lse = gpu.for_kernel(result.lse)
+        lse = lse_for_backward(result.lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not read without dropout
         needs_bias = "bias_grad" in problem.features
         # deterministic: if keys are not split, one block writes each dq in a fixed order of summation
@@ -148,8 +148,8 @@ class TorchEfficient(Backend):
             num_splits_key=1 if one_split else None,
         )
         if packing is not None:  # the kernel does not write rows without keys and tokens after the last document
-            dq = gpu.clear_rows_(dq, call.normal_form(tensors.q))
-            dk, dv = (gpu.clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
+            dq = clear_rows_(dq, call.normal_form(tensors.q))
+            dk, dv = (clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
         grads = [layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
         return *grads, _sum_bias_gradient(dbias, tensors.bias) if needs_bias else None, None, None
 
@@ -157,7 +157,7 @@ class TorchEfficient(Backend):
 def _alignment_reasons(problem: Problem, machine: Machine) -> list[str]:
     """Reasons against head sizes that 128-bit loads cannot read (`minimum_gemm_alignment`)."""
     capability = machine.compute_capability or (8, 0)
-    half = problem.dtype in gpu.HALF
+    half = problem.dtype in gpu_rules.HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     multiple = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
     sizes = {"head_dim": problem.qk_dim} | ({"value_dim": problem.v_dim} if "value_dim" in problem.features else {})
@@ -174,7 +174,7 @@ def _size_reasons(problem: Problem) -> list[str]:
     documents = (problem.documents or (0,))[0]
     heads = {"bhsd": 1, "sbhd": problem.heads * problem.batch}.get(problem.layout, problem.heads)
     most_keys = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
-    keys = gpu.longest(problem)[1]
+    keys = longest_lengths(problem)[1]
     sizes = (
         ("batch", problem.batch, 65535),
         ("heads", problem.heads, 65535),
@@ -192,13 +192,13 @@ def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """
     problem = call.problem
     q, k, v = (_aligned(layout.canonical(t, problem.layout)) for t in (tensors.q, tensors.k, tensors.v))
-    keys = gpu.longest(problem)[1]
+    keys = longest_lengths(problem)[1]
     return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
 
 
 def _aligned(tensor_BSHD: Tensor) -> Tensor:
-    """`gpu.align`; PyTorch also looks at the stride between heads if there is only one."""
-    aligned = gpu.align(tensor_BSHD)
+    """`align`; PyTorch also looks at the stride between heads if there is only one."""
+    aligned = align(tensor_BSHD)
     if aligned.shape[2] > 1:
         return aligned
     batch, step, _, last = aligned.stride()

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.backends.shared import gpu
+from undivided.backends.shared.documents import packed_documents
+from undivided.backends.shared.flash_attn_arguments import packing_arguments
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 
@@ -42,14 +43,14 @@ class Packing(NamedTuple):
     def from_call(call: Call, tensors: Tensors) -> Packing | None:
         """The packing of this call; None for dense sequences."""
         problem = call.problem
-        offsets = gpu.packing(call, tensors)
+        offsets = packing_arguments(call, tensors)
         if not offsets:
             return None
         cu_q, cu_k = offsets["cu_seqlens_q"], offsets["cu_seqlens_k"]
         causal = "causal" in problem.mask.kinds
         if causal and problem.align == "bottom_right":
             cu_q, cu_k = _split_rows_without_keys(cu_q, cu_k)
-        documents = gpu.documents(call)
+        documents = packed_documents(call)
         assert documents is not None
         same = documents.cu_seqlens_q is documents.cu_seqlens_kv
         return Packing(cu_q, cu_k, offsets["max_seqlen_q"], offsets["max_seqlen_k"], one_split=not (same or causal))

@@ -76,10 +76,6 @@ class TorchFlash(Backend):
         },
     )
 
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """On the CPU after the native kernel and before the reference."""
-        return cuda.rank(problem, machine) if problem.device == "cuda" else 20
-
     def unavailable(self, machine: Machine) -> str | None:
         """Never: every PyTorch has it."""
         return None

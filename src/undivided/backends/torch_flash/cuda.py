@@ -15,14 +15,19 @@ global.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import Gradients, Limits, limit_reasons
-from undivided.backends.shared import flash_attn_rules, gpu
+from undivided.backends.shared import flash_attn_rules, gpu_rules
+from undivided.backends.shared.empty_rows import clear_tail_, fix_empty_rows, has_rows_without_keys
+from undivided.backends.shared.flash_attn_arguments import flash_attn_band, packing_arguments
+from undivided.backends.shared.kernel_inputs import align, aligned_views, clean_views
+from undivided.backends.shared.log_sum_exp import lse_for_backward
 from undivided.machine import Machine, active_flash_impl
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -33,7 +38,7 @@ OPS = torch.ops.aten
 
 LIMITS = Limits(
     devices=frozenset({"cuda"}),
-    dtypes=gpu.HALF,
+    dtypes=gpu_rules.HALF,
     max_head_dim=256,
     head_dim_multiple=8,
     masks=frozenset({"causal", "window", "documents"}),
@@ -73,11 +78,11 @@ ACTIVATED: dict[str, _Rules] = {
 
 def reasons(problem: Problem, machine: Machine) -> list[str]:
     """Every reason why PyTorch's flash operators, with the kernel that is active, cannot run this on CUDA."""
-    common = gpu.hip_reasons(problem, machine) + gpu.size_reasons(problem)
+    common = gpu_rules.hip_reasons(problem, machine) + gpu_rules.size_reasons(problem)
     impl = machine.flash_impl
     if impl is not None:
         return common + _activated_reasons(impl, problem, machine)
-    return limit_reasons(LIMITS, problem, machine) + common + gpu.large_head_reasons(problem, machine)
+    return limit_reasons(LIMITS, problem, machine) + common + flash_attn_rules.large_head_reasons(problem, machine)
 
 
 def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[str]:
@@ -93,16 +98,11 @@ def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[st
     return [f"{impl}, which is active: {reason}" for reason in reasons]
 
 
-def rank(problem: Problem, machine: Machine) -> float:
-    """By the table in `gpu`."""
-    return gpu.rank("torch_flash", problem, machine)
-
-
 def forward(call: Call, tensors: Tensors) -> Result:
     """Attention by ``aten::_flash_attention_forward``."""
     problem = call.problem
     causal, left, right = _band(call)
-    form = call.normal_form(tensors.q) if gpu.has_rows_without_keys(problem) else None
+    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
     out, lse, *_ = OPS._flash_attention_forward(
@@ -110,7 +110,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     )
     if packing[0] is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*gpu.fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
+    return Result(*fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -122,16 +122,16 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     out, grad, lse = (
         layout.canonical(result.out, problem.layout),
         layout.canonical(grad_out, problem.layout),
-        gpu.for_kernel(result.lse),
+        lse_for_backward(result.lse),
     )
     packed = packing[0] is not None
     if packed:
         out, grad, lse = out[0], grad[0], lse[0]
     # without dropout the random state is not read, but the schema requires two tensors
     unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
-    with gpu.deterministic(problem):
+    with _deterministic(problem):
         grads = OPS._flash_attention_backward(
-            gpu.align(grad.contiguous()),
+            align(grad.contiguous()),
             q,
             k,
             v,
@@ -148,23 +148,37 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     if packed:
         cu_q, cu_k = packing[:2]
         assert cu_q is not None and cu_k is not None
-        dq, dk, dv = (gpu.clear_tail_(g, cu) for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True))
+        dq, dk, dv = (clear_tail_(g, cu) for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True))
         grads = dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
     dq, dk, dv = (layout.restore(g, problem.layout) for g in grads)
     return dq, dk, dv, None, None, None
 
 
+@contextmanager
+def _deterministic(problem: Problem) -> Iterator[None]:
+    """Sets PyTorch's global determinism flag for one call: its kernels read nothing else."""
+    previous = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    if not problem.deterministic or previous == (True, False):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
+
+
 def _band(call: Call) -> tuple[bool, int, int]:
     """(causal, left, right); an activated version gets a causal mask by its flag alone, as in FlashAttention 4's
     interface."""
-    causal, left, right = gpu.flash_band(call)
+    causal, left, right = flash_attn_band(call)
     return causal, left, -1 if causal and active_flash_impl() is not None else right
 
 
 def _tensors(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """q, k, v. For FlashAttention 3 and 4, which may multiply what no pair reads by 0, it is set to 0; 2 does not load
     it."""
-    prepare = gpu.views if active_flash_impl() is None else gpu.clean_views
+    prepare = aligned_views if active_flash_impl() is None else clean_views
     return prepare(call, tensors)
 
 
@@ -174,7 +188,7 @@ _Packing = tuple[Tensor | None, Tensor | None, int, int]
 def _pack(call: Call, tensors: Tensors) -> _Packing:
     """(cu_q, cu_k, max_q, max_k); cu_q and cu_k are None for dense sequences."""
     problem = call.problem
-    packing = gpu.packing(call, tensors)
+    packing = packing_arguments(call, tensors)
     if not packing:
         return None, None, problem.q_len, problem.kv_len
     return packing["cu_seqlens_q"], packing["cu_seqlens_k"], packing["max_seqlen_q"], packing["max_seqlen_k"]

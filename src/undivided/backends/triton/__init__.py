@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
-from undivided.backends.shared import gpu
+from undivided.backends.shared import gpu_rules
 from undivided.backends.triton import chosen, forward, plans
 from undivided.backends.triton.blocks import all_blocks
 from undivided.backends.triton.inputs import Inputs
@@ -42,10 +42,6 @@ class Triton(Backend):
         notes={"strided": "its rows are contiguous"},
     )
 
-    def rank(self, problem: Problem, machine: Machine) -> float:
-        """By the table in `gpu`."""
-        return gpu.rank(self.name, problem, machine)
-
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU, unless Triton's interpreter is on."""
         if self.needs_gpu(machine):
@@ -58,7 +54,7 @@ class Triton(Backend):
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits; on a CPU the interpreter must be on; pages have no gradient."""
-        reasons = limit_reasons(self.limits, problem, machine) + gpu.size_reasons(problem)
+        reasons = limit_reasons(self.limits, problem, machine) + gpu_rules.size_reasons(problem)
         if problem.device == "cpu" and not config.is_interpreted():
             reasons.append("device=cpu (only under Triton's interpreter: TRITON_INTERPRET=1)")
         if problem.batch_invariant and (evaluated := _evaluated(problem)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from undivided.backends.shared import gpu
+from undivided.backends.shared.documents import packed_documents
 from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 
@@ -35,7 +35,7 @@ def replaced(call: Call, columns: int, has_bias: bool) -> int:
 def _may_leave_keys_unused(call: Call) -> bool:
     """Whether a sequence may have more keys than queries, and under this mask keys that none of its queries uses."""
     problem = call.problem
-    documents = gpu.documents(call)
+    documents = packed_documents(call)
     if documents is not None:
         return documents.cu_seqlens_q is not documents.cu_seqlens_kv
     lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)

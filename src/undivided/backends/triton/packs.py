@@ -19,7 +19,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import INT32_MAX
 from undivided.arguments.tensors import is_traced
-from undivided.backends.shared import gpu
+from undivided.backends.shared.documents import packed_documents
 from undivided.backends.triton.launches import launch
 from undivided.backends.triton.trees import tree_of
 from undivided.kernels.triton.config import Config
@@ -43,7 +43,7 @@ _cached: WeakKeyDictionary[NormalForm, dict[object, Blocks]] = WeakKeyDictionary
 
 def applies(call: Call, form: NormalForm | None) -> bool:
     """Whether the mask is ranges, or draft trees, of several documents that may have more keys than queries."""
-    documents = gpu.documents(call)
+    documents = packed_documents(call)
     if documents is None or form is None or form.row_index is not None or not (form.exact or tree_of(form)):
         return False
     own_offsets = documents.cu_seqlens_q is not documents.cu_seqlens_kv
