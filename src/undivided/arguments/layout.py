@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,26 @@ Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
 LAYOUTS: tuple[Layout, ...] = ("bshd", "sbhd", "bhsd", "thd")
 
 
+class Axes(NamedTuple):
+    """The axes of a tensor in a layout. batch is None if it has no such axis."""
+
+    batch: int | None
+    sequence: int
+    heads: int
+
+
+AXES: Mapping[str, Axes] = {
+    "bshd": Axes(batch=0, sequence=1, heads=2),
+    "sbhd": Axes(batch=1, sequence=0, heads=2),
+    "bhsd": Axes(batch=0, sequence=2, heads=1),
+    "thd": Axes(batch=None, sequence=0, heads=1),
+}
+SEQUENCE_AXIS: Mapping[str, int] = {name: axes.sequence for name, axes in AXES.items()}
+
 STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
-    "bshd": operator.itemgetter(0, 2, 1),
-    "sbhd": operator.itemgetter(1, 2, 0),
-    "bhsd": operator.itemgetter(0, 1, 2),
-    "thd": operator.itemgetter(0, 1, 0),  # batch 1: its stride is not used
+    # without a batch axis any stride does for its one element
+    name: operator.itemgetter(axes.batch or 0, axes.heads, axes.sequence)
+    for name, axes in AXES.items()
 }
 """Strides of batch, head and token from those of a tensor in this layout. Views would give the same, but take a
 microsecond each."""

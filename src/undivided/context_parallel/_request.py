@@ -10,11 +10,10 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.layout import Layout
+from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.context_parallel import _schedule
 from undivided.context_parallel._call import Run, piece_problem
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
-from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_all
 from undivided.context_parallel.exchange.handshake import describe_mask, describe_queries, describe_sizes
 from undivided.context_parallel.sharding import Placement, Side

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer, check_tensor
-from undivided.arguments.layout import Layout
+from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
 from undivided.request.checks import check_layout
-
-SEQUENCE_AXIS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 
 
 class GatherParts(torch.autograd.Function):

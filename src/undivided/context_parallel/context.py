@@ -9,7 +9,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import checked_choice, checked_flag
-from undivided.arguments.layout import Layout
+from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
@@ -27,7 +27,6 @@ from undivided.context_parallel._request import (
 )
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._sharded import ShardedTokens
-from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
 from undivided.context_parallel.exchange.collectives import CountingCommunicator, ProcessGroup, Traffic, gather_all
 from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks

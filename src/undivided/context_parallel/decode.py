@@ -23,6 +23,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.layout import SEQUENCE_AXIS
 from undivided.arguments.tensors import with_contiguous_rows
 from undivided.backends._base import Backend
 from undivided.context_parallel._call import piece_problem
@@ -35,7 +36,6 @@ from undivided.context_parallel._request import (
     select_backend,
     with_four_bias_axes,
 )
-from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven
 from undivided.context_parallel.exchange.handshake import (
     SharedArguments,

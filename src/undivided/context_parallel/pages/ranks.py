@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.arguments.layout import Layout
+from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.cache._attend import CachedCall, Output
 from undivided.cache._storage import Heads
 from undivided.context_parallel._sharded import ShardedTokens
-from undivided.context_parallel._shards import SEQUENCE_AXIS
 from undivided.context_parallel.exchange.collectives import Communicator
 from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
 from undivided.context_parallel.pages.attend import attend

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from undivided.arguments.checks import checked_flag
+from undivided.arguments.layout import SEQUENCE_AXIS
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.formats import Heads
@@ -71,11 +72,6 @@ class TensorArguments(NamedTuple):
         return self._replace(ranks=tensor_ranks(tp_group, self.size, self.sequence, check))
 
 
-def sequence_axis(format: str | None) -> int:
-    """The sequence axis of hidden states."""
-    return 1 if format == "bshd" else 0
-
-
 def checked_tensor_arguments(
     tp_group: Any,
     tp_size: object,
@@ -100,6 +96,6 @@ def checked_tensor_arguments(
     if tracker is not None and not callable(tracker):
         hint = "a function without arguments that returns an object with fork(), such as a CudaRNGStatesTracker"
         raise InputError("get_rng_state_tracker", "be a function or None", type(tracker).__name__, hint=hint)
-    is_divided = checked_flag("sequence_parallel", sequence_parallel) and size > 1 and format is not None
-    sequence = sequence_axis(format) if is_divided else None
+    is_divided = checked_flag("sequence_parallel", sequence_parallel) and size > 1
+    sequence = SEQUENCE_AXIS[format] if is_divided and format is not None else None
     return TensorArguments(size, tensor_ranks(tp_group, size, sequence), tracker, sequence)
