@@ -17,8 +17,8 @@ from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.foreign import keyword_hint
 from undivided.request.request import Options, Request, Tensors, new_tuple
-from undivided.run import autograd, dtensors
-from undivided.run.dtensors import ContextParallelLike
+from undivided.run import autograd, dispatch, dtensors
+from undivided.run.dispatch import ContextParallelLike
 from undivided.run.prepare import decide_request, prepare
 from undivided.sdpa import scaled_dot_product_attention
 from undivided.selection.decision import Decision
@@ -177,11 +177,11 @@ def attention(
         (new_tuple(Tensors, (q, k, v, bias, sinks, alibi_slopes)), options, backend, deterministic, batch_invariant),
     )
     if context_parallel is not None:
-        return dtensors.context_attention(request, _checked_context(context_parallel))
+        return dispatch.context_attention(request, _checked_context(context_parallel))
     if torch.compiler.is_compiling() or is_observed(
         q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
     ):
-        return dtensors.attention(request)
+        return dispatch.attention(request)
     decision, call, tensors = prepare(request, policy(backend, deterministic, batch_invariant=batch_invariant))
     return autograd.run(decision.backend, call, tensors)
 
@@ -256,7 +256,7 @@ def explain(
     machine = machine or _machine_of(q, device)
     context = None if context_parallel is None else _checked_context(context_parallel)
     if dtensors.has_dtensors(request):
-        request, _ = dtensors.local_request(request, context)
+        request, _ = dtensors.local_request(request, None if context is None else context.process_groups())
     if context is not None:
         return context.explain(request, machine, device)
     allowed = policy(backend, deterministic, batch_invariant=batch_invariant)

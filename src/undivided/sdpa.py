@@ -24,7 +24,7 @@ from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
 from undivided.request.request import Options, Request, Tensors, new_tuple
-from undivided.run import autograd, dtensors
+from undivided.run import autograd, dispatch
 from undivided.run.prepare import prepare
 from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
 from undivided.selection import switches as _sdp_switches
@@ -125,7 +125,7 @@ def _attend(request: Request) -> Tensor:
     switches = _sdp_switches.read()
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
-        return cast(Tensor, dtensors.attention(request, switches))
+        return cast(Tensor, dispatch.attention(request, switches))
     decision, call, tensors = prepare(request, policy(switches=switches))
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 

@@ -29,7 +29,6 @@ from undivided.masks import Mask
 from undivided.quantization import head_size
 from undivided.request.call import Call
 from undivided.request.checks import check_seed, checked_mask
-from undivided.request.normalise import check_kinds_and_sizes
 from undivided.request.request import Options, Request, Tensors
 from undivided.request.result import lse_dtype
 from undivided.run import autograd
@@ -85,6 +84,10 @@ class _Arguments(NamedTuple):
         return self.spec, self.scale, self.softcap, self.dropout_p
 
 
+_ANY_SWITCHES = "-"
+"""In place of PyTorch's switches, for a call that does not depend on them."""
+
+
 class _Spec(NamedTuple):
     """The static part of a call."""
 
@@ -96,8 +99,8 @@ class _Spec(NamedTuple):
     backend: str
     deterministic: str
     return_lse: str
-    switches: str = "-"
-    """PyTorch's switches when the graph was traced, or "-" for a call that does not depend on them."""
+    switches: str = _ANY_SWITCHES
+    """PyTorch's switches when the graph was traced."""
     batch_invariant: str = "None"
     has_lse: str = "y"
     """For the backward: whether the operator has computed the log-sum-exp."""
@@ -111,16 +114,10 @@ class _Spec(NamedTuple):
         return tuple(letter == "y" for letter in self.needs)
 
 
-def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, Tensor]:
-    """The result of the request, from one call of the operator."""
+def attention(request: Request, switches: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """The result of the request, from one call of the operator. switches: PyTorch's, for a call that depends on
+    them."""
     tensors, options = request.tensors, request.options
-    # under torch.jit.trace sizes are tensors
-    if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
-        check_kinds_and_sizes(request)
-    if not torch.compiler.is_compiling() and autograd.has_tangent(tensors):  # under a mode, which sees plain operations
-        rules = request.backend, request.deterministic, "" if switches == "-" else switches, request.batch_invariant
-        decision, call, tensors = prepare(request, policy(*rules))
-        return autograd.run(decision.backend, call, tensors)
     mask_text, mask_tensors = checked_mask(options.mask).flatten()
     # torch.jit.trace compares a graph with another, which it records without gradients
     grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
@@ -132,7 +129,7 @@ def attention(request: Request, switches: str = "-") -> Tensor | tuple[Tensor, T
         "" if request.backend is None else str(request.backend),
         str(request.deterministic),
         "y" if options.return_lse else "n",
-        switches,
+        _ANY_SWITCHES if switches is None else switches,
         str(request.batch_invariant),
     )
     seed = _seed(options, tensors.q.device)
@@ -199,7 +196,7 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
     deterministic = flags.get(spec.deterministic, spec.deterministic)
     batch_invariant = flags.get(spec.batch_invariant, spec.batch_invariant)
     switches = ""
-    if spec.switches != "-":
+    if spec.switches != _ANY_SWITCHES:
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
     allowed = policy(spec.backend or None, deterministic, switches, batch_invariant)
     decision, call, tensors = prepare(request, allowed, spec.needed)

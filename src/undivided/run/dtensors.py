@@ -13,24 +13,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
-from undivided.arguments.tensors import is_dtensor, is_observed
+from undivided.arguments.tensors import is_dtensor
 from undivided.errors import InputError
-from undivided.machine import Machine
 from undivided.masks._slice import CallSlice, slice_mask
 from undivided.request.checks import check_layout, check_ranks, checked_mask
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
-from undivided.run import autograd, compile
-from undivided.run.prepare import prepare
-from undivided.selection.decision import Decision
-from undivided.selection.policy import policy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,12 +36,7 @@ Axes = Mapping[str, int | None]
 Groups = tuple[tuple[int, ...], ...]
 Output = Tensor | tuple[Tensor, Tensor]
 
-_AXES: Mapping[str, Axes] = {
-    "bshd": {"batch": 0, "sequence": 1, "heads": 2},
-    "sbhd": {"batch": 1, "sequence": 0, "heads": 2},
-    "bhsd": {"batch": 0, "sequence": 2, "heads": 1},
-    "thd": {"batch": None, "sequence": 0, "heads": 1},
-}
+_AXES: Mapping[str, Axes] = {layout: axes._asdict() for layout, axes in _layout.AXES.items()}
 """The axes of q, k and v that may be sharded, by layout."""
 
 _AXES_FROM_THE_END: Mapping[str, Mapping[str, int]] = {
@@ -54,19 +44,6 @@ _AXES_FROM_THE_END: Mapping[str, Mapping[str, int]] = {
     "sinks": {"heads": -1},
     "alibi_slopes": {"batch": -2, "heads": -1},
 }
-
-
-class ContextParallelLike(Protocol):
-    """The part of `undivided.ContextParallel` that `attention` calls: nothing below it imports process groups."""
-
-    def attention(self, request: Request) -> Output:
-        """The result for this rank's tokens."""
-
-    def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
-        """The decision for this rank's largest piece of work."""
-
-    def process_groups(self) -> list[list[int]]:
-        """The global ranks of each of its groups."""
 
 
 class PlacedTensor(NamedTuple):
@@ -115,37 +92,17 @@ class Division(NamedTuple):
         return DTensor.from_local(out, self.mesh, self.placements), whole
 
 
-def attention(request: Request, switches: str = "-") -> Output:
-    """The result of a request that must be dispatched: of DTensors from their local parts, of others as one operator.
-
-    switches: PyTorch's, for a call that depends on them.
-    """
-    if not has_dtensors(request):
-        return compile.attention(request, switches)
-    request, division = local_request(request, None)
-    if torch.compiler.is_compiling() or is_observed(*request.tensors[:3], request.options.mask, *request.tensors[3:]):
-        return division.result(compile.attention(request, switches))
-    backend, deterministic, batch_invariant = request[2:]
-    allowed = policy(backend, deterministic, "" if switches == "-" else switches, batch_invariant)
-    decision, call, tensors = prepare(request, allowed)
-    return division.result(autograd.run(decision.backend, call, tensors))
-
-
-def context_attention(request: Request, context: ContextParallelLike) -> Output:
-    """The result of a request over the ranks of a context, which may be of DTensors."""
-    if not has_dtensors(request):
-        return context.attention(request)
-    request, division = local_request(request, context)
-    return division.result(context.attention(request))
-
-
 def has_dtensors(request: Request) -> bool:
     """Whether one of the tensors is a DTensor."""
     return any(is_dtensor(tensor) for tensor in request.tensors)
 
 
-def local_request(request: Request, context: ContextParallelLike | None) -> tuple[Request, Division]:
+def local_request(request: Request, context_groups: Sequence[Sequence[int]] | None = None) -> tuple[Request, Division]:
     """This rank's part of a request of DTensors, with plain tensors, and the division that places the result.
+
+    Args:
+        request: one for which `has_dtensors` is True.
+        context_groups: the global ranks of each group of its `ContextParallel`; None without one.
 
     Raises:
         InputError: an argument is wrong in the whole, or is placed so that ranks would have to communicate.
@@ -154,7 +111,7 @@ def local_request(request: Request, context: ContextParallelLike | None) -> tupl
     check_layout(options.layout)
     by_name = _checked_tensors(request)
     check_ranks(by_name["q"], by_name["k"], by_name["v"], options.layout, None)
-    groups = None if context is None else tuple(map(tuple, context.process_groups()))
+    groups = None if context_groups is None else tuple(map(tuple, context_groups))
     placed = tuple([PlacedTensor(name, tensor.shape, tensor.placements) for name, tensor in by_name.items()])
     mesh = by_name["q"].device_mesh
     arguments = mesh, tuple(mesh.get_coordinate() or ()), options.layout, placed, groups

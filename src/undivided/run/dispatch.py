@@ -1,0 +1,80 @@
+"""Calls that something other than a backend sees first.
+
+    torch.compile, dispatch modes, tensor subclasses   one opaque operator (`compile`)
+    DTensors                                           the call on what each rank holds (`dtensors`)
+    context_parallel=                                  the ranks of the context
+
+All other calls bypass this module: `attention` prepares and runs them at once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from undivided.arguments.tensors import is_observed, jit_trace
+from undivided.machine import Machine
+from undivided.request.normalise import check_kinds_and_sizes
+from undivided.request.request import Request
+from undivided.run import autograd, compile
+from undivided.run.dtensors import has_dtensors, local_request
+from undivided.run.prepare import prepare
+from undivided.selection.decision import Decision
+from undivided.selection.policy import policy
+
+Output = Tensor | tuple[Tensor, Tensor]
+
+
+class ContextParallelLike(Protocol):
+    """The part of `undivided.ContextParallel` that `attention` calls: nothing below it imports process groups."""
+
+    def attention(self, request: Request) -> Output:
+        """The result for this rank's tokens."""
+
+    def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
+        """The decision for this rank's largest piece of work."""
+
+    def process_groups(self) -> list[list[int]]:
+        """The global ranks of each of its groups."""
+
+
+def attention(request: Request, switches: str | None = None) -> Output:
+    """The result of a request for which `is_observed` is True, or that torch.compile traces.
+
+    switches: PyTorch's, for a call that depends on them.
+    """
+    if not has_dtensors(request):
+        return _observed(request, switches)
+    local, division = local_request(request)
+    q, k, v, *others = local.tensors
+    if torch.compiler.is_compiling() or is_observed(q, k, v, local.options.mask, *others):
+        return division.result(_observed(local, switches))
+    return division.result(_at_once(local, switches))
+
+
+def context_attention(request: Request, context: ContextParallelLike) -> Output:
+    """The result of a request over the ranks of a context."""
+    if not has_dtensors(request):
+        return context.attention(request)
+    local, division = local_request(request, context.process_groups())
+    return division.result(context.attention(local))
+
+
+def _observed(request: Request, switches: str | None) -> Output:
+    """The result by the operator; with tangents by plain operations, which a mode sees."""
+    if torch.compiler.is_compiling():
+        return compile.attention(request, switches)
+    if jit_trace() is None:  # sizes are tensors while it records
+        check_kinds_and_sizes(request)
+    if autograd.has_tangent(request.tensors):
+        return _at_once(request, switches)
+    return compile.attention(request, switches)
+
+
+def _at_once(request: Request, switches: str | None) -> Output:
+    """The result of a backend, without the operator."""
+    backend, deterministic, batch_invariant = request[2:]
+    decision, call, tensors = prepare(request, policy(backend, deterministic, switches or "", batch_invariant))
+    return autograd.run(decision.backend, call, tensors)
