@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import unittest.mock
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from gloo_ranks import run_ranks
 from tensor_layers import BATCH, HIDDEN, LENGTH, make_layer
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
-from torch.nn.utils import parametrizations, parametrize
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import undivided
 from undivided import InputError, TransformerLayer
@@ -142,6 +144,41 @@ def test_parametrized_weights_are_refused(mesh: Any, tmp_path: Path) -> None:
             call()
 
 
+def weight_norm(block: torch.nn.Module, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.nn.utils.weight_norm(block, name)
+
+
+HOOKS: dict[str, Callable[[torch.nn.Module, str], Any]] = {
+    "weight_norm": weight_norm,
+    "spectral_norm": torch.nn.utils.spectral_norm,
+    "prune": functools.partial(prune.random_unstructured, amount=0.5),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_weights_that_a_hook_computes_are_refused(mesh: Any, tmp_path: Path, hook: str) -> None:
+    """The older functions of torch.nn.utils leave no parametrization."""
+    message = r"module must have no parametrized weights in layers that ranks divide, got {}\n.*remove_weight_norm"
+    layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd")
+    HOOKS[hook](layer.self_attention.proj, "weight")
+    layer(torch.randn(BATCH, LENGTH, HIDDEN))
+    with pytest.raises(InputError, match=message.format("proj.weight")):
+        parallelize(layer, mesh)
+    layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd", tp_size=2, set_parallel_mode=True)
+    HOOKS[hook](layer.layernorm_mlp, "fc1_weight")
+    calls: list[Callable[[], object]] = [
+        lambda: clip_grad_norm_(layer, 1.0),
+        lambda: save_checkpoint(tmp_path, 1, layer),
+        lambda: whole_state_dict(layer),
+        lambda: own_state_dict(layer, {}),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=message.format("layernorm_mlp.fc1_weight")):
+            call()
+
+
 class Summand(torch.nn.Module):
     """A parametrization whose result is a sum over ranks."""
 
@@ -156,6 +193,44 @@ def test_summands_of_a_weight_are_not_used_as_the_weight(mesh: Any) -> None:
         parametrize.register_parametrization(layer.layernorm_mlp, "fc1_weight", Summand(), unsafe=True)
         with pytest.raises(InputError, match=r"have parameters that are sharded or replicated, got P\(sum\)"):
             layer(torch.randn(BATCH, LENGTH, HIDDEN))
+
+
+def place(block: torch.nn.Module, name: str, mesh: Any, placement: Any) -> None:
+    value = block.get_parameter(name).detach()
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    block.register_parameter(name, torch.nn.Parameter(distribute_tensor(value, mesh, [placement])))
+
+
+def misplaced_parameters() -> list[str]:
+    """The errors of layers whose parameters are placed otherwise than `parallelize` places them."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), []
+    whole, columns, rows = (parallelize(make_layer({}, "bshd"), mesh) for _ in range(3))
+    for name in ("fc1_weight", "fc1_bias", "fc2_weight"):
+        place(whole.layernorm_mlp, name, mesh, Replicate())
+    place(columns.self_attention.proj, "weight", mesh, Shard(0))
+    place(rows.layernorm_mlp, "layer_norm_weight", mesh, Shard(0))
+    undivided_attention = undivided.MultiheadAttention(HIDDEN, 4, qkv_format="bshd")
+    place(undivided_attention.proj, "weight", mesh, Shard(0))
+    for layer in (whole, columns, rows, undivided_attention):
+        with pytest.raises(InputError) as error:
+            layer(torch.randn(BATCH, LENGTH, HIDDEN))
+        found.append(str(error.value))
+    return found
+
+
+def test_parameters_that_are_placed_otherwise_are_refused() -> None:
+    """Without an error, the feed-forward block returned twice its output, or the projection half of its features."""
+    expected = [
+        "module must have fc1_weight sharded on axis 0 over its 2 tensor ranks, got R over 2 ranks",
+        "module must have weight sharded on axis 1 over its 2 tensor ranks, got S(0) over 2 ranks",
+        "module must have the whole layer_norm_weight on every rank, got S(0) over 2 ranks",
+        "module must have the whole weight on every rank, got S(0) over 2 ranks",
+    ]
+    for found in run_ranks(2, misplaced_parameters)[0]:
+        assert isinstance(found, list), found
+        for text, message in zip(found, expected, strict=True):
+            assert text.startswith(message), text
+            assert "HINT: undivided.parallel.parallelize(module, mesh)" in text
 
 
 def test_a_module_without_layers_and_a_wrong_mesh_are_refused(mesh: Any) -> None:

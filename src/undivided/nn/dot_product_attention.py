@@ -375,7 +375,7 @@ class DotProductAttention(DividedModule):
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.heads.q, dtype=torch.float32, device=q.device)
-        own: Tensor | None = own_part(self.softmax_offset)
+        own: Tensor | None = own_part("softmax_offset", self.softmax_offset, 0, self.tensor_parallel.ranks)
         return own
 
     def extra_repr(self) -> str:

@@ -149,6 +149,7 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
 def check_not_parametrized(layer: torch.nn.Module) -> None:
     """Raise InputError if a weight of a layer is computed from others: ranks have parts of those, not of the weight."""
     blocks = [("", layer), *((f"{name}.", block) for name, block in layer.named_children())]
+    must = "have no parametrized weights in layers that ranks divide"
     names = [
         f"{prefix}{name}"
         for prefix, block in blocks
@@ -157,8 +158,18 @@ def check_not_parametrized(layer: torch.nn.Module) -> None:
     ]
     if names:
         hint = "torch.nn.utils.parametrize.remove_parametrizations(block, name), before ranks divide the layer"
-        must = "have no parametrized weights in layers that ranks divide"
         raise InputError("module", must, listed(names), hint=hint)
+    names = [f"{prefix}{name}" for prefix, block in blocks for name in _computed_by_hooks(block)]
+    if names:
+        hint = "torch.nn.utils.remove_weight_norm, remove_spectral_norm or prune.remove, before ranks divide the layer"
+        raise InputError("module", must, listed(names), hint=hint)
+
+
+def _computed_by_hooks(block: torch.nn.Module) -> list[str]:
+    """The weights that a hook computes before every call, as the older functions of torch.nn.utils register them."""
+    others = [key for key, parameter in block.named_parameters(recurse=False) if parameter is not None]
+    tensors = [name for name, value in vars(block).items() if isinstance(value, Tensor)]
+    return [name for name in tensors if any(key.startswith(f"{name}_") for key in others)]
 
 
 def _check_not_parallelized(module: torch.nn.Module) -> None:

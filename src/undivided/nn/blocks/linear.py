@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn.blocks.module import Init, Module, initialise, own_part
+from undivided.nn.blocks.module import Init, Module, initialise
 from undivided.nn.blocks.normalization import Norm
 
 
@@ -76,8 +76,9 @@ class Linear(Module):
 
     def _used_part(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a part, as plain tensors: the rows that this rank uses."""
-        weight, bias = (own_part(getattr(self, f"{name}{kind}")) for kind in ("weight", "bias"))
-        if self.ranks is None or name not in self.used_rows:
+        axis = None if name in self.used_rows else 0
+        weight, bias = (self.own(f"{name}{kind}", axis) for kind in ("weight", "bias"))
+        if self.ranks is None or axis == 0:
             return weight, bias
         first, count = self.used_rows[name]  # ranks use different rows, so the gradient is the sum over ranks
         weight = self.ranks.shared(weight).narrow(0, first, count)
@@ -103,13 +104,13 @@ class OutputLinear(Linear):
         """The output, and the input of the map."""
         if self.ranks is None:
             return super().forward(x, add_bias)
-        out = self.ranks.leave(functional.linear(x, own_part(self.weight)))
+        out = self.ranks.leave(functional.linear(x, self.own("weight", 1)))
         bias = self.whole_bias() if add_bias else None
         return (out if bias is None else out + bias,), x
 
     def whole_bias(self) -> Tensor | None:
         """The bias, for the caller to add."""
-        bias: Tensor | None = self.whole_on_ranks(self.bias)[0]
+        bias: Tensor | None = self.whole_on_ranks("bias")[0]
         return bias
 
 
@@ -142,7 +143,7 @@ class LayerNormLinear(Linear):
 
     def normalise(self, x: Tensor) -> Tensor:
         """The input of the maps: x normalised."""
-        return self.norm(x, *self.whole_on_ranks(self.layer_norm_weight, self.layer_norm_bias))
+        return self.norm(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
 
     def extra_repr(self) -> str:
         """Sizes and normalisation, for `repr`."""

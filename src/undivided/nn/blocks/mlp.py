@@ -22,7 +22,7 @@ from undivided.arguments.checks import checked_choice
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_number
 from undivided.nn.blocks.halves import both_halves
-from undivided.nn.blocks.module import Init, Module, initialise, own_part
+from undivided.nn.blocks.module import Init, Module, initialise
 from undivided.nn.blocks.normalization import Norm
 
 _QUICK = 1.702
@@ -177,9 +177,9 @@ class LayerNormMLP(Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block, and x normalised."""
-        normalised = self.norm(x, *self.whole_on_ranks(self.layer_norm_weight, self.layer_norm_bias))
-        fc1, fc1_bias, fc2 = (own_part(p) for p in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
-        (bias,) = self.whole_on_ranks(self.fc2_bias)
+        normalised = self.norm(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
+        fc1, fc1_bias, fc2 = self.own("fc1_weight", 0), self.own("fc1_bias", 0), self.own("fc2_weight", 1)
+        (bias,) = self.whole_on_ranks("fc2_bias")
         if self.ranks is None:
             inner = self.activation(functional.linear(normalised, fc1, fc1_bias))
             return functional.linear(inner, fc2, bias), normalised

@@ -24,19 +24,23 @@ class Module(torch.nn.Module):
 
     ranks: TensorRanks | None = None
 
-    def whole_on_ranks(self, *parameters: Tensor | None) -> list[Any]:
+    def whole_on_ranks(self, *names: str) -> list[Any]:
         """Parameters that every rank has: their gradients are sums over ranks if tokens are divided.
 
         Args:
-            parameters: parameters of the module, of any shape; None stays None.
+            names: of parameters of the module, which may be None.
 
         Returns:
-            The parameters as plain tensors, or views whose gradient is summed over ranks.
+            The parameters as plain tensors, or views whose gradient is summed over ranks; None stays None.
         """
-        own, ranks = [own_part(parameter) for parameter in parameters], self.ranks
+        own, ranks = [self.own(name, None) for name in names], self.ranks
         if ranks is None or ranks.sequence is None:
             return own
         return [None if parameter is None else ranks.shared(parameter) for parameter in own]
+
+    def own(self, name: str, axis: int | None) -> Any:
+        """This rank's part of a parameter, as `own_part` returns it."""
+        return own_part(name, getattr(self, name), axis, self.ranks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
@@ -89,22 +93,53 @@ def initialise(parameter: Tensor | None, init: Init | float, ranks: TensorRanks 
             draw(parameter)
 
 
-def own_part(parameter: Any) -> Any:
+def own_part(name: str, parameter: Any, axis: int | None, ranks: TensorRanks | None) -> Any:
     """What this rank holds of a parameter: of a DTensor its local part, of a plain one all; None stays None.
 
     Blocks compute with plain tensors and send by `TensorRanks`, whose errors name the step and the failed rank. DTensor
     would communicate on its own in the backward pass, where nothing of ours could add the names.
 
+    Args:
+        name: of the parameter, for errors.
+        parameter: a parameter, or what a parametrization computes; None stays None.
+        axis: the axis that the ranks divide; None: every rank has the whole.
+        ranks: the ranks of the block; None: it is not divided.
+
     Raises:
-        InputError: the ranks have summands of a DTensor, as of a weight that a parametrization computes.
+        InputError: a DTensor is placed otherwise. Its local part would have another meaning.
     """
     if not _is_dtensor(parameter):
         return parameter
-    if any(placement.is_partial() for placement in parameter.placements):
+    placements = parameter.placements
+    if any(placement.is_partial() for placement in placements):
         hint = "remove_parametrizations of torch.nn.utils.parametrize, before parallelize"
-        placements = ", ".join(map(str, parameter.placements))
-        raise InputError("module", "have parameters that are sharded or replicated", placements, hint=hint)
+        raise InputError("module", "have parameters that are sharded or replicated", _listed(placements), hint=hint)
+    if not _is_placed(parameter, axis, ranks):
+        if axis is None or ranks is None:
+            must = f"have the whole {name} on every rank"
+        else:
+            must = f"have {name} sharded on axis {axis} over its {ranks.size} tensor ranks"
+        hint = (
+            "undivided.parallel.parallelize(module, mesh) places the parameters; "
+            "those that fully_shard divides are whole only within a call of its module"
+        )
+        got = f"{_listed(placements)} over {parameter.device_mesh.size()} ranks"
+        raise InputError("module", must, got, hint=hint)
     return parameter.to_local()
+
+
+def _is_placed(parameter: Any, axis: int | None, ranks: TensorRanks | None) -> bool:
+    """Whether a DTensor is whole on every rank, or divided on an axis over these ranks."""
+    placements, count = parameter.placements, parameter.device_mesh.size()
+    if count == 1:
+        return True
+    if axis is None or ranks is None:
+        return all(placement.is_replicate() for placement in placements)
+    return len(placements) == 1 and count == ranks.size and bool(placements[0].is_shard(axis))
+
+
+def _listed(placements: Any) -> str:
+    return ", ".join(map(str, placements))
 
 
 def _is_dtensor(parameter: Any) -> bool:

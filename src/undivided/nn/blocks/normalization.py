@@ -19,7 +19,7 @@ from torch.nn import Parameter, functional
 
 from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.nn.arguments.checks import checked_number
-from undivided.nn.blocks.module import Module, initialise, own_part
+from undivided.nn.blocks.module import Module, initialise
 
 KINDS = ("LayerNorm", "RMSNorm")
 _QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
@@ -77,7 +77,7 @@ class Normalization(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised."""
-        weight, bias = own_part(self.weight), own_part(self.bias)
+        weight, bias = self.own("weight", None), self.own("bias", None)
         if self.ranks is not None:
             weight, bias = self.ranks.shared(weight), None if bias is None else self.ranks.shared(bias)
         return self.norm(x, weight, bias)
