@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_models import LENGTH, VOCABULARY, WAYS, Model, adam, refused
 from gloo_ranks import losses_of, run_ranks
+from tensor_layers import make_layer
 from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -150,6 +153,54 @@ def test_a_checkpoint_of_ranks_is_that_of_one_process(way: str, tmp_path: Path) 
     for name, value in states[0].items():
         assert states[1][name].shape == value.shape
         assert float((states[1][name] - value).norm()) <= 1e-4 * float(value.norm()), name
+
+
+def states_of_wrapped_layers() -> list[str]:
+    """What differs between a checkpoint of one process and what ranks gather after loading it, by way of wrapping."""
+    whole = make_layer({}, "bshd").state_dict()
+    differences = []
+    for wrap in WRAPPERS:
+        layer = make_layer({}, "bshd", tp_group=distributed.group.WORLD, set_parallel_mode=True)
+        layer.reset_parameters()
+        model = wrap(layer)
+        renamed = {_name(model, name): value for name, value in whole.items()}
+        assert renamed.keys() == model.state_dict().keys()
+        model.load_state_dict(own_state_dict(model, renamed))
+        gathered = whole_state_dict(model)
+        differences += [name for name, value in renamed.items() if not torch.equal(gathered.pop(name), value)]
+        differences += list(gathered)
+    return differences
+
+
+def _name(model: nn.Module, name: str) -> str:
+    """The name of a whole layer's parameter in the state dict of a wrapped layer."""
+    return next(key for key in model.state_dict() if key.replace("_orig_mod.", "").removeprefix("0.") == name)
+
+
+def _with_wrapped_blocks(layer: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    for parent, name in (
+        (layer.self_attention, "proj"),
+        (layer.self_attention, "layernorm_qkv"),
+        (layer, "layernorm_mlp"),
+    ):
+        setattr(parent, name, wrap(parent.get_submodule(name)))
+    return layer
+
+
+WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [
+    checkpoint_wrapper,
+    torch.compile,
+    lambda layer: nn.Sequential(checkpoint_wrapper(layer)),
+    lambda layer: _with_wrapped_blocks(layer, checkpoint_wrapper),
+    lambda layer: _with_wrapped_blocks(layer, torch.compile),
+    lambda layer: torch.compile(checkpoint_wrapper(_with_wrapped_blocks(layer, checkpoint_wrapper))),
+]
+"""Recomputed and compiled layers, as a whole and in part."""
+
+
+def test_whole_checkpoints_of_wrapped_layers_have_the_names_of_their_state_dicts() -> None:
+    for differences in run_ranks(2, states_of_wrapped_layers)[0]:
+        assert differences == []
 
 
 def whole_states_of_dtensors() -> list[str]:

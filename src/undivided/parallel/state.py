@@ -14,6 +14,7 @@ from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from undivided.nn.blocks.linear import Linear, OutputLinear
+from undivided.nn.blocks.mlp import LayerNormMLP
 from undivided.nn.blocks.projections import kv_parts, qkv_parts
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 
@@ -39,6 +40,10 @@ class Division(NamedTuple):
     sizes: tuple[int, ...]
     ranks: TensorRanks
 
+
+_RECOMPUTED = "_checkpoint_wrapped_module"
+_WRAPPED = (_RECOMPUTED, "_orig_mod")
+"""Names under which a recomputed and a compiled module have the original one."""
 
 _OwnDivision = tuple[str, int, tuple[int, ...]]
 """(name, axis, sizes) of a `Division` in a layer that knows its ranks."""
@@ -76,7 +81,8 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
     if not isinstance(state, Mapping):
         raise InputError("state", "be a mapping of names to tensors", type(state).__name__)
     own = dict(state)
-    for name, axis, sizes, ranks in divisions(module):
+    for long_name, axis, sizes, ranks in divisions(module):
+        name = _name_in_state(long_name)
         if name not in state:
             raise InputError("state", f"have the parameter {name!r} of module", f"{len(state)} other parameters")
         whole, expected = state[name], sum(sizes) * ranks.size
@@ -117,7 +123,8 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
         raise InputError("module", "have plain parameters", "DTensors", hint=_STATE_HINT)
     state: dict[str, Tensor] = module.state_dict()
-    for name, axis, sizes, ranks in divisions(module):
+    for long_name, axis, sizes, ranks in divisions(module):
+        name = _name_in_state(long_name)
         own = state[name].contiguous()
         gathered = [torch.empty_like(own) for _ in range(ranks.size)]
         with ranks.errors(f"the gather of {name}"):
@@ -125,6 +132,11 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
         by_part = zip(*(tensor.split(sizes, axis) for tensor in gathered), strict=True)
         state[name] = torch.cat([tensor for part in by_part for tensor in part], axis)
     return state
+
+
+def _name_in_state(name: str) -> str:
+    """The name of a parameter in the module's state dict, which leaves out the wrappers for recomputation."""
+    return name.replace(f"{_RECOMPUTED}.", "")
 
 
 def divisions(module: torch.nn.Module) -> Iterator[Division]:
@@ -148,7 +160,7 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
 
 def check_not_parametrized(layer: torch.nn.Module) -> None:
     """Raise InputError if a weight of a layer is computed from others: ranks have parts of those, not of the weight."""
-    blocks = [("", layer), *((f"{name}.", block) for name, block in layer.named_children())]
+    blocks = [("", layer), *((f"{name}.", block) for name, block in _blocks(layer))]
     must = "have no parametrized weights in layers that ranks divide"
     names = [
         f"{prefix}{name}"
@@ -190,7 +202,7 @@ def _own_divisions(layer: DotProductAttention | MultiheadAttention | Transformer
 
 
 def _projection_divisions(layer: MultiheadAttention) -> Iterator[_OwnDivision]:
-    for child, block in layer.named_children():
+    for child, block in _blocks(layer):
         if isinstance(block, OutputLinear):
             yield f"{child}.weight", 1, (block.in_features,)
         elif isinstance(block, Linear):
@@ -205,17 +217,25 @@ def _projection_divisions(layer: MultiheadAttention) -> Iterator[_OwnDivision]:
 
 def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
     """The rows of queries, keys and values in one weight in that order."""
-    if child == "key_value":
+    if child.split(".")[0] == "key_value":
         return tuple(kv_parts(layer.heads, False).values())
     sizes = tuple(qkv_parts(layer.heads, False).values())
     return sizes if layer.attention_type == "self" else sizes[:1]
 
 
 def _mlp_divisions(layer: TransformerLayer) -> Iterator[_OwnDivision]:
-    mlp = layer.layernorm_mlp
+    name, mlp = next((name, block) for name, block in _blocks(layer) if isinstance(block, LayerNormMLP))
     features = mlp.fc2_weight.shape[1]
     rows = (features, features) if mlp.activation.gated else (features,)
-    yield "layernorm_mlp.fc1_weight", 0, rows
+    yield f"{name}.fc1_weight", 0, rows
     if mlp.fc1_bias is not None:
-        yield "layernorm_mlp.fc1_bias", 0, rows
-    yield "layernorm_mlp.fc2_weight", 1, (features,)
+        yield f"{name}.fc1_bias", 0, rows
+    yield f"{name}.fc2_weight", 1, (features,)
+
+
+def _blocks(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The blocks of a layer by name, inside of their wrappers."""
+    for name, block in layer.named_children():
+        while wrapper := next((wrapper for wrapper in _WRAPPED if wrapper in block._modules), None):
+            name, block = f"{name}.{wrapper}", block.get_submodule(wrapper)
+        yield name, block
