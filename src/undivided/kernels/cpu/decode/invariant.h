@@ -188,7 +188,9 @@ class InvariantUnit {
       const Vec base = splat(now == -kInfinity ? 0 : now);
       decay_of(i) = previous == base[0] ? 1 : exp2_or_zero((splat(previous) - base) * factor)[0];
       max_score_[i] = now;
-      for (int64_t j = first; j < last; j += kLanes) store(s + j, exp2_or_zero((load(s + j) - base) * factor));
+      const WeightMap<Arith> map(base, factor);
+      for (int64_t j = first; map.has_large() && j < last; j += kLanes) store(s + j, map.shifted(load(s + j)));
+      for (int64_t j = first; j < last; j += kLanes) store(s + j, map.weight(load(s + j)));
     }
     for (int64_t i = 0; i < heads_ * padded_; i += 4) add_totals(i, smaller_of(heads_ * padded_ - i, 4), first, last);
   }

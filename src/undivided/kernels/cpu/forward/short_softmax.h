@@ -74,7 +74,7 @@ static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, 
     for (int64_t t = first / 2; 2 * t < last; t++) {
       float* s = (float*)(scores + t * kStepScores<P> + r * kScoreRow<P>);
       auto weights = [&](const float* at) {
-        return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : exp2_approx(load(at) * factor - b);
+        return kIsFloat32<Mode> ? exp2_or_zero(load(at) * factor - b) : exp2_approx(load(at) * factor - b, 0xffff);
       };
       const Vec even = 2 * t >= first ? weights(s) : Vec{};
       const Vec odd = 2 * t + 1 < last ? weights(s + kLanes) : Vec{};

@@ -79,21 +79,31 @@ INLINE void raise_max(const float* st, int64_t keys, Vec* high) {
   }
 }
 
+// Subtracts large bases from the scores of a run.
+template <class Arith>
+static void shift_scores(const Run& run, const WeightMap<Arith>* map, float* st) {
+  for (int64_t j = run.start; j < run.stop; j++)
+    for (int v = run.first; v < run.first + run.vectors; v++) {
+      float* s = st + j * kPanel + v * kLanes;
+      store(s, map[v].shifted(load(s)));
+    }
+}
+
 // Turns scores of V vectors and some keys into weights (pairs of bf16 for Dot), 0 if dropped, and multiplies them by the
 // scale of each value, if there are scales; sums include dropped weights, and no scale. All pointers are those of the
 // first of the vectors and keys; `weights` may overwrite scores already read.
 template <class Arith, bool kDrops, bool kScales, int V>
-INLINE void exponentiate(const float* st, float* weights, int64_t keys, float factor, const LaneMask* keep,
-                         const float* scale, const Vec* base_of, Vec* sum_of) {
-  Vec base[V], sum[V];
-  for (int v = 0; v < V; v++) base[v] = base_of[v], sum[v] = sum_of[v];
+INLINE void exponentiate(const float* st, float* weights, int64_t keys, const LaneMask* keep, const float* scale,
+                         const WeightMap<Arith>* map_of, Vec* sum_of) {
+  WeightMap<Arith> map[V];
+  Vec sum[V];
+  for (int v = 0; v < V; v++) map[v] = map_of[v], sum[v] = sum_of[v];
   if constexpr (Arith::kPairs) {
     for (int64_t j = 0; j < keys; j += 2)
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         const float* s = st + j * kPanel + v * kLanes;
-        Vec even = exp2_or_zero((load(s) - base[v]) * factor);
-        Vec odd = exp2_or_zero((load(s + kPanel) - base[v]) * factor);
+        Vec even = map[v].weight(load(s)), odd = map[v].weight(load(s + kPanel));
         sum[v] += even + odd;
         if (kDrops)
           even = zero_unless(keep[j * kVectors + v], even), odd = zero_unless(keep[(j + 1) * kVectors + v], odd);
@@ -105,7 +115,7 @@ INLINE void exponentiate(const float* st, float* weights, int64_t keys, float fa
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         const int64_t at = j * kPanel + v * kLanes;
-        Vec p = exp2_or_zero((load(st + at) - base[v]) * factor);
+        Vec p = map[v].weight(load(st + at));
         sum[v] += p;
         if (kDrops) p = zero_unless(keep[j * kVectors + v], p);
         store(weights + at, kScales ? p * scale[j] : p);
@@ -119,7 +129,9 @@ INLINE void exponentiate(const float* st, float* weights, int64_t keys, float fa
 template <class Arith, bool kDrops, bool kScales, int V>
 static __attribute__((noinline)) void softmax_vectors(float* st, const Runs& runs, float factor, const LaneMask* keep,
                                                       const float* scale, float* max_score, float* total, Vec* decay) {
-  Vec high[V], base[V], sum[V];
+  Vec high[V], sum[V];
+  WeightMap<Arith> map[V];
+  bool has_large = false;
   for (int v = 0; v < V; v++) high[v] = splat(-kInfinity), sum[v] = Vec{};
   for (int i = 0; i < runs.count; i++) {
     const Run& run = runs.run[i];
@@ -129,19 +141,21 @@ static __attribute__((noinline)) void softmax_vectors(float* st, const Runs& run
   }
   for (int v = 0; v < V; v++) {
     Vec previous = load(max_score + v * kLanes), now = larger(high[v], previous);
-    base[v] = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
+    const Vec base = now == -kInfinity ? Vec{} : now;  // -inf - -inf is NaN
+    map[v] = WeightMap<Arith>(base, factor), has_large |= map[v].has_large();
     // the polynomial's 2^0 is not exactly 1
-    decay[v] = previous == base[v] ? splat(1) : exp2_or_zero((previous - base[v]) * factor);
+    decay[v] = previous == base ? splat(1) : exp2_or_zero((previous - base) * factor);
     store(max_score + v * kLanes, now);
   }
+  for (int i = 0; has_large && i < runs.count; i++) shift_scores(runs.run[i], map, st);
   for (int i = 0; i < runs.count; i++) {
     const Run& run = runs.run[i];
     with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
       const float* s = st + run.start * kPanel + first.value * kLanes;
       float* to = st + run.start / (Arith::kPairs ? 2 : 1) * kPanel + first.value * kLanes;
       exponentiate<Arith, kDrops, kScales, some.value>(
-          s, to, run.stop - run.start, factor, kDrops ? keep + run.start * kVectors + first.value : nullptr,
-          kScales ? scale + run.start : nullptr, base + first.value, sum + first.value);
+          s, to, run.stop - run.start, kDrops ? keep + run.start * kVectors + first.value : nullptr,
+          kScales ? scale + run.start : nullptr, map + first.value, sum + first.value);
     });
   }
   for (int v = 0; v < V; v++) store(total + v * kLanes, load(total + v * kLanes) * decay[v] + sum[v]);

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "gemm/modes.h"
+#include "simd/math.h"
 #include "simd/transpose.h"
 
 namespace {
@@ -41,6 +42,35 @@ struct ScoreMap {
 // rounding error is at most 2^-16.
 constexpr float kLargeBase = 0x1p8f;
 INLINE IVec is_large(Vec base) { return (Vec)((UVec)base & 0x7fffffffu) >= kLargeBase; }
+
+// From scores to weights: 2^((score - base) * factor), with one multiply-add unless a base is large. Prefill and decoding
+// with batch_invariant share it, because their results have the same bits.
+template <class Arith>
+class WeightMap {
+ public:
+  WeightMap() = default;
+  // base: the largest scores so far, finite.
+  WeightMap(Vec base, float factor) : factor_(factor) {
+    const Vec scaled = rounded(base * factor);
+    const IVec large = is_large(scaled);
+    subtracted_ = large ? base : Vec{}, scaled_ = large ? Vec{} : scaled, has_large_ = any(large);
+  }
+  // Whether some scores must be replaced by `shifted` ones first.
+  bool has_large() const { return has_large_; }
+  INLINE_MEMBER Vec shifted(Vec score) const { return score - subtracted_; }
+  INLINE_MEMBER Vec weight(Vec score) const {
+    const Vec x = score * factor_ - scaled_;
+#if defined(__AVX512DQ__)
+    if constexpr (Arith::kPairs) return exp2_approx(x);  // rounded to bf16
+#endif
+    return exp2_or_zero(x);
+  }
+
+ private:
+  Vec subtracted_, scaled_;
+  float factor_;
+  bool has_large_;
+};
 
 // Whether a row saw no key, from its largest score and its total: a NaN score is never the largest, but makes the total
 // NaN.

@@ -19,6 +19,22 @@ INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {                      
   return (Vec)_mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(where, (__m512)x, (__m512)splat(-126), _CMP_NLT_UQ),
                                      (__m512)p, (__m512)x);
 }
+// 2^x with a polynomial of degree 4, relative error 3.3e-6, exact for integer x. The error is a hundredth of fp16's
+// rounding, and if one key dominates, the log-sum-exp keeps all its digits. (The best polynomial without that condition
+// has 2.6e-6, and its largest error at the integers.) 0 in the lanes outside `where`. A result that underflows costs
+// 200 cycles, unless FlushToZero is in force.
+INLINE Vec exp2_approx(Vec x, __mmask16 where) {
+  const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Vec p = 1.3555747235e-02f * f + 5.2032369009e-02f;
+  p = p * f + 2.4137976294e-01f;
+  p = p * f + 6.9303212082e-01f;
+  p = p * f + 1.0f;
+  return (Vec)_mm512_maskz_scalef_ps(where, (__m512)p, (__m512)x);
+}
+// The same, 0 below 2^-126.
+INLINE Vec exp2_approx(Vec x) {
+  return exp2_approx(x, _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126), _CMP_NLT_UQ));
+}
 #else
 // The nearest integer to each lane; for NaN a number whose low 9 bits are 0.
 INLINE IVec nearest(Vec x) {
@@ -63,18 +79,6 @@ INLINE Vec tanh_of(Vec x) {
 }
 
 #if defined(UNDIVIDED_AMX)
-
-// 2^x with a polynomial of degree 4, relative error 3.3e-6, exact for integer x. The error is a hundredth of fp16's
-// rounding, and if one key dominates, the log-sum-exp keeps all its digits. (The best polynomial without that condition
-// has 2.6e-6, and its largest error at the integers.) 0 in the lanes outside `where`; FlushToZero handles underflow.
-INLINE Vec exp2_approx(Vec x, __mmask16 where = 0xffff) {
-  const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  Vec p = 1.3555747235e-02f * f + 5.2032369009e-02f;
-  p = p * f + 2.4137976294e-01f;
-  p = p * f + 6.9303212082e-01f;
-  p = p * f + 1.0f;
-  return (Vec)_mm512_maskz_scalef_ps(where, (__m512)p, (__m512)x);
-}
 
 // tanh as x P(x^2) / Q(x^2), minimax, relative error 1.3e-7 (4e-7 after rounding), constant from 7.9 on: 1 - 2.7e-7.
 // NaN stays NaN. Accurate enough for scores of 16-bit types; the derivative needs tanh_of, whose limits are exact. N
