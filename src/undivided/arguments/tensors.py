@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+_functorch = torch._C._functorch
 _modes = torch._C._len_torch_dispatch_stack
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _KEYS = torch._C._TorchDispatchModeKey
@@ -35,7 +37,7 @@ def is_observed(q: object, k: object, v: object, mask: object = None, *others: o
     `mask` is a `Mask`, None, or what a caller passed by mistake; `others` are tensors, numbers or None.
     """
     if _modes() or jit_trace() is not None:
-        return torch._C._functorch.peek_interpreter_stack() is None
+        return _functorch.peek_interpreter_stack() is None
     if not (type(q) is type(k) is type(v) is Tensor) and any(map(has_dispatch, (q, k, v))):
         return True
     if mask is not None and getattr(mask, "parts", None) and mask.has_dispatch:  # type: ignore[attr-defined]
@@ -86,10 +88,29 @@ def functional_mode() -> bool:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether the values may be read: plain CPU tensors, outside of torch.compile and tracing or fake modes."""
+    """Whether the values may be read: plain CPU tensors, outside of torch.compile and tracing or fake modes, that no
+    vmap batches."""
     if torch.compiler.is_compiling() or (_modes() and values_are_traced()):
         return False
+    if _functorch.peek_interpreter_stack() is not None and any(map(_is_batched, tensors)):
+        return False
     return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
+
+
+def _is_batched(tensor: Tensor | None) -> bool:
+    """Whether a tensor stands for several ones, of which a vmap runs the operations at once."""
+    while tensor is not None and _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def scattered(table: Tensor, axis: int, index: Tensor, values: Any) -> Tensor:
+    """The table with values at an index along an axis; in place, unless vmap may batch the index and not the table."""
+    in_place = torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is None
+    written: Tensor = table.scatter_(axis, index, values) if in_place else table.scatter(axis, index, values)
+    return written
 
 
 def is_traced() -> bool:
@@ -98,7 +119,7 @@ def is_traced() -> bool:
     return (
         torch.compiler.is_compiling()
         or _modes() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _functorch.peek_interpreter_stack() is not None
         or is_captured()
     )
 

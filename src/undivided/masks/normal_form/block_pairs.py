@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import readable
+from undivided.arguments.tensors import readable, scattered
 from undivided.errors import InputError
 from undivided.masks._parts import Blocks
 from undivided.masks.normal_form.copies import int64_copy
@@ -69,7 +69,8 @@ class BlockPairs:
         first, last = heads.start // group, (max(heads.stop, 1) - 1) // group
         blocks = self.table[sequence, :, block][:, :, first : last + 1].transpose(1, 2)  # [b, t, r, n]
         is_chosen = torch.zeros(*blocks.shape[:3], self.limit + 1, dtype=torch.bool, device=blocks.device)
-        is_chosen.scatter_(3, blocks, True)[..., self.limit] = False  # [b, t, r, key blocks + 1]
+        is_chosen = scattered(is_chosen, 3, blocks, True)  # [b, t, r, key blocks + 1]
+        is_chosen[..., self.limit] = False
         key_block = narrow(self.geometry.kv_position, 0, batch)[:, keys] // self.kv_block  # [b, k]
         key_block = key_block.clamp(0, self.limit)[:, None, None].expand(-1, *is_chosen.shape[1:3], -1)
         size = max(len(key_block), len(is_chosen)) if len(key_block) and len(is_chosen) else 0

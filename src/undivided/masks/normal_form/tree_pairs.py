@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import readable
+from undivided.arguments.tensors import readable, scattered
 from undivided.errors import InputError
 from undivided.masks.normal_form.copies import int64_copy
 from undivided.masks.normal_form.pairs import Index, index_tensor, narrow
@@ -54,7 +54,7 @@ class TreePairs:
         node = torch.where(position >= 0, position, root)  # of each row: itself, then its parent, and so on
         ancestors = torch.zeros((*shape, nodes + 1), dtype=torch.bool, device=geometry.device)
         for _ in range(nodes):
-            ancestors.scatter_(2, node[..., None], True)
+            ancestors = scattered(ancestors, 2, node[..., None], True)
             parent = parents.gather(1, (first_row + node).clamp(0, rows - 1)) if rows else node
             node = torch.where((node == root) | (parent < 0), root, parent)
             if readable(node) and bool((node == root).all()):
@@ -83,5 +83,5 @@ def _pairs_of_slice(first: Tensor, ancestors: Tensor, keys: slice) -> Tensor:
     allowed = torch.arange(keys.start, keys.stop + 1, device=first.device) < first
     column = first + torch.arange(ancestors.shape[2], device=first.device) - keys.start
     outside = (column < 0) | (column >= count)
-    allowed.scatter_(2, torch.where(outside, count, column), ancestors)  # the last column is dropped
-    return allowed[..., :count]
+    allowed = scattered(allowed, 2, torch.where(outside, count, column), ancestors)
+    return allowed[..., :count]  # without the column for nodes outside of the slice
