@@ -26,7 +26,7 @@ static RowTerms row_terms(const Backward& p, int64_t batch, int64_t head, int64_
   const float lse = a.lse[batch * a.lse_b + head * a.lse_h + row];
   const int64_t at = batch * g.rows_b + head * g.rows_h + row;
   if (lse == -kInfinity) return {kInfinity, 0, 0, 0, 0};
-  const T* out = (const T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
+  const T* out = out_row<T>(a, batch, head, row);
   const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
   const float lost = dot_of(out, grad, a.v_dim);
   RowTerms x = {0, lse, lost, 1, needs_norm ? sqrtf(dot_of(grad, grad, a.v_dim)) : 0};

@@ -84,7 +84,7 @@ struct FarBlockRows {
     const int64_t head = block.first_head + block.row / a.q_len, row = block.row % a.q_len;
     const int64_t rows = Mode::kAmx ? 0 : smaller_of(block.rows, a.q_len - row);  // on AMX nothing was measured
     const auto [first_q, first_grad] = row_pointers<T>(p, block, 0);
-    const T* first_out = (const T*)a.out + block.batch * a.out_b + head * a.out_h + row * a.out_s;
+    const T* first_out = out_row<T>(a, block.batch, head, row);
     return {{first_q, a.q_s, rows, a.qk_dim},
             {first_grad, g.grad_out_s, rows, a.v_dim},
             {first_out, a.out_s, rows, a.v_dim}};

@@ -230,10 +230,9 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
   float max_score = -kInfinity, all = 0;
   for (int64_t c = 0; c < count; c++)
     max_score = max_score_of(c) > max_score ? max_score_of(c) : max_score, all += total_of(c);
-  T* out = (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
-  float* lse = a.lse ? a.lse + batch * a.lse_b + head * a.lse_h + row : nullptr;
+  T* out = out_row<T>(a, batch, head, row);
   if (is_empty(max_score, all)) {
-    if (lse) *lse = max_score;
+    end_row(a, batch, head, row, max_score, all);
     memset(out, 0, (size_t)a.v_dim * sizeof(T));
     return;
   }
@@ -255,8 +254,7 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
     }
     is_first &= merged == 0;
   }
-  if (lse) *lse = max_score + logf(total);
-  const float inverse = 1.0f / (total + (a.sinks ? expf(a.sinks[head] - max_score) : 0.0f));
+  const float inverse = end_row(a, batch, head, row, max_score, total);
   for (int64_t d = 0; d < a.v_dim; d += kLanes) store_from_float(out + d, load(sums + d) * inverse);
 }
 

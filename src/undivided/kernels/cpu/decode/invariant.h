@@ -370,12 +370,9 @@ class InvariantUnit {
   // As write_rows.
   void write(int64_t n, int64_t r) {
     const int64_t i = n * padded_ + r, head = head_of(n, r), place = place_of(r);
-    T* to = (T*)a_.out + batch_ * a_.out_b + head * a_.out_h + place * a_.out_s;
-    const float m = rounded(max_score_[i] * score_unit<Products>(a_).natural), l = total_[i];
-    const bool empty = is_empty(m, l);
-    if (a_.lse) a_.lse[batch_ * a_.lse_b + head * a_.lse_h + place] = empty ? m : m + logf(l);
-    const float sink = a_.sinks && !empty ? expf(a_.sinks[head] - m) : 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / (l + sink);
+    T* to = out_row<T>(a_, batch_, head, place);
+    const float max_score = rounded(max_score_[i] * score_unit<Products>(a_).natural),
+                inverse = end_row(a_, batch_, head, place, max_score, total_[i]);
     const float* sums = ordered_sums(i, row_);
     for (int64_t d = 0; d < a_.v_dim; d += kLanes)
       store_from_float(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});

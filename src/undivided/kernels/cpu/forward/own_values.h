@@ -83,8 +83,8 @@ static bool explains_nan(const Attention& a, const undivided::RowBlock& block, i
   if (block.partials)
     return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop, block.partials + r * partial_size(a),
                            scratch);
-  return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop,
-                         (const T*)a.out + block.batch * a.out_b + head * a.out_h + row * a.out_s, scratch);
+  return explains_nan<T>(a, block.batch, block.kv_head, head, row, start, stop, out_row<T>(a, block.batch, head, row),
+                         scratch);
 }
 
 }  // namespace

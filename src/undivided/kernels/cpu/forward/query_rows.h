@@ -52,15 +52,13 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
     for (int i = 0; i < count; i++) {
       int64_t virtual_row = block.row + first + v * kLanes + i;
       int64_t head = block.first_head + virtual_row / a.q_len, at = virtual_row % a.q_len;
-      row[i] = (T*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
+      row[i] = out_row<T>(a, block.batch, head, at);
       // rounded: as merge_row, which reads it from memory
-      float m = rounded(max_score[v * kLanes + i] * natural), l = total[v * kLanes + i] / unit_weight<Mode>();
-      bool empty = is_empty(m, l);
-      if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m + logf(l);
-      float sink = a.sinks && !empty ? expf(a.sinks[head] - m) : 0.0f;
-      inverse[i] = empty ? 0.0f : 1.0f / unit_weight<Mode>() / unit_input<Mode>() / (l + sink);
+      const float high = rounded(max_score[v * kLanes + i] * natural),
+                  sum = total[v * kLanes + i] / unit_weight<Mode>();
+      inverse[i] = end_row(a, block.batch, head, at, high, sum);
     }
-    if (a.dropout) inverse *= (float)a.survivor_scale;
+    inverse *= (a.dropout ? (float)a.survivor_scale : 1.0f) / unit_weight<Mode>() / unit_input<Mode>();
     IVec used = inverse != 0.0f;  // NaN is not 0
     const float* from = ot + v * kLanes;
     int64_t d = 0;
@@ -120,12 +118,9 @@ static inline void write_row_sums(const Attention& a, const RowBlock& block, int
   const float natural = score_unit<Direct>(a).natural;
   for (int64_t r = 0; r < rows; r++, sums += a.v_dim) {
     const int64_t row = block.row + first + r, head = block.first_head + row / a.q_len, at = row % a.q_len;
-    float* to = (float*)a.out + block.batch * a.out_b + head * a.out_h + at * a.out_s;
-    const float m = rounded(max_score[r] * natural), l = total[r];
-    const bool empty = is_empty(m, l);
-    if (a.lse) a.lse[block.batch * a.lse_b + head * a.lse_h + at] = empty ? m : m + logf(l);
-    const float sink = a.sinks && !empty ? expf(a.sinks[head] - m) : 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / (l + sink) * (a.dropout ? (float)a.survivor_scale : 1.0f);
+    float* to = out_row<float>(a, block.batch, head, at);
+    const float inverse = end_row(a, block.batch, head, at, rounded(max_score[r] * natural), total[r]) *
+                          (a.dropout ? (float)a.survivor_scale : 1.0f);
     for (int64_t d = 0; d < a.v_dim; d += kLanes) store(to + d, inverse != 0.0f ? load(sums + d) * inverse : Vec{});
   }
 }

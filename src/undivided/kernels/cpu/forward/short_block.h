@@ -328,7 +328,7 @@ class ShortBlock {
     }
     for (int64_t r = 0; r < p.rows; r++) {
       const int64_t head = p.head[r], at = p.at[r];
-      T* to = (T*)a_.out + block_.batch * a_.out_b + head * a_.out_h + at * a_.out_s;
+      T* to = out_row<T>(a_, block_.batch, head, at);
       const bool empty = is_empty(max_score[r], total[r]);
       if (a_.lse) a_.lse[block_.batch * a_.lse_b + head * a_.lse_h + at] = lse[r];
       const char* from = w_.sums + r * kPanelBytes;

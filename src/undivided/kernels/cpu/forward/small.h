@@ -57,8 +57,8 @@ static inline bool is_one_piece(const Attention& a, const RowBlock& block, const
 
 // Turns the scores of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
 // Returns false if the row sees nothing, not even NaN. Unused lanes and keys that the row does not see become 0.
-INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t head, int64_t first, int64_t keys,
-                        float* weights, float* lse) {
+INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t batch, int64_t head, int64_t row,
+                        int64_t first, int64_t keys, float* weights) {
   const ScoreUnit unit = score_unit<Direct>(a);
   const float scale = keeps_products(a) ? 1 : (float)a.scale;
   IVec lane = {};
@@ -77,13 +77,9 @@ INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t h
     total += x;
     store(weights + j, x);
   }
-  const float all = reduce_sum(total);
-  const bool empty = is_empty(max_score, all);
-  if (lse) *lse = empty ? max_score : max_score * unit.natural + logf(all);
-  const float sink = a.sinks && !empty ? expf(a.sinks[head] - max_score * unit.natural) : 0.0f;
-  const float inverse = 1.0f / (all + sink);
-  for (int64_t j = 0; j < keys && !empty; j += kLanes) store(weights + j, load(weights + j) * inverse);
-  return !empty;
+  const float inverse = end_row(a, batch, head, row, max_score * unit.natural, reduce_sum(total));
+  for (int64_t j = 0; j < keys && inverse != 0; j += kLanes) store(weights + j, load(weights + j) * inverse);
+  return inverse != 0;
 }
 
 // Adds the values of a row again, those of its own keys only, if it met one that is not finite with a weight of 0. Its
@@ -123,11 +119,11 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   auto clear = [&](T* row) { memset(row, 0, (size_t)a.v_dim * sizeof(T)); };
   for (int64_t r = 0; r < block.rows; r++) {
     const auto [head, row] = place(r);
-    out[rows] = (T*)a.out + b * a.out_b + head * a.out_h + row * a.out_s;
+    out[rows] = out_row<T>(a, b, head, row);
     own[rows] = alike ? visible : keys_of_row(panel, r);
     if (own[rows].start >= own[rows].stop) {  // a row without keys may hold anything
       clear(out[rows]);
-      if (a.lse) a.lse[b * a.lse_b + head * a.lse_h + row] = -kInfinity;
+      end_row(a, b, head, row, -kInfinity, 0);
       continue;
     }
     q[rows] = as_floats((const T*)a.q + b * a.q_b + head * a.q_h + row * a.q_s, a.qk_dim, rows, w.q);
@@ -143,8 +139,7 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   bool has_keys[kPanel];
   for (int64_t i = 0; i < rows; i++) {
     const auto [head, row] = place(from[i]);
-    float* lse = a.lse ? a.lse + b * a.lse_b + head * a.lse_h + row : nullptr;
-    has_keys[i] = softmax_row(a, panel, (int)from[i], head, visible.start, keys, w.weights + i * kPanel, lse);
+    has_keys[i] = softmax_row(a, panel, (int)from[i], b, head, row, visible.start, keys, w.weights + i * kPanel);
   }
   Vec zero_or_nan = {};
   add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out, alike ? nullptr : &zero_or_nan);

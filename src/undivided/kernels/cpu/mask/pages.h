@@ -1,4 +1,4 @@
-// Addresses of the rows of keys or values: contiguous, or in the pages of a cache.
+// Addresses of the rows of keys or values, contiguous or in the pages of a cache, and of results.
 #pragma once
 
 #include "abi/attention.h"
@@ -53,6 +53,12 @@ INLINE Rows<float> key_scales(const Attention& a, int64_t batch, int64_t head) {
 }
 INLINE Rows<float> value_scales(const Attention& a, int64_t batch, int64_t head) {
   return rows_at<float>(a, a.v_scale, a.v_scale_b, a.v_scale_h, a.v_scale_s, batch, head);
+}
+
+// Query row `row` of a head in the results.
+template <class T>
+INLINE T* out_row(const Attention& a, int64_t batch, int64_t head, int64_t row) {
+  return (T*)a.out + batch * a.out_b + head * a.out_h + row * a.out_s;
 }
 
 // Copies rows [start, stop) to consecutive rows of `to`; rows that no query sees become 0.

@@ -76,6 +76,15 @@ class WeightMap {
 // NaN.
 INLINE bool is_empty(float max_score, float total) { return max_score == -kInfinity && total == 0; }
 
+// The end of a row: writes its log-sum-exp, and returns the factor of its sums, 0 if it saw no key. max_score is in
+// natural units.
+INLINE float end_row(const Attention& a, int64_t batch, int64_t head, int64_t row, float max_score, float total) {
+  const bool empty = is_empty(max_score, total);
+  if (a.lse) a.lse[batch * a.lse_b + head * a.lse_h + row] = empty ? max_score : max_score + logf(total);
+  const float sink = a.sinks && !empty ? expf(a.sinks[head] - max_score) : 0.0f;
+  return empty ? 0.0f : 1.0f / (total + sink);
+}
+
 // Whether a row's sums may contain foreign values: infinite and NaN values of keys that the row does not see, which it
 // meets with a weight of 0, and on AMX of other columns. A row with a NaN score is NaN throughout.
 INLINE bool has_non_finite_sums(const float* sums, int64_t count, float total) {
