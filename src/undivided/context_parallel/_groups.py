@@ -7,6 +7,7 @@ from typing import Any
 
 from undivided.context_parallel._schedule import Mesh, Strategy
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
+from undivided.context_parallel.exchange.groups import group_of
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.errors import InputError
 
@@ -66,7 +67,7 @@ def _communicators(group: Any) -> Iterator[Communicator]:
         for part in reversed(group):
             yield from _communicators(part)
     elif hasattr(group, "mesh_dim_names"):
-        yield from (ProcessGroup(group.get_group(dim)) for dim in range(group.ndim))
+        yield from (ProcessGroup(group_of(group, dim)) for dim in range(group.ndim))
     elif group is None or isinstance(group, dist.ProcessGroup):
         yield ProcessGroup(group)
     else:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.failures import rank_errors
+from undivided.context_parallel.exchange.groups import group_of
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_number
 from undivided.parallel.state import divisions
@@ -105,7 +106,7 @@ def _parts(module: torch.nn.Module) -> Iterator[_Part]:
             mesh = parameter.device_mesh
             # of FSDP2 around `parallelize`, one placement is a _StridedShard, which is_shard() does not know
             shards = [axis for axis, place in enumerate(parameter.placements) if not place.is_replicate()]
-            groups += tuple(mesh.get_group(axis) for axis in shards)
+            groups += tuple(group_of(mesh, axis) for axis in shards)
             if isinstance(memory, DTensor):
                 values = memory.redistribute(placements=parameter.placements).to_local()
                 memory = memory.to_local()

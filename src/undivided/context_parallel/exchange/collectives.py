@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from undivided.context_parallel.exchange.groups import check_exists
 from undivided.context_parallel.exchange.reports import failed_ranks, find_cause, find_process, rank_names
 from undivided.context_parallel.exchange.timeouts import adopt_timeout
 
@@ -159,6 +160,7 @@ class ProcessGroup:
 
         self._dist = dist
         self._group: Any = dist.group.WORLD if group is None else group
+        check_exists(self._group)
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.ranks: list[int] = dist.get_process_group_ranks(self._group)
         self._on_cpu = "gloo" in str(dist.get_backend(self._group))
@@ -169,6 +171,7 @@ class ProcessGroup:
 
     def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
         """Non-blocking sends and receives, posted as one batch."""
+        check_exists(self._group)
         dist = self._dist
         ops, peers = [], []
         for function, messages in ((dist.irecv, receives), (dist.isend, sends)):
@@ -200,6 +203,7 @@ class ProcessGroup:
         others = [rank for rank in range(self.world) if rank != self.rank]
         if not others or not tensor.numel():
             return [tensor for _ in range(self.world)]
+        check_exists(self._group)
         own = (tensor if self._on_cpu else tensor.cuda()).contiguous()
         parts = own.new_empty((self.world, *own.shape))
         with self._rank_errors(step, others, collective=True):

@@ -14,6 +14,7 @@ from torch import distributed
 from undivided.arguments.checks import check_type
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.collectives import RankError, first_line
+from undivided.context_parallel.exchange.groups import check_exists, group_of
 from undivided.context_parallel.exchange.reports import failed_ranks, rank_names
 from undivided.errors import InputError
 
@@ -26,7 +27,7 @@ _GLOO = ("/gloo/", "Application timeout caused pair closure")
 class rank_errors:  # a context manager that reads as a phrase, like contextlib.suppress
     """A context that raises failures of communication as `RankError`, which names the step and the failed ranks.
 
-    It costs nothing unless there is a failure. Then it waits some seconds for the reports of the other ranks.
+    It costs a microsecond unless there is a failure. Then it waits some seconds for the reports of the other ranks.
     The layers enter it by themselves in their forward pass. Use it around a whole training step for everything else:
     the backward, FSDP2 and the optimizer. A group that has failed is not usable any more.
 
@@ -36,7 +37,7 @@ class rank_errors:  # a context manager that reads as a phrase, like contextlib.
 
     Raises:
         RankError: a collective failed, because a rank ended or did not take part within the group's timeout.
-        InputError: the mesh has several axes.
+        InputError: the mesh has several axes, or the group was destroyed.
 
     >>> import torch
     >>> with rank_errors("the training step"):
@@ -50,10 +51,12 @@ class rank_errors:  # a context manager that reads as a phrase, like contextlib.
             if group.ndim != 1:
                 hint = "None for all processes, or one axis of the mesh"
                 raise InputError("group", "be a mesh with one axis", f"{group.ndim} axes", hint=hint)
-            group = group.get_group()
+            group = group_of(group)
         self.step, self.group = step, group
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        if self.group is not None:
+            check_exists(self.group)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and is_communication_error(error) and distributed.is_initialized():

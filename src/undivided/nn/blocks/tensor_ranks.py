@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.failures import rank_errors
+from undivided.context_parallel.exchange.groups import check_exists
 from undivided.context_parallel.exchange.handshake import SharedArguments, compare_ranks
 from undivided.context_parallel.exchange.timeouts import adopt_timeout
 from undivided.errors import InputError
@@ -43,6 +44,7 @@ class TensorRanks:
 
     def __init__(self, group: distributed.ProcessGroup, sequence: int | None, check: bool = True) -> None:
         self.group, self.sequence, self.check = group, sequence, check
+        check_exists(group, "tp_group")
         adopt_timeout(group)
         self.rank, self.size = group.rank(), group.size()
         self._meshes: dict[str, DeviceMesh] = {}
