@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -268,6 +269,46 @@ def test_a_block_may_be_entered_inside_itself() -> None:
             assert chosen() == "reference"
         assert chosen() == "reference"
     assert chosen() == DEFAULT
+
+
+def in_turns(block: use_backends) -> Iterator[str]:
+    """What a generator chooses in a block that stays open between its values."""
+    with block:
+        yield chosen()
+        yield chosen()
+
+
+def test_a_block_ends_itself_while_later_ones_are_open() -> None:
+    first, second = in_turns(use_backends("reference")), in_turns(use_backends("torch_flash"))
+    assert next(first) == "reference"
+    assert next(second) == "torch_flash"
+    first.close()
+    assert chosen() == "torch_flash"
+    second.close()
+    assert chosen() == DEFAULT
+
+
+def test_what_a_block_disables_is_allowed_again_while_later_blocks_are_open() -> None:
+    outer, inner = use_backends.disable("native"), use_backends.disable("torch_flash")
+    outer.__enter__()
+    inner.__enter__()
+    assert chosen() == "reference"
+    switched_off = ("switched off by use_backends.disable",)
+    assert reasons("native")[:1] == switched_off
+    outer.__exit__(None, None, None)
+    assert reasons("native")[:1] != switched_off
+    assert reasons("torch_flash")[:1] == switched_off
+    inner.__exit__(None, None, None)
+    assert chosen() == DEFAULT
+
+
+def test_a_block_that_was_entered_in_another_thread_ends_none_of_this_one() -> None:
+    block = use_backends("reference")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(block.__enter__).result()
+    with use_backends("torch_flash"):
+        block.__exit__(None, None, None)
+        assert chosen() == "torch_flash"
 
 
 @pytest.mark.parametrize(

@@ -49,19 +49,15 @@ class _Setting(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The setting of the innermost ``with`` block of this context, and the enclosing block."""
+    """The setting of the innermost ``with`` block of this context, the enclosing block, and what has entered it."""
 
     setting: _Setting
     outer: _Block | None
+    manager: use_backends
 
 
 _process = _Setting()
 _block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("undivided_backends", default=None)
-
-
-def _current_setting() -> _Setting:
-    block = _block.get()
-    return _process if block is None else block.setting
 
 
 @checked_call
@@ -109,7 +105,8 @@ class use_backends:
             for all.
 
     Returns:
-        A context manager that can be entered any number of times.
+        A context manager that can be entered any number of times. It ends its own block, also if a block that was
+        entered later is still open, as those of generators may be.
 
     Raises:
         InputError: a name that no backend or family has.
@@ -148,20 +145,38 @@ class use_backends:
         block._disabled = _check_names(names)
         return block
 
-    def __enter__(self) -> use_backends:
-        enclosing = _current_setting()
+    def _inside(self, outer: _Block | None) -> _Block:
+        """A block of this manager inside of another one."""
+        enclosing = _process if outer is None else outer.setting
         setting = _Setting(self._names or None, "use_backends", (), enclosing.batch_invariant)
         if self._disabled is not None:
             disabled = tuple((name, "use_backends.disable") for name in self._disabled)
             setting = enclosing._replace(disabled=enclosing.disabled + disabled)
-        _block.set(_Block(setting, _block.get()))
+        return _Block(setting, outer, self)
+
+    def __enter__(self) -> use_backends:
+        _block.set(self._inside(_block.get()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        block = _block.get()
-        _block.set(block.outer if block is not None else None)
+        _block.set(_without(_block.get(), self))
+
+
+def _without(block: _Block | None, manager: use_backends) -> _Block | None:
+    """The blocks without the innermost one of a manager; all of them if it was entered in another thread or task."""
+    inner = []
+    rest = block
+    while rest is not None and rest.manager is not manager:
+        inner.append(rest.manager)
+        rest = rest.outer
+    if rest is None:
+        return block
+    outer = rest.outer
+    for other in reversed(inner):
+        outer = other._inside(outer)
+    return outer
 
 
 def _check_names(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
