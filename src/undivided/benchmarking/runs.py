@@ -21,6 +21,7 @@ from undivided.benchmarking.peak import Probe
 from undivided.benchmarking.ranks import describe_place
 from undivided.benchmarking.timing import Steady, Stopwatch
 from undivided.machine import Machine
+from undivided.request.operations import backward_flops, forward_flops
 from undivided.verification.sample import Sample, sample_of
 
 __all__ = ["Settings", "describe", "run", "run_small", "verify"]
@@ -216,12 +217,10 @@ def describe(prepared: Prepared) -> TimedCase:
 
 
 def operations(prepared: Prepared) -> float:
-    """The FLOP of the allowed pairs: a multiply-add is two, a forward has two matrix products and a backward five."""
+    """The FLOP of the allowed pairs in the pass that is timed."""
     problem = prepared.problem
-    pairs = _pairs(prepared) * problem.heads
-    if prepared.benchmark.backward:
-        return 2.0 * pairs * (3 * problem.qk_dim + 2 * problem.v_dim)
-    return 2.0 * pairs * (problem.qk_dim + problem.v_dim)
+    count = backward_flops if prepared.benchmark.backward else forward_flops
+    return float(count(_pairs(prepared) * problem.heads, problem.qk_dim, problem.v_dim))
 
 
 def _pairs(prepared: Prepared) -> int:

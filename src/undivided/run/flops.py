@@ -1,8 +1,4 @@
-"""Formulas for PyTorch's FlopCounterMode: the products of all pairs, whatever the mask, as for PyTorch's attention.
-
-Source: the formulas of scaled_dot_product_attention in torch/utils/flop_counter.py (2.13): two products forward, five
-    backward.
-"""
+"""Formulas for PyTorch's FlopCounterMode: the products of all pairs, whatever the mask, as for PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from undivided.arguments import layout as _layout
+from undivided.request.operations import backward_flops, forward_flops
 
 Shape = Sequence[int]
 
@@ -45,15 +42,15 @@ def _register() -> dict[Any, Any]:
 
 
 def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
-    """FLOPs of the scores and of their product with the values. rest: as for `_pairs`."""
+    """FLOPs of a forward pass. rest: as for `_pairs`."""
     v_scale = rest[11]
     is_int4 = v_scale is not None and len(v_scale) == len(v)  # two numbers in each byte of v
-    return 2 * _pairs(q, k, rest) * (q[-1] + v[-1] * (2 if is_int4 else 1))
+    return int(forward_flops(_pairs(q, k, rest), q[-1], v[-1] * (2 if is_int4 else 1)))
 
 
 def _backward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
-    """FLOPs of recomputing the scores, and of the gradients of weights, values, queries and keys."""
-    return 2 * _pairs(q, k, rest) * (3 * q[-1] + 2 * v[-1])
+    """FLOPs of a backward pass."""
+    return int(backward_flops(_pairs(q, k, rest), q[-1], v[-1]))
 
 
 def _pairs(q: Shape, k: Shape, rest: Sequence[Any]) -> int:

@@ -15,6 +15,7 @@ from undivided.context_parallel._index import count
 from undivided.context_parallel._schedule import Ranks, Strategy
 from undivided.context_parallel.strategies.all_gather import head_groups
 from undivided.context_parallel.strategies.all_to_all import ShareRange
+from undivided.request.operations import training_flops
 from undivided.request.result import lse_dtype
 
 
@@ -163,8 +164,8 @@ class Counts:
 
     @property
     def flops_per_pair(self) -> float:
-        """FLOP of one allowed pair: of 2 matrix products forward and 5 backward, 3.5 times the forward pass in all."""
-        return 2 * (self.sizes.qk_dim + self.sizes.v_dim) * 3.5
+        """FLOP of one allowed pair, forward and backward."""
+        return training_flops(1, self.sizes.qk_dim, self.sizes.v_dim)
 
     @property
     def steps(self) -> Tensor:

@@ -24,13 +24,14 @@ from undivided.parallel.plan import traffic as _traffic
 from undivided.parallel.plan.cluster import Cluster
 from undivided.parallel.plan.memory import Bytes
 from undivided.parallel.plan.model import Model
+from undivided.request.operations import forward_flops, training_flops
 
 __all__ = ["Axis", "MeshOption", "TrainingPlan", "plan_training"]
 
 _GRADIENT_BYTES = 4
 """Gradients are reduced in fp32."""
-_RECOMPUTE_FACTOR = 4.5 / 3.5
-"""How much longer attention takes with a second forward pass: a forward pass counts 1, a backward pass 2.5."""
+_RECOMPUTE_FACTOR = 1 + forward_flops(1, 1, 1) / training_flops(1, 1, 1)
+"""How much longer attention takes with a second forward pass; queries and values of a model have one head size."""
 MAX_CONTEXT, MAX_LENGTH = 1024, 1 << 24
 """Most context ranks and tokens: counting keys between all pairs of more ranks takes minutes."""
 

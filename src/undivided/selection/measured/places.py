@@ -7,10 +7,9 @@ from typing import NamedTuple
 from undivided.arguments.tensors import dtype_name
 from undivided.kernels import cpu
 from undivided.machine import Machine
+from undivided.request.operations import forward_flops, training_flops
 from undivided.request.problem import Problem
 
-_GRADIENTS = 2.5
-"""A backward has five matrix products, a forward two."""
 _SAME = frozenset("backward lse lse_grad bias_grad sinks_grad alibi_grad flipped strided some_heads".split())
 """Features that do not change the kind of a problem."""
 
@@ -102,8 +101,8 @@ def work(problem: Problem) -> float:
     longest_q, longest_kv = _longest(problem)
     sequences = problem.batch * problem.q_len / max(longest_q, 1)
     pairs = sequences * problem.heads * _pairs(problem, longest_q, longest_kv)
-    forward = 2.0 * pairs * (problem.qk_dim + problem.v_dim)
-    return forward * (1 + _GRADIENTS) if pass_of(problem) == "training" else forward
+    count = training_flops if pass_of(problem) == "training" else forward_flops
+    return count(pairs, problem.qk_dim, problem.v_dim)
 
 
 def _pairs(problem: Problem, q_len: int, kv_len: int) -> int:
