@@ -122,14 +122,16 @@ class InvariantUnit {
     StepPrefetch prefetch(following, heads_ * steps);
     const int64_t at = part.key % kBlockKeys;
     for (int64_t j = 0, vectors; j < part.keys; j += vectors * kLanes) {
-      vectors = kQuantized && part.keys - j > kLanes ? 2 : 1;
+      vectors = part.keys - j > kLanes && (kQuantized || key_vectors_at_once((int)padded_) > 1) ? 2 : 1;
       for (int64_t n = 0; n < heads_; n++)
         with_padded_rows(padded_, [&](auto rows) {
           constexpr int R = decltype(rows)::value;
           const float* q = q_ + n * padded_ * depth();
           float* scores = scores_ + n * padded_ * kScoreStride + at + j;
           if constexpr (!kQuantized && R <= 4) {
-            score_key_vector<Products, R>(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
+            const auto multiply = vectors == 2 ? score_keys_in_lanes<Products, R, key_vectors_at_once(R)>
+                                               : score_keys_in_lanes<Products, R, 1>;
+            multiply(q, current.rows.row + j, n * a_.k_h, depth(), scores, kScoreStride, prefetch);
           } else if (keys_.reads_nibbles) {
             keys_.template score_four_bits<R>(q, current, j, vectors, n, scores, kScoreStride, prefetch);
           } else if (keys_.reads_bytes) {
@@ -212,21 +214,20 @@ class InvariantUnit {
       store(s + j, allowed ? load(s + j) : splat(-kInfinity));
     }
   }
-  // Adds the weights of some rows to their totals, key by key or pair by pair, and rounds pairs to bf16 unless they are
-  // multiplied by scales first.
+  // Adds the weights of up to four rows to their totals, key by key or pair by pair, and rounds pairs to bf16 unless they
+  // are multiplied by scales first.
   void add_totals(int64_t first_row, int64_t rows, int64_t first, int64_t last) {
-    const float* s = scores_ + first_row * kScoreStride;
-    float sum[4] = {};
-    for (int64_t j = first; j < last; j += Arith::kPairs ? 2 : 1)
-      for (int64_t r = 0; r < rows; r++) {
-        const float* weight = s + r * kScoreStride + j;
-        if constexpr (Arith::kPairs) sum[r] += weight[0] + weight[1];
-        else sum[r] += weight[0];
-      }
+    typedef float Four __attribute__((vector_size(16)));  // side by side: each is a chain of additions
+    float* const s = scores_ + first_row * kScoreStride;
+    const float* weights[4];
+    for (int64_t r = 0; r < 4; r++) weights[r] = s + (r < rows ? r : 0) * kScoreStride;
+    const auto at = [&](int64_t j) { return Four{weights[0][j], weights[1][j], weights[2][j], weights[3][j]}; };
+    Four sum = {};
+    for (int64_t j = first; j < last; j += Arith::kPairs ? 2 : 1) sum += Arith::kPairs ? at(j) + at(j + 1) : at(j);
     for (int64_t r = 0; r < rows; r++) {
       float& total = total_[first_row + r];
       total = total * decay_of(first_row + r) + sum[r];
-      float* to = scores_ + (first_row + r) * kScoreStride;
+      float* to = s + r * kScoreStride;
       if constexpr (Arith::kPairs)
         for (int64_t j = first; j < last && !keys_.scales_rows; j += kLanes)
           store_from_float((BFloat16*)(void*)to + j, load(to + j));

@@ -16,46 +16,6 @@ INLINE void with_padded_rows(int64_t rows, F f) {
   f(std::integral_constant<int, 4>());
 }
 
-// Calls f(c, x) with x[i] = Scalars c + i of kLanes keys, one key per lane, for all `count` Scalars of a row.
-template <class Mode, class F>
-INLINE void for_each_key_lanes(const typename Mode::T* const* row, int64_t offset, int64_t from, int64_t to,
-                               StepPrefetch& prefetch, F f) {
-  constexpr int64_t step = Mode::Arith::kPairs ? 2 : 1;
-  for (int64_t c = from; c < to; c += kLanes) {
-    prefetch.step();
-    Vec x[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) x[i] = load_lanes<Mode>(row[i] + offset + c * step);
-    transpose(x);
-    f(c, x);
-  }
-}
-
-// Scores of R rows with a vector of keys, [row][key]; queries are [Scalar][row].
-template <class Mode, int R>
-static __attribute__((noinline)) void score_key_vector(const float* q, const typename Mode::T* const* row,
-                                                       int64_t offset, int64_t count, float* scores, int64_t stride,
-                                                       StepPrefetch& shared) {
-  typedef typename Mode::Arith Arith;
-  constexpr int64_t chain = kMaxChain / (Arith::kPairs ? 2 : 1);
-  StepPrefetch prefetch = shared;
-  Vec sum[R] = {};
-  for (int64_t from = 0; from < count; from += chain) {
-    Vec acc[R] = {};
-    for_each_key_lanes<Mode>(row, offset, from, smaller_of(from + chain, count), prefetch,
-                             [&](int64_t c, const Vec(&x)[kLanes]) INLINE_LAMBDA {
-#pragma GCC unroll 16
-                               for (int i = 0; i < kLanes; i++)
-                                 add_rows_of<Arith>(acc, q + (c + i) * R, x[i], std::make_integer_sequence<int, R>());
-                             });
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) sum[r] = from > 0 ? sum[r] + acc[r] : acc[r];
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++) store(scores + r * stride, sum[r]);
-  shared = prefetch;
-}
-
 // The sums of K vectors of keys and R rows, chain after chain.
 template <int K, int R>
 INLINE void add_chain(const Vec (&acc)[K][R], bool has_earlier, Vec (&sum)[K][R]) {
@@ -72,7 +32,54 @@ INLINE void store_scores(const Vec (&sum)[K][R], float* scores, int64_t stride) 
     for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
 }
 
-// The same in two steps, for more rows, or keys that are in L1: transposes `vectors` vectors of keys, to
+// Calls f(c, k, x) with x[i] = Scalars c + i of the k-th of K vectors of keys, one key per lane, for all `count` Scalars
+// of a row; k is a constant.
+template <class Mode, int K = 1, class F>
+INLINE void for_each_key_lanes(const typename Mode::T* const* row, int64_t offset, int64_t from, int64_t to,
+                               StepPrefetch& prefetch, F f) {
+  constexpr int64_t step = Mode::Arith::kPairs ? 2 : 1;
+  for (int64_t c = from; c < to; c += kLanes) {
+    const auto take = [&](auto k) INLINE_LAMBDA {
+      prefetch.step();
+      Vec x[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) x[i] = load_lanes<Mode>(row[k.value * kLanes + i] + offset + c * step);
+      transpose(x);
+      f(c, k, x);
+    };
+    take(std::integral_constant<int, 0>());
+    if constexpr (K == 2) take(std::integral_constant<int, 1>());
+  }
+}
+
+// Vectors of keys that score_keys_in_lanes takes together: the sum of a key and a row is a chain, and one or two chains
+// would wait for themselves.
+constexpr int key_vectors_at_once(int rows) { return rows <= 2 ? 2 : 1; }
+// Scores of R rows with K vectors of keys, [row][key]; queries are [Scalar][row].
+template <class Mode, int R, int K>
+static __attribute__((noinline)) void score_keys_in_lanes(const float* q, const typename Mode::T* const* row,
+                                                          int64_t offset, int64_t count, float* scores, int64_t stride,
+                                                          StepPrefetch& shared) {
+  typedef typename Mode::Arith Arith;
+  constexpr int64_t chain = kMaxChain / (Arith::kPairs ? 2 : 1);
+  StepPrefetch prefetch = shared;
+  Vec sum[K][R] = {};
+  for (int64_t from = 0; from < count; from += chain) {
+    Vec acc[K][R] = {};
+    for_each_key_lanes<Mode, K>(row, offset, from, smaller_of(from + chain, count), prefetch,
+                                [&](int64_t c, auto k, const Vec(&x)[kLanes]) INLINE_LAMBDA {
+#pragma GCC unroll 16
+                                  for (int i = 0; i < kLanes; i++)
+                                    add_rows_of<Arith>(acc[k.value], q + (c + i) * R, x[i],
+                                                       std::make_integer_sequence<int, R>());
+                                });
+    add_chain(acc, from > 0, sum);
+  }
+  store_scores(sum, scores, stride);
+  shared = prefetch;
+}
+
+// Scores in two steps, for more rows, or keys that are in L1: transposes `vectors` vectors of keys, to
 // [Scalar][vector], and multiplies K vectors, which share the reads of the queries.
 template <class Mode>
 static __attribute__((noinline)) void transpose_keys(const typename Mode::T* const* row, int64_t offset, int64_t count,
@@ -80,7 +87,7 @@ static __attribute__((noinline)) void transpose_keys(const typename Mode::T* con
   StepPrefetch prefetch = shared;
   for (int64_t v = 0; v < vectors; v++)
     for_each_key_lanes<Mode>(row + v * kLanes, offset, 0, count, prefetch,
-                             [&](int64_t c, const Vec(&x)[kLanes]) INLINE_LAMBDA {
+                             [&](int64_t c, auto, const Vec(&x)[kLanes]) INLINE_LAMBDA {
 #pragma GCC unroll 16
                                for (int i = 0; i < kLanes; i++) store(keys + ((c + i) * vectors + v) * kLanes, x[i]);
                              });
@@ -224,11 +231,10 @@ INLINE void add_step_values(const float* weights, int64_t weight_stride, const T
   }
 #if defined(__AVX512BF16__)
   if constexpr (Arith::kPairs) {
-    const auto add = [&](int64_t pair, const BFloat16* even, const BFloat16* odd) {
+    const auto add = [&](int64_t pair, auto even_at, auto odd_at) INLINE_LAMBDA {
 #pragma GCC unroll 4
       for (int c = 0; c < C; c += 2) {
-        const __m512i x = even ? _mm512_loadu_si512(even + offset + c * kLanes) : __m512i{};
-        const __m512i y = odd ? _mm512_loadu_si512(odd + offset + c * kLanes) : __m512i{};
+        const __m512i x = even_at(c), y = odd_at(c);
         const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
@@ -237,13 +243,17 @@ INLINE void add_step_values(const float* weights, int64_t weight_stride, const T
         }
       }
     };
+    const auto none = [](int) { return __m512i{}; };
+    const auto values = [&](int64_t j) {
+      return [at = row[j] + offset](int c) { return _mm512_loadu_si512(at + c * kLanes); };
+    };
     int64_t j = first % 2;
-    if (j) add(first / 2, nullptr, row[0]);  // a pair starts at an even key
+    if (j) add(first / 2, none, values(0));  // a pair starts at an even key
     for (; j + 2 <= keys; j += 2) {
       prefetch.step();
-      add((first + j) / 2, row[j], row[j + 1]);
+      add((first + j) / 2, values(j), values(j + 1));
     }
-    if (j < keys) add((first + j) / 2, row[j], nullptr);
+    if (j < keys) add((first + j) / 2, values(j), none);
   }
 #endif
 #pragma GCC unroll 4

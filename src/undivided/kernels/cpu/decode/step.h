@@ -166,26 +166,25 @@ class StepPrefetch {
   }
 };
 
-// Folds lanes with the same index modulo R into one x[i], pair by pair.
-template <int Step, int R, class F>
-INLINE Vec fold_pairs(const Vec (&x)[R], F f) {
-  if constexpr (R == 1) {
-    return x[0];
-  } else {
-    Vec half[R / 2];
-#pragma GCC unroll 4
-    for (int i = 0; i < R / 2; i++)
-      half[i] = f(zip_low<Step>(x[2 * i], x[2 * i + 1], Lanes{}), zip_high<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
-    return fold_pairs<2 * Step>(half, f);
-  }
-}
-// Lane i is the fold of all lanes of x[i % R].
+// Lane i is the fold of all lanes of x[i % R], pair by pair.
 template <int R, class F>
 INLINE Vec fold(const Vec (&x)[R], F f) {
-  Vec all = fold_pairs<1>(x, f);
+  static_assert(R <= 4 || (R == 8 && kLanes >= 8), "groups of four lanes, or two such groups side by side");
+  Vec y[R];
+#pragma GCC unroll 4
+  for (int i = 0; i < R / 2; i++)
+    y[i] = f(zip_low<1>(x[2 * i], x[2 * i + 1], Lanes{}), zip_high<1>(x[2 * i], x[2 * i + 1], Lanes{}));
+#pragma GCC unroll 2
+  for (int i = 0; i < R / 4; i++)
+    y[i] = f(zip_low<2>(y[2 * i], y[2 * i + 1], Lanes{}), zip_high<2>(y[2 * i], y[2 * i + 1], Lanes{}));
+  if constexpr (R == 8) {
+    const Vec both = f(low_halves(y[0], y[1], Lanes{}), high_halves(y[0], y[1], Lanes{}));
+    return kLanes == 8 ? both : f(even_groups(both, both, Lanes{}), odd_groups(both, both, Lanes{}));
+  }
+  Vec all = R == 1 ? x[0] : y[0];
   if constexpr (R <= 1) all = f(all, rotate<1>(all, Lanes{}));
   if constexpr (R <= 2) all = f(all, rotate<2>(all, Lanes{}));
-  if constexpr (R <= 4 && kLanes > 4) all = f(all, rotate<4 % kLanes>(all, Lanes{}));
+  if constexpr (kLanes > 4) all = f(all, rotate<4 % kLanes>(all, Lanes{}));
   if constexpr (kLanes > 8) all = f(all, rotate<8 % kLanes>(all, Lanes{}));
   return all;
 }

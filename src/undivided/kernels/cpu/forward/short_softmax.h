@@ -25,13 +25,6 @@ static void mask_scores(const int32_t* start, const int32_t* stop, int64_t rows,
     _mm512_mask_store_ps(scores, (__mmask16)hidden[r], (__m512)splat(-kInfinity));
 }
 
-template <int Step>
-INLINE void larger_stage(Vec (&x)[kLanes]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes / 2 / Step; i++)
-    x[i] = larger(zip_low<Step>(x[2 * i], x[2 * i + 1], Lanes{}), zip_high<Step>(x[2 * i], x[2 * i + 1], Lanes{}));
-}
-
 // Subtracts a row's base from its scores.
 template <int P>
 static void subtract_base(char* scores, int64_t first, int64_t last, float base) {
@@ -59,11 +52,11 @@ static __attribute__((noinline)) void softmax_rows(char* scores, int64_t first, 
     if (j < last) x = larger(load((const float*)row), x);
     high[r] = larger(x, y);
   }
-  larger_stage<1>(high), larger_stage<2>(high), larger_stage<4>(high), larger_stage<8>(high);
-  const Vec largest = high[0] == -kInfinity ? Vec{} : high[0], scaled = rounded(largest * factor);
+  const Vec highest = fold_lanes(high, [](Vec x, Vec y) { return larger(x, y); });
+  const Vec largest = highest == -kInfinity ? Vec{} : highest, scaled = rounded(largest * factor);
   const IVec large = is_large(scaled);
   const Vec base = (large ? Vec{} : scaled) - (float)kWeightBits<T>;
-  store(max_score, high[0]);
+  store(max_score, highest);
   for (int64_t r = 0; r < rows && any(large); r++)
     if (large[r]) subtract_base<P>(scores + r * kScoreRow<P>, first, last, largest[r]);
   Vec sum[kLanes] = {};
