@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ def qkv(length: int, kv_length: int | None = None, grad: bool = True) -> list[Te
     return [t.requires_grad_(grad) for t in (q, k, v)]
 
 
-def assert_same_with_gradients(compiled: Callable[..., Tensor], eager: Callable[..., Tensor], *args: Tensor) -> None:
-    leaves = [a for a in args if a.requires_grad]
+def assert_same_with_gradients(compiled: Callable[..., Tensor], eager: Callable[..., Tensor], *args: Any) -> None:
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
     ours, theirs = compiled(*args), eager(*args)
     torch.testing.assert_close(ours, theirs)
     upstream = torch.randn_like(theirs)
@@ -115,6 +116,29 @@ def test_new_lengths_of_the_same_structure_do_not_recompile() -> None:
         n = torch.tensor([length - 3, length])
         torch.testing.assert_close(compiled(*(x := qkv(length)), n), layer(*x, n))
     assert compiled_graphs() == before == 2
+
+
+NUMBERS: dict[str, Callable[[Tensor, int], Mask]] = {
+    "longest-document": lambda cu, n: masks.documents(cu, max_q=n) & masks.causal(),
+    "tokens": lambda cu, n: masks.documents(cu - torch.tensor([0, 0, 1]), max_q=n, total_q=n + 4),
+    "prefix": lambda cu, n: masks.documents(cu) & (masks.causal() | masks.prefix(n)),
+    "chunks": lambda cu, n: masks.documents(cu) & masks.chunks(n),
+}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_new_numbers_in_a_mask_do_not_recompile(name: str, compiler: str) -> None:
+    """In the constant string of the operator, a number that the compiler keeps symbolic was an error."""
+
+    def layer(q: Tensor, k: Tensor, cu: Tensor, n: int) -> Tensor:
+        return undivided.attention(2 * q, k, k, layout="thd", mask=NUMBERS[name](cu, n)).sin()
+
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
+    for n in (5, 6, 7, 8, 9):
+        q, k = (torch.randn(n + 4, heads, 16, requires_grad=True) for heads in (4, 2))
+        assert_same_with_gradients(compiled, layer, q, k, torch.tensor([0, n, n + 4]), n)
+        assert compiled_graphs() <= 2
 
 
 def test_decoding_over_a_growing_cache_does_not_recompile() -> None:
@@ -225,7 +249,7 @@ def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
     for needs, lse in (("yyynnn", "y"), ("nnnnnn", "n")):
         q, k, v = qkv(7, grad="y" in needs)
         text = f"bshd|{spec}|{needs}||None|{lse}"
-        call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, None, None)
+        call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], None, None)
         results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
         assert set(results.values()) == {"SUCCESS"}
 
@@ -236,7 +260,7 @@ def test_the_operator_passes_opcheck_with_quantised_keys(format: Format) -> None
     (k, k_scale), (v, v_scale) = (quantize(torch.randn(2, 7, 2, 32), format) for _ in range(2))
     spec, tensors = masks.causal().flatten()
     text = f"bshd|{spec}|nnnnnn||None|y"
-    call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, k_scale, v_scale)
+    call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], k_scale, v_scale)
     results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -253,7 +277,7 @@ def test_the_operator_passes_opcheck_when_the_native_kernel_runs(case: str) -> N
         k, v = (torch.randn(5, 4, 2, 16) for _ in range(2))
         pages = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
     spec = f"bshd|{text}|nnnnnn|native|None|y"
-    call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0, None, None)
+    call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0, [], None, None)
     results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
     assert set(results.values()) == {"SUCCESS"}
     asked = {"layout": "bshd", "mask": mask, "pages": pages, "return_lse": True}

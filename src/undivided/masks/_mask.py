@@ -290,8 +290,11 @@ class Mask(MaskFields):
         )
         return Mask.unflatten(_spec.write(self.align, self.band, parts, tensors), moved)
 
-    def flatten(self) -> tuple[str, list[Tensor]]:
+    def flatten(self, numbers: list[int] | None = None) -> tuple[str, list[Tensor]]:
         """The mask as a constant string and its tensors, for operators that take no Python objects.
+
+        Args:
+            numbers: receives the ints of the parts, which may be symbolic; None: they are in the string.
 
         Returns:
             ``(spec, tensors)``.
@@ -302,19 +305,19 @@ class Mask(MaskFields):
         'None;None,0;lengths,t0,None,None,None'
         """
         tensors = list(self.tensors)
-        return _spec.write(self.align, self.band, self.parts, tensors), tensors
+        return _spec.write(self.align, self.band, self.parts, tensors, numbers), tensors
 
     @staticmethod
-    def unflatten(spec: str, tensors: Sequence[Tensor]) -> Mask:
+    def unflatten(spec: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> Mask:
         """The mask that ``flatten`` took apart.
 
         Args:
-            spec, tensors: the results of ``flatten``.
+            spec, tensors, numbers: the results of ``flatten``.
 
         Returns:
             A mask of the same pairs.
         """
-        align, (left, right), parts = _spec.read(spec, tensors)
+        align, (left, right), parts = _spec.read(spec, tensors, numbers)
         return Mask(align, left, right, parts)
 
     def __repr__(self) -> str:

@@ -31,33 +31,43 @@ _PARTS: dict[str, Callable[..., Part]] = {
 }
 
 
-def write(align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor]) -> str:
-    """The string: alignment, band, then the name and fields of each part; ``t0`` is the first of the tensors."""
+def write(
+    align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor], numbers: list[int] | None = None
+) -> str:
+    """The string: alignment, band, then the name and fields of each part; ``t0`` is the first of the tensors. A list
+    for numbers receives those of the parts, of which ``n0`` is the first; otherwise they are in the string."""
     words = [f"{align}", f"{band[0]},{band[1]}"]
     for part in parts:
         fields = [part.name]
         for value in part.fields():
             if isinstance(value, Tensor):
                 fields += [f"t{n}" for n, tensor in enumerate(tensors) if tensor is value]
+            elif numbers is not None and value is not None and part.name != Predicate.name:
+                fields.append(f"n{len(numbers)}")
+                numbers.append(value)
             else:
                 fields.append(f"{value}")
         words.append(",".join(fields))
     return ";".join(words)
 
 
-def read(spec: str, tensors: Sequence[Tensor]) -> tuple[Align | None, Band, tuple[Part, ...]]:
-    """Alignment, band and parts from the string and tensors of `write`."""
+def read(
+    spec: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()
+) -> tuple[Align | None, Band, tuple[Part, ...]]:
+    """Alignment, band and parts from the string, tensors and numbers of `write`."""
     align, band, *words = spec.split(";")
-    left, right = (_parse(field, tensors) for field in band.split(","))
+    left, right = (_parse(field, tensors, numbers) for field in band.split(","))
     parts: list[Part] = []
     for word in words:
         name, *fields = word.split(",")
-        values = [_parse(field, tensors) for field in fields]
+        values = [_parse(field, tensors, numbers) for field in fields]
         parts.append(find_predicate(values[0]) if name == Predicate.name else _PARTS[name](*values))
     return None if align == "None" else align, (left, right), tuple(parts)  # type: ignore[return-value]
 
 
-def _parse(field: str, tensors: Sequence[Tensor]) -> Any:
+def _parse(field: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
     if field == "None":
         return None
+    if field.startswith("n"):
+        return numbers[int(field[1:])]
     return tensors[int(field[1:])] if field.startswith("t") else int(field)

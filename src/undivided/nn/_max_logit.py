@@ -22,8 +22,8 @@ from undivided.run.autograd import autocast
 
 _library = torch.library.Library("undivided", "FRAGMENT")
 _library.define(
-    "max_logit(Tensor q, Tensor k, Tensor? bias, Tensor? alibi_slopes, Tensor[] mask, str spec, str layout, "
-    "float scale, float? softcap) -> Tensor"
+    "max_logit(Tensor q, Tensor k, Tensor? bias, Tensor? alibi_slopes, Tensor[] mask, str spec, SymInt[] numbers, "
+    "str layout, float scale, float? softcap) -> Tensor"
 )
 
 
@@ -45,11 +45,12 @@ def max_logit(
             q, k, layout=layout, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes
         )
     if torch.compiler.is_compiling():
-        spec, tensors = mask.flatten()
+        numbers: list[int] = []
+        spec, tensors = mask.flatten(numbers)
         # detached, because the operator has no derivative
         bias, alibi_slopes = (None if t is None else t.detach() for t in (bias, alibi_slopes))
         compiled: Tensor = torch.ops.undivided.max_logit(
-            q.detach(), k.detach(), bias, alibi_slopes, tensors, spec, layout, scale, softcap
+            q.detach(), k.detach(), bias, alibi_slopes, tensors, spec, numbers, layout, scale, softcap
         )
         return compiled
     with torch.no_grad():
@@ -69,11 +70,12 @@ def _run(
     slopes: Tensor | None,
     mask: list[Tensor],
     spec: str,
+    numbers: list[int],
     layout: str,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    return max_logit(q, k, Mask.unflatten(spec, mask), cast(Layout, layout), bias, slopes, scale, softcap)
+    return max_logit(q, k, Mask.unflatten(spec, mask, numbers), cast(Layout, layout), bias, slopes, scale, softcap)
 
 
 @torch.library.register_fake("undivided::max_logit", lib=_library)  # type: ignore[untyped-decorator]

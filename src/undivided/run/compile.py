@@ -10,7 +10,8 @@ PyTorch's own attention, and fake tensors get shapes.
 
 The graph contains the operator; validation and selection run inside it, at run time, on the real tensors. So new
 lengths do not recompile, a change of policy takes effect, and a wrong argument raises the same `InputError` as in eager
-mode. The static part (layout, the mask's structure, which inputs need gradients) is a constant string, the spec.
+mode. The static part (layout, the mask's structure, which inputs need gradients) is a constant string, the spec. The
+ints of a mask, such as the longest document, are arguments of their own, which may be symbolic.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from undivided.selection.policy import policy
 _library = torch.library.Library("undivided", "DEF")
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
-    "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p"
+    "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p, "
+    "SymInt[] numbers"
 )
 _library.define(f"attention({_SCHEMA}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
 _library.define(
@@ -65,6 +67,7 @@ class _Arguments(NamedTuple):
     scale: float | None
     softcap: float | None
     dropout_p: float
+    numbers: Sequence[int]
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -79,9 +82,9 @@ class _Arguments(NamedTuple):
         return (*self.tensors, *self.mask, self.dropout_seed, self.pages)
 
     @property
-    def constants(self) -> tuple[str, float | None, float | None, float]:
+    def constants(self) -> tuple[str, float | None, float | None, float, Sequence[int]]:
         """The arguments that are not tensors."""
-        return self.spec, self.scale, self.softcap, self.dropout_p
+        return self.spec, self.scale, self.softcap, self.dropout_p, self.numbers
 
 
 _ANY_SWITCHES = "-"
@@ -118,7 +121,8 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
     """The result of the request, from one call of the operator. switches: PyTorch's, for a call that depends on
     them."""
     tensors, options = request.tensors, request.options
-    mask_text, mask_tensors = checked_mask(options.mask).flatten()
+    lengths: list[int] = []
+    mask_text, mask_tensors = checked_mask(options.mask).flatten(lengths)
     # torch.jit.trace compares a graph with another, which it records without gradients
     grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
     needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in tensors]
@@ -133,7 +137,7 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
         str(request.batch_invariant),
     )
     seed = _seed(options, tensors.q.device)
-    numbers = options.scale, options.softcap, float(options.dropout_p)
+    numbers = options.scale, options.softcap, float(options.dropout_p), lengths
     scales = options.k_scale, options.v_scale
     # not an empty list, which packages of AOTInductor pass as None; the mask ignores a tensor that it does not name
     mask_tensors = mask_tensors or [tensors.q]
@@ -181,7 +185,7 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
     spec = _Spec.read(args.spec)
     options = Options(
         layout=cast(Layout, spec.layout),
-        mask=Mask.unflatten(spec.mask, args.mask),
+        mask=Mask.unflatten(spec.mask, args.mask, args.numbers),
         scale=args.scale,
         softcap=args.softcap,
         dropout_p=args.dropout_p,
@@ -316,8 +320,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 
 def _no_gradients(args: _Arguments) -> list[Any]:
-    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one."""
-    return [[None] * len(args.mask), *[None] * (len(args) - 7)]
+    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one.
+    PyTorch takes an empty list of numbers for one of tensors."""
+    gradients = dict.fromkeys(args._fields[6:])
+    return list((gradients | {"mask": [None] * len(args.mask), "numbers": None if args.numbers else []}).values())
 
 
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
