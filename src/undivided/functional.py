@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
-from undivided.arguments.signature import checked_call, missing_as_required, raise_as_type_error, unknown_arguments
+from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
 from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -186,7 +187,7 @@ def attention(
     return autograd.run(decision.backend, call, tensors)
 
 
-@checked_call
+@outside_of_graphs
 def explain(
     q: Tensor,
     k: Tensor,
@@ -213,6 +214,8 @@ def explain(
     **unknown: Any,
 ) -> Decision:
     """The `Decision` for these arguments: which backend `attention` would run, and why not the others. Runs nothing.
+
+    torch.compile runs it outside of its graphs; with ``fullgraph=True`` it must be called before the compiled function.
 
     Args:
         machine: the machine to decide for; this one if None. The device of a described machine replaces that of the

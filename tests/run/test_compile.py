@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +117,21 @@ def test_new_lengths_of_the_same_structure_do_not_recompile() -> None:
         n = torch.tensor([length - 3, length])
         torch.testing.assert_close(compiled(*(x := qkv(length)), n), layer(*x, n))
     assert compiled_graphs() == before == 2
+
+
+def test_explain_runs_outside_of_graphs() -> None:
+    def layer(x: Tensor) -> Tensor:
+        decision = undivided.explain(x, x, x, layout="bshd", mask=masks.causal())
+        return x + len(decision.backend.name) + len(decision.reasons)
+
+    x = torch.randn(1, 4, 2, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = torch.compile(layer, backend="eager")(x)
+    torch.testing.assert_close(compiled, layer(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside of what fullgraph=True compiles"):
+        torch.compile(layer, fullgraph=True, backend="eager")(x)
 
 
 NUMBERS: dict[str, Callable[[Tensor, int], Mask]] = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer, listed
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.cache._checks import checked_token_ids
-from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.compaction import Compaction
 from undivided.cache._ledger.pages import Pages

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._checks import as_list, checked_counts, checked_tokens, packed_counts
-from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
 from undivided.cache._ledger.plan import Ledger, SequenceLedger, Slots
 from undivided.cache._ranks import PageRanks, on_all_ranks

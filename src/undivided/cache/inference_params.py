@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_device, as_integer, check_tensor
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
@@ -17,7 +18,6 @@ from undivided.cache._attend import CachedCall, CachedSequences, Output
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
 from undivided.cache._block_table import BlockTable
 from undivided.cache._checks import checked_tokens
-from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ranks import checked_ranks

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_device, as_integer
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache._attend import CachedSequences
 from undivided.cache._block_table import BlockTable
 from undivided.cache._cache import Cache
 from undivided.cache._checks import checked_token_ids
-from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._storage import Heads, Storage

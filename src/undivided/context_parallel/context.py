@@ -9,9 +9,9 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import checked_choice, checked_flag
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import checked_methods
-from undivided.cache._graphs import outside_of_graphs
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import RankCall, Run
 from undivided.context_parallel._groups import group_axes, rank_mesh

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache._cache import Lengths
-from undivided.cache._graphs import outside_of_graphs
 from undivided.cache._storage import Heads
 from undivided.cache.paged import SequencesOnPages
 from undivided.context_parallel.context import ContextParallel

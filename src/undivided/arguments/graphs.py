@@ -1,4 +1,4 @@
-"""``outside_of_graphs``: a decorator for methods that torch.compile must not trace."""
+"""``outside_of_graphs``: a decorator for functions and methods that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_of_graphs(function: F) -> F:
-    """The method with a graph break: lengths are numbers on the host, and a graph would be compiled for each value.
+    """The function with a graph break: it decides on the host, or reads lengths, each of which would get a graph.
     A call that does not fit the signature raises InputError, as in `checked_call`."""
 
     @functools.wraps(function)
-    def method(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             from undivided.arguments import _graph_break
 
@@ -30,4 +30,4 @@ def outside_of_graphs(function: F) -> F:
                 raise
         raise wrong
 
-    return method  # type: ignore[return-value]
+    return call  # type: ignore[return-value]
