@@ -250,6 +250,9 @@ def test_flatten_and_unflatten_give_the_mask_back(mask: Mask) -> None:
     assert repr(again) == repr(mask)
     assert again.structure == mask.structure
     assert again.flatten()[0] == spec
+    numbers: list[int] = []
+    spec, tensors = mask.flatten(numbers)
+    assert repr(Mask.unflatten(spec, tensors, numbers)) == repr(mask)
     for one, other in zip(mask.tensors, again.tensors, strict=True):
         assert one is other
 

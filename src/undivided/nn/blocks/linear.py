@@ -77,7 +77,7 @@ class Linear(Module):
     def _used_part(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a part, as plain tensors: the rows that this rank uses."""
         axis = None if name in self.used_rows else 0
-        weight, bias = (self.own(f"{name}{kind}", axis) for kind in ("weight", "bias"))
+        weight, bias = (self._own(f"{name}{kind}", axis) for kind in ("weight", "bias"))
         if self.ranks is None or axis == 0:
             return weight, bias
         first, count = self.used_rows[name]  # ranks use different rows, so the gradient is the sum over ranks
@@ -104,7 +104,7 @@ class OutputLinear(Linear):
         """The output, and the input of the map."""
         if self.ranks is None:
             return super().forward(x, add_bias)
-        out = self.ranks.leave(functional.linear(x, self.own("weight", 1)))
+        out = self.ranks.leave(functional.linear(x, self._own("weight", 1)))
         bias = self.whole_bias() if add_bias else None
         return (out if bias is None else out + bias,), x
 

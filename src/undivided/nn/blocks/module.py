@@ -33,12 +33,12 @@ class Module(torch.nn.Module):
         Returns:
             The parameters as plain tensors, or views whose gradient is summed over ranks; None stays None.
         """
-        own, ranks = [self.own(name, None) for name in names], self.ranks
+        own, ranks = [self._own(name, None) for name in names], self.ranks
         if ranks is None or ranks.sequence is None:
             return own
         return [None if parameter is None else ranks.shared(parameter) for parameter in own]
 
-    def own(self, name: str, axis: int | None) -> Any:
+    def _own(self, name: str, axis: int | None) -> Any:
         """This rank's part of a parameter, as `own_part` returns it."""
         return own_part(name, getattr(self, name), axis, self.ranks)
 

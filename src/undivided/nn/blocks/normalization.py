@@ -77,7 +77,7 @@ class Normalization(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised."""
-        weight, bias = self.own("weight", None), self.own("bias", None)
+        weight, bias = self._own("weight", None), self._own("bias", None)
         if self.ranks is not None:
             weight, bias = self.ranks.shared(weight), None if bias is None else self.ranks.shared(bias)
         return self.norm(x, weight, bias)
