@@ -63,8 +63,9 @@ INTERNAL = {
     # what `attention`, the caches and the layers call with requests that they have checked
     *("ContextParallel.attention", "ContextParallel.explain", "MultiheadAttention.check"),
     *(f"{layer}.whole_on_ranks" for layer in ("DotProductAttention", "MultiheadAttention", "TransformerLayer")),
-    # what backends call for sizes that `Mask.check` has accepted
-    *(f"Mask.{name}" for name in "cached check flatten normal_form resolved_align take unflatten with_padded_kv".split()),
+    # what operators call, and backends for sizes that `Mask.check` has accepted
+    *("Mask.flatten", "Mask.unflatten"),
+    *(f"Mask.{name}" for name in "cached check normal_form resolved_align take with_padded_kv".split()),
     *(f"NormalForm.{name}" for name in "allowed counts covers hull shard tiles".split()),
     # arithmetic of `plan_training`, and results that are read
     *("Cluster.seconds", "Model.layer_parameters", "Entry.find", "InputError.as_also", "Report.of"),
