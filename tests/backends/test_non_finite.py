@@ -311,3 +311,20 @@ def test_second_derivatives_do_not_mix_documents() -> None:
     second = torch.autograd.grad(sum(g[ids != 1].square().sum() for g in first), leaves)
     for t in (*first, *second):
         assert t[ids != 1].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_torch_flash_reads_no_keys_beyond_the_last_query(dtype: torch.dtype, layout: str) -> None:
+    """PyTorch's kernel multiplies them with a weight of 0, and 0 * NaN is NaN."""
+    q, k, v = torch.randn(1, 4, 2, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
+    k[:, 4:] = v[:, 4:] = math.nan
+    mask = masks.causal("top_left")
+    leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+    inputs = leaves
+    if layout == "thd":
+        inputs, mask = [t[0] for t in leaves], masks.documents([0, 4], [0, 9]) & mask
+    out = undivided.attention(*inputs, layout=layout, mask=mask, backend="torch_flash")
+    assert out.isfinite().all()
+    for gradient in torch.autograd.grad(out.sum(), leaves):
+        assert gradient.isfinite().all()

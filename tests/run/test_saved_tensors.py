@@ -177,7 +177,7 @@ def test_a_mask_first_used_while_serving_still_trains() -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("backend", ["native", "reference", "torch_flash"])
 def test_hooks_may_return_saved_tensors_with_other_strides(backend: str) -> None:
     """The kernels read contiguous rows, and gave garbage for others."""
     q = random(1, 3, 40, 8, dtype=torch.float32).requires_grad_()

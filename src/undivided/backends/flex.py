@@ -27,7 +27,7 @@ from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limi
 from undivided.backends.shared import gpu_rules
 from undivided.backends.shared.empty_rows import clear_rows, fix_empty_rows, rows_without_keys
 from undivided.backends.shared.kernel_inputs import clean_tensors
-from undivided.backends.shared.leaves import leaf_gradients, make_leaves
+from undivided.backends.shared.leaves import leaf_gradients, make_leaves, recording
 from undivided.machine import Machine
 from undivided.masks import NormalForm
 from undivided.masks.normal_form import DensePairs, IdPairs, PredicatePairs, RangePairs
@@ -125,7 +125,7 @@ class Flex(Backend):
         problem, tensors = call.problem, tensors.materialised()
         form = call.normal_form(tensors.q)
         leaves = Tensors._make(make_leaves(tensors, call.needs))
-        with torch.enable_grad():
+        with recording():
             out, lse = _with_lse(_inputs(call, leaves, form), _settings(call, leaves, form))
         outputs = [out]
         grads = [clear_rows(layout.canonical(grad_out, problem.layout), form).transpose(1, 2)]

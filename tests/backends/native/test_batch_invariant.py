@@ -102,7 +102,11 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask | None) 
     return list(torch.autograd.grad(out, leaves, grad))
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(20, 0) | masks.sinks(3)], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [None, masks.causal(), masks.window(20, 0) | masks.sinks(3), masks.causal() & masks.chunks(30)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(3, 600, 2, 64), (3, 70, 4, 64), (5, 8, 3, 40)], ids=str)
 def test_gradients_depend_neither_on_the_batch_nor_on_the_threads(

@@ -358,7 +358,7 @@ class Records:
         """The record's fields from `batch_invariant` on."""
         if not self.call.problem.batch_invariant:
             return _NOT_INVARIANT
-        if not self.is_forward or self.call.mask.is_full or self.call.problem.mask.kinds <= _BANDS:
+        if self.call.mask.is_full or self.call.problem.mask.kinds <= _BANDS:
             return (1, 0, 0)
         first = self.call.normal_form(self.tensors.q).first_key
         if first is None:

@@ -22,7 +22,7 @@ from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients,
 from undivided.backends.reference.block_gradients import Accumulators
 from undivided.backends.reference.runs import find_runs
 from undivided.backends.shared.block import Block, distance, hide, row_slopes
-from undivided.backends.shared.leaves import leaf_gradients, make_leaves
+from undivided.backends.shared.leaves import leaf_gradients, make_leaves, recording
 from undivided.kernels import philox
 from undivided.masks.normal_form import NormalForm
 from undivided.request.call import Call
@@ -317,7 +317,7 @@ class Reference(Backend):
         if "partial" in problem.features:
             row_tensors += [out_BHSD, result.lse.unsqueeze(-1)]
         for block in _blocks(call, tensors, row_tensors):
-            with torch.enable_grad():
+            with recording():
                 leaves = make_leaves(_slices(block, call, tensors), call.needs)
                 out, lse = attend(block, call, tensors, leaves)
             where = (block.batch, block.heads, block.rows)
@@ -354,7 +354,7 @@ class Reference(Backend):
         outer_q, *outer_kv = outer.heads_first(problem.layout)
         for block in _blocks(call, tensors, [grad_out_BHSD, outer_q], outer_kv):
             where = (block.batch, block.heads, block.rows)
-            with torch.enable_grad():
+            with recording():
                 leaves = make_leaves(_slices(block, call, tensors), call.needs)
                 out, lse = attend(block, call, tensors, leaves)
                 grads = [grad_out_BHSD[where].to(precision).requires_grad_()]

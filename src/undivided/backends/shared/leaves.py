@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd records what follows, also below an operator of PyTorch's dispatcher: its kernels run with the dispatch
+    key of autograd excluded, so that `torch.enable_grad` alone records nothing there, without an error."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+        yield
 
 
 def make_leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -33,6 +33,7 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
 
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -130,6 +131,8 @@ class TorchFlash(Backend):
         problem = call.problem
         if problem.device != "cpu" or call.pages is not None or (causal := _one_call(call, tensors)) is None:
             return None
+        if _saved_tensors_hooks(False) is not None:  # PyTorch's node computes wrong gradients if they change strides
+            return None
         return _forward(*_inputs(call, tensors), 0.0, causal, scale=call.scale)[0]
 
     def backward(
@@ -203,9 +206,11 @@ def _one_call(call: Call, tensors: Tensors) -> bool | None:
     kinds = problem.mask.kinds
     if not kinds:
         return False
-    # the kernel multiplies by the scale after it has masked with -inf: a negative scale would give +inf
-    exact = kinds == {"causal"} and problem.align in ("both", "top_left") and "flipped" not in problem.features
-    return True if exact else None
+    if kinds != {"causal"} or problem.align not in ("both", "top_left"):
+        return None
+    # the kernel multiplies by the scale after it has masked with -inf: a negative scale would give +inf; and it
+    # multiplies keys beyond the last query, which may be NaN, with a weight of 0
+    return True if "flipped" not in problem.features and problem.kv_len <= problem.q_len else None
 
 
 def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
@@ -223,7 +228,8 @@ def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
         if not biased and not rest:
             yield KernelCall(whole, causal=False, masked=False)
         elif not biased and rest == {"causal"} and square and "flipped" not in problem.features:
-            yield KernelCall(whole, causal=True, masked=False)
+            seen = slice(k.start, min(k.stop, k.start + q.stop - q.start))  # the others may hold anything
+            yield KernelCall(Block(batch, *heads, q, seen), causal=True, masked=False)
         else:
             normal = call.normal_form(tensors.q)
             step = ROWS if rest - _ANYWHERE else max(ROWS, MASK_ENTRIES // _entries(problem, batch, k))

@@ -144,6 +144,19 @@ inline std::vector<DocumentExtent> extents_by_first_key(const Attention& a) {
   return documents;
 }
 
+// The sequences of a pack, whatever the mask hides within each: alone, each would be one problem. Empty if there is one, or
+// if they do not divide the keys.
+inline std::vector<DocumentExtent> whole_sequences(const Attention& a) {
+  if (a.batch != 1 || !a.first_key || a.q_len == 0 || a.first_key[0] != 0) return {};
+  std::vector<DocumentExtent> documents = extents_by_first_key(a);
+  for (size_t i = 0; i < documents.size(); i++) {
+    DocumentExtent& d = documents[i];
+    d.keys = (i + 1 < documents.size() ? documents[i + 1].key : a.kv_len) - d.key;
+    if (d.keys < std::max(d.seen, (int64_t)1)) return {};
+  }
+  return documents.size() > 1 ? documents : std::vector<DocumentExtent>();
+}
+
 // The ranges of a document's rows relative to its first key, written to `to`.
 inline void shift_ranges(const Attention& a, const DocumentExtent& d, int32_t* to) {
   const int32_t *from = a.ranges + d.row * a.columns, *stop = from + d.rows * a.columns;
@@ -156,7 +169,7 @@ inline void shift_ranges(const Attention& a, const DocumentExtent& d, int32_t* t
 // The documents as problems; empty if it is one document. `ranges` receives their ranges.
 inline std::vector<Document> find_documents(const Attention& a, const Gradients& g, std::vector<int32_t>& ranges) {
   std::vector<Document> documents;
-  const std::vector<DocumentExtent> extents = find_extents(a);
+  const std::vector<DocumentExtent> extents = a.batch_invariant ? whole_sequences(a) : find_extents(a);
   if (!extents.empty()) ranges.resize((size_t)(a.q_len * a.columns));
   for (const DocumentExtent& d : extents) {
     int32_t* document_ranges = ranges.data() + d.row * a.columns;
