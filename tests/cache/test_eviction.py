@@ -106,6 +106,38 @@ def test_a_broader_mask_is_refused_and_a_narrower_one_is_not() -> None:
         cache.attend(torch.randn(1, 4, HEADS, DIM), STREAMING)
 
 
+@pytest.mark.parametrize("mask", [masks.window(1, 0) | masks.sinks(1), masks.window(1, 0) | masks.prefix([1, 1])])
+def test_no_query_of_a_call_sees_an_evicted_page(mask: Mask) -> None:
+    """The sinks or the prefix keep the page that the first queries see."""
+    cache = PagedKVCache(8, PAGE, KV_HEADS, DIM, batch=2, dtype=torch.float32)
+    sequences = new_sequences((12, 2))
+    one_step(cache, [[t[:12] for t in sequences[0]], sequences[1]], mask)
+    cache.evict(mask)
+    poison(cache)
+    q = torch.randn(2, 12, HEADS, DIM)
+    for counts, first in (([12, 12], 4), ([8, 1], 4), ([6, 0], 6)):
+        with pytest.raises(InputError, match=f"of sequence 0, got .* shows keys 4 to 7 to its query {first}"):
+            cache.attend(q[:, : counts[0]], mask, counts)
+    with pytest.raises(InputError, match="shows keys 4 to 7 to its query 4"):
+        cache.attend(q, mask)
+    assert cache.attend(q, masks.sinks(1) & masks.causal()).isfinite().all()
+    assert cache.attend(q[:, :3], mask, [3, 2]).isfinite().all()
+
+
+def test_a_step_of_many_tokens_sees_no_evicted_page() -> None:
+    mask = masks.window(1, 0) | masks.sinks(1)
+    params = InferenceParams(1, 64, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=PAGE)
+    (sequence,) = new_sequences((31,))
+    rows = []
+    for first, stop, released in ((0, 12, 1), (12, 27, 4), (27, 31, 1)):
+        params.pre_step({"a": stop - first})
+        rows += params.attend(1, *(t[None, first:stop] for t in sequence), mask=mask)
+        assert params.evict(mask) == released
+        with pytest.raises(InputError, match="pre_step"):
+            params.attend(1, *(t[None, first:stop] for t in sequence), mask=mask)
+    torch.testing.assert_close(torch.cat(rows), in_one_pass(sequence, mask))
+
+
 @pytest.mark.parametrize(
     "mask",
     [

@@ -30,7 +30,7 @@ def evict(ledger: Pages, mask: Mask) -> int:
         raise InputError("mask", "be the mask of all later calls", None)
     check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
-    for n, ranges in enumerate(visible(mask, ledger.lengths)):
+    for n, (ranges,) in enumerate(visible(mask, ledger.lengths)):
         full = ledger.lengths[n] // ledger.page_size
         hidden = [p for p in range(full) if not _sees(ranges, p, ledger.page_size)]
         count += ledger.evict(n, hidden)
@@ -59,21 +59,27 @@ def _check_hidden(
     check_evictable(mask, must)
     # of more queries than tokens, the first ones see no key
     before = tuple([max(0, length - count) for length, count in zip(lengths, counts, strict=True)])
-    for n, ranges in enumerate(visible(mask, before)):
-        for p in evicted[n]:
-            if counts[n] and _sees(ranges, p, page_size):
-                keys = f"a mask that shows keys {p * page_size} to {(p + 1) * page_size - 1}"
-                hint = "attend with the mask of evict(), or a narrower one, and before evict()"
-                raise InputError("mask", f"{must} of sequence {n}", f"{keys} to its query {before[n]}", hint)
+    # no later query sees more of the keys before it than the first query; but each sees its own key
+    ends = [(pages[-1] + 1) * page_size if pages else 0 for pages in evicted]
+    rows = max(1, *[end - start for end, start in zip(ends, before, strict=True)])
+    for n, queries in enumerate(visible(mask, before, rows)):
+        for i, ranges in enumerate(queries[: lengths[n] - before[n]], before[n]):
+            for p in evicted[n]:
+                if _sees(ranges, p, page_size):
+                    keys = f"a mask that shows keys {p * page_size} to {(p + 1) * page_size - 1}"
+                    hint = "attend with the mask of evict(), or a narrower one, and before evict()"
+                    raise InputError("mask", f"{must} of sequence {n}", f"{keys} to its query {i}", hint)
     return True
 
 
-def visible(mask: Mask, lengths: Counts) -> list[Ranges]:
-    """For each sequence the ranges of keys, [start, stop), that its next query sees, the query's own key included."""
+def visible(mask: Mask, lengths: Counts, queries: int = 1) -> list[list[Ranges]]:
+    """For each sequence and each of its next queries the ranges of keys, [start, stop), that the query sees, the keys
+    of these queries included."""
     with torch.inference_mode(False):
-        with_next = torch.tensor(lengths, dtype=torch.int32, device="cpu") + 1
-        table = (align(mask) & masks.lengths(with_next)).intervals(1, max(lengths) + 1, batch=len(lengths))
-    return [list(zip(row[0][::2], row[0][1::2], strict=True)) for row in table.tolist()]
+        with_next = torch.tensor(lengths, dtype=torch.int32, device="cpu") + queries
+        mask = align(mask) & masks.lengths(with_next)
+        table = mask.intervals(queries, max(lengths) + queries, batch=len(lengths))
+    return [[list(zip(row[::2], row[1::2], strict=True)) for row in sequence] for sequence in table.tolist()]
 
 
 def _sees(ranges: Ranges, page: int, page_size: int) -> bool:
