@@ -17,7 +17,7 @@ from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.foreign import keyword_hint
-from undivided.request.request import Options, Request, Tensors, new_tuple
+from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_tuple
 from undivided.run import autograd, dispatch, dtensors
 from undivided.run.dispatch import ContextParallelLike
 from undivided.run.prepare import decide_request, prepare
@@ -301,6 +301,4 @@ def _checked_context(context_parallel: object) -> ContextParallelLike:
     return cast(ContextParallelLike, context_parallel)
 
 
-_ARGUMENTS = frozenset(
-    (*Tensors._fields[3:], *Options._fields, "backend", "deterministic", "batch_invariant", "context_parallel")
-)
+_ARGUMENTS = KEYWORDS | {"context_parallel"}

@@ -17,6 +17,7 @@ from undivided import masks
 from undivided.kernels import cpu
 from undivided.masks import Mask
 from undivided.quantization import Format, quantize
+from undivided.run import compile as operator
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +256,13 @@ def test_autocast_inside_the_graph_casts_as_in_eager_mode() -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*args)
     assert compiled.dtype == torch.bfloat16
     torch.testing.assert_close(compiled, layer(*args))
+
+
+def test_the_operator_has_the_arguments_of_its_named_tuple_in_their_order() -> None:
+    names = [argument.name for argument in torch.ops.undivided.attention.default._schema.arguments]
+    assert names == list(operator._Arguments._fields)
+    of_backward = [argument.name for argument in torch.ops.undivided.attention_backward.default._schema.arguments]
+    assert of_backward[:13] == names[:13]
 
 
 # PyTorch 2.15's own: opcheck reads the gradients of copies

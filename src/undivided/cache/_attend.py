@@ -35,13 +35,12 @@ from undivided.functional import attention
 from undivided.masks import Mask
 from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.checks import checked_mask
-from undivided.request.request import Request
+from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
 from undivided.run.replay import Prepared, may_replay
 from undivided.selection.policy import Policy, policy
 
-_TENSORS = ("bias", "alibi_slopes", "sinks")
-_RULES = ("backend", "deterministic", "batch_invariant")
-_OPTIONS = frozenset({*_TENSORS, *_RULES, "scale", "softcap", "return_lse"})
+OPTIONS = frozenset({*OPTIONAL_TENSORS, *RULES, "scale", "softcap", "return_lse"})
+"""The options of `undivided.attention` that attention over a cache takes; dropout is not among them."""
 _NUMBERS = frozenset({float, type(None)})
 
 Output = Tensor | tuple[Tensor, Tensor]
@@ -118,12 +117,14 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
     scale = softcap = None
     rules: dict[str, Any] = {}
     if options:
-        if options.get("return_lse", False) is not False or any(options.get(name) is not None for name in _TENSORS):
+        if options.get("return_lse", False) is not False:
+            return None
+        if any(options.get(name) is not None for name in OPTIONAL_TENSORS):
             return None
         scale, softcap = options.get("scale"), options.get("softcap")
         if not {type(scale), type(softcap)} <= _NUMBERS:
             return None
-        rules = {name: options.get(name) for name in _RULES}
+        rules = {name: options.get(name) for name in RULES}
     if mask.parts and mask.kinds & NEVER_RANGES:
         return None
     if not may_replay(q, k, v) or (pages is not None and (pages.is_inference() or pages._version)):
@@ -271,9 +272,9 @@ def _scales(cached: CachedSequences, layout: Layout) -> tuple[Tensor, ...]:
 
 def check_options(options: dict[str, Any]) -> None:
     """InputError unless these are options of `InferenceParams.attend`."""
-    if not _OPTIONS.issuperset(options):
-        unknown = sorted(options.keys() - _OPTIONS)
-        known = ("layer_number", "q", "new_k", "new_v", "qkv_format", "mask", *sorted(_OPTIONS))
+    if not OPTIONS.issuperset(options):
+        unknown = sorted(options.keys() - OPTIONS)
+        known = ("layer_number", "q", "new_k", "new_v", "qkv_format", "mask", *sorted(OPTIONS))
         hint = did_you_mean(unknown[0], known)
         raise unknown_arguments("InferenceParams.attend", unknown, known, hint).as_also(TypeError)
 

@@ -21,10 +21,10 @@ from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.call import Call
-from undivided.request.checks import check_extras, check_kinds, check_layout, check_ranks, checked_mask
+from undivided.request.checks import check_kinds, check_layout, check_optional_tensors, check_ranks, checked_mask
 from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
-from undivided.request.request import Request, Tensors
+from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
 from undivided.selection.decision import select
 from undivided.selection.policy import Policy, policy
 
@@ -102,14 +102,12 @@ def build_global_request(
 
 def check_local(request: Request) -> None:
     """Check this rank's arguments as far as they do not depend on the whole sequence; raises InputError."""
-    (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
+    (q, k, v, *_), options = request.tensors, request.options
     layout = options.layout
     check_layout(layout)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-    for name, optional in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes)):
-        if optional is not None:
-            check_tensor(name, optional)
+    for name, tensor in zip(Tensors._fields, request.tensors, strict=True):
+        if tensor is not None or name not in OPTIONAL_TENSORS:
+            check_tensor(name, tensor)
     if any(tensor.is_meta for tensor in checked_mask(options.mask).tensors):
         raise InputError(
             "mask",
@@ -127,7 +125,7 @@ def check_local(request: Request) -> None:
         )
     check_kinds(q, k, v)
     heads = _layout.sizes(q.shape, layout)[2]
-    check_extras(q, bias, sinks, slopes, heads)
+    check_optional_tensors(request.tensors, heads)
     if options.pages is not None:
         raise InputError(
             "pages",
@@ -247,7 +245,7 @@ def shared_arguments(request: GlobalRequest, strategy: Strategy) -> dict[str, ob
         "scale": call.scale,
         "softcap": call.softcap,
         "dropout_p": (call.dropout_p, seed if isinstance(seed, int) or seed is None else int(seed)),
-        "requires_grad": dict(zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), call.needs, strict=True)),
+        "requires_grad": dict(zip(Tensors._fields, call.needs, strict=True)),
         "bias": _comparable_bias_axes(request),
         "features": sorted(problem.features),
     }

@@ -21,7 +21,7 @@ from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
 from undivided.quantization import format_of, head_size
 from undivided.request.foreign import mask_hint
-from undivided.request.request import Options
+from undivided.request.request import OPTIONAL_TENSORS, Options, Tensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -258,9 +258,10 @@ def _page_range(pages: Tensor) -> tuple[int, int]:
     return page_range
 
 
-def check_extras(q: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None, heads: int) -> None:
-    """InputError unless the kinds of the optional inputs and the shape of sinks are valid; other checks come later."""
-    for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+def check_optional_tensors(tensors: Tensors, heads: int) -> None:
+    """InputError unless the kinds of the optional tensors and the shape of sinks are valid; other checks come later."""
+    q, sinks = tensors.q, tensors.sinks
+    for name, tensor in zip(OPTIONAL_TENSORS, tensors[3:], strict=True):
         if tensor is None:
             continue
         check_tensor(name, tensor)

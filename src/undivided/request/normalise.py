@@ -23,9 +23,9 @@ from undivided.quantization import head_size
 from undivided.request.call import Call, CheckedMask
 from undivided.request.checks import (
     check_bias,
-    check_extras,
     check_kinds,
     check_layout,
+    check_optional_tensors,
     check_page_numbers,
     check_pages,
     check_ranks,
@@ -40,7 +40,7 @@ from undivided.request.checks import (
 from undivided.request.foreign import tensor_hint
 from undivided.request.problem import Problem
 from undivided.request.quantized import check_quantized, check_scale_tensors
-from undivided.request.request import Request, Tensors
+from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
 from undivided.request.slopes import are_usual
 
 
@@ -128,8 +128,9 @@ def _known_problem(request: Request, facts: Facts) -> KnownProblem:
 
 def _check_optional_memory(request: Request) -> None:
     """InputError if the memory of an optional tensor is gone, or a scale requires a gradient."""
-    (*_, bias, sinks, slopes), options = request.tensors, request.options
-    for name, tensor in (("bias", bias), ("sinks", sinks), ("alibi_slopes", slopes), ("pages", options.pages)):
+    options = request.options
+    optional = zip((*OPTIONAL_TENSORS, "pages"), (*request.tensors[3:], options.pages), strict=True)
+    for name, tensor in optional:
         if tensor is not None:
             check_memory(name, tensor)
     if options.k_scale is not None and options.v_scale is not None:
@@ -261,7 +262,7 @@ def _check_tensors(request: Request) -> None:
 
 def describe(request: Request, facts: Facts) -> Problem:
     """The problem of a request. Checks everything except the mask (checked later) and scale and seed (values)."""
-    (q, k, v, bias, sinks, slopes), options, (device, needs, _) = request.tensors, request.options, facts
+    (q, k, v, bias, _, slopes), options, (device, needs, _) = request.tensors, request.options, facts
     layout, pages = options.layout, options.pages
     _check_tensors(request)
     check_scalars(options)
@@ -278,7 +279,7 @@ def describe(request: Request, facts: Facts) -> Problem:
         _, kv_len, kv_heads, _ = _layout.sizes(k.shape, layout)
     else:
         kv_len, kv_heads, page_size = check_pages(q, k, v, layout, pages, gradients=needs[1] or needs[2])
-    check_extras(q, bias, sinks, slopes, heads)
+    check_optional_tensors(request.tensors, heads)
     return Problem(
         device=device or q.device.type,
         dtype=q.dtype,

@@ -10,6 +10,7 @@ from undivided.arguments.tensors import dtype_name
 from undivided.errors import InputError
 from undivided.quantization import DTYPES, Format, check_scale, format_of
 from undivided.request.checks import check_float
+from undivided.request.request import Tensors
 
 
 def check_quantized(
@@ -37,12 +38,9 @@ def check_quantized(
         assert scale is not None
         check_scale(name, scale, operand, values)
     if any(needs):
-        names = [name for name, need in zip(_DIFFERENTIABLE, needs, strict=True) if need]
+        names = [name for name, need in zip(Tensors._fields, needs, strict=True) if need]
         _refuse_gradients(", ".join(names))
     return format
-
-
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
 
 
 def check_scale_tensors(k_scale: Tensor, v_scale: Tensor) -> None:

@@ -106,3 +106,10 @@ class Request(NamedTuple):
         """A request from the keywords of `attention`; `options` are the fields of `Options`."""
         tensors = Tensors(q, k, v, bias, sinks, alibi_slopes)
         return Request(tensors, Options(**options), backend, deterministic, batch_invariant)
+
+
+OPTIONAL_TENSORS = Tensors._fields[3:]
+RULES = Request._fields[2:]
+"""The arguments that decide which backend may run."""
+KEYWORDS = frozenset((*OPTIONAL_TENSORS, *Options._fields, *RULES))
+"""The keywords of `attention` that make a request."""

@@ -126,15 +126,15 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
     # torch.jit.trace compares a graph with another, which it records without gradients
     grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
     needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in tensors]
-    spec = (
-        str(options.layout),
-        mask_text,
-        "".join(needs),
-        "" if request.backend is None else str(request.backend),
-        str(request.deterministic),
-        "y" if options.return_lse else "n",
-        _ANY_SWITCHES if switches is None else switches,
-        str(request.batch_invariant),
+    spec = _Spec(
+        layout=str(options.layout),
+        mask=mask_text,
+        needs="".join(needs),
+        backend="" if request.backend is None else str(request.backend),
+        deterministic=str(request.deterministic),
+        return_lse="y" if options.return_lse else "n",
+        switches=_ANY_SWITCHES if switches is None else switches,
+        batch_invariant=str(request.batch_invariant),
     )
     seed = _seed(options, tensors.q.device)
     numbers = options.scale, options.softcap, float(options.dropout_p), lengths

@@ -24,7 +24,7 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.request.checks import check_scalars
 from undivided.request.foreign import keyword_hint
-from undivided.request.request import Options, Tensors
+from undivided.request.request import KEYWORDS, Options, Tensors
 from undivided.run import autograd
 from undivided.verification.report import Report, Row
 from undivided.verification.runs import build_trial, run
@@ -109,7 +109,7 @@ def verify(
     if dropout_p and dropout_seed is None:
         options = options._replace(dropout_seed=int(torch.randint(2**62, ())))  # the same pattern for all backends
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
-        tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        tensors = Tensors(q, k, v, bias, sinks, alibi_slopes)._asdict()
         rest = {**options._asdict(), "deterministic": deterministic, "batch_invariant": batch_invariant}
         trial = build_trial(tensors, rest.pop("layout"), rest, gradients)
         outcomes = {candidate.name: run(candidate, trial) for candidate in selected}
@@ -126,11 +126,8 @@ def _check_arguments(q: object, unknown: Mapping[str, object]) -> None:
         hint = "undivided.explain takes meta tensors, and runs nothing"
         raise InputError("q", "hold values, because verify computes with them", "a meta tensor", hint)
     if unknown:
-        known = sorted({*Tensors._fields[3:], *Options._fields, *_OWN_ARGUMENTS})
+        known = sorted({*KEYWORDS, "backends", "gradients"})
         raise unknown_arguments("verify", unknown, known, keyword_hint(unknown, known)).as_also(TypeError)
-
-
-_OWN_ARGUMENTS = ("backend", "deterministic", "batch_invariant", "backends", "gradients")
 
 
 def _select(names: Sequence[str] | None) -> list[Backend]:

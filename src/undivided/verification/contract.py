@@ -22,9 +22,10 @@ from undivided.arguments.tensors import dtype_name
 from undivided.backends import all_backends, get
 from undivided.backends._base import Backend
 from undivided.machine import Machine
+from undivided.request.request import Tensors
 from undivided.verification import inputs, lines, runs
 from undivided.verification.cases import CASES, Case
-from undivided.verification.inputs import DIFFERENTIABLE, Inputs
+from undivided.verification.inputs import Inputs
 from undivided.verification.lines import Line, Task, command_parser
 
 COMPILES = frozenset({"flex"})
@@ -39,7 +40,7 @@ def build_trial(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[In
     """The tensors of a case, with NaN in all memory that must not be read, and the trial for the backends."""
     call_inputs = inputs.build(case, dtype, device=device, poison=True)
     rest = dict(call_inputs.arguments)
-    tensors = {name: rest.pop(name, None) for name in DIFFERENTIABLE}
+    tensors = {name: rest.pop(name, None) for name in Tensors._fields}
     layout = rest.pop("layout")
     gradients = case.needs is None or bool(case.needs)
     grads = (call_inputs.grad_out, call_inputs.grad_lse)

@@ -19,12 +19,12 @@ from undivided.arguments import layout
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.quantization import Format, quantize
+from undivided.request.request import Tensors
 from undivided.request.slopes import usual_slopes
 from undivided.verification.cases import Case
 
 __all__ = ["Inputs", "build", "padding", "upstream"]
 
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
 _SEQUENCES = frozenset({"lengths", "documents", "document_ids"})
 
 
@@ -40,7 +40,7 @@ class Inputs:
     @property
     def leaves(self) -> dict[str, Tensor]:
         """The tensors that need a gradient, by name."""
-        return {name: t for name in DIFFERENTIABLE if (t := self.arguments.get(name)) is not None and t.requires_grad}
+        return {name: t for name in Tensors._fields if (t := self.arguments.get(name)) is not None and t.requires_grad}
 
     def attention(self, **overrides: Any) -> Any:
         """The result of ``undivided.attention`` with these arguments, some of them overridden."""
@@ -183,7 +183,7 @@ def padding(mask: Mask | None, sizes: tuple[int, ...], device: str = "cpu") -> t
 
 
 def _names_with_gradient(case: Case, arguments: Mapping[str, Any]) -> list[str]:
-    present = [name for name in DIFFERENTIABLE if arguments.get(name) is not None]
+    present = [name for name in Tensors._fields if arguments.get(name) is not None]
     return [name for name in present if case.needs is None or name in case.needs]
 
 

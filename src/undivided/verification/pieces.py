@@ -23,8 +23,8 @@ from undivided.request.request import Tensors
 MAX_PAIRS = 1 << 22
 """Largest score matrix of a piece: 32 MiB in fp64, and about a dozen such tensors are alive at a time."""
 
-NAMES = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
-"""The differentiable arguments, in the order of `Tensors`; the gradient of ``x`` is called ``dx``."""
+NAMES = Tensors._fields
+"""The differentiable arguments; the gradient of ``x`` is called ``dx``."""
 
 Quantities = dict[str, Tensor]
 """Results by name: "out", "lse", and gradients "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes"."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
 from undivided.backends._base import Backend
-from undivided.cache._attend import CachedCall, Output
+from undivided.cache._attend import OPTIONS, CachedCall, Output
 from undivided.cache._masks import EVERY, PER_KEY, extend, extend_mask, with_cached_lengths, with_documents
 from undivided.cache._storage import Counts
 from undivided.context_parallel._request import policy_over_ranks
@@ -32,7 +32,7 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks.normal_form import Ranges
 from undivided.request.call import Call
-from undivided.request.checks import check_extras, check_scalars
+from undivided.request.checks import check_optional_tensors, check_scalars
 from undivided.request.request import Request, Tensors
 from undivided.request.result import Result
 from undivided.run import autograd
@@ -119,7 +119,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
     check_scalars(options)
     q, k, v = autograd.autocast(q, k, v, options.k_scale)
     _, q_len, heads, _ = _layout.sizes(q.shape, layout)
-    check_extras(q, bias, sinks, slopes, heads)
+    check_optional_tensors(request.tensors, heads)
     assert cached.pages is not None
     keys = _Keys(rank, world, k.shape[1], cached.lengths, cached.pages.shape[1])
     if bias is not None:
@@ -152,8 +152,8 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
 def _request(call: CachedCall, mask: Mask) -> tuple[Request, MergeMethod | None]:
     """The request over this rank's pools, and the way in which results are merged; None: their size decides."""
     options: dict[str, Any] = {name: value for name, value in call.options.items() if name != "by"}
-    if unknown := options.keys() - _OPTIONS:
-        raise InputError("attend", f"be given only {', '.join(sorted(_OPTIONS))} over ranks", sorted(unknown))
+    if unknown := options.keys() - OPTIONS:
+        raise InputError("attend", f"be given only {', '.join(sorted(OPTIONS))} over ranks", sorted(unknown))
     by = call.options.get("by")
     if by is not None:
         check_merge_method(by)
@@ -204,7 +204,3 @@ def _own_mask(
     with torch.inference_mode(False), torch.no_grad():
         part = whole.normal_form(*shape, device).shard(rows, own_keys)
     return dataclasses.replace(own, align="bottom_right", parts=(Ranges(part), *own.parts))
-
-
-_OPTIONS = frozenset("bias scale softcap alibi_slopes sinks backend deterministic batch_invariant return_lse".split())
-"""Arguments of `attend` that a cache over ranks takes; dropout is not among them."""
