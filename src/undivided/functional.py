@@ -23,7 +23,7 @@ from undivided.run.dispatch import ContextParallelLike
 from undivided.run.prepare import decide_request, prepare
 from undivided.sdpa import scaled_dot_product_attention
 from undivided.selection.decision import Decision
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 
 __all__ = ["attention", "explain", "scaled_dot_product_attention"]
 
@@ -183,7 +183,7 @@ def attention(
         q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
     ):
         return dispatch.attention(request)
-    decision, call, tensors = prepare(request, policy(backend, deterministic, batch_invariant=batch_invariant))
+    decision, call, tensors = prepare(request, current_policy(backend, deterministic, batch_invariant=batch_invariant))
     return autograd.run(decision.backend, call, tensors)
 
 
@@ -262,8 +262,8 @@ def explain(
         request, _ = dtensors.local_request(request, None if context is None else context.process_groups())
     if context is not None:
         return context.explain(request, machine, device)
-    allowed = policy(backend, deterministic, batch_invariant=batch_invariant)
-    return decide_request(request, machine, allowed, device)
+    policy = current_policy(backend, deterministic, batch_invariant=batch_invariant)
+    return decide_request(request, machine, policy, device)
 
 
 def _unknown_or_too_many(unknown: Mapping[str, object], more: Sequence[object]) -> InputError:

@@ -28,7 +28,7 @@ from undivided.run import autograd, dispatch
 from undivided.run.prepare import prepare
 from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
 from undivided.selection import switches as _sdp_switches
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 
 _CAUSAL = masks.causal("top_left")
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -126,7 +126,7 @@ def _attend(request: Request) -> Tensor:
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
         return cast(Tensor, dispatch.attention(request, switches))
-    decision, call, tensors = prepare(request, policy(switches=switches))
+    decision, call, tensors = prepare(request, current_policy(switches=switches))
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 

@@ -133,7 +133,7 @@ def _run(built: Inputs, backend: Backend) -> dict[str, Tensor]:
 def _apart(one: Tensor, other: Tensor, name: str, trial: runs.Trial) -> float:
     """How far two results are apart, in budgets."""
     budget = trial.budget
-    return distance(one, other) / budget.scale[name] / budget.allowed[name]
+    return distance(one, other) / budget.scale[name] / budget.max_errors[name]
 
 
 def _refuses(built: Inputs, backend: Backend) -> bool:

@@ -67,7 +67,7 @@ def test_within_the_budget_of_a_single_kernel(case: Case, dtype: torch.dtype) ->
     budget = budget_for(*call_of(**inputs.arguments), Upstream(inputs.grad_out, grad_lse))
     found = simulated(inputs, *TURNS[case.name])
     wrong = {
-        name: (budget.error(name, t), budget.allowed[name]) for name, t in found.items() if not budget.met(name, t)
+        name: (budget.error(name, t), budget.max_errors[name]) for name, t in found.items() if not budget.met(name, t)
     }
     assert not wrong, (dtype, wrong)
 

@@ -19,7 +19,7 @@ from undivided.errors import InputError, NoBackendError
 from undivided.request.request import Request
 from undivided.run import prepare
 from undivided.selection import switches as _sdp_switches
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 
 # torch's own forward mode scripts its decompositions when it is first used
 
@@ -123,10 +123,10 @@ def test_every_switch_is_named_in_its_reason() -> None:
         ("c", "fused", "cudnn"),
         ("m", "math", "math"),
     ):
-        said = dict(policy(switches=f"{letter}:").disabled)
+        said = dict(current_policy(switches=f"{letter}:").disabled)
         assert f"enable_{switch}_sdp(False)" in said[family]
         assert len(said) == (2 if letter == "f" else 1)
-    assert policy(switches="") == policy()
+    assert current_policy(switches="") == current_policy()
 
 
 @pytest.mark.parametrize(

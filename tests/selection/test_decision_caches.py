@@ -18,7 +18,7 @@ from undivided.backends import all_backends, reference
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
 from undivided.selection.order import default_rank
-from undivided.selection.policy import Policy, policy
+from undivided.selection.policy import Policy, current_policy
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_decoding_shares_decisions_between_lengths(decided: list[Problem]) -> No
         out = undivided.attention(q, kv[:, :length], kv[:, :length], layout="bshd", mask=masks.causal("bottom_right"))
         assert out.shape == q.shape
     assert len(decided) == 7  # one for every divisibility by 1, 2, ..., 64
-    select = selection.select(problem_of(q, kv[:, :700], kv[:, :700], layout="bshd"), Machine.this(), policy())
+    select = selection.select(problem_of(q, kv[:, :700], kv[:, :700], layout="bshd"), Machine.this(), current_policy())
     assert select.problem.kv_len == 700, "a shared decision still prints the problem it is for"
 
 

@@ -80,33 +80,33 @@ def test_transformer_engines_debug_variables_are_aliases(
 ) -> None:
     monkeypatch.setenv("NVTE_DEBUG", debug)
     monkeypatch.setenv("NVTE_DEBUG_LEVEL", level)
-    assert policy.policy().log == want
+    assert policy.current_policy().log == want
     monkeypatch.setenv("UNDIVIDED_LOG", "info")
-    assert policy.policy().log == "info"
+    assert policy.current_policy().log == "info"
 
 
 def test_transformer_engines_debug_variable_alone_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As there, where the level is 0 by default."""
     monkeypatch.setenv("NVTE_DEBUG", "1")
-    assert policy.policy().log == ""
+    assert policy.current_policy().log == ""
 
 
 def test_a_log_level_of_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDIVIDED_LOG", "0")
-    assert policy.policy().log == ""
+    assert policy.current_policy().log == ""
 
 
 def test_batch_invariance_is_that_of_the_argument_then_of_set_backends_then_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not policy.policy().batch_invariant
+    assert not policy.current_policy().batch_invariant
     monkeypatch.setenv("UNDIVIDED_BATCH_INVARIANT", "1")
-    assert policy.policy().batch_invariant
-    assert not policy.policy(batch_invariant=False).batch_invariant
+    assert policy.current_policy().batch_invariant
+    assert not policy.current_policy(batch_invariant=False).batch_invariant
     set_backends(batch_invariant=False)
     try:
-        assert not policy.policy().batch_invariant
-        assert policy.policy(batch_invariant=True).batch_invariant
+        assert not policy.current_policy().batch_invariant
+        assert policy.current_policy(batch_invariant=True).batch_invariant
     finally:
         set_backends()
 
@@ -118,7 +118,7 @@ def test_an_unknown_log_level_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_reading_the_policy_again_is_a_cache_look_up() -> None:
-    assert policy.policy() is policy.policy()
+    assert policy.current_policy() is policy.current_policy()
 
 
 def test_switching_on_logging_later_prints_the_decisions_made_from_then_on(

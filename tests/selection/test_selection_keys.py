@@ -17,7 +17,7 @@ from undivided.request.problem import Problem
 from undivided.selection import decision as selection
 from undivided.selection import measured
 from undivided.selection.order import default_rank
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 
 MACHINE = Machine("cpu", isa="avx2")
 
@@ -89,7 +89,7 @@ def test_problems_of_one_key_and_common_sizes_have_the_same_ranks(name: str) -> 
 def test_a_cached_decision_is_for_the_machine_and_problem_of_the_request() -> None:
     for kv_len in (320, 384):
         asked = problem(q_len=1, kv_len=kv_len)
-        found = selection.select(asked, MACHINE, policy())
+        found = selection.select(asked, MACHINE, current_policy())
         assert found.machine is MACHINE
         assert found.problem.kv_len == kv_len
 
@@ -104,7 +104,7 @@ def test_the_place_of_packed_documents_depends_on_their_longest_lengths(longer: 
 @pytest.mark.parametrize("argument", ["deterministic", "batch_invariant"])
 def test_a_flag_of_the_policy_that_is_not_a_bool_is_named(argument: str) -> None:
     with pytest.raises(InputError) as caught:
-        policy(**{argument: 1})  # type: ignore[arg-type]
+        current_policy(**{argument: 1})  # type: ignore[arg-type]
     assert caught.value.argument == argument
 
 

@@ -30,7 +30,7 @@ def test_the_budget_is_twice_the_plain_error_and_one_rounding() -> None:
     once = distance(plain["out"], budget.right["out"]) / float(budget.right["out"].norm())
     eps = torch.finfo(torch.bfloat16).eps
     assert FACTOR == 2
-    assert 2 * once + eps <= budget.allowed["out"] < 3 * once + eps
+    assert 2 * once + eps <= budget.max_errors["out"] < 3 * once + eps
     assert undivided.verify is verify
 
 
@@ -42,9 +42,9 @@ def test_zeros_are_never_within_a_budget(case: Case, dtype: torch.dtype) -> None
     for name, right in budget.right.items():
         size = float(right[right.isfinite()].norm())
         if size > 0 and budget.scale[name] == size:
-            assert budget.allowed[name] < 0.5, name
+            assert budget.max_errors[name] < 0.5, name
         else:
-            assert size < budget.allowed[name] * budget.scale[name] < 1, name
+            assert size < budget.max_errors[name] * budget.scale[name] < 1, name
 
 
 def _of_one_number(seed: int, dtype: torch.dtype, argument: str) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def wrong_call(
         return None
     meaning = _meaning(documented, missing[0])
     hint = _form(text, parameters) + (f"\n        {missing[0]}: {meaning}" if meaning else "")
-    must = f"be given to {text}{_allowed(function, missing[0])}"
+    must = f"be given to {text}{_choices(function, missing[0])}"
     return InputError(missing[0], must, REQUIRED, hint).as_also(TypeError)
 
 
@@ -167,7 +167,7 @@ def _form(name: str, parameters: Iterable[inspect.Parameter]) -> str:
     return f"{name}({', '.join([*parts, '...'] if more else parts)})"
 
 
-def _allowed(function: Callable[..., Any], argument: str) -> str:
+def _choices(function: Callable[..., Any], argument: str) -> str:
     """``, one of 'a', 'b'`` if the argument's type is a Literal, otherwise nothing."""
     try:
         kind = typing.get_type_hints(function).get(argument)

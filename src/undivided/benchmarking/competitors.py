@@ -30,7 +30,7 @@ from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
 from undivided.request.request import Request, Tensors
 from undivided.selection.decision import decide
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 from undivided.verification.cases import Case
 from undivided.verification.contract import available
 from undivided.verification.inputs import Inputs, build
@@ -164,11 +164,11 @@ def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> C
     """A call of the library with a backend, or with the one that it chooses."""
     arguments = dict(prepared.inputs.arguments)
     batch_invariant = arguments.get("batch_invariant")
-    allowed = policy(backend, batch_invariant=batch_invariant)
-    decision = decide(prepared.problem, Machine.this(arguments["q"].device), allowed)
+    policy = current_policy(backend, batch_invariant=batch_invariant)
+    decision = decide(prepared.problem, Machine.this(arguments["q"].device), policy)
     if decision.chosen is None:
         raise Absent("; ".join(decision.reasons.get(backend or "", ())) or "no backend can run it")
-    default = decide(prepared.problem, decision.machine, policy(None, batch_invariant=batch_invariant)).chosen
+    default = decide(prepared.problem, decision.machine, current_policy(None, batch_invariant=batch_invariant)).chosen
     if backend is not None and decision.chosen is default:
         raise Absent("undivided chose it")
     call = partial(attention, **arguments, backend=backend)

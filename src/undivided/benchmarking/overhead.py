@@ -29,7 +29,7 @@ from undivided.machine import Machine
 from undivided.request.normalise import normalise
 from undivided.request.request import Request
 from undivided.selection.decision import select
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 from undivided.verification import verify
 
 BUDGET_MICROSECONDS = 15.0
@@ -101,7 +101,7 @@ def _overhead_cases() -> dict[str, _Case]:
 def _overhead(name: str, case: _Case, turns: int, calls: int) -> Overhead:
     tensors, arguments, sdpa = case
     call, inputs = normalise(Request.from_keywords(*tensors, **arguments))
-    backend = select(call.problem, Machine.this(tensors[0].device), policy()).backend
+    backend = select(call.problem, Machine.this(tensors[0].device), current_policy()).backend
     report = verify(*tensors, **arguments, backends=[backend.name])
     if not report.ok:
         raise RuntimeError(f"the verification failed, so nothing is timed\n{report}")

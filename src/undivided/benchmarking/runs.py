@@ -196,7 +196,7 @@ def _judge(competitor: Competitor, sample: Sample) -> Entry:
     except Exception as error:  # whatever a kernel raises is reported
         return {"ok": False, "errors": {}, "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
     errors = {
-        name: {"error": _finite(error), "budget": sample.allowed[name], "ok": error <= sample.allowed[name]}
+        name: {"error": _finite(error), "budget": sample.max_errors[name], "ok": error <= sample.max_errors[name]}
         for name, error in measured.items()
     }
     return {"ok": all(x["ok"] for x in errors.values()) and bool(errors), "errors": errors}
@@ -278,8 +278,8 @@ def _goals(case: TimedCase, benchmark: Benchmark) -> list[dict[str, Any]]:
     if goal.best is not None and others:
         results.append(_goal("x the best other", goal.best, 1 / min(others), at_most=True))
     if goal.allowance is not None and "sdpa" in entries:
-        allowed = goal.allowance[0] * entries["sdpa"]["seconds"] + goal.allowance[1]
-        results.append(_goal("seconds", allowed, ours["seconds"], at_most=True))
+        limit = goal.allowance[0] * entries["sdpa"]["seconds"] + goal.allowance[1]
+        results.append(_goal("seconds", limit, ours["seconds"], at_most=True))
     return results
 
 

@@ -19,7 +19,7 @@ from undivided.backends.triton import append as triton
 from undivided.kernels import cpu
 from undivided.quantization import Format
 from undivided.run.autograd import is_elsewhere
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS: dict[Format | None, int] = {None: 0, "int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
@@ -118,9 +118,9 @@ def _append_on_gpu(
 
 def _is_allowed(backend: Backend) -> bool:
     """Whether the settings allow the backend for calls that request none."""
-    rules = policy()
-    listed = rules.allowed is None or any(has_name(backend, word) for word in rules.allowed)
-    return listed and not any(has_name(backend, word) for word, _ in rules.disabled)
+    policy = current_policy()
+    listed = policy.allowed is None or any(has_name(backend, word) for word in policy.allowed)
+    return listed and not any(has_name(backend, word) for word, _ in policy.disabled)
 
 
 def _is_whole(part: Tensor) -> bool:

@@ -37,7 +37,7 @@ from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.checks import checked_mask
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
 from undivided.run.replay import Prepared, may_replay
-from undivided.selection.policy import Policy, policy
+from undivided.selection.policy import Policy, current_policy
 
 OPTIONS = frozenset({*OPTIONAL_TENSORS, *RULES, "scale", "softcap", "return_lse"})
 """The options of `undivided.attention` that attention over a cache takes; dropout is not among them."""
@@ -129,10 +129,10 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         return None
     if not may_replay(q, k, v) or (pages is not None and (pages.is_inference() or pages._version)):
         return None
-    allowed = policy(**rules)
+    policy = current_policy(**rules)
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
-    kind = (layout, sizes, q.device, k.device, q_counts, scale, softcap, allowed)
-    prepared = mask.cached(("repeated", kind, lengths), _prepare, call, mask, allowed, kind)
+    kind = (layout, sizes, q.device, k.device, q_counts, scale, softcap, policy)
+    prepared = mask.cached(("repeated", kind, lengths), _prepare, call, mask, policy, kind)
     return None if prepared is None else prepared.run(q, k, v, pages, k_scale, v_scale)
 
 
@@ -142,7 +142,7 @@ class _Latest:
     prepared: Prepared | None = None
 
 
-def _prepare(call: CachedCall, mask: Mask, allowed: Policy, kind: object) -> Prepared | None:
+def _prepare(call: CachedCall, mask: Mask, policy: Policy, kind: object) -> Prepared | None:
     """The call, prepared. kind: what decides on it besides the mask and the lengths."""
     latest = mask.cached(("latest", kind), _Latest) if _is_paged_decoding(call, mask) else None
     before = None if latest is None else latest.prepared  # another thread may replace it
@@ -150,7 +150,7 @@ def _prepare(call: CachedCall, mask: Mask, allowed: Policy, kind: object) -> Pre
         prepared = _with_lengths(before, call, mask)
     else:
         q, k, v, options = _arguments(call, mask)
-        prepared = Prepared.of(Request.from_keywords(q, k, v, **options), allowed)
+        prepared = Prepared.of(Request.from_keywords(q, k, v, **options), policy)
     if latest is not None:
         latest.prepared = prepared
     return prepared

@@ -26,16 +26,16 @@ from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
 from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
 from undivided.selection.decision import select
-from undivided.selection.policy import Policy, policy
+from undivided.selection.policy import Policy, current_policy
 
 
 def policy_over_ranks(request: Request) -> Policy:
     """The backends that the caller allows; InputError if results must not depend on the batch."""
-    allowed = policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
-    if allowed.batch_invariant:
+    policy = current_policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
+    if policy.batch_invariant:
         must = "be False over ranks, whose partial results are merged in their order"
         raise InputError("batch_invariant", must, "True")
-    return allowed
+    return policy
 
 
 class GlobalRequest(NamedTuple):
@@ -57,14 +57,14 @@ class GlobalRequest(NamedTuple):
         """The problem over the tokens of all ranks."""
         return self.call.problem
 
-    def runs(self, machine: Machine, allowed: Policy) -> tuple[tuple[Run, ...], ...]:
+    def runs(self, machine: Machine, policy: Policy) -> tuple[tuple[Run, ...], ...]:
         """The backend of every piece, which runs both its forward and its backward; raises NoBackendError."""
-        return tuple(tuple(select_backend(part, machine, allowed) for part in parts) for parts in self.parts)
+        return tuple(tuple(select_backend(part, machine, policy) for part in parts) for parts in self.parts)
 
 
-def select_backend(part: Problem, machine: Machine, allowed: Policy) -> Run:
+def select_backend(part: Problem, machine: Machine, policy: Policy) -> Run:
     """The backend that runs a piece, and the decided problem; raises NoBackendError."""
-    decision = select(part, machine, allowed)
+    decision = select(part, machine, policy)
     return decision.backend, decision.problem
 
 

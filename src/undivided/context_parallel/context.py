@@ -144,8 +144,8 @@ class ContextParallel(ShardedTokens):
             out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
-        allowed = policy_over_ranks(request)
-        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request, allowed))
+        policy = policy_over_ranks(request)
+        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request, policy))
         out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
 
@@ -254,8 +254,8 @@ class ContextParallel(ShardedTokens):
         mask = masks.causal(align="bottom_right") if mask is None else mask
         options = Options(layout, mask, scale, softcap, return_lse=True)
         request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options, backend, deterministic)
-        axes, allowed = self._group_axes(), policy_over_ranks(request)
-        step = prepare_on_all_ranks(axes, self.check, lambda: prepare_step(request, positions, kv_len, allowed, by))
+        axes, policy = self._group_axes(), policy_over_ranks(request)
+        step = prepare_on_all_ranks(axes, self.check, lambda: prepare_step(request, positions, kv_len, policy, by))
         return decode(axes, step, by)
 
     def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
@@ -334,11 +334,11 @@ class ContextParallel(ShardedTokens):
         return build_global_request(request, self.strategy, self.mesh, placement, device)
 
     def _request_and_runs(
-        self, request: Request, allowed: Policy
+        self, request: Request, policy: Policy
     ) -> tuple[tuple[GlobalRequest, tuple[tuple[Run, ...], ...]], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""
         global_request, shared = self._checked_request(request)
-        return (global_request, global_request.runs(Machine.this(request.tensors.q.device), allowed)), shared
+        return (global_request, global_request.runs(Machine.this(request.tensors.q.device), policy)), shared
 
     def _rank_call(self, request: GlobalRequest, runs: tuple[tuple[Run, ...], ...]) -> RankCall:
         axes = self._group_axes()

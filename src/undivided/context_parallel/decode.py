@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 
 def prepare_step(
-    request: Request, positions: Tensor, kv_len: int, allowed: Policy, by: MergeMethod
+    request: Request, positions: Tensor, kv_len: int, policy: Policy, by: MergeMethod
 ) -> tuple[Step, SharedArguments]:
     """This rank's part, validated, and the values that all ranks must share; see `ContextParallel.decode`."""
     (q, k, _, _, sinks, slopes), layout = request.tensors, request.options.layout
@@ -90,7 +90,7 @@ def prepare_step(
     count = positions.numel()
     heads, kv_heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), part, mask)
-    local = _local_work(request.tensors, piece, whole, allowed) if count else None
+    local = _local_work(request.tensors, piece, whole, policy) if count else None
     shared: SharedArguments = {
         "q": describe_queries(problem),
         "k": describe_sizes(heads=problem.kv_heads, value_size=problem.v_dim),
@@ -185,13 +185,13 @@ def _as_result(rows: Tensor) -> Result:
     return Result(rows[None, :, None, :-1], rows[None, None, :, -1])
 
 
-def _local_work(tensors: Tensors, piece: Piece, whole: Call, allowed: Policy) -> tuple[Backend, Call, Tensors]:
+def _local_work(tensors: Tensors, piece: Piece, whole: Call, policy: Policy) -> tuple[Backend, Call, Tensors]:
     """The backend, call and tensors of the attention over this rank's keys."""
     q, k, v = (with_contiguous_rows(_layout.canonical(t, whole.problem.layout)) for t in tensors[:3])
     bias = with_four_bias_axes(tensors).bias
     if bias is not None:
         bias = take_unless_broadcast(bias, 3, piece.key_index)
-    backend, problem = select_backend(piece_problem(whole.problem, piece), Machine.this(q.device), allowed)
+    backend, problem = select_backend(piece_problem(whole.problem, piece), Machine.this(q.device), policy)
     call = whole.with_problem(problem, mask=piece.mask, checked_mask=None)
     return backend, call, Tensors(q, k, v, bias, None, tensors.alibi_slopes)
 

@@ -36,7 +36,7 @@ from undivided.run import autograd
 from undivided.run.flops import register_if_counting
 from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 
 _library = torch.library.Library("undivided", "DEF")
 _SCHEMA = (
@@ -202,8 +202,8 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
     switches = ""
     if spec.switches != _ANY_SWITCHES:
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
-    allowed = policy(spec.backend or None, deterministic, switches, batch_invariant)
-    decision, call, tensors = prepare(request, allowed, spec.needed)
+    policy = current_policy(spec.backend or None, deterministic, switches, batch_invariant)
+    decision, call, tensors = prepare(request, policy, spec.needed)
     return decision.backend, call, tensors
 
 

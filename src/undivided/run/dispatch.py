@@ -22,7 +22,7 @@ from undivided.run import autograd, compile
 from undivided.run.dtensors import has_dtensors, local_request
 from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 
 Output = Tensor | tuple[Tensor, Tensor]
 
@@ -76,5 +76,5 @@ def _observed(request: Request, switches: str | None) -> Output:
 def _at_once(request: Request, switches: str | None) -> Output:
     """The result of a backend, without the operator."""
     backend, deterministic, batch_invariant = request[2:]
-    decision, call, tensors = prepare(request, policy(backend, deterministic, switches or "", batch_invariant))
+    decision, call, tensors = prepare(request, current_policy(backend, deterministic, switches or "", batch_invariant))
     return autograd.run(decision.backend, call, tensors)

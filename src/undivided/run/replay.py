@@ -55,13 +55,13 @@ class Prepared:
         self._extents = tuple([0 if t is None else span(t) * t.itemsize for t in tensors])
 
     @staticmethod
-    def of(request: Request, allowed: Policy) -> Prepared | None:
+    def of(request: Request, policy: Policy) -> Prepared | None:
         """The call of a request; None if its backend prepares each call anew.
 
         Raises:
             InputError, NoBackendError: as `prepare`.
         """
-        decision, call, tensors = prepare(request, allowed)
+        decision, call, tensors = prepare(request, policy)
         return _prepared(decision, call, tensors)
 
     def with_form(

@@ -217,7 +217,7 @@ def environment() -> Environment:
     return tuple(map(os.environ.get, _VARIABLES))
 
 
-def policy(
+def current_policy(
     backend: str | None = None,
     deterministic: bool | None = None,
     switches: str = "",

@@ -92,14 +92,14 @@ class Budget:
     Attributes:
         right: out [B, H, Sq, Dv], lse [B, H, Sq], dq, dk, dv [B, heads, S, D], dbias, dsinks, dalibi_slopes, in fp64.
         scale: the norm to which the error of each quantity is relative.
-        allowed: the largest error of each quantity.
+        max_errors: the largest error of each quantity.
         zero: where each quantity must be exactly 0 (lse: -inf).
     """
 
     problem: Problem
     right: Mapping[str, Tensor]
     scale: Mapping[str, float]
-    allowed: Mapping[str, float]
+    max_errors: Mapping[str, float]
     zero: Mapping[str, Tensor]
 
     def error(self, name: str, value: Tensor | None) -> float:
@@ -119,7 +119,7 @@ class Budget:
 
     def met(self, name: str, value: Tensor | None) -> bool:
         """Whether a quantity is within its budget."""
-        return self.error(name, value) <= self.allowed[name]
+        return self.error(name, value) <= self.max_errors[name]
 
 
 def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
@@ -161,11 +161,11 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         right = {name: x for name, x in right.items() if name in errors}
         norms = {name: float(x[x.isfinite()].norm()) for name, x in right.items()}
     scale = {name: norm if norm > errors[name] else 1.0 for name, norm in norms.items()}
-    allowed = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
-    if "lse" in allowed:
+    max_errors = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
+    if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
-        allowed["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
-    return Budget(problem, right, scale, allowed, zero)
+        max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
+    return Budget(problem, right, scale, max_errors, zero)
 
 
 def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]) -> dict[str, float]:

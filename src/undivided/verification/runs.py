@@ -170,7 +170,7 @@ def _rows(backend: Backend, trial: Trial, needs: Sequence[str], only: str | None
     except Exception as error:  # whatever a kernel raises is a failed row
         text = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
         name = only or "out"
-        return [Row(backend.name, name, math.inf, trial.budget.allowed[name], text)]
+        return [Row(backend.name, name, math.inf, trial.budget.max_errors[name], text)]
 
 
 def _gradients(
@@ -187,13 +187,13 @@ def _gradients(
 
 def _row(backend: Backend, name: str, value: Tensor | None, trial: Trial) -> Row:
     budget = trial.budget
-    allowed, note = budget.allowed[name], ""
+    limit, note = budget.max_errors[name], ""
     if value is None:
-        return Row(backend.name, name, math.inf, allowed, "no gradient was returned")
+        return Row(backend.name, name, math.inf, limit, "no gradient was returned")
     tensor = trial.tensors["q" if name == "out" else name[1:]] if name != "lse" else None
     dtype = lse_dtype(budget.problem.dtype) if tensor is None else tensor.dtype
     if value.dtype != dtype:
-        return Row(backend.name, name, math.inf, allowed, f"dtype {value.dtype}, expected {dtype}")
+        return Row(backend.name, name, math.inf, limit, f"dtype {value.dtype}, expected {dtype}")
     if name != "lse" and not bool(value.isfinite().all()):
         note = "NaN or infinity"
-    return Row(backend.name, name, budget.error(name, value), allowed, note)
+    return Row(backend.name, name, budget.error(name, value), limit, note)

@@ -40,14 +40,14 @@ class Sample:
     """The right answer for some pieces of a problem, and the largest error that each quantity may have there.
 
     right: the entries of each quantity in the pieces, flat, in fp64. zero: where they must be exactly 0.
-    allowed: the largest relative error of each quantity.
+    max_errors: the largest relative error of each quantity.
     """
 
     problem: Problem
     pieces: tuple[Piece, ...]
     right: Mapping[str, Tensor]
     zero: Mapping[str, Tensor]
-    allowed: Mapping[str, float]
+    max_errors: Mapping[str, float]
 
     def error(self, name: str, value: Tensor) -> float:
         """The relative error of "out", "dq", "dk" or "dv" in the sample, from the full tensor [B, heads, S, D]."""
@@ -71,7 +71,7 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                                  # two heads, two blocks of rows
     True
     >>> out = undivided.attention(q, k, v, layout="bhsd")
-    >>> sample.error("out", out) <= sample.allowed["out"] < sample.error("out", 1.001 * out)
+    >>> sample.error("out", out) <= sample.max_errors["out"] < sample.error("out", 1.001 * out)
     True
     """
     problem = call.problem
@@ -91,8 +91,8 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
             plain = gather(plain_values)
             worst = {name: max(worst[name], distance(plain[name], right[name])) for name in names}
     eps = torch.finfo(problem.dtype).eps
-    allowed = {name: FACTOR * worst[name] / (float(right[name].norm()) or 1.0) + eps for name in names}
-    return Sample(problem, pieces, right, {name: reached[name] == 0 for name in names}, allowed)
+    max_errors = {name: FACTOR * worst[name] / (float(right[name].norm()) or 1.0) + eps for name in names}
+    return Sample(problem, pieces, right, {name: reached[name] == 0 for name in names}, max_errors)
 
 
 def _pieces(problem: Problem, whole_heads: bool) -> tuple[Piece, ...]:

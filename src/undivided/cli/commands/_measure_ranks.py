@@ -113,9 +113,9 @@ def _two_backends() -> None:
             ", ".join(backends) or "none",
             hint="`undivided doctor` shows why the others cannot run",
         )
-    allowed = os.environ.get("UNDIVIDED_BACKENDS", "").strip()
-    if allowed:
-        raise InputError("UNDIVIDED_BACKENDS", "be unset while backends are measured", repr(allowed))
+    listed = os.environ.get("UNDIVIDED_BACKENDS", "").strip()
+    if listed:
+        raise InputError("UNDIVIDED_BACKENDS", "be unset while backends are measured", repr(listed))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from undivided.functional import attention, explain
 from undivided.kernels.cpu import _install
 from undivided.machine import Machine, processor_name
 from undivided.selection import measured
-from undivided.selection.policy import policy
+from undivided.selection.policy import current_policy
 from undivided.verification.budget import FACTOR, relative_error
 
 VARIABLES = {
@@ -56,7 +56,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
     Exit code 1 if the self-check fails, 2 if an environment variable is invalid.
     """
-    policy()  # raises if a variable is invalid
+    current_policy()  # raises if a variable is invalid
     report = findings() | {"self_check": _self_check()}
     if as_json:
         print_json(report)

@@ -126,11 +126,11 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
         bias = _own_bias(bias, keys, layout)
     key = "context pages", *keys, call.q_counts, heads, q_len, layout, q.device
     own = mask.cached(key, functools.partial(_own_mask, mask, keys, layout, call.q_counts, (heads, q_len), q.device))
-    allowed = policy_over_ranks(request)
+    policy = policy_over_ranks(request)
     request = request._replace(
         tensors=Tensors(q, k, v, bias, None, slopes), options=options._replace(mask=own, return_lse=True)
     )
-    decision, local, tensors = prepare_call(request, allowed)
+    decision, local, tensors = prepare_call(request, policy)
     problem = local.problem
     if by is None:
         partial = problem.batch * q_len * heads * (problem.v_dim + 1) * 4
