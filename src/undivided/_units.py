@@ -6,10 +6,10 @@ _CARRY = 0.9995
 """From this fraction of a larger unit on, three digits round up to that unit: 999.7 ms is ``1 s``."""
 
 
-def span(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A time with its unit.
 
-    >>> span(0.00123), span(0.9997)
+    >>> duration(0.00123), duration(0.9997)
     ('1.23 ms', '1 s')
     """
     for size, unit in ((1.0, "s"), (1e-3, "ms")):

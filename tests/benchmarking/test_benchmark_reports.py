@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import undivided
 from undivided import benchmarking, masks
-from undivided._units import span
+from undivided._units import duration
 from undivided.benchmarking import competitors, memory, peak, suites
 from undivided.benchmarking.catalogue import Goal
 from undivided.cli._app import application
@@ -181,7 +181,7 @@ class TestReport:
         ("seconds", "text"), [(2.5, "2.5 s"), (0.00123, "1.23 ms"), (4e-6, "4 us"), (0.9997, "1 s"), (0.9994, "999 ms")]
     )
     def test_spans(self, seconds: float, text: str) -> None:
-        assert span(seconds) == text
+        assert duration(seconds) == text
 
 
 class TestMemory:

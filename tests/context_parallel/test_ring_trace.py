@@ -9,7 +9,7 @@ from pathlib import Path
 import forked_processes
 import torch
 
-from undivided.context_parallel.exchange.spans import PREFIX, span
+from undivided.context_parallel.exchange.profiles import PREFIX, profiled_round
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "22_trace_a_ring.py"
 
@@ -39,9 +39,9 @@ def test_the_keys_of_a_round_are_in_flight_while_the_round_before_is_computed(tm
 
 
 def test_without_a_profiler_there_is_no_span() -> None:
-    first = span("attend", 1)
+    first = profiled_round("attend", 1)
     with torch.profiler.profile() as recorded:
-        second = span("attend", 1)
+        second = profiled_round("attend", 1)
         with first, second:
             pass
     assert type(first) is not type(second)

@@ -31,7 +31,7 @@ from undivided.selection import decision, policy
 
 BOUNDED: dict[str, tuple[Callable[[], Mapping[object, object]], int]] = {
     "forms of masks without tensors": (lambda: ranges._shared_forms, ranges.SHARED_FORMS),
-    "problems of requests": (lambda: normalise._known, normalise._MAX_KNOWN),
+    "problems of requests": (lambda: normalise._problems, normalise._MAX_PROBLEMS),
     "decisions": (lambda: decision._decisions, decision._MAX_DECISIONS),
     "decisions of classes of problems": (lambda: decision._by_class, decision._MAX_DECISIONS),
     "policies": (lambda: policy._policies, policy._MAX_POLICIES),

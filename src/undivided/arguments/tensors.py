@@ -53,7 +53,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def span(tensor: Tensor) -> int:
+def footprint(tensor: Tensor) -> int:
     """Number of elements from the first to the last in memory, inclusive; 0 if it is empty."""
     sizes, steps = tensor.shape, tensor.stride()
     return 0 if 0 in sizes else 1 + sum(map(operator.mul, sizes, steps)) - sum(steps)
@@ -73,7 +73,7 @@ def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
     begin = tensor.storage_offset()
     if have >= begin * size + tensor.nbytes and tensor.is_contiguous():
         return None
-    need = int((begin + span(tensor)) * size) if tensor.numel() else 0
+    need = int((begin + footprint(tensor)) * size) if tensor.numel() else 0
     return (need, have) if need > have else None
 
 

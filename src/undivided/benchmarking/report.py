@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from undivided._units import human, span
+from undivided._units import duration, human
 from undivided.benchmarking.suites import SCHEMA
 from undivided.errors import InputError
 
@@ -173,7 +173,7 @@ def _row(case: TimedCase, others: Iterable[str]) -> tuple[Cell, ...]:
     if "seconds" not in ours:
         figures = [Cell("WRONG", "bad") if ours else Cell("none"), Cell("")]
     else:
-        figures = [Cell(span(ours["seconds"])), Cell(f"{ours['fraction']:.2f}")]
+        figures = [Cell(duration(ours["seconds"])), Cell(f"{ours['fraction']:.2f}")]
     theirs = (_other(entries.get(other), "seconds" in ours) for other in others)
     return Cell(name), *figures, *theirs, _goals(case)
 
@@ -238,7 +238,7 @@ def _small(suite: str, cases: Sequence[TimedCase]) -> Table:
     ]
     if misses:
         worst = sorted(misses, key=lambda miss: miss[0], reverse=True)[:WORST]
-        notes.append(f"Furthest over the goal: {', '.join(f'{name} by {span(excess)}' for excess, name in worst)}.")
+        notes.append(f"Furthest over the goal: {', '.join(f'{name} by {duration(excess)}' for excess, name in worst)}.")
     return Table(
         TITLES[suite],
         ("problems", "count", "within goal", "x sdpa", "wrong"),

@@ -140,8 +140,8 @@ class Training:
         """The factor of the learning rate: a linear warm-up, then half a cosine down to a tenth."""
         if self.done < self.recipe.warm_up:
             return (self.done + 1) / self.recipe.warm_up
-        span = max(self.recipe.steps - self.recipe.warm_up, 1)
-        return 0.55 + 0.45 * math.cos(math.pi * min((self.done - self.recipe.warm_up) / span, 1.0))
+        steps = max(self.recipe.steps - self.recipe.warm_up, 1)
+        return 0.55 + 0.45 * math.cos(math.pi * min((self.done - self.recipe.warm_up) / steps, 1.0))
 
     @torch.no_grad()
     def held_out_loss(self, pieces: int = 8) -> float:

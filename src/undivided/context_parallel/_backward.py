@@ -41,7 +41,7 @@ from undivided.context_parallel._index import (
 )
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.exchange.collectives import Wait
-from undivided.context_parallel.exchange.spans import span
+from undivided.context_parallel.exchange.profiles import profiled_round
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
 from undivided.request.result import Result, lse_dtype
 from undivided.run import autograd
@@ -92,15 +92,15 @@ class Backward:
             single = len(round_.pieces) == 1
             sums = [None if total is None else GradientSum(t, single) for total, t in ((self.dk, k_r), (self.dv, v_r))]
             for piece, run in zip(round_.pieces, self.call.runs[index], strict=True):
-                with span("gradients", index):
+                with profiled_round("gradients", index):
                     self._piece(round_, piece, run, (k_r, v_r), sums, upstream[piece.share])
             del k_r, v_r
             if index:
-                with span("wait for key gradients", index - 1):
+                with profiled_round("wait for key gradients", index - 1):
                     wait()
             wait = self._return_key_gradients(round_, *sums)
             sums.clear()
-        with span("wait for key gradients", len(self.call.schedule.rounds) - 1):
+        with profiled_round("wait for key gradients", len(self.call.schedule.rounds) - 1):
             wait()
         upstream.clear()
         return self._finish()

@@ -19,7 +19,7 @@ from undivided.context_parallel._index import count, join, take, take_unless_bro
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel._schedule import Schedule
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
-from undivided.context_parallel.exchange.spans import span
+from undivided.context_parallel.exchange.profiles import profiled_round
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -84,13 +84,13 @@ def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round,
     The caller must ``del`` a round's keys and values before the next round, or both are alive at the same time.
     """
     rounds = call.schedule.rounds
-    with span("post keys", 0):
+    with profiled_round("post keys", 0):
         wait = _post_exchange(call, 0, k, v)
     for index, round_ in enumerate(rounds):
-        with span("wait for keys", index):
+        with profiled_round("wait for keys", index):
             keys = wait()
         if index + 1 < len(rounds):
-            with span("post keys", index + 1):
+            with profiled_round("post keys", index + 1):
                 wait = _post_exchange(call, index + 1, k, v)
         yield index, round_, keys.pop(0), keys.pop(0)
 

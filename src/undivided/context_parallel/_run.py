@@ -25,7 +25,7 @@ from undivided.context_parallel._backward import Backward
 from undivided.context_parallel._call import RankCall, arrivals, heads_in_share, piece_call, piece_tensors, to_shares
 from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
-from undivided.context_parallel.exchange.spans import span
+from undivided.context_parallel.exchange.profiles import profiled_round
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
 from undivided.run import autograd
@@ -72,7 +72,7 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
     for index, round_, k_r, v_r in arrivals(call, k, v):
         for piece, (backend, part) in zip(round_.pieces, call.runs[index], strict=True):
             tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
-            with span("attend", index):
+            with profiled_round("attend", index):
                 share_results[piece.share].add(piece, autograd.forward(backend, piece_call(call, piece, part), tensors))
             call.ring.traffic.pairs += piece.pairs
             del tensors

@@ -279,10 +279,10 @@ def row_pairs(form: NormalForm) -> Tensor:
 def head_pairs(form: NormalForm) -> Tensor:
     """The allowed pairs of every head and row, summed over the batch, int64 [H|1, Sq]; 1 if all heads are equal."""
     if form.exact:
-        spans = form.ranges.to(torch.int64).unflatten(-1, (-1, 2)).diff(dim=-1).sum((-1, -2))[:, None]
+        counts = form.ranges.to(torch.int64).unflatten(-1, (-1, 2)).diff(dim=-1).sum((-1, -2))[:, None]
     else:
-        spans = form.counts(range(form.q_len + 1), [0, form.kv_len])[..., 0]
-    pairs: Tensor = spans.sum(0) * (form.batch // max(spans.shape[0], 1))
+        counts = form.counts(range(form.q_len + 1), [0, form.kv_len])[..., 0]
+    pairs: Tensor = counts.sum(0) * (form.batch // max(counts.shape[0], 1))
     return pairs
 
 

@@ -73,12 +73,12 @@ def _select(part: Part, kept: CallSlice) -> Part:
         return part
     if (start, stop) == (0, kept.batch):
         return part
-    known: dict[int, Tensor] = {}  # one tensor for both sides stays one: alignments are compared by it
+    sliced: dict[int, Tensor] = {}  # one tensor for both sides stays one: alignments are compared by it
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
-            changes[field.name] = known.setdefault(id(value), _rows(value, kept))
+            changes[field.name] = sliced.setdefault(id(value), _rows(value, kept))
     return dataclasses.replace(part, **changes)
 
 

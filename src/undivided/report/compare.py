@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from undivided._units import span
+from undivided._units import duration
 from undivided.benchmarking.competitors import OTHERS
 from undivided.benchmarking.report import BenchmarkReport, Cell, Table, TimedCase, tables
 from undivided.benchmarking.timing import DRIFT
@@ -101,8 +101,8 @@ def comparison(old: BenchmarkReport, new: BenchmarkReport) -> Table:
     rows = tuple(
         (
             Cell(change.case),
-            Cell(span(change.old)),
-            Cell(span(change.new)),
+            Cell(duration(change.old)),
+            Cell(duration(change.new)),
             Cell(f"{change.factor:.2f} x {change.verdict}", "good" if change.ratio < 1 else "bad"),
             Cell(f"{1 + change.noise:.2f} x"),
         )

@@ -247,9 +247,9 @@ _MAX_PAGE_RANGES = 1024
 def _page_range(pages: Tensor) -> tuple[int, int]:
     """The smallest and the largest entry of a block table, read once per table: each layer of a model may have its own
     table, which changes only once per page."""
-    known, version = _page_ranges.get(id(pages)), versions((pages,))
-    if known is not None and known[0]() is pages and known[1] == version is not None:
-        return known[2]
+    cached, version = _page_ranges.get(id(pages)), versions((pages,))
+    if cached is not None and cached[0]() is pages and cached[1] == version is not None:
+        return cached[2]
     lowest, highest = pages.aminmax()
     page_range = int(lowest), int(highest)
     if len(_page_ranges) >= _MAX_PAGE_RANGES:

@@ -16,7 +16,7 @@ from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_memory, check_tensor
 from undivided.arguments.layout import LAYOUTS, Strides
-from undivided.arguments.tensors import readable, span, versions
+from undivided.arguments.tensors import footprint, readable, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.quantization import head_size
@@ -44,15 +44,15 @@ from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
 from undivided.request.slopes import are_usual
 
 
-class KnownProblem(NamedTuple):
+class CachedProblem(NamedTuple):
     """The problem of a signature, cached under it.
 
-    spans: the bytes that q, k and v reach over in memory, and those of one element of q. strides: those of the call.
+    footprints: the bytes that q, k and v reach over in memory, and those of one element of q. strides: those of the call.
     Both are None if sizes are symbolic.
     """
 
     problem: Problem
-    spans: tuple[int, int, int, int] | None
+    footprints: tuple[int, int, int, int] | None
     strides: Strides | None
 
 
@@ -85,16 +85,16 @@ def normalise(
         needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
     if scale is not None:
         scale = checked_scale(scale)
-    known = _known_problem(request, (device, needs, scale is not None and scale <= 0))
-    problem, spans, strides = known
-    if spans is not None and not _are_in_memory(q, k, v, spans):
+    cached = _cached_problem(request, (device, needs, scale is not None and scale <= 0))
+    problem, footprints, strides = cached
+    if footprints is not None and not _are_in_memory(q, k, v, footprints):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, tensor)
     if not (bias is sinks is slopes is pages is k_scale is v_scale is None):
         _check_optional_memory(request)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
-        checked = _mask_for_problem(known, checked_mask(mask), q, k, slopes, pages)
+        checked = _mask_for_problem(cached, checked_mask(mask), q, k, slopes, pages)
         mask, problem = checked.mask, checked.problem
     if bias is not None and bias.dim() < 4:
         tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
@@ -110,20 +110,22 @@ def normalise(
     return call, tensors
 
 
-def _known_problem(request: Request, facts: Facts) -> KnownProblem:
+def _cached_problem(request: Request, facts: Facts) -> CachedProblem:
     """The problem of the request without its mask, found by its signature or described."""
     key = _signature(request, facts)
     try:
-        known = _known.get(key)
+        cached = _problems.get(key)
     except TypeError:  # a symbolic size has no hash
-        return KnownProblem(_with_concrete_sizes(describe(request, facts)), None, None)
-    if known is None:
+        return CachedProblem(_with_concrete_sizes(describe(request, facts)), None, None)
+    if cached is None:
         problem, (q, k, v, *_), options = describe(request, facts), request.tensors, request.options
-        known = KnownProblem(problem, _spans(q, k, v), Strides(q, k, v, options.layout, options.pages is not None))
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[key] = known
-    return known
+        cached = CachedProblem(
+            problem, _footprints(q, k, v), Strides(q, k, v, options.layout, options.pages is not None)
+        )
+        if len(_problems) >= _MAX_PROBLEMS:
+            _problems.clear()
+        _problems[key] = cached
+    return cached
 
 
 def _check_optional_memory(request: Request) -> None:
@@ -138,11 +140,11 @@ def _check_optional_memory(request: Request) -> None:
 
 
 def _mask_for_problem(
-    known: KnownProblem, mask: Mask, q: Tensor, k: Tensor, slopes: Tensor | None, pages: Tensor | None
+    cached: CachedProblem, mask: Mask, q: Tensor, k: Tensor, slopes: Tensor | None, pages: Tensor | None
 ) -> CheckedMask:
     """The mask after its checks, and the problem with its structure, both cached in the mask."""
-    # the key is the id of `known`: hashing the signature costs five times as much; the mask keeps `known` alive
-    checked = mask.cached(id(known), _with_mask, known, mask, q.device, slopes, pages)
+    # the key is the id of `cached`: hashing the signature costs five times as much; the mask keeps `cached` alive
+    checked = mask.cached(id(cached), _with_mask, cached, mask, q.device, slopes, pages)
     if "dense" in checked.problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
         for tensor in checked.mask.take("dense")[0]:
             check_memory("mask", tensor)
@@ -163,9 +165,9 @@ def _needs(tensors: Tensors) -> tuple[bool, ...]:
     return (*needs[:3], *(getattr(t, "requires_grad", False) for t in (bias, sinks, slopes)))
 
 
-def _are_in_memory(q: Tensor, k: Tensor, v: Tensor, spans: tuple[int, int, int, int]) -> bool:
+def _are_in_memory(q: Tensor, k: Tensor, v: Tensor, footprints: tuple[int, int, int, int]) -> bool:
     """Whether the storages, which can be resized at any time, hold all elements; False if there is no storage."""
-    q_end, k_end, v_end, size = spans
+    q_end, k_end, v_end, size = footprints
     try:
         return (
             q.untyped_storage().nbytes() >= q_end + q.storage_offset() * size
@@ -192,16 +194,16 @@ def check_kinds_and_sizes(request: Request) -> None:
 def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
     """Check the page numbers, once for all layers of a model that share a block table."""
     version = versions((pages,))
-    known = checked.pages
-    if known is not None and version is not None and known[0] is pages and known[1:] == (version[0], pool):
+    last = checked.pages
+    if last is not None and version is not None and last[0] is pages and last[1:] == (version[0], pool):
         return
     check_page_numbers(checked.mask, pages, pool, checked.problem.page_size or 1)
     checked.pages = None if version is None else (pages, version[0], pool)
 
 
-def _spans(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+def _footprints(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     size = q.itemsize  # of k and v too, unless they are quantised: then their offsets count as larger than they are
-    return span(q) * size, span(k) * k.itemsize, span(v) * v.itemsize, size
+    return footprint(q) * size, footprint(k) * k.itemsize, footprint(v) * v.itemsize, size
 
 
 def _with_concrete_sizes(problem: Problem) -> Problem:
@@ -210,8 +212,8 @@ def _with_concrete_sizes(problem: Problem) -> Problem:
     return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
 
 
-_known: dict[object, KnownProblem] = {}
-_MAX_KNOWN = 4096
+_problems: dict[object, CachedProblem] = {}
+_MAX_PROBLEMS = 4096
 _NO_GRADIENTS = (False,) * 6
 _NUMBERS = (float, int)
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
@@ -327,10 +329,10 @@ def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
 
 
 def _with_mask(
-    known: KnownProblem, mask: Mask, device: torch.device, slopes: Tensor | None, pages: Tensor | None
+    cached: CachedProblem, mask: Mask, device: torch.device, slopes: Tensor | None, pages: Tensor | None
 ) -> CheckedMask:
     """The mask after its checks, and the problem with the mask's structure."""
-    problem = known.problem
+    problem = cached.problem
     if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
         raise InputError(
             "mask",
@@ -347,7 +349,7 @@ def _with_mask(
         check_slopes(slopes, problem.heads, documents[0] if documents else problem.batch)
     if "dropout" in problem.features and any(part.head for part in mask.take("origin")[0] or ()):
         problem = problem._replace(features=problem.features | {"some_heads"})
-    return CheckedMask(mask, problem._replace(mask=mask.structure, align=align, documents=documents), known)
+    return CheckedMask(mask, problem._replace(mask=mask.structure, align=align, documents=documents), cached)
 
 
 def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:

@@ -66,12 +66,12 @@ def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     if is_traced():
         return _compute(heads, device)
     key = (heads, torch.empty(0, dtype=torch.float32, device=device).device)
-    known = _usual.get(key)
-    if known is None or versions((known[0],)) != known[1]:
+    cached = _usual.get(key)
+    if cached is None or versions((cached[0],)) != cached[1]:
         with torch.inference_mode(False):  # an inference tensor has no version counter
             slopes = _compute(heads, device)
-        known = _usual[key] = slopes, versions((slopes,))
-    return known[0]
+        cached = _usual[key] = slopes, versions((slopes,))
+    return cached[0]
 
 
 def _compute(heads: int, device: torch.device | str) -> Tensor:
@@ -90,8 +90,8 @@ def are_usual(slopes: Tensor) -> bool:
     """
     if slopes.dim() != 1 or torch.compiler.is_compiling() or has_dispatch(slopes):
         return False
-    if (known := _returned.get(id(slopes))) is not None and known[0]() is slopes:
-        return known[1] == versions((slopes,))
+    if (returned := _returned.get(id(slopes))) is not None and returned[0]() is slopes:
+        return returned[1] == versions((slopes,))
     usual, version = _usual.get((slopes.shape[0], slopes.device), (None, None))
     if usual is None or version is None or versions((slopes,)) != version:
         return False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from undivided.arguments.tensors import is_traced, jit_trace, span
+from undivided.arguments.tensors import footprint, is_traced, jit_trace
 from undivided.backends._base import Replay
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm, Ranges
@@ -47,12 +47,12 @@ class Prepared:
         decision: which backend runs.
         replay: its forward.
         call: the call. Its block table and scales are not kept alive.
-        tensors: q, k, v and the scales of the first call, whose extent in memory all must have.
+        tensors: q, k, v and the scales of the first call, whose footprint in memory all must have.
     """
 
     def __init__(self, decision: Decision, replay: Replay, call: Call, tensors: Sequence[Tensor | None]) -> None:
         self._decision, self._replay, self._call = decision, replay, call.with_memory(None, None, None)
-        self._extents = tuple([0 if t is None else span(t) * t.itemsize for t in tensors])
+        self._footprints = tuple([0 if t is None else footprint(t) * t.itemsize for t in tensors])
 
     @staticmethod
     def of(request: Request, policy: Policy) -> Prepared | None:
@@ -81,7 +81,7 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor | None:
         """The output for other tensors; None if one of them has lost its memory."""
-        of_q, of_k, of_v, of_k_scale, of_v_scale = self._extents
+        of_q, of_k, of_v, of_k_scale, of_v_scale = self._footprints
         if not (_holds(q, of_q) and _holds(k, of_k) and _holds(v, of_v)):
             return None
         if not (_holds(k_scale, of_k_scale) and _holds(v_scale, of_v_scale)):
@@ -97,11 +97,11 @@ def _prepared(decision: Decision, call: Call, tensors: Tensors) -> Prepared | No
     return Prepared(decision, replay, call, (*tensors[:3], call.k_scale, call.v_scale))
 
 
-def _holds(tensor: Tensor | None, extent: int) -> bool:
+def _holds(tensor: Tensor | None, footprint: int) -> bool:
     """Whether the storage, which can be resized at any time, has this many bytes from the tensor's first element on."""
     if tensor is None:
         return True
     try:
-        return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + extent
+        return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + footprint
     except NotImplementedError:  # tensors of torch.func have no storage
         return False

@@ -162,11 +162,11 @@ def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
         NoBackendError: no allowed backend can run it; the error has the Decision.
     """
     key = (id(problem), id(policy), id(machine))  # hashing their contents would cost as much as the rest
-    known = _decisions.get(key)
-    if known is None:
-        known = problem, policy, machine, _select_by_class(problem, machine, policy)
-        _remember(_decisions, key, known)
-    _last.decision = decision = known[-1]
+    cached = _decisions.get(key)
+    if cached is None:
+        cached = problem, policy, machine, _select_by_class(problem, machine, policy)
+        _remember(_decisions, key, cached)
+    _last.decision = decision = cached[-1]
     return decision
 
 
@@ -265,9 +265,9 @@ def _remember(cache: dict[object, Any], key: object, value: object) -> None:
 
 def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     key = (selection_key(problem), policy, id(machine))
-    known = _by_class.get(key)
-    if known is not None and known.machine is machine:
-        return Decision(_with_demands(problem, policy), machine, policy, known.chosen)
+    cached = _by_class.get(key)
+    if cached is not None and cached.machine is machine:
+        return Decision(_with_demands(problem, policy), machine, policy, cached.chosen)
     decision = decide(problem, machine, policy)
     name = "no backend" if decision.chosen is None else decision.chosen.name
     log.log(decision, f"{name} for {problem}", policy.log)

@@ -66,9 +66,9 @@ def in_processes(
                 yield from (Line(task.case, task.dtype, name, "wrong", (done.failure,)) for name in task.backends)
 
 
-def pending(planned: Iterable[Task], known: Iterable[Line]) -> list[Task]:
-    """The tasks without the backends whose lines are known."""
-    done = {line[:3] for line in known}
+def pending(planned: Iterable[Task], finished: Iterable[Line]) -> list[Task]:
+    """The tasks without the backends that have a line already."""
+    done = {line[:3] for line in finished}
     left = (
         task._replace(backends=tuple(name for name in task.backends if (task.case, task.dtype, name) not in done))
         for task in planned

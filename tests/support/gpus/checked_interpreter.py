@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import span
+from undivided.arguments.tensors import footprint
 from undivided.backends.triton import inputs
 
 POOLS = ("k", "v", "k_scale", "v_scale")
@@ -83,7 +83,9 @@ def _span(tensor: Tensor, is_pool: bool) -> tuple[int, int]:
         (`undivided.backends.shared.blocks.pools`).
     """
     storage, first = tensor.untyped_storage(), tensor.data_ptr()
-    return first, storage.data_ptr() + storage.nbytes() if is_pool else first + span(tensor) * tensor.element_size()
+    return first, storage.data_ptr() + storage.nbytes() if is_pool else first + footprint(
+        tensor
+    ) * tensor.element_size()
 
 
 class _Memory:

@@ -65,15 +65,15 @@ def launch(
         The remembered launch; None under Triton's interpreter.
     """
     key = key_of(kernel, grid, facts, tensors)
-    known = _launches.get(key)
+    remembered = _launches.get(key)
     given = tensors if replaced is None else {**tensors, **replaced}
-    if known is None:
+    if remembered is None:
         arguments = {**others(), **given}
         compiled = kernel[grid](**arguments)
         # None: Triton's interpreter ran it
         return None if compiled is None else _remember(key, kernel, compiled, arguments, given)
-    known.run(given)
-    return known
+    remembered.run(given)
+    return remembered
 
 
 def key_of(kernel: Any, grid: tuple[int, int, int], facts: tuple[Hashable, ...], tensors: Mapping[str, Tensor]) -> Key:
@@ -94,5 +94,5 @@ def _remember(key: Key, kernel: Any, compiled: Any, arguments: Mapping[str, Any]
         values[place] = None  # keeps no memory of a call
     if len(_launches) >= MAX_LAUNCHES:
         _launches.clear()
-    known = _launches[key] = Launch(compiled, key[1], values, places)
-    return known
+    remembered = _launches[key] = Launch(compiled, key[1], values, places)
+    return remembered

@@ -40,9 +40,9 @@ def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     if is_traced() and not captured:
         return tensor.to(device, dtype, copy=True)
     kind = device, dtype, versions((tensor,))
-    known = _kept.get(tensor)
-    if known is not None and known[0] == kind and kind[2] is not None:
-        copy: Tensor = known[1]
+    kept = _kept.get(tensor)
+    if kept is not None and kept[0] == kind and kind[2] is not None:
+        copy: Tensor = kept[1]
         return copy
     copy = tensor.to(device, dtype, copy=True)
     if not captured:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from undivided._units import span
+from undivided._units import duration
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.selection.measured import table
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
     run: Run
 
     def __str__(self) -> str:
-        return f"est. {span(self.seconds)}, from bench {self.run.when[:10]}, {self.run.machine}"
+        return f"est. {duration(self.seconds)}, from bench {self.run.when[:10]}, {self.run.machine}"
 
 
 def nearest(problem: Problem, machine: Machine) -> Entry | None:

@@ -22,9 +22,9 @@ class BlockSums:
 
     def add(self, part: VirtualPart, gradient: Tensor) -> None:
         """Adds the gradients of a part's copies, ``[v, 1, n * kv_block, D]``."""
-        known = part.table < self._counts[part.sequence, None]
+        exists = part.table < self._counts[part.sequence, None]
         block = (self._first[part.sequence, None] + part.table) * self._kv_heads + part.head[:, None]
-        index = torch.where(known, block, len(self._sums) - 1).flatten()
+        index = torch.where(exists, block, len(self._sums) - 1).flatten()
         self._sums.index_add_(0, index, gradient.reshape(-1, self._size, gradient.shape[-1]))
 
     def tokens(self, like_BSND: Tensor) -> Tensor:

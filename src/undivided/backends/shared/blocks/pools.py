@@ -54,18 +54,18 @@ class PoolViews(NamedTuple):
 
     Args:
         sizes, strides: of each view.
-        extents: elements from each tensor's first to the last that its view reads.
+        footprints: elements from each tensor's first to the last that its view reads.
     """
 
     sizes: list[tuple[int, ...]]
     strides: list[tuple[int, ...]]
-    extents: list[int]
+    footprints: list[int]
 
     def fit(self, operands: list[Tensor]) -> bool:
         """Whether each view ends in the memory of its tensor."""
         return all(
-            extent <= x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
-            for x, extent in zip(operands, self.extents, strict=True)
+            footprint <= x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+            for x, footprint in zip(operands, self.footprints, strict=True)
         )
 
     def of(self, operands: list[Tensor]) -> list[Tensor]:
@@ -111,5 +111,5 @@ def find_pools(
         views.sizes.append((last + 1, *inner))
         views.strides.append((unit, *strides))
         inside = sum((count - 1) * stride for count, stride in zip(inner, strides, strict=True)) + 1
-        views.extents.append(last * unit + inside)
+        views.footprints.append(last * unit + inside)
     return (views, index) if views.fit(operands) else None

@@ -114,9 +114,9 @@ class Chosen:
         form, checked = call.normal_form(tensors.q), call.checked_mask
         assert checked is not None
         key, keeps = ("blocks", joins_heads, reads_values), reads_values or not is_traced()
-        if keeps and (known := checked.plans.get(key)) is not None:
-            assert isinstance(known, Chosen)
-            return known
+        if keeps and (cached := checked.plans.get(key)) is not None:
+            assert isinstance(cached, Chosen)
+            return cached
         chosen = Chosen(pairs, Rows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
         if keeps:
             checked.plans[key] = chosen
@@ -195,7 +195,7 @@ class VirtualSequences:
     def paged_call(self) -> tuple[Call, Tensors]:
         """The call whose pages are the chosen blocks, and its tensors; keys are read in place if strides allow."""
         operands = token_major(self.tensors, self.call)
-        pages = self._known_pages(operands)
+        pages = self._cached_pages(operands)
         if pages is None:
             size = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
             shape, starts = (size, self.rows.key_heads), self._page_starts(operands[0], size)
@@ -248,7 +248,7 @@ class VirtualSequences:
 
     def _readable_pages(self, operands: list[Tensor]) -> ChosenPages | None:
         """The chosen blocks as pages of these operands, found without reading a value; None if there are none."""
-        pages = self._known_pages(operands)
+        pages = self._cached_pages(operands)
         if pages is None:
             size = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
             starts, largest = self._page_starts(operands[0], size), self._largest_starts(operands[0], size)
@@ -256,14 +256,14 @@ class VirtualSequences:
             pages = None if found is None else self._keep_pages(operands, size, *found)
         return pages
 
-    def _known_pages(self, operands: list[Tensor]) -> ChosenPages | None:
+    def _cached_pages(self, operands: list[Tensor]) -> ChosenPages | None:
         """What an earlier call found for the same block table and operands like these."""
-        known, pages = self.chosen.pages, self.call.pages
-        if known is None or known.pages is not pages or known.operands != _sizes_and_strides(operands):
+        cached, pages = self.chosen.pages, self.call.pages
+        if cached is None or cached.pages is not pages or cached.operands != _sizes_and_strides(operands):
             return None
-        if pages is not None and known.version != versions((pages,)):
+        if pages is not None and cached.version != versions((pages,)):
             return None
-        return known if known.views.fit(operands) else None
+        return cached if cached.views.fit(operands) else None
 
     def _keep_pages(self, operands: list[Tensor], size: int, views: PoolViews, index: Tensor) -> ChosenPages:
         """What `find_pools` found, for this call and the next one."""

@@ -1,6 +1,6 @@
-"""Named spans in the trace of a profiler: what a rank posts, waits for and computes in each round.
+"""Names in the trace of a profiler: what a rank posts, waits for and computes in each round.
 
-A span costs nothing but a check if no profiler records.
+They cost nothing but a check if no profiler records.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch.profiler import record_function
 PREFIX = "undivided::"
 
 
-def span(what: str, number: int) -> AbstractContextManager[object]:
+def profiled_round(what: str, number: int) -> AbstractContextManager[object]:
     """A context that appears in the trace of `torch.profiler` as ``undivided::<what> <number>``.
 
     what: "post keys", "wait for keys", "attend", "gradients" or "wait for key gradients". number: of the round.
 
-    >>> with torch.profiler.profile() as profile, span("attend", 2):
+    >>> with torch.profiler.profile() as profile, profiled_round("attend", 2):
     ...     pass
     >>> [event.name for event in profile.events() if event.name.startswith(PREFIX)]
     ['undivided::attend 2']
