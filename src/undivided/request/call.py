@@ -30,10 +30,10 @@ class CheckedMask:
         self.mask, self.problem = mask, problem
         self.packed: bytes | None = None
         """The fields of the native kernel's record for the form; None before its first call."""
-        self.plans: dict[Hashable, object] = {}
+        self.derived: dict[Hashable, object] = {}
         """What backends derive from the mask, by keys of their own: launches of `triton`, block tables of `native`."""
-        self.similar_plans: dict[Hashable, object] = {}
-        """The plans of an earlier step, whose mask has the same structure: `triton` runs them with the new ranges."""
+        self.derived_earlier: dict[Hashable, object] = {}
+        """As `derived`, of an earlier step, whose mask has the same structure: `triton` takes over its launches."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None
@@ -104,7 +104,7 @@ class Call:
         call, checked = self.with_memory(None, None, None), CheckedMask(mask, self.problem)
         checked.keep(form)
         if self.checked_mask is not None:
-            checked.similar_plans = self.checked_mask.plans
+            checked.derived_earlier = self.checked_mask.derived
         call.mask, call.checked_mask = mask, checked
         return call
 

@@ -29,18 +29,18 @@ def runs_on(device: torch.device) -> bool:
     return have is None or least is None or have >= least
 
 
-def append(parts: Sequence[Tensor], format: Format, k: Tensor, v: Tensor, rows: Tensor) -> None:
+def append(pools: Sequence[Tensor], format: Format, k: Tensor, v: Tensor, rows: Tensor) -> None:
     """Quantise tokens and write them to pools.
 
     Args:
-        parts: the pools [P, R, N, D] and their scales, contiguous.
+        pools: [P, R, N, D], and their scales, contiguous.
         format: of the pools.
         k, v: tokens [B, S, N, D], fp16, bf16 or fp32; the last axis has stride 1.
         rows: the row of the flattened pools of each token, int64 [B * S].
     """
     from undivided.kernels.triton.append import append_kernel
 
-    k_pool, v_pool, k_scale, v_scale = parts
+    k_pool, v_pool, k_scale, v_scale = pools
     if k_pool.dtype.is_floating_point:
         k_pool, v_pool = k_pool.view(torch.uint8), v_pool.view(torch.uint8)
     tensors = {"k": k, "v": v, "rows": rows, "k_pool": k_pool, "v_pool": v_pool, "k_scale": k_scale, "v_scale": v_scale}

@@ -35,7 +35,7 @@ def forward(call: Call, tensors: Tensors, run: Callable[[Call, Tensors], Result]
     results = [run(*one) for one in calls]
     out, lse = results[0]
     if len(results) > 1:
-        out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+        out, lse = (torch.cat(each) for each in zip(*results, strict=True))
     out_BSHD = virtual.rows.restored(out, 0.0)
     lse_BSHD = virtual.rows.restored(lse[..., None], -torch.inf)
     lse = lse_BSHD[..., 0].transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""The forward of the `triton` backend: the launch of its kernel, and of the merge of parts if keys are split."""
+"""The forward of the `triton` backend: the launch of its kernel, and of the merge if keys are split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.backends.triton import invariant, plans
+from undivided.backends.triton import invariant, repeated
 from undivided.backends.triton.blocks import Blocks
 from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides, strides
@@ -25,7 +25,7 @@ MAX_TOGETHER = 8
 """Pieces of a row that the merge loads at once."""
 
 
-def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> plans.Plan | None:
+def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> repeated.ForwardLaunch | None:
     """Compute out [B, H, R, Dv] and lse [B, H, R] of these blocks. Returns what a repeated call needs; None under
     Triton's interpreter."""
     return _Forward(inputs, rows, blocks, out, lse).run()
@@ -36,11 +36,11 @@ class _Forward:
         self.inputs, self.problem, self.rows, self.blocks = inputs, inputs.problem, rows, blocks
         self.out, self.lse = out, lse
         self.in_pieces = inputs.problem.batch_invariant and blocks.splits > 1
-        self.parts, self.part_lses = (out[None], lse[None]) if blocks.splits == 1 else self._parts()
+        self.partials, self.partial_lses = (out[None], lse[None]) if blocks.splits == 1 else self._empty_partials()
         self.descriptors = inputs.descriptors(blocks.tile, inputs.k, inputs.v, blocks.tile.block_n)
         self.value_steps = -(-self.problem.v_dim // blocks.steps.values)
 
-    def run(self) -> plans.Plan | None:
+    def run(self) -> repeated.ForwardLaunch | None:
         from undivided.kernels.triton.forward import forward_kernel
 
         problem, blocks, descriptors = self.problem, self.blocks, self.descriptors
@@ -60,16 +60,16 @@ class _Forward:
             return None
         kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges", "places")}
         described = None if descriptors is None else (*map(without_tensor, descriptors),)
-        return plans.Plan(launched, combined, self.parts.shape, kept, described, self._tensors_of())
+        return repeated.ForwardLaunch(launched, combined, self.partials.shape, kept, described, self._tensors_of())
 
     def _tensors_of(self) -> Callable[[NormalForm], dict[str, Tensor]] | None:
-        """`Plan.tensors_of`. The function keeps nothing of this call alive."""
+        """`ForwardLaunch.tensors_of`. The function keeps nothing of this call alive."""
         if (runs_of := self.blocks.runs_of) is None:
             return None
         return lambda form: {"tiles": runs_of(form), "ranges": form.table}
 
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        """Memory for the results of each part of the keys: [splits, B, H, R, Dv] and [splits, B, H, R], fp32. Rows are
+    def _empty_partials(self) -> tuple[Tensor, Tensor]:
+        """Memory for the results of each split of the keys: [splits, B, H, R, Dv] and [splits, B, H, R], fp32. Rows are
         those of the call, or in a pack those of its blocks. Of pieces: [pieces, B, G, pairs, Dv], and largest scores
         and sums of weights, [2, pieces, B, G, pairs]."""
         problem, blocks = self.problem, self.blocks
@@ -88,8 +88,8 @@ class _Forward:
             "q": inputs.q[:, :, self.rows.span],
             "k": self._keys(inputs.k),
             "v": self._keys(inputs.v),
-            "out": self.parts,
-            "lse": self.part_lses,
+            "out": self.partials,
+            "lse": self.partial_lses,
             "tiles": self.blocks.runs,
             **inputs.pointers(self.rows),
             **inputs.forward_only(),
@@ -104,7 +104,7 @@ class _Forward:
     def _others(self, kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of the kernel besides its tensors, and the options of its compilation."""
         inputs, problem, blocks = self.inputs, self.problem, self.blocks
-        parts, part_lses, steps = self.parts, self.part_lses, blocks.steps
+        partials, partial_lses, steps = self.partials, self.partial_lses, blocks.steps
         switches = inputs.switches(self.rows)
         return {
             "tiles_b": strides(blocks.runs)[0],
@@ -114,8 +114,8 @@ class _Forward:
             **self._page_strides(tensors),
             **inputs.scale_strides(tensors),
             **self._tree(tensors),
-            **dict(zip(("out_z", "out_b", "out_h", "out_s"), parts.stride(), strict=False)),
-            **dict(zip(("lse_z", "lse_b", "lse_h"), part_lses.stride()[-4:], strict=False)),
+            **dict(zip(("out_z", "out_b", "out_h", "out_s"), partials.stride(), strict=False)),
+            **dict(zip(("lse_z", "lse_b", "lse_h"), partial_lses.stride()[-4:], strict=False)),
             "pieces": invariant.pieces(problem) if self.in_pieces else 0,  # others need not compile for each number
             **inputs.placeholders(kernel, tensors),
             **inputs.pointer_strides(tensors),
@@ -200,12 +200,12 @@ class _Forward:
         return min(inputs.clean, 1) if one_document and one_range else inputs.clean
 
     def _combine(self) -> Launch | None:
-        """Merge the parts and their lse into out and lse; sinks enter here."""
-        from undivided.kernels.triton.parts import combine_kernel
+        """Merge the partial results into out and lse; sinks enter here."""
+        from undivided.kernels.triton.merging import combine_kernel
 
         inputs, blocks, v_dim = self.inputs, self.blocks, self.problem.v_dim
-        _, batch, heads, rows, _ = self.parts.shape
-        tensors = {"parts": self.parts, "part_lses": self.part_lses, "out": self.out, "lse": self.lse}
+        _, batch, heads, rows, _ = self.partials.shape
+        tensors = {"partials": self.partials, "partial_lses": self.partial_lses, "out": self.out, "lse": self.lse}
         if blocks.places is not None:
             tensors["places"] = blocks.places
         if inputs.sinks is not None:
@@ -217,9 +217,9 @@ class _Forward:
             tensors,
             lambda: {
                 **inputs.placeholders(combine_kernel, tensors),
-                "part_z": self.parts.stride(0),
-                "part_row": v_dim,
-                "lse_z": self.part_lses.stride(0),
+                "partial_z": self.partials.stride(0),
+                "partial_row": v_dim,
+                "lse_z": self.partial_lses.stride(0),
                 **dict(zip(("out_b", "out_h", "out_s"), strides(self.out), strict=False)),
                 **dict(zip(("lse_b", "lse_h"), strides(self.lse), strict=False)),
                 "heads": heads,
@@ -236,12 +236,12 @@ class _Forward:
 
     def _merge_pieces(self) -> Launch | None:
         """Merge the pieces of a batch-invariant call into out and lse, in their order."""
-        from undivided.kernels.triton.parts import merge_pieces_kernel
+        from undivided.kernels.triton.merging import merge_pieces_kernel
 
         inputs, blocks, v_dim = self.inputs, self.blocks, self.problem.v_dim
-        number, batch, groups, rows, _ = self.parts.shape
-        tops, totals = self.part_lses
-        tensors = {"pieces": self.parts, "tops": tops, "totals": totals, "out": self.out, "lse": self.lse}
+        number, batch, groups, rows, _ = self.partials.shape
+        tops, totals = self.partial_lses
+        tensors = {"pieces": self.partials, "tops": tops, "totals": totals, "out": self.out, "lse": self.lse}
         if inputs.sinks is not None:
             tensors["sinks"] = inputs.sinks
         return launch(
@@ -251,7 +251,7 @@ class _Forward:
             tensors,
             lambda: {
                 **inputs.placeholders(merge_pieces_kernel, tensors),
-                "piece_z": self.parts.stride(0),
+                "piece_z": self.partials.stride(0),
                 "row_z": tops.stride(0),
                 **dict(zip(("out_b", "out_h", "out_s"), strides(self.out), strict=False)),
                 **dict(zip(("lse_b", "lse_h"), strides(self.lse), strict=False)),

@@ -11,7 +11,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride, empty_rows_like, materialise, with_contiguous_rows
 from undivided.backends._base import Gradients
-from undivided.backends.triton import plans
+from undivided.backends.triton import repeated
 from undivided.backends.triton import tables as _triton_tables
 from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides
@@ -32,9 +32,9 @@ _OF_THE_MASK = frozenset({"tiles", "ranges", "columns"})
 def gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of (q, k, v, bias, sinks, alibi_slopes); None if ``call.needs`` is False for one."""
     tensors, grad_out = tensors.materialised(), materialise(grad_out)
-    known = plans.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
-    if known is not None:
-        return known.run(call, tensors, result, grad_out)
+    launches = repeated.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
+    if launches is not None:
+        return launches.run(call, tensors, result, grad_out)
     return _Backward(Inputs(call, tensors), result, grad_out, grad_lse).run()
 
 
@@ -43,7 +43,7 @@ class _Backward:
         problem = inputs.problem
         self.inputs, self.problem = inputs, problem
         self.needs = inputs.call.needs
-        self.passes: list[plans.Pass | None] = []  # those that ran; None under Triton's interpreter
+        self.launches: list[repeated.BackwardLaunch | None] = []  # those that ran; None under Triton's interpreter
         self.result, self.grad_out = result, grad_out
         self.g = with_contiguous_rows(layout.heads_first(grad_out, problem.layout))
         self.lse = result.lse.contiguous()
@@ -66,11 +66,11 @@ class _Backward:
     ) -> None:
         launched = launch(kernel, grid, facts, tensors, others, descriptors)
         if launched is None:
-            self.passes.append(None)
+            self.launches.append(None)
             return
         kept = {name: tensor for name, tensor in tensors.items() if name in _OF_THE_MASK}
         described = {name: without_tensor(one) for name, one in (descriptors or {}).items()}
-        self.passes.append(plans.Pass(launched, kept, described))
+        self.launches.append(repeated.BackwardLaunch(launched, kept, described))
 
     def _delta(self) -> Tensor:
         """The sum of gradient times output of every row, fp32 [B, H, Sq]."""
@@ -98,33 +98,33 @@ class _Backward:
         return delta
 
     def run(self) -> list[Tensor | None]:
-        tensors, parts = self.inputs.tensors, list(self.inputs.rows())
+        tensors, blocks = self.inputs.tensors, list(self.inputs.rows())
         dq = empty_rows_like(tensors.q) if self.needs[0] or self.needs[5] else None
         # if the rows are computed in several launches, the sums over rows are kept in fp32
-        dtype = torch.float32 if len(parts) > 1 else None
+        dtype = torch.float32 if len(blocks) > 1 else None
         dk = empty_rows_like(tensors.k, dtype).zero_() if self.needs[1] or self.needs[2] else None
         dv = empty_rows_like(tensors.v, dtype).zero_() if self.needs[1] or self.needs[2] else None
         dbias = self._empty_bias() if self.needs[3] else None
-        for rows in parts:
+        for rows in blocks:
             if dq is not None:
                 self._rows(rows, layout.heads_first(dq, self.problem.layout))
             if dk is not None and dv is not None:
                 dk_BHSD, dv_BHSD = (layout.heads_first(t, self.problem.layout) for t in (dk, dv))
-                self._keys(rows, dk_BHSD, dv_BHSD, add=len(parts) > 1)
+                self._keys(rows, dk_BHSD, dv_BHSD, add=len(blocks) > 1)
             if dbias is not None:
                 self._pairs(rows, dbias)
-        self._keep(parts)
+        self._keep(blocks)
         gradients = (dq, dk, dv, self._bias(dbias), self._sinks(), self._slopes())
         return [
             None if gradient is None or tensor is None or not needed else gradient.to(tensor.dtype)
             for gradient, tensor, needed in zip(gradients, tensors, self.needs, strict=True)
         ]
 
-    def _keep(self, parts: Sequence[Rows]) -> None:
+    def _keep(self, blocks: Sequence[Rows]) -> None:
         """Keep the launches for the next such call, if they read the tensors of this one and not copies of them."""
         copied = self.g.data_ptr() != self.grad_out.data_ptr() or self.out.data_ptr() != self.result.out.data_ptr()
-        if len(parts) == 1 and self.grad_lse is None and self.lse is self.result.lse and not copied:
-            plans.keep_gradients(self.inputs.call, self.inputs, self.result, self.grad_out, self.passes)
+        if len(blocks) == 1 and self.grad_lse is None and self.lse is self.result.lse and not copied:
+            repeated.keep_gradients(self.inputs.call, self.inputs, self.result, self.grad_out, self.launches)
 
     def _tensors(self, rows: Rows, block_m: int, block_n: int) -> dict[str, Tensor]:
         """The tensors of all three passes; q, g and the tables begin at the first of these rows."""
@@ -251,17 +251,17 @@ class _Backward:
 
         problem, tile = self.problem, self.inputs.tile("rows")
         tensors = self._tensors(rows, tile.block_m, tile.block_n)
-        part = dbias[:, :, rows.span]
+        own = dbias[:, :, rows.span]
         self._launch(
             backward.pairs_kernel,
-            (-(-problem.kv_len // tile.block_n), -(-part.shape[2] // tile.block_m), dbias.shape[0] * dbias.shape[1]),
+            (-(-problem.kv_len // tile.block_n), -(-own.shape[2] // tile.block_m), dbias.shape[0] * dbias.shape[1]),
             self._facts(rows, tile),
-            {**tensors, "dbias": part},
+            {**tensors, "dbias": own},
             lambda: {
                 **self._others(backward.pairs_kernel, rows, tensors, tile, tile.block_m, tile.block_n),
-                "dbias_b": part.stride(0),
-                "dbias_h": part.stride(1),
-                "dbias_q": part.stride(2),
+                "dbias_b": own.stride(0),
+                "dbias_h": own.stride(1),
+                "dbias_q": own.stride(2),
                 "own_batch": dbias.shape[0],
                 "own_heads": dbias.shape[1],
                 "batches": problem.batch,
@@ -275,7 +275,7 @@ class _Backward:
     def _sinks(self) -> Tensor | None:
         if not self.needs[4] or self.factor is None:
             return None
-        return plans.sink_gradient(self.lse, self.factor, self.delta)
+        return repeated.sink_gradient(self.lse, self.factor, self.delta)
 
     def _slopes(self) -> Tensor | None:
         slopes, rows = self.inputs.tensors.alibi_slopes, self.row_slopes

@@ -175,7 +175,7 @@ def column_table(rows: Tensor, tiles: int) -> Tensor:
     number = torch.arange(1, blocks + 1, device=rows.device, dtype=torch.int32)[:, None]
     runs = rows.view(batch, 1, blocks, 2, 4)
     begin, end = runs[..., :2], runs[..., 2:].flip(-1)  # of (all tiles of a run, its full tiles)
-    parts = []
+    columns = []
     step = max(PAIRS_AT_ONCE // max(blocks * batch, 1), 1)
     for start in range(0, tiles, step):
         tile = torch.arange(start, min(start + step, tiles), device=rows.device, dtype=torch.int32)[:, None, None, None]
@@ -183,7 +183,7 @@ def column_table(rows: Tensor, tiles: int) -> Tensor:
         needed[..., 0] &= ~needed[..., 1]  # [B, tiles, blocks, (with the mask, without)]
         last = (needed * number).amax(-2)
         first = torch.where(needed, number - 1, FAR).amin(-2)
-        parts.append(torch.stack((first.where(last > 0, 0), last), -1).flatten(-2))
-    if not parts:
+        columns.append(torch.stack((first.where(last > 0, 0), last), -1).flatten(-2))
+    if not columns:
         return rows.new_zeros((batch, 0, 4))
-    return torch.cat(parts, 1)
+    return torch.cat(columns, 1)

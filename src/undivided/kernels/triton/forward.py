@@ -4,7 +4,7 @@
 Memory traffic: a program reads its query rows once and each key tile that its rows need once; it writes its output rows
 once. Rows are (query, head of the group) pairs: with GROUP = 1 a tile of rows belongs to one head; in decoding the rows
 of all heads that share a key/value head are in one tile, so that its keys are read once. With SPLITS > 1 (split-KV) each
-program computes an equal share of the tiles and `combine_kernel` merges the parts in a fixed order: results are
+program computes an equal share of the tiles and `combine_kernel` merges their results in a fixed order: results are
 bit-reproducible.
 
 Strides: every last axis has stride 1; all others are free. Of q, DIM_STEP columns are kept in registers; the others are
@@ -19,7 +19,7 @@ Quantised keys and values are dequantised in registers to the dtype of q.
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.parts import merge, normalised
+from undivided.kernels.triton.merging import merge, normalised
 from undivided.kernels.triton.quantized import INT4, load_numbers
 from undivided.kernels.triton.tile import (
     LOG2E,
@@ -81,9 +81,9 @@ def forward_kernel(
         last page may end after the memory).
     FORMAT: of k and v, from `config.FORMATS`. PTX: as in `quantized.load_numbers`.
     PLACES: blocks of rows lie where `places` says (`kernels.triton.blocks`, `backends.triton.invariant`). With SPLITS > 1,
-        part [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
+        the partial result [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full. PIECE keys at a time
-        are summed from zero (`kernels.triton.parts`). With SPLITS > 1 a program computes every SPLITS-th of `pieces`
+        are summed from zero (`kernels.triton.merging`). With SPLITS > 1 a program computes every SPLITS-th of `pieces`
         pieces, and writes each: its sums to out [Z, B, G, (query, head) pairs, Dv], its largest scores and its sums of
         weights to lse [2, Z, B, G, pairs].
     LATENT: v is the first DIM_STEP columns of k in memory, so that a tile of both is loaded once.
@@ -100,11 +100,11 @@ def forward_kernel(
     SCALED_ROWS: tl.constexpr = FORMAT != 0 and FORMAT != INT4
     # weights times scales may be out of the range of float16; there, the values are scaled
     SCALED_WEIGHTS: tl.constexpr = SCALED_ROWS and q.dtype.element_ty != tl.float16
-    part = tl.program_id(0)
-    share = part % SPLITS
+    program = tl.program_id(0)
+    share = program % SPLITS
     split = share.to(tl.int64)
-    step = part // SPLITS % value_steps
-    block = part // SPLITS // value_steps
+    step = program // SPLITS % value_steps
+    block = program // SPLITS // value_steps
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_head = (h * GROUP // HEADS_PER_KV).to(tl.int64)
 

@@ -114,12 +114,12 @@ class Chosen:
         form, checked = call.normal_form(tensors.q), call.checked_mask
         assert checked is not None
         key, keeps = ("blocks", joins_heads, reads_values), reads_values or not is_traced()
-        if keeps and (cached := checked.plans.get(key)) is not None:
+        if keeps and (cached := checked.derived.get(key)) is not None:
             assert isinstance(cached, Chosen)
             return cached
         chosen = Chosen(pairs, Rows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
         if keeps:
-            checked.plans[key] = chosen
+            checked.derived[key] = chosen
         return chosen
 
     @cached_property

@@ -69,14 +69,15 @@ def merge_pieces_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts, part_lses, out, lse, sinks, places, part_z, part_row, lse_z, out_b, out_h, out_s, lse_b, lse_h, heads, q_len,
+    partials, partial_lses, out, lse, sinks, places,
+    partial_z, partial_row, lse_z, out_b, out_h, out_s, lse_b, lse_h, heads, q_len,
     V_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Merge the parts of one row: ``lse = log(sum exp(lse_z))``, ``out = sum exp(lse_z - lse) * out_z``, then sinks.
+    """Merge the partial results of one row: ``lse = log(sum exp(lse_z))``, ``out = sum exp(lse_z - lse) * out_z``, then sinks.
 
-    parts [Z, B * H * Sq, Dv] fp32 and part_lses [Z, B * H * Sq] are contiguous. With PLACES, H * Sq are the groups of
-    heads times the rows of all blocks, and rows that a block does not have are left out. The grid is (B * H * Sq,).
+    partials [Z, B * H * Sq, Dv] fp32 and partial_lses [Z, B * H * Sq] are contiguous. With PLACES, H * Sq are the groups
+    of heads times the rows of all blocks, and rows that a block does not have are left out. The grid is (B * H * Sq,).
     """
     r = tl.program_id(0).to(tl.int64)
     b, h, row = r // (heads * q_len), r // q_len % heads, r % q_len
@@ -89,14 +90,14 @@ def combine_kernel(
     if exists:
         o_z = tl.arange(0, SPLITS).to(tl.int64)
         o_d = tl.arange(0, WIDTH)
-        lses = tl.load(part_lses + o_z * lse_z + r)
+        lses = tl.load(partial_lses + o_z * lse_z + r)
         largest = tl.max(lses, 0)
         safe = tl.where(largest == float("-inf"), 0.0, largest)
         weight = tl.exp(lses - safe)
         total = tl.sum(weight, 0)
         some = total != 0  # as in `forward_kernel`
         natural = tl.where(some, safe + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-        pointers = parts + o_z[:, None] * part_z + r * part_row + o_d[None, :]
+        pointers = partials + o_z[:, None] * partial_z + r * partial_row + o_d[None, :]
         values = tl.load(pointers, mask=(o_d < V_DIM)[None, :], other=0.0)
         result = tl.sum(values * weight[:, None], 0) / tl.where(some, total, 1.0)
         if SINKS:

@@ -16,7 +16,7 @@ import undivided
 from undivided import masks
 from undivided.backends import triton
 from undivided.backends.shared.blocks import block_pairs
-from undivided.backends.triton import forward, gradients, launches, plans
+from undivided.backends.triton import forward, gradients, launches, repeated
 from undivided.kernels.triton import config
 from undivided.request.call import Call
 from undivided.request.normalise import normalise
@@ -53,56 +53,56 @@ class Compiler:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[plans.Plans]:
-    """Remembered launches of interpreted kernels; the list has the plans of every forward that ran some."""
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[repeated.ForwardLaunches]:
+    """Remembered launches of interpreted kernels; the list has the launches of every forward that ran some."""
     compilers: dict[int, Compiler] = {}
 
     def launch(kernel: Any, *arguments: Any, **more: Any) -> launches.Launch | None:
         compiler = compilers.setdefault(id(kernel), Compiler(kernel))
         return launches.launch(compiler, *arguments, **more)
 
-    found: list[plans.Plans] = []
-    find = plans.find
+    found: list[repeated.ForwardLaunches] = []
+    find = repeated.find
 
-    def noted(call: Call, tensors: Tensors) -> plans.Plans | None:
-        plan = find(call, tensors)
-        if plan is not None:
-            found.append(plan)
-        return plan
+    def noted(call: Call, tensors: Tensors) -> repeated.ForwardLaunches | None:
+        kept = find(call, tensors)
+        if kept is not None:
+            found.append(kept)
+        return kept
 
     monkeypatch.setattr(launches, "_launches", {})
     monkeypatch.setattr(forward, "launch", launch)
     monkeypatch.setattr(gradients, "launch", launch)
-    monkeypatch.setattr(plans, "find", noted)
+    monkeypatch.setattr(repeated, "find", noted)
     return found
 
 
 @pytest.fixture
-def backwards(runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch) -> list[plans.GradientPlan]:
-    """As `runs`, with the plans of every backward that ran one."""
-    found: list[plans.GradientPlan] = []
-    find = plans.find_gradients
+def backwards(runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch) -> list[repeated.BackwardLaunches]:
+    """As `runs`, with the launches of every backward that ran one."""
+    found: list[repeated.BackwardLaunches] = []
+    find = repeated.find_gradients
 
-    def noted(*arguments: Any) -> plans.GradientPlan | None:
-        plan = find(*arguments)
-        if plan is not None:
-            found.append(plan)
-        return plan
+    def noted(*arguments: Any) -> repeated.BackwardLaunches | None:
+        kept = find(*arguments)
+        if kept is not None:
+            found.append(kept)
+        return kept
 
-    monkeypatch.setattr(plans, "find_gradients", noted)
+    monkeypatch.setattr(repeated, "find_gradients", noted)
     return found
 
 
 def kinds_of_calls() -> dict[str, Any]:
-    """A case of the contract for each layout, paged or not, and for each kind of mask, feature and format that plans
-    serve, and one with another feature."""
+    """A case of the contract for each layout, paged or not, and for each kind of mask, feature and format whose launches
+    are kept, and one with another feature."""
     chosen: dict[Any, str] = {}
     for name, case in CASES.items():
         call, _ = normalise(Request.from_keywords(**inputs.build(case, case.dtypes[0]).arguments))
         problem = call.problem
         if 0 in (problem.batch, problem.q_len, problem.kv_len) or "strided" in problem.features:
             continue
-        if plans._plans(call) is None:
+        if repeated._kept(call) is None:
             chosen.setdefault("another feature", name)
             continue
         chosen.setdefault((problem.layout, problem.page_size is None), name)
@@ -112,7 +112,7 @@ def kinds_of_calls() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", kinds_of_calls())
-def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[plans.Plans]) -> None:
+def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[repeated.ForwardLaunches]) -> None:
     case = CASES[name]
     dtype = next(dtype for dtype in case.dtypes if dtype != torch.float64)
     arguments = dict(inputs.build(case, dtype).arguments)
@@ -132,7 +132,7 @@ def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[plans
         if is_part_of_k:
             arguments["v"] = arguments["k"][..., : arguments["v"].shape[-1]]
     second, given = normalise(Request.from_keywords(**arguments))
-    home = plans._plans(second)
+    home = repeated._kept(second)
     with torch.no_grad():
         assert not runs
         found = triton.BACKEND.forward(second, given)
@@ -151,30 +151,32 @@ def decode(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
     return out
 
 
-def test_decoding_splits_its_keys_in_a_plan_too(runs: list[plans.Plans]) -> None:
+def test_decoding_splits_its_keys_in_kept_launches_too(runs: list[repeated.ForwardLaunches]) -> None:
     k = torch.randn(1, 600, 2, 16)
     outs = [decode(torch.full((1, 1, 4, 16), n), k) for n in (1.0, 2.0)]
-    assert [plan.parts[0] for found in runs for plan in found.launches] == [2]
+    assert [launch.partial_sizes[0] for found in runs for launch in found.launches] == [2]
     for n, out in enumerate(outs, 1):
         expected = undivided.attention(torch.full((1, 1, 4, 16), float(n)), k, k, layout="bshd", backend="reference")
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tensor_descriptors_of_a_plan_are_those_of_its_call(runs: list[plans.Plans]) -> None:
+def test_tensor_descriptors_of_kept_launches_are_those_of_their_call(runs: list[repeated.ForwardLaunches]) -> None:
     with config.trial("forward", config.INTERPRETED._replace(descriptors=True)):
         for _ in range(3):
             q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
             torch.testing.assert_close(decode(q, k), undivided.attention(q, k, k, layout="bshd", backend="reference"))
     assert len(runs) == 2
     assert all(
-        plan.descriptors is not None and plan.descriptors[0].base is None for found in runs for plan in found.launches
+        launch.descriptors is not None and launch.descriptors[0].base is None
+        for found in runs
+        for launch in found.launches
     )
 
 
 @pytest.mark.parametrize(
     "change", ["scale", "softcap", "alignment of q", "alignment of k", "v is no part of k", "tile sizes", "mask"]
 )
-def test_other_calls_have_other_plans(change: str, runs: list[plans.Plans]) -> None:
+def test_other_calls_have_other_launches(change: str, runs: list[repeated.ForwardLaunches]) -> None:
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     options: dict[str, Any] = {"mask": mask, "scale": 0.5, "softcap": 2.0}
     decode(q, k, **options)
@@ -201,7 +203,7 @@ def test_other_calls_have_other_plans(change: str, runs: list[plans.Plans]) -> N
     assert len(runs) == 1
 
 
-def test_a_mask_that_changed_has_no_plan(runs: list[plans.Plans]) -> None:
+def test_a_mask_that_changed_keeps_no_launches(runs: list[repeated.ForwardLaunches]) -> None:
     q, k, lengths = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.tensor([40, 40])
     mask = masks.lengths(lengths)
     for length in (30, 7):
@@ -213,7 +215,7 @@ def test_a_mask_that_changed_has_no_plan(runs: list[plans.Plans]) -> None:
 
 
 class TestChosenPages:
-    """The call of the virtual sequences has a plan, which is kept with the caller's mask."""
+    """The call of the virtual sequences has launches, which are kept with the caller's mask."""
 
     chosen, lengths = torch.tensor([[0, 3], [2, -1]]), torch.tensor([30, 20])
 
@@ -229,7 +231,9 @@ class TestChosenPages:
         k, v = torch.randn(2, 8, 8, 2, 16)
         return {"k": k, "v": v, "pages": torch.randperm(8).view(2, 4).int()}
 
-    def test_a_repeated_call_launches_only(self, runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_repeated_call_launches_only(
+        self, runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Other queries, keys, scale and softcap have the same tables."""
         mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
         self.run(operands, mask)
@@ -242,7 +246,7 @@ class TestChosenPages:
         self.run(operands, mask, softcap=1.0)
         assert len(runs) == 2
 
-    def test_other_tables_have_other_plans(self, runs: list[plans.Plans]) -> None:
+    def test_other_tables_have_other_launches(self, runs: list[repeated.ForwardLaunches]) -> None:
         chosen, lengths, operands = self.chosen.clone(), self.lengths.clone(), self.operands()
         mask = masks.lengths(lengths) & masks.pages(chosen, 8)
         self.run(operands, mask)
@@ -255,14 +259,16 @@ class TestChosenPages:
         self.run(operands, mask)
         assert not runs
 
-    def test_other_strides_have_other_plans(self, runs: list[plans.Plans]) -> None:
+    def test_other_strides_have_other_launches(self, runs: list[repeated.ForwardLaunches]) -> None:
         mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
         wide = {name: x if name == "pages" else torch.cat([x, x], 2)[:, :, :2] for name, x in operands.items()}
-        for given, plans_found in ((operands, 0), (wide, 0), (operands, 1), (wide, 2)):
+        for given, kept in ((operands, 0), (wide, 0), (operands, 1), (wide, 2)):
             self.run(given, mask)
-            assert len(runs) <= plans_found
+            assert len(runs) <= kept
 
-    def test_nothing_is_kept_in_a_capture(self, runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_is_kept_in_a_capture(
+        self, runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The memory of a CUDA graph holds nothing before a replay."""
         mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
         call, given = normalise(Request.from_keywords(torch.randn(2, 1, 4, 16), **operands, layout="bshd", mask=mask))
@@ -272,14 +278,14 @@ class TestChosenPages:
             triton.BACKEND.forward(call, given)
         assert not runs
         assert call.checked_mask is not None
-        assert not call.checked_mask.plans
+        assert not call.checked_mask.derived
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("is_paged", [True, False])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
-def test_the_layers_of_a_step_launch_from_one_plan(
-    layout: str, is_paged: bool, quantize: str | None, runs: list[plans.Plans]
+def test_the_layers_of_a_step_share_their_launches(
+    layout: str, is_paged: bool, quantize: str | None, runs: list[repeated.ForwardLaunches]
 ) -> None:
     """The first layer of a step makes it; the others have their own keys, values and queries, in any layout."""
     options = {"is_paged": is_paged, "page_size": 16 if is_paged else None, "qkv_format": layout, "quantize": quantize}
@@ -293,14 +299,14 @@ def test_the_layers_of_a_step_launch_from_one_plan(
             out = params.attend(layer, q, k, v, backend="triton")
             expected = plain.attend(layer, q, k, v, backend="reference")
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-        assert len(runs) - before >= 2, step  # 3 if an equal mask has the plan of an earlier step
+        assert len(runs) - before >= 2, step  # 3 if an equal mask has the launches of an earlier step
 
 
 @pytest.mark.parametrize("mask", [None, masks.window(20, 0)], ids=["causal", "window"])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_the_steps_of_decoding_launch_from_one_plan(
-    layout: str, quantize: str | None, mask: masks.Mask | None, runs: list[plans.Plans]
+def test_the_steps_of_decoding_share_their_launches(
+    layout: str, quantize: str | None, mask: masks.Mask | None, runs: list[repeated.ForwardLaunches]
 ) -> None:
     """The first step makes it; the ranges and the tables of tiles are those of each step."""
     options = {"is_paged": True, "page_size": 64, "qkv_format": layout, "quantize": quantize}
@@ -325,7 +331,7 @@ def new_tokens(layout: str, counts: tuple[int, ...], heads: int, dim: int) -> to
     return torch.randn(*shapes[layout], heads, dim)
 
 
-def test_the_layers_of_quantised_caches_read_their_own_scales(runs: list[plans.Plans]) -> None:
+def test_the_layers_of_quantised_caches_read_their_own_scales(runs: list[repeated.ForwardLaunches]) -> None:
     new, q = torch.randn(3, 2, 20, 2, 32), torch.randn(3, 2, 1, 4, 32)
     for quantize in ("int8", "fp8_e4m3", "int4"):
         mask, before = masks.causal(), len(runs)
@@ -338,7 +344,7 @@ def test_the_layers_of_quantised_caches_read_their_own_scales(runs: list[plans.P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_layer_has_its_own_sinks(dtype: torch.dtype, runs: list[plans.Plans]) -> None:
+def test_each_layer_has_its_own_sinks(dtype: torch.dtype, runs: list[repeated.ForwardLaunches]) -> None:
     mask, k = masks.causal("bottom_right"), torch.randn(1, 600, 2, 16)
     for n in range(3):
         q, sinks = torch.randn(1, 1, 4, 16), torch.randn(4).to(dtype) + n
@@ -348,35 +354,35 @@ def test_each_layer_has_its_own_sinks(dtype: torch.dtype, runs: list[plans.Plans
         )
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert len(runs) == 2
-    assert all(plan.combine is not None for found in runs for plan in found.launches)  # which adds the sinks
+    assert all(launch.combine is not None for found in runs for launch in found.launches)  # which adds the sinks
 
 
-def test_a_replay_without_its_plan_makes_it_again(runs: list[plans.Plans]) -> None:
+def test_a_replay_without_its_launches_keeps_them_again(runs: list[repeated.ForwardLaunches]) -> None:
     cache = undivided.PagedKVCache(8, 16, 2, 16, batch=2, dtype=torch.float32)
     new, q = torch.randn(2, 20, 2, 16), torch.randn(2, 1, 4, 16)
     cache.append(new, new)
     mask = masks.causal()
     first = cache.attend(q, mask, backend="triton")
-    moved = torch.randn(q.numel() + 1)[1:].view(q.shape).copy_(q)  # other alignment: another plan
+    moved = torch.randn(q.numel() + 1)[1:].view(q.shape).copy_(q)  # other alignment: other launches
     for n, query in enumerate((moved, q, moved), 1):
         assert torch.equal(cache.attend(query, mask, backend="triton"), first)
         assert len(runs) == n - 1
 
 
-def test_plans_are_bounded_and_keep_placeholders_alone(
-    runs: list[plans.Plans], monkeypatch: pytest.MonkeyPatch
+def test_kept_launches_are_bounded_and_keep_placeholders_alone(
+    runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "MAX_PLANS", 3)
+    monkeypatch.setattr(repeated, "MAX_KEPT", 3)
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     for n in range(1, 9):
         decode(q, k, mask=mask, scale=n / 8)
     call, _ = normalise(Request.from_keywords(q=q, k=k, v=k, layout="bshd", mask=mask))
-    kept = plans._plans(call)
+    kept = repeated._kept(call)
     assert kept is not None
     assert 0 < len(kept) <= 3
     for found in kept.values():
-        assert isinstance(found, plans.Plans)
-        values = [value for plan in found.launches for value in plan.launch.arguments]
+        assert isinstance(found, repeated.ForwardLaunches)
+        values = [value for launch in found.launches for value in launch.launch.arguments]
         assert all(value.numel() == 1 for value in values if isinstance(value, torch.Tensor))
 
 
@@ -396,7 +402,7 @@ def scaled(given: Tensors, factor: float) -> Tensors:
 
 
 @pytest.mark.parametrize("name", differentiable_cases())
-def test_a_repeated_backward_has_the_bits_of_a_first_one(name: str, backwards: list[plans.GradientPlan]) -> None:
+def test_a_repeated_backward_has_the_bits_of_a_first_one(name: str, backwards: list[repeated.BackwardLaunches]) -> None:
     case = CASES[name]
     dtype = next(dtype for dtype in case.dtypes if dtype != torch.float64)
     call, given = normalise(Request.from_keywords(**inputs.build(case, dtype).arguments))
@@ -408,7 +414,7 @@ def test_a_repeated_backward_has_the_bits_of_a_first_one(name: str, backwards: l
 
     gradients_of(given)
     assert not backwards
-    second, home = scaled(given, -1.5), plans._plans(call)
+    second, home = scaled(given, -1.5), repeated._kept(call)
     found = gradients_of(second)
     serves = not call.mask.parts or call.normal_form(given.q).exact
     assert bool(backwards) == (home is not None and serves)
@@ -430,7 +436,7 @@ def causal_gradients(
 
 
 @pytest.mark.parametrize("change", ["strides", "no last axis", "alignment", "values"])
-def test_a_backward_reads_its_own_gradient(change: str, backwards: list[plans.GradientPlan]) -> None:
+def test_a_backward_reads_its_own_gradient(change: str, backwards: list[repeated.BackwardLaunches]) -> None:
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     dense = torch.randn(1, 40, 4, 16)
     for _ in range(2):
@@ -449,7 +455,7 @@ def test_a_backward_reads_its_own_gradient(change: str, backwards: list[plans.Gr
     assert len(backwards) == {"strides": 2, "no last axis": 1, "alignment": 2, "values": 3}[change]
 
 
-def test_other_gradients_have_other_plans(backwards: list[plans.GradientPlan]) -> None:
+def test_other_gradients_have_other_launches(backwards: list[repeated.BackwardLaunches]) -> None:
     """Which of q, k and v need one decides what is launched."""
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     wanted = [(True, True), (True, False), (False, True)]
@@ -466,7 +472,9 @@ def test_other_gradients_have_other_plans(backwards: list[plans.GradientPlan]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_layer_has_the_gradient_of_its_own_sinks(dtype: torch.dtype, backwards: list[plans.GradientPlan]) -> None:
+def test_each_layer_has_the_gradient_of_its_own_sinks(
+    dtype: torch.dtype, backwards: list[repeated.BackwardLaunches]
+) -> None:
     mask = masks.causal()
     for n in range(3):
         leaves = [torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), (torch.randn(4) + n).to(dtype)]
@@ -481,7 +489,7 @@ def test_each_layer_has_the_gradient_of_its_own_sinks(dtype: torch.dtype, backwa
     assert len(backwards) == 2
 
 
-def test_the_gradient_of_an_lse_has_no_plan(backwards: list[plans.GradientPlan]) -> None:
+def test_the_gradient_of_an_lse_keeps_no_launches(backwards: list[repeated.BackwardLaunches]) -> None:
     q = torch.randn(1, 40, 2, 16, requires_grad=True)
     for _ in range(2):
         out, lse = undivided.attention(q, q, q, layout="bshd", backend="triton", return_lse=True)
@@ -489,7 +497,7 @@ def test_the_gradient_of_an_lse_has_no_plan(backwards: list[plans.GradientPlan])
     assert not backwards
 
 
-def test_tensor_descriptors_of_a_backward_are_those_of_its_call(backwards: list[plans.GradientPlan]) -> None:
+def test_tensor_descriptors_of_a_backward_are_those_of_its_call(backwards: list[repeated.BackwardLaunches]) -> None:
     tile, mask = config.INTERPRETED._replace(descriptors=True), masks.causal()
     with config.trial("rows", tile), config.trial("keys", tile):
         for _ in range(3):
@@ -498,16 +506,16 @@ def test_tensor_descriptors_of_a_backward_are_those_of_its_call(backwards: list[
             for actual, expected in zip(found, causal_gradients(q, k, grad_out, "reference", mask), strict=True):
                 torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert len(backwards) == 2
-    described = [one for plan in backwards for kept in plan.passes for one in kept.descriptors.values()]
+    described = [one for found in backwards for kept in found.launches for one in kept.descriptors.values()]
     assert len(described) == 2 * 4
     assert all(one.base is None for one in described)
 
 
-def test_a_backward_keeps_no_memory_of_a_call(backwards: list[plans.GradientPlan]) -> None:
+def test_a_backward_keeps_no_memory_of_a_call(backwards: list[repeated.BackwardLaunches]) -> None:
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     for _ in range(2):
         causal_gradients(q, k, torch.ones_like(q), "triton", mask)
-    (plan,) = backwards
-    values = [value for one in plan.passes for value in one.launch.arguments]
+    (found,) = backwards
+    values = [value for one in found.launches for value in one.launch.arguments]
     assert all(value.numel() == 1 for value in values if isinstance(value, torch.Tensor))
-    assert all({*one.tensors} <= {"tiles", "ranges", "columns"} for one in plan.passes)
+    assert all({*one.tensors} <= {"tiles", "ranges", "columns"} for one in found.launches)

@@ -1,9 +1,8 @@
-"""Plans: what a forward or a backward computed on its way to the kernels, kept for the next call with tensors of the
-same kind.
+"""Repeated calls: the launches of a forward or a backward, kept for the next call with tensors of the same kind.
 
-A repeated call finds its plan in an object that such calls share: the checked mask, or the strides if there is no
-mask. It allocates the results and launches, which takes Python about a third of the time without a plan. Plans are for
-calls whose only tensors are q, k, v, their scales, a block table, sinks and the mask's ranges.
+A repeated call finds the launches in an object that such calls share: the checked mask, or the strides if there is no
+mask. It allocates the results and launches, which takes Python about a third of the time of a first call. Launches are
+kept for calls whose only tensors are q, k, v, their scales, a block table, sinks and the mask's ranges.
 """
 
 from __future__ import annotations
@@ -26,25 +25,26 @@ from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result, sink_factor
 
-MAX_PLANS = 16
-"""Plans of one mask, or of one kind of tensors: all are forgotten if there are more (a scale that always changes)."""
+MAX_KEPT = 16
+"""Calls with one mask, or with one kind of tensors: all are forgotten if there are more (a scale that always
+changes)."""
 
 _MORE_TENSORS = frozenset({"bias", "alibi", "dropout"})
 
 
-class Plan(NamedTuple):
+class ForwardLaunch(NamedTuple):
     """One launch of a forward.
 
-    launch: of the kernel; combine: of the merge of the parts, None if keys are not split.
-    parts: sizes of the parts, [splits, B, H, rows, Dv].
+    launch: of the kernel; combine: of the merge of partial results, None if keys are not split.
+    partial_sizes: [splits, B, H, rows, Dv].
     tensors: tables and ranges of the mask, which the kernels read.
     descriptors: those of k and v, without their tensors; None if they are read through pointers.
-    tensors_of: computes `tensors` for another mask of the same structure; None if that needs a new plan.
+    tensors_of: computes `tensors` for another mask of the same structure; None if that needs a new launch.
     """
 
     launch: Launch
     combine: Launch | None
-    parts: tuple[int, ...]
+    partial_sizes: tuple[int, ...]
     tensors: Mapping[str, Tensor]
     descriptors: tuple[Any, Any] | None
     tensors_of: Callable[[NormalForm], Mapping[str, Tensor]] | None
@@ -52,29 +52,29 @@ class Plan(NamedTuple):
     def run(self, given: Mapping[str, Tensor], out: Tensor, lse: Tensor) -> None:
         """Write the rows of this launch into `out`, in any layout, and `lse` [B, H, Sq]. Kernels take addresses, so
         that no views are made."""
-        given, parts, part_lses = {**given, **self.tensors}, out, lse
+        given, partials, partial_lses = {**given, **self.tensors}, out, lse
         if self.combine is not None:
-            parts = torch.empty(self.parts, dtype=torch.float32, device=out.device)
-            part_lses = torch.empty(self.parts[:-1], dtype=torch.float32, device=out.device)
+            partials = torch.empty(self.partial_sizes, dtype=torch.float32, device=out.device)
+            partial_lses = torch.empty(self.partial_sizes[:-1], dtype=torch.float32, device=out.device)
         described: dict[str, Any] = {}
         if self.descriptors is not None:
             first, second = self.descriptors
             described["k"] = descriptors.with_tensor(first, given["k"])
             described["v"] = descriptors.with_tensor(second, given["v"])
-        self.launch.run({**given, "out": parts, "lse": part_lses, **described})
+        self.launch.run({**given, "out": partials, "lse": partial_lses, **described})
         if self.combine is not None:
-            self.combine.run({**given, "parts": parts, "part_lses": part_lses, "out": out, "lse": lse})
+            self.combine.run({**given, "partials": partials, "partial_lses": partial_lses, "out": out, "lse": lse})
 
 
-class Plans(NamedTuple):
+class ForwardLaunches(NamedTuple):
     """The launches of a forward, each of some of its rows."""
 
-    launches: Sequence[Plan]
+    launches: Sequence[ForwardLaunch]
 
-    def with_form(self, form: NormalForm) -> Plans | None:
-        """The launches for another mask of the same structure; None if they need new plans."""
-        new = [p._replace(tensors=p.tensors_of(form)) for p in self.launches if p.tensors_of is not None]
-        return Plans(new) if len(new) == len(self.launches) else None
+    def with_form(self, form: NormalForm) -> ForwardLaunches | None:
+        """The launches for another mask of the same structure; None if they need new ones."""
+        new = [one._replace(tensors=one.tensors_of(form)) for one in self.launches if one.tensors_of is not None]
+        return ForwardLaunches(new) if len(new) == len(self.launches) else None
 
     def run(self, call: Call, tensors: Tensors) -> Result:
         """The results for these tensors."""
@@ -90,12 +90,12 @@ class Plans(NamedTuple):
             given["sinks"] = fp32_in_order(tensors.sinks)
         if call.k_scale is not None and call.v_scale is not None:
             given["k_scale"], given["v_scale"] = (scale_rows(t, problem) for t in (call.k_scale, call.v_scale))
-        for plan in self.launches:
-            plan.run(given, out_BSHD, lse)
+        for launch in self.launches:
+            launch.run(given, out_BSHD, lse)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
 
-class Pass(NamedTuple):
+class BackwardLaunch(NamedTuple):
     """One launch of a backward.
 
     tensors: tables and ranges of the mask, which the kernel reads.
@@ -112,10 +112,10 @@ class Pass(NamedTuple):
         self.launch.run({**given, **self.tensors, **described})
 
 
-class GradientPlan(NamedTuple):
+class BackwardLaunches(NamedTuple):
     """The launches of a backward, in order; they read and write tensors in any layout, by address."""
 
-    passes: Sequence[Pass]
+    launches: Sequence[BackwardLaunch]
 
     def run(self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> Gradients:
         """The gradients of q, k, v and the sinks that the call needs."""
@@ -128,8 +128,8 @@ class GradientPlan(NamedTuple):
             given["dk"], given["dv"] = empty_rows_like(k).zero_(), empty_rows_like(v).zero_()
         if sinks is not None:
             given["factor"] = sink_factor(result.lse, fp32_in_order(sinks)).contiguous()
-        for one in self.passes:
-            one.run(given)
+        for launch in self.launches:
+            launch.run(given)
         dk, dv = given.get("dk") if needs_k else None, given.get("dv") if needs_v else None
         dsinks = None
         if sinks is not None and needs_sinks:
@@ -142,24 +142,24 @@ def sink_gradient(lse: Tensor, factor: Tensor, delta: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, 0.0, (factor - 1) * delta).sum((0, 2))
 
 
-def find(call: Call, tensors: Tensors) -> Plans | None:
-    """The plans of an earlier call with the same mask and tensors of the same kind, or by those of the mask of an
+def find(call: Call, tensors: Tensors) -> ForwardLaunches | None:
+    """The launches of an earlier call with the same mask and tensors of the same kind, or by those with the mask of an
     earlier step; None if there are none."""
-    plans, checked = _plans(call), call.checked_mask
-    similar = {} if checked is None else checked.similar_plans
-    if plans is None or not (plans or similar) or is_traced():
+    kept, checked = _kept(call), call.checked_mask
+    kept_earlier = {} if checked is None else checked.derived_earlier
+    if kept is None or not (kept or kept_earlier) or is_traced():
         return None
     key = _key(call, tensors)
-    found = plans.get(key)
-    if found is None and isinstance(earlier := similar.get(key), Plans):
+    found = kept.get(key)
+    if found is None and isinstance(earlier := kept_earlier.get(key), ForwardLaunches):
         found = earlier.with_form(call.normal_form(tensors.q))
         if found is not None:
-            plans[key] = found
-    return found if isinstance(found, Plans) else None
+            kept[key] = found
+    return found if isinstance(found, ForwardLaunches) else None
 
 
-class PlanReplay:
-    """The forward of a call for other tensors: by its plan, which the first run makes.
+class LaunchReplay:
+    """The forward of a call for other tensors: by its launches, which the first run keeps.
 
     Those tensors may have other axes than the call's, as whole pools or packed queries. Their elements lie as its do.
     """
@@ -176,8 +176,8 @@ class PlanReplay:
         own_q, own_k, own_v, k_scale, v_scale = map(_with_axes, given, self._axes)
         assert own_q is not None and own_k is not None and own_v is not None
         call, tensors = self._call.with_memory(pages, k_scale, v_scale), Tensors(own_q, own_k, own_v)
-        known = find(call, tensors)
-        out = (self._forward(call, tensors) if known is None else known.run(call, tensors)).out
+        found = find(call, tensors)
+        out = (self._forward(call, tensors) if found is None else found.run(call, tensors)).out
         return out if out.dim() == q.dim() else out.flatten(0, 1)  # packed queries of a padded batch without padding
 
 
@@ -187,54 +187,56 @@ def _with_axes(tensor: Tensor | None, axes: tuple[torch.Size, tuple[int, ...]] |
     return tensor.as_strided(*axes)
 
 
-def replay(call: Call, tensors: Tensors, forward: Callable[[Call, Tensors], Result]) -> PlanReplay | None:
-    """The forward of this call for other tensors, if such calls have plans."""
-    return None if _plans(call) is None else PlanReplay(call, tensors, forward)
+def replay(call: Call, tensors: Tensors, forward: Callable[[Call, Tensors], Result]) -> LaunchReplay | None:
+    """The forward of this call for other tensors, if launches of such calls are kept."""
+    return None if _kept(call) is None else LaunchReplay(call, tensors, forward)
 
 
-def find_gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> GradientPlan | None:
+def find_gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> BackwardLaunches | None:
     """As `find`, for the backward of a call whose lse has no gradient."""
-    plans = _plans(call)
-    if not plans or is_traced():
+    kept = _kept(call)
+    if not kept or is_traced():
         return None
-    found = plans.get(_gradient_key(call, tensors, result, grad_out))
-    return found if isinstance(found, GradientPlan) else None
+    found = kept.get(_gradient_key(call, tensors, result, grad_out))
+    return found if isinstance(found, BackwardLaunches) else None
 
 
-def keep(call: Call, inputs: Inputs, launches: Sequence[Plan | None]) -> None:
-    """Keep the plans of a forward that ran in these launches, if such calls share an object to keep them in."""
-    known = [plan for plan in launches if plan is not None]
-    if len(known) == len(launches):
-        _keep(call, inputs, _key(call, inputs.tensors), Plans(known))
+def keep(call: Call, inputs: Inputs, launches: Sequence[ForwardLaunch | None]) -> None:
+    """Keep the launches of a forward, if such calls share an object to keep them in. None: of Triton's interpreter."""
+    compiled = [launch for launch in launches if launch is not None]
+    if len(compiled) == len(launches):
+        _keep(call, inputs, _key(call, inputs.tensors), ForwardLaunches(compiled))
 
 
-def keep_gradients(call: Call, inputs: Inputs, result: Result, grad_out: Tensor, passes: Sequence[Pass | None]) -> None:
+def keep_gradients(
+    call: Call, inputs: Inputs, result: Result, grad_out: Tensor, launches: Sequence[BackwardLaunch | None]
+) -> None:
     """As `keep`, for a backward of all rows at once that copied none of its tensors."""
-    known = [one for one in passes if one is not None]
-    if len(known) == len(passes):
-        _keep(call, inputs, _gradient_key(call, inputs.tensors, result, grad_out), GradientPlan(known))
+    compiled = [launch for launch in launches if launch is not None]
+    if len(compiled) == len(launches):
+        _keep(call, inputs, _gradient_key(call, inputs.tensors, result, grad_out), BackwardLaunches(compiled))
 
 
-def _keep(call: Call, inputs: Inputs, key: Hashable, plan: Plans | GradientPlan) -> None:
-    plans, form = _plans(call), inputs.form
-    if plans is None or is_traced() or (form is not None and not form.exact):
+def _keep(call: Call, inputs: Inputs, key: Hashable, launches: ForwardLaunches | BackwardLaunches) -> None:
+    kept, form = _kept(call), inputs.form
+    if kept is None or is_traced() or (form is not None and not form.exact):
         return
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
+    if len(kept) >= MAX_KEPT:
+        kept.clear()
+    kept[key] = launches
 
 
-def _plans(call: Call) -> dict[Hashable, object] | None:
-    """Where the plans of such calls are; None if they have none. Calls without `strides` have other tensors."""
+def _kept(call: Call) -> dict[Hashable, object] | None:
+    """Where the launches of such calls are kept; None if they are not. Calls without `strides` have other tensors."""
     problem = call.problem
     if call.strides is None or problem.batch_invariant or not _MORE_TENSORS.isdisjoint(problem.features):
         return None
-    return call.strides.plans if call.checked_mask is None else call.checked_mask.plans
+    return call.strides.derived if call.checked_mask is None else call.checked_mask.derived
 
 
 def _key(call: Call, tensors: Tensors) -> Hashable:
-    """What a plan depends on besides the object that it is kept in, which stands for dtypes, sizes, strides, device and
-    mask."""
+    """What launches depend on besides the object that they are kept in, which stands for dtypes, sizes, strides, device
+    and mask."""
     q, k, v, _, sinks, _ = tensors
     pages = call.pages
     return (
