@@ -57,7 +57,7 @@ def parse_version(text: str, argument: str = "version") -> Version:
     match = re.match(r"\d+(\.\d+)*", text) if isinstance(text, str) else None
     if match is None:
         raise InputError(argument, "be a version such as '9.1.0'", repr(text))
-    return tuple(int(part) for part in match.group().split("."))
+    return tuple(int(number) for number in match.group().split("."))
 
 
 def format_version(version: Version) -> str:
@@ -200,23 +200,23 @@ class Machine:
         return Machine("cuda", key.upper(), KNOWN_GPUS[key], cudnn, {} if packages is None else packages)
 
     def __str__(self) -> str:
-        parts = [self.name or self.device or "this machine"]
+        texts = [self.name or self.device or "this machine"]
         if self.compute_capability:
-            parts.append("sm" + "".join(map(str, self.compute_capability)))
+            texts.append("sm" + "".join(map(str, self.compute_capability)))
         if self.isa:
-            parts.append(self.isa)
-        parts.append(f"torch {self.torch}")
+            texts.append(self.isa)
+        texts.append(f"torch {self.torch}")
         if self.cudnn:
-            parts.append(f"cuDNN {self.cudnn}")
+            texts.append(f"cuDNN {self.cudnn}")
         if self.flash_impl:
-            parts.append(f"torch's flash is {self.flash_impl}")
-        parts += [f"{package} {version}" for package, version in sorted(self.packages.items())]
-        return ", ".join(parts)
+            texts.append(f"torch's flash is {self.flash_impl}")
+        texts += [f"{package} {version}" for package, version in sorted(self.packages.items())]
+        return ", ".join(texts)
 
 
 def _capability(value: object) -> tuple[int, int]:
     pair = tuple(value) if isinstance(value, tuple | list) else ()
-    if len(pair) != 2 or not all(type(part) is int for part in pair):
+    if len(pair) != 2 or not all(type(number) is int for number in pair):
         raise InputError(
             "Machine.compute_capability",
             "be two ints",

@@ -45,7 +45,7 @@ def bits(storage: Storage) -> list[Tensor]:
     """The bytes of the pools and scales; NaN has one form in scales."""
     return [
         (part.nan_to_num(nan=1e38) if part.dtype == torch.float32 else part).view(torch.uint8)
-        for part in storage._parts
+        for part in storage._all_pools
     ]
 
 
@@ -58,7 +58,7 @@ def written(
     monkey: pytest.MonkeyPatch,
 ) -> Storage:
     storage = Storage(pages, page_size, heads, torch.device("cpu"))
-    for part in storage._parts:
+    for part in storage._all_pools:
         part.view(torch.uint8).zero_()
     with monkey.context() as patched:
         if not by_kernel:

@@ -93,7 +93,7 @@ def test_a_cache_that_is_copied_in_inference_mode_goes_on(
         twin = copied(cache)
         new = tokens(dtype)
         torch.testing.assert_close(one_step(twin, *new), one_step(cache, *new))
-    assert not any(part.is_inference() for part in twin._storage._parts)
+    assert not any(part.is_inference() for part in twin._storage._all_pools)
     new = tokens(dtype)
     torch.testing.assert_close(one_step(twin, *new), one_step(cache, *new))
 

@@ -156,15 +156,15 @@ def unknown_arguments(function: str, unknown: Iterable[str], known: Iterable[str
 
 def _form(name: str, parameters: Iterable[inspect.Parameter]) -> str:
     """``window(left, right, ...)``: how the function is called, with all that it requires."""
-    parts, more = [], False
+    required, more = [], False
     for p in parameters:
         if p.name == "self":
             continue
         if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             more = True
         else:
-            parts.append(f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name)
-    return f"{name}({', '.join([*parts, '...'] if more else parts)})"
+            required.append(f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name)
+    return f"{name}({', '.join([*required, '...'] if more else required)})"
 
 
 def _choices(function: Callable[..., Any], argument: str) -> str:

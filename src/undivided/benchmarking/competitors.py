@@ -311,8 +311,8 @@ def _documents(prepared: Prepared) -> Callable[..., Tensor]:
     lengths = torch.bincount(form.q_sequence.flatten().long()).tolist()
 
     def forward(*tensors: Tensor) -> Tensor:
-        parts = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
-        return torch.cat([_attend(*part, is_causal=is_causal) for part in parts], dim=2)
+        documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
+        return torch.cat([_attend(*document, is_causal=is_causal) for document in documents], dim=2)
 
     return forward
 

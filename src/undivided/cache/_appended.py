@@ -27,12 +27,12 @@ _SIZE, _PACK = cpu.APPEND_RECORD.size, cpu.APPEND_RECORD.pack
 
 
 def append(
-    parts: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None = None, first_row: int = 0
+    pools: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None = None, first_row: int = 0
 ) -> bool:
     """Write tokens to pools. False, and nothing is written, if only tensor operations can.
 
     Args:
-        parts: the pools [P, R, N, D] and, if they are quantised, their scales; all contiguous.
+        pools: the pools [P, R, N, D] and, if they are quantised, their scales; all contiguous.
         format: of the pools; None if they are not quantised.
         k, v: checked tokens [B, S, N, D].
         rows: the row of the flattened pools of each token, int64 [B * S], contiguous. None: sequence b is in page b.
@@ -41,27 +41,27 @@ def append(
     dtype = k.dtype
     if dtype not in _DTYPES or v.dtype != dtype or is_traced() or forward_ad._current_level >= 0:
         return False
-    if not (_has_rows(k) and _has_rows(v) and all(map(_is_whole, parts))):
+    if not (_has_rows(k) and _has_rows(v) and all(map(_is_whole, pools))):
         return False
-    if _is_on_gpu(parts[0]):
-        return format is not None and _append_on_gpu(parts, format, k, v, rows, first_row)
-    return _append_on_cpu(parts, format, k, v, rows, first_row)
+    if _is_on_gpu(pools[0]):
+        return format is not None and _append_on_gpu(pools, format, k, v, rows, first_row)
+    return _append_on_cpu(pools, format, k, v, rows, first_row)
 
 
 def _append_on_cpu(
-    parts: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None, first_row: int
+    pools: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None, first_row: int
 ) -> bool:
     """`append` by the native kernel."""
-    library, pool, dtype = cpu.load(), parts[0], k.dtype
+    library, pool, dtype = cpu.load(), pools[0], k.dtype
     if isinstance(library, str) or not (pool.is_cpu and k.is_cpu and v.is_cpu):
         return False
     if format is None and dtype != pool.dtype:
         return False
-    addresses = k.data_ptr(), v.data_ptr(), *[part.data_ptr() for part in parts]
+    addresses = k.data_ptr(), v.data_ptr(), *[pool.data_ptr() for pool in pools]
     if 0 in addresses:
         return False
-    for part, begin in zip(parts, addresses[2:], strict=True):
-        if begin <= addresses[0] < begin + part.nbytes or begin <= addresses[1] < begin + part.nbytes:
+    for pool, begin in zip(pools, addresses[2:], strict=True):
+        if begin <= addresses[0] < begin + pool.nbytes or begin <= addresses[1] < begin + pool.nbytes:
             return False  # tokens of the cache itself
     (batch, length, heads, k_dim), (k_b, k_s, k_h, _) = k.shape, k.stride()
     v_b, v_s, v_h, _ = v.stride()
@@ -89,10 +89,10 @@ def _append_on_cpu(
         v_h,
         v_s,
         *addresses[2:],
-        *(() if len(parts) == 4 else (0, 0)),
+        *(() if len(pools) == 4 else (0, 0)),
     )
     library.append(record)
-    torch.autograd.graph.increment_version(parts)
+    torch.autograd.graph.increment_version(pools)
     return True
 
 
@@ -101,18 +101,18 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _append_on_gpu(
-    parts: Sequence[Tensor], format: Format, k: Tensor, v: Tensor, rows: Tensor | None, first_row: int
+    pools: Sequence[Tensor], format: Format, k: Tensor, v: Tensor, rows: Tensor | None, first_row: int
 ) -> bool:
     """`append` for quantised pools on the current GPU."""
-    device = parts[0].device
+    device = pools[0].device
     if is_elsewhere(k) or not (triton.runs_on(device) and _is_allowed(get("triton"))):
         return False
     if rows is None:
-        pages, page_rows = parts[0].shape[:2]
+        pages, page_rows = pools[0].shape[:2]
         tokens = torch.arange(first_row, first_row + k.shape[1], device=device)
         rows = (torch.arange(0, pages * page_rows, page_rows, device=device)[:, None] + tokens).flatten()
-    triton.append(parts, format, k, v, rows)
-    torch.autograd.graph.increment_version(parts)
+    triton.append(pools, format, k, v, rows)
+    torch.autograd.graph.increment_version(pools)
     return True
 
 
@@ -123,9 +123,9 @@ def _is_allowed(backend: Backend) -> bool:
     return listed and not any(has_name(backend, word) for word, _ in policy.disabled)
 
 
-def _is_whole(part: Tensor) -> bool:
+def _is_whole(pool: Tensor) -> bool:
     """Whether the storage of a pool, which can be resized at any time, has all of its elements."""
-    return type(part) is Tensor and part.untyped_storage().nbytes() >= part.nbytes
+    return type(pool) is Tensor and pool.untyped_storage().nbytes() >= pool.nbytes
 
 
 def _has_rows(tensor: Tensor) -> bool:

@@ -92,8 +92,8 @@ def extend_mask(mask: Mask, longest: int, extent: int) -> Mask:
     ids, wide = wide.take("document_ids")
     for tensor in tensors or ():
         wide = wide & masks.dense(extend("mask", tensor, longest, extent, False))
-    for part in ids or ():
-        wide = wide & masks.document_ids(part.ids_q, extend("mask", part.ids_kv, longest, extent, -1))
+    for documents in ids or ():
+        wide = wide & masks.document_ids(documents.ids_q, extend("mask", documents.ids_kv, longest, extent, -1))
     return wide
 
 

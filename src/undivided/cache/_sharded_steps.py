@@ -121,7 +121,7 @@ class ShardedSteps(BetweenSteps):
         if layer_call.options.get("bias") is not None:
             must = "be None in a sharded step: ranks have rows of it, and all queries are on every rank"
             raise InputError("bias", must, "a tensor", hint="pre_step(step_dict), with all tokens on every rank")
-        parts = {"q": layer_call.q, "new_k": layer_call.new_k, "new_v": layer_call.new_v}
-        q, new_k, new_v = ranks.gather(parts, self.qkv_format, length)
+        own = {"q": layer_call.q, "new_k": layer_call.new_k, "new_v": layer_call.new_v}
+        q, new_k, new_v = ranks.gather(own, self.qkv_format, length)
         whole = layer_call._replace(q=q, new_k=new_k, new_v=new_v, qkv_format=self.qkv_format)
         return ranks.attend(lambda: self._call(whole), length)

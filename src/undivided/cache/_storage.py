@@ -127,8 +127,8 @@ class Memory(NamedTuple):
 
     def __str__(self) -> str:
         total = self.values + self.scales
-        parts = f" (values {_size(self.values)}, scales {_size(self.scales)})" if self.scales else ""
-        return f"{_size(total)}{parts}, {total / max(self.bfloat16, 1):.2f} of bfloat16's {_size(self.bfloat16)}"
+        split = f" (values {_size(self.values)}, scales {_size(self.scales)})" if self.scales else ""
+        return f"{_size(total)}{split}, {total / max(self.bfloat16, 1):.2f} of bfloat16's {_size(self.bfloat16)}"
 
 
 class Pools(NamedTuple):
@@ -186,19 +186,19 @@ class Storage:
 
     def _set_pools(self, pools: Pools) -> None:
         self.pools, self.k, self.v = pools, pools.k, pools.v
-        self._parts = (pools.k, pools.v, *pools.scales)
+        self._all_pools = (pools.k, pools.v, *pools.scales)
 
     @property
-    def _whole_parts(self) -> tuple[Tensor, ...]:
-        """The parts; InputError if the memory of one was resized: PyTorch's indexing does not check that."""
-        for name, part in zip(Pools._fields, self._parts, strict=False):
-            check_memory(f"cache.{name}", part)
-        return self._parts
+    def _checked_pools(self) -> tuple[Tensor, ...]:
+        """The pools; InputError if the memory of one was resized: PyTorch's indexing does not check that."""
+        for name, pool in zip(Pools._fields, self._all_pools, strict=False):
+            check_memory(f"cache.{name}", pool)
+        return self._all_pools
 
     @property
     def _rows(self) -> tuple[Tensor, ...]:
-        """The rows of each part, as bytes if PyTorch cannot index its dtype."""
-        return tuple([_as_bytes(part.flatten(0, 1)) for part in self._whole_parts])
+        """The rows of each pool, as bytes if PyTorch cannot index its dtype."""
+        return tuple([_as_bytes(pool.flatten(0, 1)) for pool in self._checked_pools])
 
     @property
     def description(self) -> str:
@@ -219,11 +219,11 @@ class Storage:
         k, v = new.k, new.v
         if new.packed:
             k, v = (t.squeeze(0).unflatten(0, (len(new.counts), -1)) for t in (k, v))
-        if _appended.append(self._parts, self.heads.format, k, v, first_row=position):
+        if _appended.append(self._all_pools, self.heads.format, k, v, first_row=position):
             return
         end = position + k.shape[1]
-        for part, tokens in zip(self._whole_parts, self._encoded(k, v), strict=True):
-            part[:, position:end] = tokens
+        for pool, tokens in zip(self._checked_pools, self._encoded(k, v), strict=True):
+            pool[:, position:end] = tokens
 
     def rows(self, rows: Sequence[int]) -> Rows:
         """These rows of the flattened pools, for the real tokens in order; storages of other layers can use them."""
@@ -236,46 +236,46 @@ class Storage:
         k, v = (new.k, new.v) if new.all_real else (t[None] for t in new.rows())
         if rows.tokens is not None:
             k, v = (t.flatten(0, 1).index_select(0, rows.tokens)[None] for t in (k, v))
-        if _appended.append(self._parts, self.heads.format, k, v, rows.rows):
+        if _appended.append(self._all_pools, self.heads.format, k, v, rows.rows):
             return
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-        for part, tokens in zip(self._rows, self._encoded(k, v), strict=True):
+        for pool, tokens in zip(self._rows, self._encoded(k, v), strict=True):
             numbers = _as_bytes(tokens)
-            part.index_copy_(0, rows.rows, numbers if numbers.dtype == part.dtype else numbers.to(part.dtype))
+            pool.index_copy_(0, rows.rows, numbers if numbers.dtype == pool.dtype else numbers.to(pool.dtype))
 
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
         """Copy the first rows of a page to another page for each pair (from, to), all at once."""
         if not pages or not rows:
             return
         source, target = torch.tensor(pages, dtype=torch.int64, device=self.k.device).unbind(1)
-        for part in self._whole_parts:
-            part[target, :rows] = part[source, :rows]
+        for pool in self._checked_pools:
+            pool[target, :rows] = pool[source, :rows]
 
     def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
         """Write the tokens of some rows of the flattened pools to others, after `copy` of whole pages."""
         read, write = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
-        tokens = [part.index_select(0, read) for part in self._rows]
+        tokens = [pool.index_select(0, read) for pool in self._rows]
         self.copy(copies, self.k.shape[1])
-        for part, part_tokens in zip(self._rows, tokens, strict=True):
-            part.index_copy_(0, write, part_tokens)
+        for pool, pool_tokens in zip(self._rows, tokens, strict=True):
+            pool.index_copy_(0, write, pool_tokens)
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of these pages, int [.., n], as k and v [.., n, R, N, D] in the dtype of the tokens."""
-        return Pools(*[part[pages] for part in self._whole_parts]).as_dtype(self.heads.dtype)
+        return Pools(*[pool[pages] for pool in self._checked_pools]).as_dtype(self.heads.dtype)
 
     def with_page_size(self, start: int, stop: int, page_size: int, pages: Tensor | None = None) -> Storage:
         """A storage of another page size with a copy of these tokens of every page, or of these pages, int64 [n]."""
         count = self.k.shape[0] if pages is None else len(pages)
         new = Storage(count, page_size, self.heads, self.k.device)
-        for source, target in zip(self._whole_parts, new._parts, strict=True):
+        for source, target in zip(self._checked_pools, new._all_pools, strict=True):
             tokens = source[:, start:stop]
             target[:, : stop - start] = tokens if pages is None else tokens[pages]
         return new
 
     def _encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The tokens in the form of each part, in memory of their own."""
+        """The tokens in the form of each pool, in memory of their own."""
         if self.heads.format is None:
-            return tuple([t.clone() if any(_share_memory(t, part) for part in self._parts) else t for t in (k, v)])
+            return tuple([t.clone() if any(_share_memory(t, pool) for pool in self._all_pools) else t for t in (k, v)])
         keys, values = quantize(k, self.heads.format), quantize(v, self.heads.format)
         return keys.values, values.values, keys.scale, values.scale
 

@@ -59,9 +59,9 @@ class Backward:
         assert k is not None and v is not None
         self.k, self.v = k, v
         step = len(ShareTensors._fields) + 2
-        parts = [rest[n : n + step] for n in range(0, len(rest), step)]
-        self.shares = [ShareTensors(*part[:-2]) for part in parts]  # type: ignore[arg-type]
-        self.results = [Result(*part[-2:]) for part in parts]  # type: ignore[arg-type]
+        shares = [rest[n : n + step] for n in range(0, len(rest), step)]
+        self.shares = [ShareTensors(*share[:-2]) for share in shares]  # type: ignore[arg-type]
+        self.results = [Result(*share[-2:]) for share in shares]  # type: ignore[arg-type]
         self.precision = lse_dtype(call.problem.dtype)
         needs = call.whole.needs
         rounds = call.schedule.rounds
@@ -165,13 +165,13 @@ class Backward:
         )
         dq, dk, dv, dbias, _, dslopes = gradients
         kv_heads = kv_heads_in_round(round_, piece)
-        for gradient_sum, part, rows, part_heads in (
+        for gradient_sum, gradient, rows, piece_heads in (
             (self.dq[piece.share], dq, piece.rows, heads),
             (key_sums[0], dk, piece.keys, kv_heads),
             (key_sums[1], dv, piece.keys, kv_heads),
         ):
-            if gradient_sum is not None and part is not None:
-                gradient_sum.add(part, rows, part_heads)
+            if gradient_sum is not None and gradient is not None:
+                gradient_sum.add(gradient, rows, piece_heads)
         if (total := self.dbias[piece.share]) is not None and dbias is not None:
             total = take_unless_broadcast(take_unless_broadcast(total, 1, heads), 2, piece.rows)
             add(total, 3, slice(0, 1) if total.shape[3] == 1 else piece.key_index, dbias)
@@ -241,15 +241,15 @@ class Backward:
         if bias is None or not self.call.whole.needs[3]:
             return None
         total = torch.zeros(bias.shape, dtype=self.precision, device=self.k.device)
-        for share, part in zip(self.call.schedule.shares, self.dbias, strict=True):
-            take_unless_broadcast(total, 1, share.heads).add_(part)  # type: ignore[arg-type]
+        for share, gradient in zip(self.call.schedule.shares, self.dbias, strict=True):
+            take_unless_broadcast(total, 1, share.heads).add_(gradient)  # type: ignore[arg-type]
         return total.to(bias.dtype)
 
 
 class GradientSum:
     """A sum of gradients [B, S, H, X], in the precision of the softmax.
 
-    A first part of the full shape becomes the sum without a copy if it is the only one (`single`) or is in that
+    A first gradient of the full shape becomes the sum without a copy if it is the only one (`single`) or is in that
     precision already.
     """
 
@@ -257,17 +257,17 @@ class GradientSum:
         self._shape, self._like, self._single = like.shape, like.new_empty(0), single
         self._sum: Tensor | None = None
 
-    def add(self, part: Tensor, rows: Index, heads: slice) -> None:
-        """Add a part for these rows and heads."""
-        is_precise = self._single or part.dtype == lse_dtype(part.dtype)
-        if self._sum is None and part.shape == self._shape and is_precise and owns_storage(part):
-            self._sum = part
+    def add(self, gradient: Tensor, rows: Index, heads: slice) -> None:
+        """Add a gradient for these rows and heads."""
+        is_precise = self._single or gradient.dtype == lse_dtype(gradient.dtype)
+        if self._sum is None and gradient.shape == self._shape and is_precise and owns_storage(gradient):
+            self._sum = gradient
             return
         self._sum = self.value()
-        add(self._sum[:, :, heads], 1, rows, part)
+        add(self._sum[:, :, heads], 1, rows, gradient)
 
     def buffer(self, rows: int, heads: slice, dtype: torch.dtype) -> Tensor:
-        """An empty buffer for a part of that many rows."""
+        """An empty buffer for a gradient of that many rows."""
         batch, _, _, size = self._shape
         return self._like.new_empty((batch, rows, heads.stop - heads.start, size), dtype=dtype)
 

@@ -110,9 +110,9 @@ def _post_exchange(call: RankCall, index: int, k: Tensor, v: Tensor) -> Callable
         wait()
         joined = []
         for tensor in own:
-            parts = [] if round_.own is None else [take(tensor, 1, round_.own)]
-            parts += [tensors.pop(0) for tensors in received.values()]
-            joined.append(join(parts or [tensor[:, :0]], round_.slots))
+            chunks = [] if round_.own is None else [take(tensor, 1, round_.own)]
+            chunks += [tensors.pop(0) for tensors in received.values()]
+            joined.append(join(chunks or [tensor[:, :0]], round_.slots))
         return joined
 
     return keys_and_values

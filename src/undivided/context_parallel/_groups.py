@@ -64,8 +64,8 @@ def _communicators(group: Any) -> Iterator[Communicator]:
             "and world= if you only shard",
         )
     if isinstance(group, list | tuple):  # TransformerEngine's order: heads, then ring
-        for part in reversed(group):
-            yield from _communicators(part)
+        for member in reversed(group):
+            yield from _communicators(member)
     elif hasattr(group, "mesh_dim_names"):
         yield from (ProcessGroup(group_of(group, dim)) for dim in range(group.ndim))
     elif group is None or isinstance(group, dist.ProcessGroup):

@@ -59,27 +59,27 @@ def count(index: Index) -> int:
     return index.stop - index.start if isinstance(index, slice) else index.numel()
 
 
-def merged_slots(parts: Sequence[Tensor]) -> tuple[Index, ...]:
-    """For each part, where its ascending positions land in the sorted union of all parts.
+def merged_slots(chunks: Sequence[Tensor]) -> tuple[Index, ...]:
+    """For each chunk, where its ascending positions land in the sorted union of all chunks.
 
     >>> merged_slots([torch.tensor([1, 4]), torch.tensor([6, 7]), torch.tensor([2, 3])])
     (tensor([0, 3]), slice(4, 6, None), slice(1, 3, None))
     """
-    rank = torch.cat(list(parts)).argsort().argsort()
-    return tuple(as_index(index) for index in rank.split([part.numel() for part in parts]))
+    rank = torch.cat(list(chunks)).argsort().argsort()
+    return tuple(as_index(index) for index in rank.split([chunk.numel() for chunk in chunks]))
 
 
-def join(parts: list[Tensor], slots: Sequence[Index]) -> Tensor:
-    """One tensor [B, S, H, X] with each part at its `merged_slots` of S.
+def join(chunks: list[Tensor], slots: Sequence[Index]) -> Tensor:
+    """One tensor [B, S, H, X] with each chunk at its `merged_slots` of S.
 
-    The list is emptied on the way, so that the memory of each part is free as soon as it has been copied.
+    The list is emptied on the way, so that the memory of each chunk is free as soon as it has been copied.
     """
-    if len(parts) == 1:
-        return parts.pop()
-    batch, _, heads, size = parts[0].shape
-    whole = parts[0].new_empty((batch, sum(part.shape[1] for part in parts), heads, size))
+    if len(chunks) == 1:
+        return chunks.pop()
+    batch, _, heads, size = chunks[0].shape
+    whole = chunks[0].new_empty((batch, sum(chunk.shape[1] for chunk in chunks), heads, size))
     for index in slots:
-        put(whole, 1, index, parts.pop(0))
+        put(whole, 1, index, chunks.pop(0))
     return whole
 
 

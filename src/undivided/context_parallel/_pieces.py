@@ -111,9 +111,9 @@ def build_pieces(
         piece_rows = _bounding_slice(untrimmed.rows_allowed.flatten(0, -2).any(0))
         piece_keys = _bounding_slice(untrimmed.keys_allowed)
         if piece_rows.stop > piece_rows.start:
-            part = form.shard(rows[piece_rows], keys[piece_keys], heads[0])
-            mask = Mask(parts=(Ranges(part),)) if with_positions else simplest_mask(part)
-            pieces.append(Piece(number, *heads, piece_rows, piece_keys, part, mask))
+            piece_form = form.shard(rows[piece_rows], keys[piece_keys], heads[0])
+            mask = Mask(parts=(Ranges(piece_form),)) if with_positions else simplest_mask(piece_form)
+            pieces.append(Piece(number, *heads, piece_rows, piece_keys, piece_form, mask))
     return tuple(pieces)
 
 

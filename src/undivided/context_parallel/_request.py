@@ -42,14 +42,14 @@ class GlobalRequest(NamedTuple):
     """A request over the tokens of all ranks, validated, and this rank's part of it.
 
     call: over the tokens of all ranks. schedule: what this rank does.
-    parts: for every round, the problems of its pieces.
+    problems: for every round, the problems of its pieces.
     bias_has_rows: whether the bias has one row per query of its rank; None if this rank cannot tell.
     """
 
     call: Call
     placement: Placement
     schedule: Schedule
-    parts: tuple[tuple[Problem, ...], ...]
+    problems: tuple[tuple[Problem, ...], ...]
     bias_has_rows: bool | None
 
     @property
@@ -59,12 +59,14 @@ class GlobalRequest(NamedTuple):
 
     def runs(self, machine: Machine, policy: Policy) -> tuple[tuple[Run, ...], ...]:
         """The backend of every piece, which runs both its forward and its backward; raises NoBackendError."""
-        return tuple(tuple(select_backend(part, machine, policy) for part in parts) for parts in self.parts)
+        return tuple(
+            tuple(select_backend(problem, machine, policy) for problem in problems) for problems in self.problems
+        )
 
 
-def select_backend(part: Problem, machine: Machine, policy: Policy) -> Run:
+def select_backend(problem: Problem, machine: Machine, policy: Policy) -> Run:
     """The backend that runs a piece, and the decided problem; raises NoBackendError."""
-    decision = select(part, machine, policy)
+    decision = select(problem, machine, policy)
     return decision.backend, decision.problem
 
 
@@ -96,8 +98,8 @@ def build_global_request(
     problem = call.problem
     form_device = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
     schedule = _cached_schedule(problem, call.mask, strategy, mesh, placement, form_device)
-    parts = tuple(tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds)
-    return GlobalRequest(call, placement, schedule, parts, bias_has_rows)
+    problems = tuple(tuple(piece_problem(problem, piece) for piece in round_.pieces) for round_ in schedule.rounds)
+    return GlobalRequest(call, placement, schedule, problems, bias_has_rows)
 
 
 def check_local(request: Request) -> None:

@@ -70,10 +70,11 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
     shares, k, v = to_shares(call, inputs)
     share_results = [_ShareResult(call, number, share.q) for number, share in enumerate(shares)]
     for index, round_, k_r, v_r in arrivals(call, k, v):
-        for piece, (backend, part) in zip(round_.pieces, call.runs[index], strict=True):
+        for piece, (backend, piece_problem) in zip(round_.pieces, call.runs[index], strict=True):
             tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
             with profiled_round("attend", index):
-                share_results[piece.share].add(piece, autograd.forward(backend, piece_call(call, piece, part), tensors))
+                own_call = piece_call(call, piece, piece_problem)
+                share_results[piece.share].add(piece, autograd.forward(backend, own_call, tensors))
             call.ring.traffic.pairs += piece.pairs
             del tensors
         del k_r, v_r
@@ -108,19 +109,19 @@ class _ShareResult:
         self._written_heads: set[int] = set()
         self._total: Result | None = None
 
-    def add(self, piece: Piece, part: Result) -> None:
+    def add(self, piece: Piece, partial: Result) -> None:
         """Merge the result of a piece into its rows and heads."""
         if self._is_one_piece:
-            self._total = part
+            self._total = partial
             return
         heads, (out, lse) = heads_in_share(self._call, piece), self._result()
         target = Result(out[:, piece.rows, heads], lse[:, heads, piece.rows])
         if heads.start in self._written_heads:
-            merge_into(target, part)
+            merge_into(target, partial)
         else:
             self._written_heads.add(heads.start)
-            target.out.copy_(part.out)
-            target.lse.copy_(part.lse)
+            target.out.copy_(partial.out)
+            target.lse.copy_(partial.lse)
 
     def _result(self) -> Result:
         """The result so far; before the first piece, that of rows without keys."""

@@ -88,8 +88,8 @@ class Ranks:
         device = form.ranges.device
         self.ring_world, self.group_size = shape
         self._heads = heads, kv_heads
-        self.rows = [part.to(device) for part in placement.q]
-        self.keys = self.rows if placement.kv is placement.q else [part.to(device) for part in placement.kv]
+        self.rows = [positions.to(device) for positions in placement.q]
+        self.keys = self.rows if placement.kv is placement.q else [positions.to(device) for positions in placement.kv]
         self.group_rows = [self._positions(self.rows, place) for place in range(self.ring_world)]
         same = self.keys is self.rows
         self.group_keys = (
@@ -102,12 +102,12 @@ class Ranks:
         """The ranks at a ring position."""
         return range(place * self.group_size, (place + 1) * self.group_size)
 
-    def _positions(self, parts: Sequence[Tensor], place: int) -> Tensor:
+    def _positions(self, positions: Sequence[Tensor], place: int) -> Tensor:
         """The positions that the ranks at a ring position hold together, ascending."""
-        group_parts = [parts[rank] for rank in self.group(place)]
-        if len(group_parts) == len(parts):  # every position: nothing to sort
-            return torch.arange(sum(map(torch.Tensor.numel, parts)), device=parts[0].device)
-        return group_parts[0] if len(group_parts) == 1 else torch.cat(group_parts).sort().values
+        of_group = [positions[rank] for rank in self.group(place)]
+        if len(of_group) == len(positions):  # every position: nothing to sort
+            return torch.arange(sum(map(torch.Tensor.numel, positions)), device=positions[0].device)
+        return of_group[0] if len(of_group) == 1 else torch.cat(of_group).sort().values
 
     def share_ranges(self, place: int, member: int) -> tuple[ShareRange, ...]:
         """The shares of a rank, as heads and ranges of the rows of its group."""

@@ -13,7 +13,7 @@ from undivided import masks
 from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.layout import Layout
 from undivided.context_parallel._schedule import Mesh
-from undivided.context_parallel._shards import GatherParts, checked_side, sequence_axis
+from undivided.context_parallel._shards import GatherShards, checked_side, sequence_axis
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
 from undivided.context_parallel.sharding import Placement, PlacementName, Side, check_length, document_edges, mask_sizes
 from undivided.errors import InputError
@@ -184,20 +184,24 @@ class ShardedTokens:
             if self._axes is None:
                 raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
             counts = [rows.numel() for rows in placement.rows(checked_side(of))]
-            parts = list(GatherParts.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
+            all_shards = list(GatherShards.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
         else:
-            parts = self._checked_parts(shards)
-            for number, part in enumerate(parts):
-                axis = sequence_axis(f"shards[{number}]", part, layout, dim)
-                self._check_like_first(number, part, parts[0], axis)
-            placement = self.bound or self._placement_for_length(sum(p.shape[axis] for p in parts), of, layout)
+            all_shards = self._checked_shards(shards)
+            for number, shard in enumerate(all_shards):
+                axis = sequence_axis(f"shards[{number}]", shard, layout, dim)
+                self._check_like_first(number, shard, all_shards[0], axis)
+            placement = self.bound or self._placement_for_length(
+                sum(shard.shape[axis] for shard in all_shards), of, layout
+            )
             for rank, rows in enumerate(placement.rows(checked_side(of))):
-                if parts[rank].shape[axis] != rows.numel():
+                if all_shards[rank].shape[axis] != rows.numel():
                     must = f"have rank {rank}'s {rows.numel()} tokens"
-                    raise InputError(f"shards[{rank}]", must, list(parts[rank].shape))
-        return torch.cat(parts, axis).index_select(axis, placement.order[checked_side(of)].to(parts[0].device))
+                    raise InputError(f"shards[{rank}]", must, list(all_shards[rank].shape))
+        return torch.cat(all_shards, axis).index_select(
+            axis, placement.order[checked_side(of)].to(all_shards[0].device)
+        )
 
-    def _checked_parts(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def _checked_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The parts of all ranks, as a list; raises InputError unless there is one for each rank."""
         if not isinstance(shards, Sequence) or len(shards) != self.world:
             got = f"{len(shards)} parts" if isinstance(shards, Sequence) else type(shards).__name__
@@ -205,13 +209,13 @@ class ShardedTokens:
         return list(shards)
 
     @staticmethod
-    def _check_like_first(number: int, part: Tensor, first: Tensor, axis: int) -> None:
+    def _check_like_first(number: int, shard: Tensor, first: Tensor, axis: int) -> None:
         """InputError unless a part differs from the first one in its number of tokens only."""
-        shape = list(part.shape)
+        shape = list(shard.shape)
         shape[axis : axis + 1] = first.shape[axis : axis + 1]
-        if shape != list(first.shape) or (part.dtype, part.device) != (first.dtype, first.device):
+        if shape != list(first.shape) or (shard.dtype, shard.device) != (first.dtype, first.device):
             must = f"be like shards[0] except along axis {axis}, {list(first.shape)} {first.dtype} on {first.device}"
-            raise InputError(f"shards[{number}]", must, f"{list(part.shape)} {part.dtype} on {part.device}")
+            raise InputError(f"shards[{number}]", must, f"{list(shard.shape)} {shard.dtype} on {shard.device}")
 
     def _bound_placement(self) -> Placement:
         if self.bound is None:

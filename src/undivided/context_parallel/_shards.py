@@ -16,7 +16,7 @@ from undivided.errors import InputError
 from undivided.request.checks import check_layout
 
 
-class GatherParts(torch.autograd.Function):
+class GatherShards(torch.autograd.Function):
     """The parts of all ranks of a tensor; the gradient of this rank's part is its part of the gradient."""
 
     @staticmethod
@@ -27,8 +27,8 @@ class GatherParts(torch.autograd.Function):
         if own.shape[axis] != counts[rank]:
             raise InputError("shards", f"have rank {rank}'s {counts[rank]} tokens", list(own.shape))
         ctx.rank, ctx.axis = rank, axis
-        parts = gather_rows(axes, own.movedim(axis, 0).contiguous(), counts)
-        return tuple(part.movedim(0, axis) for part in parts)
+        gathered = gather_rows(axes, own.movedim(axis, 0).contiguous(), counts)
+        return tuple(rows.movedim(0, axis) for rows in gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

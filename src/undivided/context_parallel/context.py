@@ -195,7 +195,7 @@ class ContextParallel(ShardedTokens):
         request = Request(Tensors(q, k, k, bias, None, alibi_slopes), options)
         prepared = prepare_on_all_ranks(self._group_axes(), self.check, lambda: self._checked_request(request))
         tensors = with_four_bias_axes(request.tensors)._replace(v=k[..., :0])
-        return head_maxima(self._rank_call(prepared, ()), prepared.parts, tensors)
+        return head_maxima(self._rank_call(prepared, ()), prepared.problems, tensors)
 
     @torch.no_grad()
     def decode(
@@ -271,9 +271,9 @@ class ContextParallel(ShardedTokens):
         """
         global_request = self._request(request, device)
         pieces = [
-            (piece.pairs, part)
-            for round_, parts in zip(global_request.schedule.rounds, global_request.parts, strict=True)
-            for piece, part in zip(round_.pieces, parts, strict=True)
+            (piece.pairs, problem)
+            for round_, problems in zip(global_request.schedule.rounds, global_request.problems, strict=True)
+            for piece, problem in zip(round_.pieces, problems, strict=True)
         ]
         problem = max(pieces, key=lambda pair: pair[0])[1] if pieces else global_request.problem
         return decide(problem, machine, policy_over_ranks(request))

@@ -85,11 +85,11 @@ def prepare_step(
     problem = whole.problem
     form = whole.mask.normal_form(problem.batch, problem.heads, problem.q_len, kv_len, q.device)
     rows = torch.arange(problem.q_len, device=q.device)
-    part = form.shard(rows, positions.to(q.device))
-    mask = Mask(parts=(Ranges(part),)) if slopes is not None else simplest_mask(part)
+    own_form = form.shard(rows, positions.to(q.device))
+    mask = Mask(parts=(Ranges(own_form),)) if slopes is not None else simplest_mask(own_form)
     count = positions.numel()
     heads, kv_heads = slice(0, problem.heads), slice(0, problem.kv_heads)
-    piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), part, mask)
+    piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), own_form, mask)
     local = _local_work(request.tensors, piece, whole, policy) if count else None
     shared: SharedArguments = {
         "q": describe_queries(problem),
@@ -116,15 +116,15 @@ def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[T
     if step.local is None:
         dtype = lse_dtype(problem.dtype)
         out = step.q.new_zeros((batch, rows, heads, problem.v_dim), dtype=dtype)
-        part = Result(out, step.q.new_full((batch, heads, rows), -torch.inf, dtype=dtype))
+        partial = Result(out, step.q.new_full((batch, heads, rows), -torch.inf, dtype=dtype))
     else:
-        part = autograd.forward(*step.local)
-    return merge_ranks(axes, part, step.sinks, problem, by)
+        partial = autograd.forward(*step.local)
+    return merge_ranks(axes, partial, step.sinks, problem, by)
 
 
 def merge_ranks(
     axes: Sequence[Communicator],
-    part: Result,
+    partial: Result,
     sinks: Tensor | None,
     problem: Problem,
     by: MergeMethod,
@@ -132,11 +132,11 @@ def merge_ranks(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) for the caller, from the results of all ranks over their own keys, without sinks.
 
-    part: out [B, S, H, Dv] and lse [B, H, S] of this rank. problem: with the caller's layout and dtype. rows: the rows
-    of each rank, if it needs no others; `by` then has no effect unless the mesh has two axes.
+    partial: out [B, S, H, Dv] and lse [B, H, S] of this rank. problem: with the caller's layout and dtype. rows: the
+    rows of each rank, if it needs no others; `by` then has no effect unless the mesh has two axes.
     """
     dtype = lse_dtype(problem.dtype)
-    merged = torch.cat([part.out.to(dtype), part.lse.transpose(1, 2).unsqueeze(-1)], -1)
+    merged = torch.cat([partial.out.to(dtype), partial.lse.transpose(1, 2).unsqueeze(-1)], -1)
     larger = [comm for comm in axes if comm.world > 1]
     if rows is not None and len(larger) == 1:
         merged = _merge_own_rows(larger[0], [merged.index_select(1, own) for own in rows])
@@ -167,17 +167,17 @@ def _merge_own_rows(comm: Communicator, chunks: Sequence[Tensor]) -> Tensor:
     """This rank's chunk of [.., Dv + 1], merged over all ranks; chunk r goes to rank r."""
     own = chunks[comm.rank]
     others = [rank for rank in range(comm.world) if rank != comm.rank]
-    parts = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
-    received = {rank: [parts[rank]] for rank in others}
+    packed = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
+    received = {rank: [packed[rank]] for rank in others}
     comm.exchange({rank: [chunks[rank]] for rank in others}, received, "the exchange of partial results")()
-    return _merge([part.flatten(0, -2) for part in parts]).view(own.shape)
+    return _merge([result.flatten(0, -2) for result in packed]).view(own.shape)
 
 
-def _merge(parts: Sequence[Tensor]) -> Tensor:
-    """Parts over disjoint keys, merged in order; `merge_into` sees each (row, head) as a sequence of one row."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        merge_into(_as_result(total), _as_result(part))
+def _merge(packed: Sequence[Tensor]) -> Tensor:
+    """Results over disjoint keys, merged in order; `merge_into` sees each (row, head) as a sequence of one row."""
+    total = packed[0].clone()
+    for partial in packed[1:]:
+        merge_into(_as_result(total), _as_result(partial))
     return total
 
 

@@ -27,18 +27,18 @@ def update_maxima(maxima: Tensor, call: Call, tensors: Tensors) -> None:
             torch.maximum(block_maxima, score.amax((0, 2, 3)), out=block_maxima)
 
 
-def head_maxima(call: RankCall, parts: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:
+def head_maxima(call: RankCall, problems: Sequence[Sequence[Problem]], inputs: Sequence[Tensor | None]) -> Tensor:
     """The largest allowed score of each head, [H], the same on every rank; see `ContextParallel.max_logit`.
 
-    parts: for every round, the problems of its pieces. inputs: in the order of `Tensors`, with a v that has no
+    problems: for every round, the problems of its pieces. inputs: in the order of `Tensors`, with a v that has no
     columns.
     """
     shares, k, v = to_shares(call, inputs)
     maxima = k.new_full((call.problem.heads,), -torch.inf, dtype=lse_dtype(call.problem.dtype))
     for index, round_, k_r, v_r in arrivals(call, k, v):
-        for piece, part in zip(round_.pieces, parts[index], strict=True):
+        for piece, problem in zip(round_.pieces, problems[index], strict=True):
             tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
-            update_maxima(maxima[piece.heads], piece_call(call, piece, part), tensors)
+            update_maxima(maxima[piece.heads], piece_call(call, piece, problem), tensors)
         del k_r, v_r
     axes = call.ring, call.heads
     all_maxima = gather_rows(axes, maxima[None], [1] * (call.ring.world * call.heads.world))

@@ -2,7 +2,7 @@
 
 request    the tensors and options       problem    what selection reads of them
 checks     the checks of every argument  normalise  request -> call
-call       the argument of a backend     result      what a backend returns, and how parts are merged
+call       the argument of a backend     result      what a backend returns, and how partial results are merged
 slopes     the usual ALiBi slopes        quantized   the checks of quantised keys and values
 foreign    hints for keywords of other libraries
 """

@@ -348,7 +348,7 @@ def _with_mask(
     documents = mask.document_sizes
     if slopes is not None:
         check_slopes(slopes, problem.heads, documents[0] if documents else problem.batch)
-    if "dropout" in problem.features and any(part.head for part in mask.take("origin")[0] or ()):
+    if "dropout" in problem.features and any(origin.head for origin in mask.take("origin")[0] or ()):
         problem = problem._replace(features=problem.features | {"some_heads"})
     return CheckedMask(mask, problem._replace(mask=mask.structure, align=align, documents=documents), cached)
 

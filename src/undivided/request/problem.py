@@ -75,16 +75,16 @@ class Problem(NamedTuple):
         kv = f"kv {self.batch}x{self.kv_len}x{self.kv_heads}x{self.qk_dim}"
         if self.v_dim != self.qk_dim:
             kv += f"/{self.v_dim}"
-        parts = [f"{q} (BxSxHxD), {kv}", f"{dtype_name(self.dtype)} {self.layout} on {self.device}"]
+        texts = [f"{q} (BxSxHxD), {kv}", f"{dtype_name(self.dtype)} {self.layout} on {self.device}"]
         if self.quantized is not None:
-            parts.append(f"keys and values in {self.quantized}")
-        parts.append(f"mask {masks.describe(self.mask)}")
+            texts.append(f"keys and values in {self.quantized}")
+        texts.append(f"mask {masks.describe(self.mask)}")
         if self.align in ("top_left", "bottom_right") and self.align != self.mask.align:  # of ALiBi without a mask
-            parts.append(self.align.replace("_", "-"))
+            texts.append(self.align.replace("_", "-"))
         needs = sorted(self.features) + ["batch_invariant"] * self.batch_invariant
         if needs:
-            parts.append("needs " + ", ".join(needs))
-        return "; ".join(parts)
+            texts.append("needs " + ", ".join(needs))
+        return "; ".join(texts)
 
 
 FEATURES: dict[str, str] = {

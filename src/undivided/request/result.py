@@ -51,7 +51,7 @@ def merge(
     """(out, lse) of attention over the union of disjoint sets of keys, from the results for each set.
 
     ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) * out_i``, then, with sinks,
-    ``out * sigmoid(lse - sink)``: parts are computed without sinks, and merge applies them once.
+    ``out * sigmoid(lse - sink)``: partial results are computed without sinks, and merge applies them once.
 
     Args:
         outs: partial outputs, all of one shape: [B, Sq, H, D] in any layout, or [T, H, D].
@@ -60,11 +60,11 @@ def merge(
         layout: layout of the outputs; required only if the shapes fit more than one layout.
 
     Returns:
-        (out, lse): out with the dtype and layout of the parts, lse over all keys, sinks not included.
-        A row with no allowed key in any part has out 0 and lse -inf.
+        (out, lse): out with the dtype and layout of ``outs``, lse over all keys, sinks not included.
+        A row with no allowed key in any of them has out 0 and lse -inf.
 
     Raises:
-        InputError: no parts, shapes that do not agree, or a layout that must be given.
+        InputError: no results, shapes that do not agree, or a layout that must be given.
 
     Source: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
@@ -77,12 +77,12 @@ def merge(
     True
     """
     outs, lses = _as_list("outs", outs), _as_list("lses", lses)
-    layout = _check_parts(outs, lses, sinks, layout)
+    layout = _check_partials(outs, lses, sinks, layout)
     dtype = torch.promote_types(lses[0].dtype, torch.float32)
-    lse_parts = torch.stack([part.to(dtype) for part in lses])
-    largest = lse_parts.detach().amax(0)
+    partial_lses = torch.stack([one.to(dtype) for one in lses])
+    largest = partial_lses.detach().amax(0)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
-    weights = torch.exp(lse_parts - largest)
+    weights = torch.exp(partial_lses - largest)
     total = weights.sum(0)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
@@ -90,20 +90,20 @@ def merge(
     weights = weights / total
     if sinks is not None:
         weights = weights * sink_factor(lse, sinks)
-    weights = weights if layout != "thd" else weights.unsqueeze(1)  # [parts, B, H, S]
+    weights = weights if layout != "thd" else weights.unsqueeze(1)  # [results, B, H, S]
     combined = torch.zeros((), dtype=dtype, device=lse.device)
-    for part, weight in zip(outs, weights, strict=True):
-        # a part without keys has weight 0; where() drops its output, even NaN, before it could reach the gradients too
-        part_BHSD, weight = _layout.heads_first(part, layout).to(dtype), weight.unsqueeze(-1)
-        combined = combined + torch.where(weight > 0, part_BHSD, 0.0) * weight
+    for partial, weight in zip(outs, weights, strict=True):
+        # a result without keys has weight 0; where() drops its output, even NaN, before it could reach the gradients
+        partial_BHSD, weight = _layout.heads_first(partial, layout).to(dtype), weight.unsqueeze(-1)
+        combined = combined + torch.where(weight > 0, partial_BHSD, 0.0) * weight
     out_BSHD = combined.transpose(1, 2).to(outs[0].dtype)
     return _layout.restore(out_BSHD, layout).contiguous(), lse
 
 
-def merge_into(total: Result, part: Result) -> None:
-    """`merge` of two parts in place: ``total`` (in the precision of the softmax) becomes the result for all keys.
+def merge_into(total: Result, partial: Result) -> None:
+    """`merge` of two results in place: ``total`` (in the precision of the softmax) becomes the result for all keys.
 
-    It needs less memory than `merge`: an eighth of one output if the part has a half-precision dtype.
+    It needs less memory than `merge`: an eighth of one output if ``partial`` has a half-precision dtype.
 
     >>> total = Result(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf))
     >>> merge_into(total, Result(torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)))
@@ -111,12 +111,12 @@ def merge_into(total: Result, part: Result) -> None:
     >>> total.out.unique().tolist(), total.lse.exp().round().unique().tolist()
     ([2.0], [2.0])
     """
-    lse = torch.logaddexp(total.lse, part.lse.to(total.lse.dtype))
+    lse = torch.logaddexp(total.lse, partial.lse.to(total.lse.dtype))
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, part.lse))
-    rows = max(1, total.out.shape[1] if part.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
-    for out, part_out, *weights in zip(*(t.split(rows, 1) for t in (total.out, part.out, keep, take)), strict=True):
-        out.mul_(weights[0]).addcmul_(part_out.to(out.dtype), weights[1])
+    keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, partial.lse))
+    rows = max(1, total.out.shape[1] if partial.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
+    for out, added, *weights in zip(*(t.split(rows, 1) for t in (total.out, partial.out, keep, take)), strict=True):
+        out.mul_(weights[0]).addcmul_(added.to(out.dtype), weights[1])
     total.lse.copy_(lse)
 
 
@@ -130,24 +130,24 @@ def sink_factor(lse: Tensor, sinks: Tensor) -> Tensor:
     return factor.masked_fill(empty, 0.0)
 
 
-def _as_list(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+def _as_list(name: str, values: Sequence[Tensor]) -> list[Tensor]:
     try:
-        return list(parts)
+        return list(values)
     except TypeError:
-        raise InputError(name, "be a sequence of tensors", type(parts).__name__) from None
+        raise InputError(name, "be a sequence of tensors", type(values).__name__) from None
 
 
-def _check_parts(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None) -> Layout:
+def _check_partials(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None, layout: Layout | None) -> Layout:
     if not outs or len(outs) != len(lses):
         raise InputError("lses", "be one for each of outs, and at least one", f"{len(lses)} for {len(outs)} outs")
-    for name, parts in (("outs", outs), ("lses", lses)):
-        for part in parts:
-            if not isinstance(part, Tensor) or not part.is_floating_point():
-                got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise InputError(name, "be floating-point tensors", got)
-            check_tensor(name, part)
-            if (part.shape, part.dtype, part.device) != (parts[0].shape, parts[0].dtype, parts[0].device):
-                raise InputError(name, f"be tensors like the first, {_kind(parts[0])}", _kind(part))
+            check_tensor(name, tensor)
+            if (tensor.shape, tensor.dtype, tensor.device) != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
+                raise InputError(name, f"be tensors like the first, {_kind(tensors[0])}", _kind(tensor))
     if lses[0].device != outs[0].device:
         raise InputError("lses", f"be on the device of outs ({outs[0].device})", lses[0].device)
     layout = _which_layout(outs[0], lses[0], layout)

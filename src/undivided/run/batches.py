@@ -60,7 +60,7 @@ def one_by_one(
         operation(*(a.select(x, n) if isinstance(x, int) else a for a, x in zip(arguments, axes, strict=True)))
         for n in range(size)
     ]
-    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))
+    return tuple(None if results[0] is None else torch.stack(results) for results in zip(*each, strict=True))
 
 
 def vmap_rule(

@@ -54,7 +54,7 @@ class PlacedTensor(NamedTuple):
     placements: tuple[Placement, ...]
 
 
-class LocalPart(NamedTuple):
+class TensorSlice(NamedTuple):
     """What a rank takes of a tensor. gradients: how the gradient of the local tensor is placed. narrowed: (axis, first,
     length) of what its queries need of it."""
 
@@ -62,7 +62,7 @@ class LocalPart(NamedTuple):
     narrowed: tuple[tuple[int, int, int], ...]
 
     def local(self, tensor: DTensor) -> Tensor:
-        """The part, plain and differentiable."""
+        """The slice, plain and differentiable."""
         local: Tensor = tensor.to_local(grad_placements=self.gradients)
         for axis, first, length in self.narrowed:
             local = local.narrow(axis, first, length)
@@ -72,11 +72,11 @@ class LocalPart(NamedTuple):
 class Division(NamedTuple):
     """What this rank does.
 
-    parts: of the tensors, by name. own: its sequences and heads. placements: those of q, and of out.
+    slices: of the tensors, by name. own: its sequences and heads. placements: those of q, and of out.
     """
 
     mesh: DeviceMesh
-    parts: Mapping[str, LocalPart]
+    slices: Mapping[str, TensorSlice]
     own: CallSlice
     placements: tuple[Placement, ...]
     lse_placements: tuple[Placement, ...]
@@ -126,7 +126,7 @@ def local_request(request: Request, context_groups: Sequence[Sequence[int]] | No
     mask = options.mask
     if mask is not None or options.dropout_p:
         mask = slice_mask(checked_mask(mask), division.own, bool(options.dropout_p))
-    local = {name: division.parts[name].local(tensor) for name, tensor in by_name.items()}
+    local = {name: division.slices[name].local(tensor) for name, tensor in by_name.items()}
     tensors = Tensors(*[local.get(name) for name in Tensors._fields])  # type: ignore[arg-type]
     return request._replace(tensors=tensors, options=options._replace(mask=mask)), division
 
@@ -190,13 +190,13 @@ def _divide(
     group = max(heads // max(kv_heads, 1), 1)
     _check_groups(group, own_heads[1] - own_heads[0])
     own_kv = own_heads[0] // group, -(-own_heads[1] // group)
-    parts = {}
+    slices = {}
     for tensor in placed:
         own = {"batch": own_batch, "heads": own_kv if tensor in (k, v) else own_heads}
-        parts[tensor.name] = _part(mesh, coordinate, tensor, _axes(tensor, layout), own, roles)
+        slices[tensor.name] = _tensor_slice(mesh, coordinate, tensor, _axes(tensor, layout), own, roles)
     lse_axes = {"heads": 0, "sequence": 1} if layout == "thd" else {"batch": 0, "heads": 1, "sequence": 2}
     lse_placements = tuple([Replicate() if role is None else Shard(lse_axes[role]) for role in roles])
-    return Division(mesh, parts, CallSlice(batch, own_batch, heads, own_heads), q.placements, lse_placements)
+    return Division(mesh, slices, CallSlice(batch, own_batch, heads, own_heads), q.placements, lse_placements)
 
 
 _cached_division = functools.lru_cache(256)(_divide)
@@ -260,14 +260,14 @@ def _axes(tensor: PlacedTensor, layout: Layout) -> Axes:
     return axes
 
 
-def _part(
+def _tensor_slice(
     mesh: DeviceMesh,
     coordinate: tuple[int, ...],
     tensor: PlacedTensor,
     axes: Axes,
     own: Mapping[str, Span],
     roles: Sequence[str | None],
-) -> LocalPart:
+) -> TensorSlice:
     """What this rank takes of a tensor, if its queries are those of `own`."""
     from torch.distributed.tensor import Partial, Replicate
 
@@ -294,7 +294,7 @@ def _part(
             start, stop = _span(mesh, coordinate, tensor, axis, tensor.shape[axis])
             if (first, last) != (start, stop):
                 narrowed.append((axis, first - start, last - first))
-    return LocalPart(tuple(gradients), tuple(narrowed))
+    return TensorSlice(tuple(gradients), tuple(narrowed))
 
 
 def _span(mesh: DeviceMesh, coordinate: tuple[int, ...], tensor: PlacedTensor, axis: int | None, size: int) -> Span:

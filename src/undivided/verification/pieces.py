@@ -218,11 +218,11 @@ def sum_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.sum(axes, keepdim=True) if axes else x
 
 
-def add(totals: Quantities, piece: Piece, call: Call, tensors: Tensors, part: Quantities) -> None:
+def add(totals: Quantities, piece: Piece, call: Call, tensors: Tensors, own: Quantities) -> None:
     """Add the quantities of a piece to those of the problem; sums over rows are in the precision of the piece."""
     problem = call.problem
     kv = (piece.batch, kv_span(piece, problem))
-    for name, value in part.items():
+    for name, value in own.items():
         total = totals[name]
         if per_row(name) in totals:
             totals[per_row(name)][piece] += value.squeeze(-1).double()

@@ -136,23 +136,23 @@ def _gather(
     pieces: tuple[Piece, ...], problem: Problem, names: tuple[str, ...], compute: Callable[[Piece], Quantities]
 ) -> dict[str, Tensor]:
     """The quantities that `compute` returns for all pieces, each one flat and in fp64."""
-    parts = [_computed_in_blocks(piece, problem, names, compute) for piece in pieces]
-    return {name: torch.cat([part[name].flatten() for part in parts]) for name in names}
+    computed = [_computed_in_blocks(piece, problem, names, compute) for piece in pieces]
+    return {name: torch.cat([quantities[name].flatten() for quantities in computed]) for name in names}
 
 
 def _computed_in_blocks(
     piece: Piece, problem: Problem, names: tuple[str, ...], compute: Callable[[Piece], Quantities]
 ) -> Quantities:
     """The quantities of a piece in fp64, from blocks of its rows: rows follow one another, sums over rows are added."""
-    heads, sequences = (part.stop - part.start for part in (piece.heads, piece.batch))
+    heads, sequences = (span.stop - span.start for span in (piece.heads, piece.batch))
     step = max(PAIRS_AT_ONCE // max(sequences * heads * problem.kv_len, 1), ROWS)
     whole: Quantities = {}
     for start in range(piece.rows.start, max(piece.rows.stop, piece.rows.start + 1), step):
         block = compute(piece._replace(rows=slice(start, min(start + step, piece.rows.stop))))
         for name in names:
-            part = block[name].double()
+            added = block[name].double()
             if name not in whole:
-                whole[name] = part
+                whole[name] = added
             else:
-                whole[name] = torch.cat((whole[name], part), 2) if name in ("out", "dq") else whole[name] + part
+                whole[name] = torch.cat((whole[name], added), 2) if name in ("out", "dq") else whole[name] + added
     return whole

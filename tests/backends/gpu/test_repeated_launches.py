@@ -1,4 +1,4 @@
-"""Plans of repeated forwards and backwards of the `triton` backend.
+"""Launches of repeated forwards and backwards of the `triton` backend.
 
 There is no GPU, so Triton's interpreter runs the kernels, in place of a compiler that returns kernels to launch again.
 """
@@ -94,7 +94,7 @@ def backwards(runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPa
 
 
 def kinds_of_calls() -> dict[str, Any]:
-    """A case of the contract for each layout, paged or not, and for each kind of mask, feature and format whose launches
+    """A case of the contract for each layout, paged or not, for each kind of mask, feature and format whose launches
     are kept, and one with another feature."""
     chosen: dict[Any, str] = {}
     for name, case in CASES.items():

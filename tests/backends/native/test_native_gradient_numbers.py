@@ -33,10 +33,10 @@ def test_values_with_large_norms(dtype: torch.dtype, dropout: float) -> None:
     check(tensors, grads, layout="bhsd", mask=masks.causal("bottom_right"), dropout_p=dropout, dropout_seed=3)
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_failed_attempt_is_repeated_in_fresh_buffers(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("several_calls", [False, True])
+def test_a_failed_attempt_is_repeated_in_fresh_buffers(several_calls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of the first attempt, sums included, do not affect the second one, whichever of its calls fails."""
-    if in_parts:
+    if several_calls:
         monkeypatch.setattr(call, "MASK_PAIRS", 1)
     tensors, grads = everything(torch.float16, (1, 4, 70, 150))
     mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0) & masks.causal("bottom_right")
@@ -45,16 +45,16 @@ def test_a_failed_attempt_is_repeated_in_fresh_buffers(in_parts: bool, monkeypat
     def fails(self: cpu.Library, record: bytes, gradients: bytes, number: int) -> int | None:
         run(self, record, gradients, number)
         calls.append(cpu.GRADIENT_RECORD.unpack(gradients)[attempt])
-        return None if calls[-1] == 1 or len(calls) < parts else number + 1
+        return None if calls[-1] == 1 or len(calls) < made else number + 1
 
-    parts, results = 10**6, []
+    made, results = 10**6, []
     monkeypatch.setattr(cpu.Library, "backward", fails)
     want = gradients(tensors, "native", grads, torch.float32, layout="bhsd", mask=mask)
-    for parts in range(1, len(calls) + 1):
+    for made in range(1, len(calls) + 1):
         calls.clear()
         results.append(gradients(tensors, "native", grads, layout="bhsd", mask=mask))
-        assert calls == [0] * parts + [1] * (3 if in_parts else 1)
-    assert len(results) == (3 if in_parts else 1)
+        assert calls == [0] * made + [1] * (3 if several_calls else 1)
+    assert len(results) == (3 if several_calls else 1)
     for result in results:
         for name, x in result.items():
             assert torch.equal(x, results[0][name])

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.backends.shared.documents import as_offsets, longest_lengths, packed_documents
+from undivided.backends.shared.documents import as_offsets, longest_lengths, packed_documents, sequence_lengths
 from undivided.backends.shared.kernel_inputs import aligned_views, clean_tensors
-from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -63,11 +62,11 @@ class CudnnCall(NamedTuple):
         """The cuDNN call of a call."""
         problem = call.problem
         documents = packed_documents(call)
-        part = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
+        padding = sequence_lengths(call)
         lengths: dict[str, Tensor] = {}
         starts: dict[str, Tensor] = {}
         q, k, v = aligned_views(call, tensors)
-        if documents is not None or part is not None:
+        if documents is not None or padding is not None:
             q, k, v = clean_tensors(call, tensors, call.normal_form(tensors.q))
         if documents is not None:
             q, k, v = q[0], k[0], v[0]
@@ -77,9 +76,9 @@ class CudnnCall(NamedTuple):
             ):
                 lengths[side] = as_offsets(real.diff(), q)
                 starts[side] = (real if padded is None else padded).to(device=q.device, dtype=torch.int64)
-        elif part is not None:
+        elif padding is not None:
             full = full_lengths(problem.batch, problem.q_len, q)
-            lengths = {"q": full if part.q is None else as_offsets(part.q, q), "kv": as_offsets(part.kv, q)}
+            lengths = {"q": full if padding.q is None else as_offsets(padding.q, q), "kv": as_offsets(padding.kv, q)}
         return CudnnCall(problem, call.scale, call.mask.band, q, k, v, lengths, starts, extra)
 
     def for_backward(self) -> CudnnCall:

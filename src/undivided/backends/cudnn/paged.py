@@ -19,13 +19,12 @@ from undivided.backends.cudnn import graph
 from undivided.backends.cudnn.graph import CudnnCall
 from undivided.backends.shared import cudnn_rules
 from undivided.backends.shared.cudnn_rules import cudnn_name
-from undivided.backends.shared.documents import as_offsets
+from undivided.backends.shared.documents import as_offsets, sequence_lengths
 from undivided.backends.shared.empty_rows import blank_rows
 from undivided.backends.shared.gpu_rules import capability_name
 from undivided.backends.shared.kernel_inputs import align
 from undivided.machine import Machine
 from undivided.masks import FULL
-from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -64,12 +63,13 @@ def forward(call: Call, tensors: Tensors) -> Result:
     """Attention of one query per sequence; the log-sum-exp is over the keys, sinks enter in the merge."""
     problem = call.problem
     assert call.pages is not None and problem.page_size is not None
-    part = next(part for part in call.mask.parts if isinstance(part, Lengths))
-    lengths = as_offsets(part.kv, tensors.q)
+    sequences = sequence_lengths(call)
+    assert sequences is not None, "a paged problem carries the lengths"
+    lengths = as_offsets(sequences.kv, tensors.q)
     full, rest = lengths // problem.page_size, lengths % problem.page_size
     pages = call.pages.clamp(0, tensors.k.shape[0] - 1)
-    parts = (_full_pages(call, tensors, pages, full), _last_page(call, tensors, pages, full, rest))
-    out, lse = merge([part.out for part in parts], [part.lse for part in parts], tensors.sinks, layout="bshd")
+    results = (_full_pages(call, tensors, pages, full), _last_page(call, tensors, pages, full, rest))
+    out, lse = merge([r.out for r in results], [r.lse for r in results], tensors.sinks, layout="bshd")
     return Result(out.to(problem.dtype), lse)
 
 

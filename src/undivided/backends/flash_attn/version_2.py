@@ -10,12 +10,11 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.backends._base import Gradients
-from undivided.backends.shared.documents import as_offsets
+from undivided.backends.shared.documents import as_offsets, sequence_lengths
 from undivided.backends.shared.empty_rows import fix_empty_rows, has_rows_without_keys
 from undivided.backends.shared.flash_attn_arguments import flash_attn_band, packing_arguments
 from undivided.backends.shared.kernel_inputs import aligned_views
 from undivided.backends.shared.log_sum_exp import lse_for_backward
-from undivided.masks._parts import Lengths
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
@@ -65,7 +64,7 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
     """Attention to a key/value cache with lengths, a block table, or both; no gradients."""
     problem = call.problem
     causal, left, right = flash_attn_band(call)
-    lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
+    lengths = sequence_lengths(call)
     assert lengths is not None, "a paged problem carries the lengths"
     paged = call.pages is not None
     q = layout.canonical(tensors.q, problem.layout)

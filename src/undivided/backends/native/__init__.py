@@ -191,8 +191,8 @@ def _has_readable_pages(call: Call, tensors: Tensors) -> bool:
     return call.normal_form(tensors.q).exact
 
 
-def _shared_notes(parts: list[tuple[int, int, int]]) -> list[str]:
-    return [f"{count} sequences share keys {key} to {key + keys - 1}" for count, key, keys in parts]
+def _shared_notes(groups: list[tuple[int, int, int]]) -> list[str]:
+    return [f"{count} sequences share keys {key} to {key + keys - 1}" for count, key, keys in groups]
 
 
 BACKEND = Native()

@@ -35,7 +35,7 @@ MIN_ROWS = 32
 
 _SIZE = cpu.RECORD.size
 _PACK = cpu.RECORD.pack
-# in parts: tensors; ranges and pages; the optional fields, which are 0 in plain problems
+# in groups: tensors; ranges and pages; the optional fields, which are 0 in plain problems
 _FORMAT = cpu.RECORD.format
 _RANGES, _PAGES, _REST = map(cpu.FIELDS.index, ("ranges", "pages", "sinks"))
 _TENSORS = struct.Struct("=72s q 2d q 24s q 24s q 24s q 24s q 16s")  # sizes; threads; scale, softcap; pointers, strides
@@ -302,8 +302,8 @@ class Records:
         q, out, lse = q[:, :, rows], out[:, :, rows], lse if lse is UNREAD else lse[:, :, rows]
         bias, slopes, keys, dropout = _NO_BIAS, _NO_SLOPES, _NO_KEYS, _NO_DROPOUT
         if self.bias is not None:
-            part = self.bias[:, :, rows]
-            bias = (part.data_ptr(), DTYPES[part.dtype], *part.stride())
+            values = self.bias[:, :, rows]
+            bias = (values.data_ptr(), DTYPES[values.dtype], *values.stride())
         if self.slopes is not None:
             slope, position = self.slopes[:, :, rows], self.row_position[:, rows]
             slopes = (slope.data_ptr(), *slope.stride(), position.data_ptr(), batch_stride(position))

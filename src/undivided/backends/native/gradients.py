@@ -55,7 +55,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     slices = records.slices()
     attempt: int | None = 0
     while attempt is not None:
-        gradients = _Gradients(call, tensors, grad_out, grad_lse, in_parts=len(slices) > 1, attempt=attempt)
+        gradients = _Gradients(call, tensors, grad_out, grad_lse, accumulate=len(slices) > 1, attempt=attempt)
         for rows in slices:
             following = library.backward(records.record(rows), gradients.record(rows), attempt)
             if following is not None:
@@ -103,7 +103,7 @@ def _plain(
 def _record(
     problem: Problem,
     dtype: int,
-    in_parts: bool,
+    accumulate: bool,
     attempt: int,
     grad: tuple[int, ...],
     lse: Tensor | None,
@@ -116,7 +116,7 @@ def _record(
     return _PACK(
         _SIZE,
         dtype,
-        in_parts,
+        accumulate,
         attempt,
         *grad,
         *(_NO_TENSOR[:3] if lse is None else (lse.data_ptr(), *lse.stride()[:2])),
@@ -139,16 +139,16 @@ class _Gradients:
     """The buffers that the kernel fills, the records that point to them, and the results."""
 
     def __init__(
-        self, call: Call, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, in_parts: bool, attempt: int
+        self, call: Call, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, accumulate: bool, attempt: int
     ) -> None:
         problem = call.problem
-        self._call, self._tensors, self._in_parts, self._attempt = call, tensors, in_parts, attempt
+        self._call, self._tensors, self._accumulate, self._attempt = call, tensors, accumulate, attempt
         self._grad_out = with_contiguous_rows(_layout.heads_first(grad_out.to(problem.dtype), problem.layout))
         self._grad_lse = None if grad_lse is None else with_contiguous_rows(grad_lse.float())
         needs, layout = call.needs, problem.layout
         inputs = (tensors.q, tensors.k, tensors.v)
         self._qkv = [
-            _gradient_buffer(x, in_parts, problem.dtype) if n else None for x, n in zip(inputs, needs, strict=False)
+            _gradient_buffer(x, accumulate, problem.dtype) if n else None for x, n in zip(inputs, needs, strict=False)
         ]
         self._views = [None if x is None else _layout.heads_first(x, layout) for x in self._qkv]
         rows = (problem.batch, problem.heads, problem.q_len)
@@ -174,15 +174,15 @@ class _Gradients:
         bias = _NO_BIAS
         sinks, slopes = (0 if x is None else x[:, :, rows].data_ptr() for x in (self._sinks, self._slopes))
         if self._bias is not None:
-            part = self._bias[:, :, rows] if self._bias.shape[2] > 1 else self._bias
+            sums = self._bias[:, :, rows] if self._bias.shape[2] > 1 else self._bias
             strides = (
                 stride if size > 1 else 0 for stride, size in zip(self._bias.stride(), self._bias.shape, strict=True)
             )
-            bias = (part.data_ptr(), *strides)
+            bias = (sums.data_ptr(), *strides)
         return _record(
             self._call.problem,
-            DTYPES[torch.float32 if self._in_parts else self._call.problem.dtype],
-            self._in_parts,
+            DTYPES[torch.float32 if self._accumulate else self._call.problem.dtype],
+            self._accumulate,
             self._attempt,
             _tensor_fields(self._grad_out[:, :, rows]),
             None if lse is None else lse[:, :, rows],
@@ -220,10 +220,10 @@ class _Gradients:
         )
 
 
-def _gradient_buffer(tensor: Tensor, in_parts: bool, dtype: torch.dtype) -> Tensor:
+def _gradient_buffer(tensor: Tensor, accumulate: bool, dtype: torch.dtype) -> Tensor:
     """The buffer of the gradient of q, k or v: uninitialised with the tensor's strides, or fp32 zeros if several kernel
     calls add to it."""
-    if in_parts:
+    if accumulate:
         return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
     return empty_rows_like(tensor, dtype)
 

@@ -19,7 +19,7 @@ _CHANGING = ("threads", "q", "k", "v", "out", "pages", "k_scale", "v_scale")
 
 _STARTS = [8 * cpu.FIELDS.index(name) for name in _CHANGING]
 _BETWEEN = [slice(a, b) for a, b in zip([0, *(s + 8 for s in _STARTS)], [*_STARTS, cpu.RECORD.size], strict=True)]
-_PACK = struct.Struct("=" + "q".join(f"{part.stop - part.start}s" for part in _BETWEEN)).pack
+_PACK = struct.Struct("=" + "q".join(f"{gap.stop - gap.start}s" for gap in _BETWEEN)).pack
 
 
 class KernelReplay:
@@ -32,7 +32,7 @@ class KernelReplay:
     """
 
     def __init__(self, library: cpu.Library, record: bytes, call: Call) -> None:
-        self._parts = tuple([record[part] for part in _BETWEEN])
+        self._constants = tuple([record[gap] for gap in _BETWEEN])
         self._forward, self._problem = library.forward, call.problem
         self._mask = call.checked_mask  # its normal form owns the table of ranges that the record points to
 
@@ -40,25 +40,25 @@ class KernelReplay:
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor:
         out = new_output(self._problem, q)
-        part = self._parts
-        record = _PACK(  # a loop over the parts costs two microseconds
-            part[0],
+        constant = self._constants
+        record = _PACK(  # a loop costs two microseconds
+            constant[0],
             torch.get_num_threads(),
-            part[1],
+            constant[1],
             q.data_ptr(),
-            part[2],
+            constant[2],
             k.data_ptr(),
-            part[3],
+            constant[3],
             v.data_ptr(),
-            part[4],
+            constant[4],
             out.data_ptr(),
-            part[5],
+            constant[5],
             _address(pages),
-            part[6],
+            constant[6],
             _address(k_scale),
-            part[7],
+            constant[7],
             _address(v_scale),
-            part[8],
+            constant[8],
         )
         self._forward(record)
         return out

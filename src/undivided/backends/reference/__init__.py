@@ -57,9 +57,9 @@ class Scores(NamedTuple):
     allowed: Tensor | None
 
 
-def scores(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> Scores:
-    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; `parts` comes from `_slices`."""
-    q, k, v, bias, _, slopes = parts
+def scores(block: Block, call: Call, tensors: Tensors, slices: Sequence[Tensor | None]) -> Scores:
+    """``mask(softcap(scale * q . k) - slope * |i + d - j| + bias)`` of one block; `slices` comes from `_slices`."""
+    q, k, v, bias, _, slopes = slices
     assert q is not None and k is not None and v is not None
     some_row = None
     allowed = _allowed(block, call, tensors, bias)
@@ -77,15 +77,15 @@ def scores(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | 
     return Scores(score, v, some_row, allowed)
 
 
-def attend(block: Block, call: Call, tensors: Tensors, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+def attend(block: Block, call: Call, tensors: Tensors, slices: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """(out [B, H, R, Dv], lse [B, H, R]) of one block. With `scores`, this is the specification.
 
     ``softmax(scores) @ v`` with sinks in the denominator and dropout on the weights. Rows without an allowed key give 0
     and -inf, whatever they contain.
     """
-    score, v, some_row, allowed = scores(block, call, tensors, parts)
+    score, v, some_row, allowed = scores(block, call, tensors, slices)
     lse, weights = _softmax(score)
-    sinks = parts[4]
+    sinks = slices[4]
     if sinks is not None:
         weights = weights * sink_factor(lse, sinks).unsqueeze(-1)
     if allowed is not None:  # a NaN in a row's total must not reach the keys that the row does not see
@@ -228,7 +228,7 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
     q, k, v = tensors.heads_first(call.problem.layout)
     slopes = tensors.alibi_slopes
     normal = call.normal_form(tensors.q) if slopes is not None and slopes.dim() == 2 else None
-    parts: list[Tensor | None] = [
+    slices: list[Tensor | None] = [
         q[block.batch, block.heads, block.rows],
         k[block.batch, block.kv_heads, block.keys],
         v[block.batch, block.kv_heads, block.keys],
@@ -236,7 +236,7 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
         None if tensors.sinks is None else tensors.sinks[block.heads],
         None if slopes is None else row_slopes(slopes, block, normal),
     ]
-    return [None if part is None else part.to(precision) for part in parts]
+    return [None if tensor is None else tensor.to(precision) for tensor in slices]
 
 
 def composite(call: Call, tensors: Tensors) -> Result:
@@ -246,25 +246,25 @@ def composite(call: Call, tensors: Tensors) -> Result:
     blocks = list(_blocks(call, tensors))
     if not blocks:
         return _empty_result(call, tensors).in_layout(problem.layout)
-    parts = [attend(block, call, tensors, _slices(block, call, tensors)) for block in blocks]
+    results = [attend(block, call, tensors, _slices(block, call, tensors)) for block in blocks]
     # blocks are ordered by batch, then heads, then rows: concatenate rows first
     for axis, start in ((2, "rows"), (1, "heads"), (0, "batch")):
-        parts, blocks = _concatenate(parts, blocks, axis, start)
-    out, lse = parts[0]
+        results, blocks = _concatenate(results, blocks, axis, start)
+    out, lse = results[0]
     return Result(layout.from_heads_first(out.to(problem.dtype), problem.layout), lse)
 
 
 def _concatenate(
-    parts: list[tuple[Tensor, Tensor]], blocks: list[Block], axis: int, name: str
+    results: list[tuple[Tensor, Tensor]], blocks: list[Block], axis: int, name: str
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Block]]:
     """Join neighbours along one axis; a block that starts at 0 along it begins a new group."""
     joined: list[list[tuple[Tensor, Tensor]]] = []
     firsts = []
-    for part, block in zip(parts, blocks, strict=True):
+    for result, block in zip(results, blocks, strict=True):
         if getattr(block, name).start == 0:
             joined.append([])
             firsts.append(block)
-        joined[-1].append(part)
+        joined[-1].append(result)
     return [(torch.cat([p[0] for p in g], axis), torch.cat([p[1] for p in g], axis)) for g in joined], firsts
 
 
@@ -376,15 +376,15 @@ class Reference(Backend):
         return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
 
 
-def _partial_gradients(part: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a part's (out, lse) from those of the result that it was merged into; out is [B, H, R, Dv].
+def _partial_gradients(partial: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a partial (out, lse) from those of the result that it was merged into; out is [B, H, R, Dv].
 
     The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i -
     lse)``.
     """
-    empty = part.lse == -torch.inf
-    share = torch.exp(part.lse.detach() - whole.lse).masked_fill(empty, 0.0)
-    through_out = (grads[0] * (part.out.detach() - whole.out)).sum(-1)
+    empty = partial.lse == -torch.inf
+    share = torch.exp(partial.lse.detach() - whole.lse).masked_fill(empty, 0.0)
+    through_out = (grads[0] * (partial.out.detach() - whole.out)).sum(-1)
     for_lse = through_out if len(grads) == 1 else through_out + grads[1]
     return [grads[0] * share.unsqueeze(-1), (for_lse * share).masked_fill(empty, 0.0)]
 

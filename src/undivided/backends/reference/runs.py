@@ -62,7 +62,7 @@ def _nonfinite_tokens(tensors: Sequence[Tensor]) -> Tensor:
 
 def _allowed(call: Call, tensors: Tensors, b: int) -> Iterator[tuple[int, Tensor]]:
     """Rows of a batch element, in order, as the first one's index and their allowed pairs, bool [1, H|1, R, Sk]; each
-    part begins with the last row of the one before it."""
+    begins with the last row of the one before it."""
     problem, bias = call.problem, tensors.bias
     size = max(_PAIRS_AT_ONCE // max(problem.heads * problem.kv_len, 1), 1)
     batch, everything = slice(b, b + 1), slice(None)
@@ -74,8 +74,8 @@ def _allowed(call: Call, tensors: Tensors, b: int) -> Iterator[tuple[int, Tensor
                 call.normal_form(tensors.q).allowed(batch, rows, everything, everything).expand(1, -1, *pairs.shape[2:])
             )
         if bias is not None:
-            part = bias.detach()[batch if bias.shape[0] > 1 else everything]
-            pairs = pairs & (part[:, :, rows if part.shape[2] > 1 else everything] != -torch.inf)
+            own_bias = bias.detach()[batch if bias.shape[0] > 1 else everything]
+            pairs = pairs & (own_bias[:, :, rows if own_bias.shape[2] > 1 else everything] != -torch.inf)
         yield start, pairs
 
 

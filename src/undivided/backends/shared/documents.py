@@ -1,11 +1,11 @@
-"""Packed documents as kernels take them: their offsets, and the longest of them."""
+"""Packed documents and lengths of sequences as kernels take them: offsets, and the longest of them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from undivided.masks._parts import Documents
+from undivided.masks._parts import Documents, Lengths
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 
@@ -13,6 +13,11 @@ from undivided.request.problem import Problem
 def packed_documents(call: Call) -> Documents | None:
     """The packed documents of the mask; None if there are none."""
     return next((part for part in call.mask.parts if isinstance(part, Documents)), None)
+
+
+def sequence_lengths(call: Call) -> Lengths | None:
+    """The lengths of the sequences of a batch; None if the mask has none."""
+    return next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
 
 
 def as_offsets(tensor: Tensor, like: Tensor) -> Tensor:

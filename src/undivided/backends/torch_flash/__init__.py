@@ -117,13 +117,13 @@ class TorchFlash(Backend):
             (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
         )
         for kernel_call in _calls(call, tensors):
-            part = _CallTensors(kernel_call, call, tensors, q, k, v)
-            part_out, part_lse = _forward(
-                part.q, part.k, part.v, 0.0, kernel_call.causal, attn_mask=part.mask, scale=call.scale
+            block = _CallTensors(kernel_call, call, tensors, q, k, v)
+            block_out, block_lse = _forward(
+                block.q, block.k, block.v, 0.0, kernel_call.causal, attn_mask=block.mask, scale=call.scale
             )
             rows = (kernel_call.block.batch, slice(None), kernel_call.block.rows)
-            out_BHSD[rows] = part.without_empty(part_out, 0.0)
-            lse[rows] = part.without_empty(part_lse.unsqueeze(-1), -torch.inf).squeeze(-1)
+            out_BHSD[rows] = block.without_empty(block_out, 0.0)
+            lse[rows] = block.without_empty(block_lse.unsqueeze(-1), -torch.inf).squeeze(-1)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
     def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
@@ -148,9 +148,9 @@ class TorchFlash(Backend):
         if (causal := _one_call(call, tensors)) is not None:
             grads = _backward(grad, q, k, v, out, result.lse, 0.0, causal, scale=call.scale)
             return [*(layout.from_heads_first(g, problem.layout) for g in grads), None, None, None]
-        return self._backward_in_parts(call, tensors, result, grad)
+        return self._backward_by_blocks(call, tensors, result, grad)
 
-    def _backward_in_parts(self, call: Call, tensors: Tensors, result: Result, grad_BHSD: Tensor) -> Gradients:
+    def _backward_by_blocks(self, call: Call, tensors: Tensors, result: Result, grad_BHSD: Tensor) -> Gradients:
         problem = call.problem
         views = _inputs(call, tensors)
         precision = lse_dtype(problem.dtype)
@@ -161,25 +161,25 @@ class TorchFlash(Backend):
         dq, dk, dv = (layout.heads_first(total, problem.layout) for total in sums)
         out_BHSD = layout.heads_first(result.out, problem.layout)
         for kernel_call in _calls(call, tensors):
-            part = _CallTensors(kernel_call, call, tensors, *views)
+            block = _CallTensors(kernel_call, call, tensors, *views)
             rows = (kernel_call.block.batch, slice(None), kernel_call.block.rows)
             keys = (kernel_call.block.batch, slice(None), kernel_call.block.keys)
             lse = result.lse[rows]
-            part_dq, part_dk, part_dv = _backward(
-                part.without_empty(grad_BHSD[rows], 0.0),
-                part.q,
-                part.k,
-                part.v,
+            block_dq, block_dk, block_dv = _backward(
+                block.without_empty(grad_BHSD[rows], 0.0),
+                block.q,
+                block.k,
+                block.v,
                 out_BHSD[rows],
                 lse.masked_fill(lse == -torch.inf, 0.0),
                 0.0,
                 kernel_call.causal,
-                attn_mask=part.mask,
+                attn_mask=block.mask,
                 scale=call.scale,
             )
-            dq[rows] += part_dq
-            dk[keys] += part_dk
-            dv[keys] += part_dv
+            dq[rows] += block_dq
+            dk[keys] += block_dk
+            dv[keys] += block_dv
         return [*(total.to(problem.dtype) for total in sums), None, None, None]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from undivided.backends.shared.documents import packed_documents
-from undivided.masks._parts import Lengths
+from undivided.backends.shared.documents import packed_documents, sequence_lengths
 from undivided.request.call import Call
 
 _HOLES = frozenset({"padded", "document_ids", "dense", "predicate", "tree", "blocks", "ranges"})
@@ -38,7 +37,7 @@ def _may_leave_keys_unused(call: Call) -> bool:
     documents = packed_documents(call)
     if documents is not None:
         return documents.cu_seqlens_q is not documents.cu_seqlens_kv
-    lengths = next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
+    lengths = sequence_lengths(call)
     if lengths is not None:
         return lengths.q is not lengths.kv
     every_key = problem.mask.kinds == {"causal"} and problem.align == "bottom_right"

@@ -98,13 +98,13 @@ def _visible_groups(prepared: Prepared) -> list[Group]:
     ]
 
 
-Part = Callable[[], Tensor]
+PartialCall = Callable[[], Tensor]
 """A part of the work; returns [B, S, H, D]."""
 
 
-def _competitor(name: str, label: str, prepared: Prepared, parts: Sequence[Part]) -> Competitor:
+def _competitor(name: str, label: str, prepared: Prepared, calls: Sequence[PartialCall]) -> Competitor:
     def call() -> list[Tensor]:
-        return [part() for part in parts]
+        return [call() for call in calls]
 
     def results() -> dict[str, Tensor]:
         return {"out": torch.cat([out.flatten(0, 1) for out in call()]).transpose(0, 1)[None]}
@@ -118,8 +118,8 @@ def _separate(prepared: Prepared) -> Competitor:
     if len(all_groups) == 1 and all_groups[0].q.shape[0] == 1:
         raise Absent("the batch is one sequence")
     k, v = _copied_keys(prepared)
-    parts = [_dense(prepared, one, k, v) for one in all_groups]
-    return _competitor("separate", "undivided, one call per group", prepared, parts)
+    calls = [_dense(prepared, one, k, v) for one in all_groups]
+    return _competitor("separate", "undivided, one call per group", prepared, calls)
 
 
 def _copied_keys(prepared: Prepared) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def _copied_keys(prepared: Prepared) -> tuple[Tensor, Tensor]:
     return k_copy, k_copy[..., : v.shape[-1]] if is_latent else v.clone()
 
 
-def _dense(prepared: Prepared, group: Group, k: Tensor, v: Tensor) -> Part:
+def _dense(prepared: Prepared, group: Group, k: Tensor, v: Tensor) -> PartialCall:
     lengths = masks.lengths(torch.tensor(group.lengths, dtype=torch.int32))
     causal = masks.causal("bottom_right") if group.tree is None else masks.tree(group.tree)
     chosen = _chosen_pages(prepared)
@@ -151,21 +151,21 @@ def _dense(prepared: Prepared, group: Group, k: Tensor, v: Tensor) -> Part:
 
 def _sdpa(prepared: Prepared) -> Competitor:
     """PyTorch's function, one call per sequence."""
-    parts = [
+    calls = [
         _one_sdpa(q, k, v, group.tree if group.tree is None else group.tree[b])
         for group in _visible_groups(prepared)
         for b, (q, k, v) in enumerate(zip(group.q, group.k, group.v, strict=True))
     ]
-    return _competitor("sdpa", "torch SDPA, one call per sequence", prepared, parts)
+    return _competitor("sdpa", "torch SDPA, one call per sequence", prepared, calls)
 
 
-def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, tree: Tensor | None) -> Part:
+def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, tree: Tensor | None) -> PartialCall:
     q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
     rows, keys = q.shape[2], k.shape[2]
     mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows) if 1 < rows < keys else None
     if tree is not None:
         mask = masks.tree(tree).to_dense(batch=1, heads=1, q_len=rows, kv_len=keys)[0, 0]
-    call: Part = partial(
+    call: PartialCall = partial(
         scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=1 < rows == keys, enable_gqa=True
     )
     return lambda: call().transpose(1, 2)
@@ -185,7 +185,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
 
     if prepared.problem.qk_dim != prepared.problem.v_dim:
         raise Absent("GroupQueryAttention has one head size for keys and values")
-    parts, label = [], ""
+    calls, label = [], ""
     for group in _causal_groups(prepared):
         follows = 1 < group.q.shape[1] < min(group.lengths)
         for rows in range(len(group.k)) if follows else [slice(None)]:
@@ -194,9 +194,9 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
                 attend = onnx.group_query_attention(prepared.call.scale, group.q[rows], group.k[rows], group.v[rows])
             except onnx.Unavailable as why:
                 raise Absent(str(why)) from None
-            parts.append(attend.out)
+            calls.append(attend.out)
             label = attend.label
-    return _competitor("onnxruntime", label, prepared, parts)
+    return _competitor("onnxruntime", label, prepared, calls)
 
 
 def _vllm(prepared: Prepared) -> Competitor:

@@ -99,8 +99,8 @@ def _sdpa_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _each_document(batch: Batch, one_document: AttentionFunction) -> AttentionFunction:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([one_document(*part) for part in parts])
+        documents = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([one_document(*document) for document in documents])
 
     return call
 
@@ -114,7 +114,7 @@ def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: 
         with sdpa_kernel(SDPBackend.MATH):
             out = _sdpa_one_document(*leaves)
             outcomes.append((out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))))
-    out, dq, dk, dv = (torch.cat(parts) for parts in zip(*outcomes, strict=True))
+    out, dq, dk, dv = (torch.cat(ranks) for ranks in zip(*outcomes, strict=True))
     return Outcome(out, dq, dk, dv)
 
 

@@ -205,14 +205,14 @@ class ProcessGroup:
             return [tensor for _ in range(self.world)]
         check_exists(self._group)
         own = (tensor if self._on_cpu else tensor.cuda()).contiguous()
-        parts = own.new_empty((self.world, *own.shape))
+        gathered = own.new_empty((self.world, *own.shape))
         with self._rank_errors(step, others, collective=True):
             if self._on_cpu:
                 sent = own.reshape(-1).view(torch.uint8).repeat(self.world)
-                self._dist.all_to_all_single(parts.view(-1).view(torch.uint8), sent, group=self._group)
+                self._dist.all_to_all_single(gathered.view(-1).view(torch.uint8), sent, group=self._group)
             else:
-                self._dist.all_gather(list(parts), own, group=self._group)
-        return list(parts if self._on_cpu else parts.cpu())
+                self._dist.all_gather(list(gathered), own, group=self._group)
+        return list(gathered if self._on_cpu else gathered.cpu())
 
     def _rank_errors(self, step: str, peers: Sequence[int], collective: bool = False) -> _RankErrors:
         return _RankErrors(self, self._group, self.ranks, step, sorted(set(peers)), collective)
@@ -277,12 +277,14 @@ def gather_rows(axes: Sequence[Communicator], tensor: Tensor, counts: Sequence[i
     group_counts = [counts[start : start + heads.world] for start in range(0, len(counts), heads.world)]
     group = torch.cat(gather_uneven(heads, tensor, group_counts[ring.rank]))
     groups = gather_uneven(ring, group, [sum(sizes) for sizes in group_counts])
-    return [part for rows, sizes in zip(groups, group_counts, strict=True) for part in rows.split(list(sizes))]
+    return [chunk for rows, sizes in zip(groups, group_counts, strict=True) for chunk in rows.split(list(sizes))]
 
 
 def gather_uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """The tensor of every rank, in order; rank r has ``counts[r]`` rows."""
-    parts = [tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:])) for rank, n in enumerate(counts)]
+    gathered = [
+        tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:])) for rank, n in enumerate(counts)
+    ]
     others = [rank for rank in range(comm.world) if rank != comm.rank]
-    comm.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others}, GATHER)()
-    return parts
+    comm.exchange({rank: [tensor] for rank in others}, {rank: [gathered[rank]] for rank in others}, GATHER)()
+    return gathered

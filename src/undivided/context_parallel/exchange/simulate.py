@@ -160,6 +160,6 @@ class SimulatedGroup:
     def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """The tensor of every rank, in order."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        parts = [tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)]
-        self.exchange({rank: [tensor] for rank in others}, {rank: [parts[rank]] for rank in others}, step)()
-        return parts
+        gathered = [tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)]
+        self.exchange({rank: [tensor] for rank in others}, {rank: [gathered[rank]] for rank in others}, step)()
+        return gathered

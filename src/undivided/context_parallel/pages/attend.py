@@ -103,11 +103,11 @@ def attend(
     axes, check: as for `prepare_on_all_ranks`. rows: the queries of each rank, whose results it gets; None: all.
     """
     step = prepare_on_all_ranks(axes, check, lambda: _prepare(prepare(), rank, world))
-    part = autograd.forward(step.backend, step.call, step.tensors)
+    partial = autograd.forward(step.backend, step.call, step.tensors)
     problem = step.call.problem
-    part = Result(_layout.canonical(part.out, problem.layout), part.lse)
-    rows = None if rows is None else [own.to(part.out.device) for own in rows]
-    out, lse = merge_ranks(axes, part, step.sinks, problem, step.by, rows)
+    partial = Result(_layout.canonical(partial.out, problem.layout), partial.lse)
+    rows = None if rows is None else [own.to(partial.out.device) for own in rows]
+    out, lse = merge_ranks(axes, partial, step.sinks, problem, step.by, rows)
     return (out, lse) if step.return_lse else out
 
 
@@ -202,5 +202,5 @@ def _own_mask(
         own = with_cached_lengths(EVERY, keys.held, counts, device)
     whole.check(*shape, packed=layout == "thd", device=device)
     with torch.inference_mode(False), torch.no_grad():
-        part = whole.normal_form(*shape, device).shard(rows, own_keys)
-    return dataclasses.replace(own, align="bottom_right", parts=(Ranges(part), *own.parts))
+        form = whole.normal_form(*shape, device).shard(rows, own_keys)
+    return dataclasses.replace(own, align="bottom_right", parts=(Ranges(form), *own.parts))

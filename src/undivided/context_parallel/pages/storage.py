@@ -51,9 +51,9 @@ class RankStorage(Storage):
             tokens = self._bytes(read[owners == self._rank])
         self.copy(copies, self.k.shape[1])
         rows = write[to == self._rank].to(self.k.device)
-        sizes = [part[0].numel() * part.itemsize for part in self._rows]
-        for part, packed in zip(self._rows, tokens.split(sizes, 1), strict=True):
-            part.index_copy_(0, rows, packed.contiguous().view(part.dtype).view(-1, *part.shape[1:]))
+        sizes = [pool[0].numel() * pool.itemsize for pool in self._rows]
+        for pool, packed in zip(self._rows, tokens.split(sizes, 1), strict=True):
+            pool.index_copy_(0, rows, packed.contiguous().view(pool.dtype).view(-1, *pool.shape[1:]))
 
     def _split(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The rank of each row, and its number there, int64 on the host."""
@@ -65,10 +65,10 @@ class RankStorage(Storage):
     def _bytes(self, rows: Tensor) -> Tensor:
         """The tokens in these rows of this rank, uint8 [n, bytes of all pools]."""
         rows = rows.to(self.k.device)
-        return torch.cat([part.index_select(0, rows).flatten(1).view(torch.uint8) for part in self._rows], 1)
+        return torch.cat([pool.index_select(0, rows).flatten(1).view(torch.uint8) for pool in self._rows], 1)
 
     def _tokens(self, owners: Tensor, rows: Tensor) -> Tensor:
         """The tokens in these rows of these ranks, uint8 [n, bytes], gathered from all ranks."""
         counts = torch.bincount(owners, minlength=self._world).tolist()
-        parts = gather_rows(self._axes, self._bytes(rows[owners == self._rank]), counts)
-        return torch.cat(parts)[owners.argsort(stable=True).argsort().to(self.k.device)]
+        gathered = gather_rows(self._axes, self._bytes(rows[owners == self._rank]), counts)
+        return torch.cat(gathered)[owners.argsort(stable=True).argsort().to(self.k.device)]

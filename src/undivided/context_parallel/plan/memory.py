@@ -45,7 +45,9 @@ class Memory:
         self._scattered = scattered
         work, sizes = counts.work, counts.sizes
         self._counts, self._work, self._sizes = counts, work, sizes
-        rows, keys = (torch.tensor([part.numel() for part in parts]) for parts in (work.ranks.rows, work.ranks.keys))
+        rows, keys = (
+            torch.tensor([own.numel() for own in of_ranks]) for of_ranks in (work.ranks.rows, work.ranks.keys)
+        )
         self._widening = sizes.lse_bytes // sizes.entry_bytes
         """Bytes of an entry of a sum divided by those of an entry of the inputs."""
         self._has_all_to_all = work.ranks.group_size > 1

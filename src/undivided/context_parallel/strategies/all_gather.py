@@ -38,7 +38,7 @@ def rounds(
     used = {peer: needed_keys(form, own_rows, keys[peer]) for peer in (rank, *peers)}
     gathered = {peer: keys[peer][index] for peer, index in used.items()}
     all_keys = torch.cat(list(gathered.values())).sort().values
-    slots = merged_slots([part for peer, part in gathered.items() if peer == rank or part.numel()])
+    slots = merged_slots([positions for peer, positions in gathered.items() if peer == rank or positions.numel()])
     own = as_index(used[rank])
     return tuple(
         Round(

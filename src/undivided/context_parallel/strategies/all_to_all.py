@@ -59,7 +59,7 @@ def share_ranges(work: Tensor, rank: int, world: int, heads: int, kv_heads: int,
     shares = []
     for first, last, start, stop in _split_heads(rank * heads, (rank + 1) * heads, world, group):
         kv_span = slice(first // group, (last - 1) // group + 1)
-        first_row, last_row = (_row_at_fraction(work, part, world) for part in (start, stop))
+        first_row, last_row = (_row_at_fraction(work, place, world) for place in (start, stop))
         if last_row > first_row:
             shares.append(ShareRange(slice(first, last), kv_span, first_row, last_row))
     return tuple(shares)
@@ -101,12 +101,12 @@ def _split_heads(unit: int, end: int, world: int, group: int) -> list[tuple[int,
     return ranges
 
 
-def _row_at_fraction(work: Tensor, part: int, parts: int) -> int:
-    """The number of rows that do part / parts of the work; ``work`` is a cumulative sum."""
+def _row_at_fraction(work: Tensor, numerator: int, denominator: int) -> int:
+    """The number of rows that do numerator / denominator of the work; ``work`` is a cumulative sum."""
     rows = work.numel()
-    if part in (0, parts) or not rows or not float(work[-1]):
-        return rows * part // parts
-    return min(int(torch.searchsorted(work, work[-1] * part / parts)) + 1, rows)
+    if numerator in (0, denominator) or not rows or not float(work[-1]):
+        return rows * numerator // denominator
+    return min(int(torch.searchsorted(work, work[-1] * numerator / denominator)) + 1, rows)
 
 
 def kv_span(rank: int, world: int, heads: int, kv_heads: int) -> slice:
@@ -120,7 +120,7 @@ def kv_span(rank: int, world: int, heads: int, kv_heads: int) -> slice:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _Contribution:
     """What one rank contributes to one share: indices into its rows, and the heads."""
 
     index: Index
@@ -135,11 +135,11 @@ class TensorSpec(NamedTuple):
     device: torch.device
     layout: Layout = "bshd"
 
-    def buffer(self, part: _Part) -> Tensor:
+    def buffer(self, wanted: _Contribution) -> Tensor:
         """An empty buffer for some of its rows and heads."""
         batch, _, heads, size = self.shape
-        part_heads = heads if heads == 1 else part.heads.stop - part.heads.start
-        return torch.empty((batch, count(part.index), part_heads, size), dtype=self.dtype, device=self.device)
+        own_heads = heads if heads == 1 else wanted.heads.stop - wanted.heads.start
+        return torch.empty((batch, count(wanted.index), own_heads, size), dtype=self.dtype, device=self.device)
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """The tensor, filled with zeros, in another dtype."""
@@ -157,7 +157,7 @@ class HeadExchange:
     """
 
     comm_rank: int
-    sends: tuple[tuple[_Part, ...], ...]
+    sends: tuple[tuple[_Contribution, ...], ...]
     slots: tuple[tuple[Index, ...], ...]
     heads: int
     disjoint: bool
@@ -172,7 +172,7 @@ class HeadExchange:
         are global.
         """
         sends = tuple(
-            tuple(_Part(as_index(_indices_in(rows[rank], share)), share_heads) for share, share_heads in member)
+            tuple(_Contribution(as_index(_indices_in(rows[rank], share)), share_heads) for share, share_heads in member)
             for member in targets
         )
         slots = tuple(
@@ -189,14 +189,14 @@ class HeadExchange:
             return lambda: [list(tensors)]
         received = {
             peer: [
-                [_share_buffer(t, part, count(slots[peer])) for t in tensors]
-                for part, slots in zip(self.sends[self.comm_rank], self.slots, strict=True)
+                [_share_buffer(t, contribution, count(slots[peer])) for t in tensors]
+                for contribution, slots in zip(self.sends[self.comm_rank], self.slots, strict=True)
             ]
             for peer in self._peers
         }
         wait = comm.exchange(
             {
-                peer: [_select(t, part).contiguous() for part in self.sends[peer] for t in tensors]
+                peer: [_select(t, contribution).contiguous() for contribution in self.sends[peer] for t in tensors]
                 for peer in self._peers
             },
             {peer: [t for share in buffers for t in share] for peer, buffers in received.items()},
@@ -206,11 +206,11 @@ class HeadExchange:
         def joined(number: int) -> list[Tensor]:
             share = []
             for tensor in tensors:
-                parts = [
+                chunks = [
                     received[peer][number].pop(0) if peer in received else _select(tensor, self.sends[peer][number])
                     for peer in range(len(self.sends))
                 ]
-                share.append(join(parts, self.slots[number]))
+                share.append(join(chunks, self.slots[number]))
             return share
 
         def result() -> list[list[Tensor]]:
@@ -228,7 +228,10 @@ class HeadExchange:
         """
         if len(self.sends) == 1:
             return lambda: [shares[0].pop(0).to(spec.dtype) for spec in specs]
-        received = {peer: [[spec.buffer(part) for spec in specs] for part in self.sends[peer]] for peer in self._peers}
+        received = {
+            peer: [[spec.buffer(contribution) for spec in specs] for contribution in self.sends[peer]]
+            for peer in self._peers
+        }
         wait = comm.exchange(
             {
                 peer: [
@@ -238,7 +241,7 @@ class HeadExchange:
                 ]
                 for peer in self._peers
             },
-            {peer: [t for part in buffers for t in part] for peer, buffers in received.items()},
+            {peer: [t for of_share in buffers for t in of_share] for peer, buffers in received.items()},
             "the exchange of heads for rows",
         )
         received[self.comm_rank] = [
@@ -258,9 +261,9 @@ class HeadExchange:
         is_disjoint = self.disjoint and spec.shape[2] == self.heads
         write = put if is_disjoint else add
         total = spec.zeros(spec.dtype if is_disjoint else torch.promote_types(spec.dtype, torch.float32))
-        for peer, parts in enumerate(self.sends):
-            for part, values in zip(parts, received[peer], strict=True):
-                write(take_unless_broadcast(total, 2, part.heads), 1, part.index, values.pop(0))
+        for peer, contributions in enumerate(self.sends):
+            for contribution, values in zip(contributions, received[peer], strict=True):
+                write(take_unless_broadcast(total, 2, contribution.heads), 1, contribution.index, values.pop(0))
         return total.to(spec.dtype)
 
     @property
@@ -268,15 +271,16 @@ class HeadExchange:
         return [peer for peer in range(len(self.sends)) if peer != self.comm_rank]
 
 
-def _select(tensor: Tensor, part: _Part) -> Tensor:
+def _select(tensor: Tensor, contribution: _Contribution) -> Tensor:
     """The rows and heads that a rank contributes to a share."""
-    return take(take_unless_broadcast(tensor, 2, part.heads), 1, part.index)
+    return take(take_unless_broadcast(tensor, 2, contribution.heads), 1, contribution.index)
 
 
-def _share_buffer(tensor: Tensor, part: _Part, rows: int) -> Tensor:
+def _share_buffer(tensor: Tensor, contribution: _Contribution, rows: int) -> Tensor:
     """An empty buffer for that many rows of a share."""
     batch, _, heads, size = tensor.shape
-    return tensor.new_empty((batch, rows, heads if heads == 1 else part.heads.stop - part.heads.start, size))
+    own_heads = heads if heads == 1 else contribution.heads.stop - contribution.heads.start
+    return tensor.new_empty((batch, rows, own_heads, size))
 
 
 def _indices_in(rows: Tensor, share: Tensor) -> Tensor:

@@ -133,12 +133,12 @@ def test_new_tokens_have_the_bits_of_their_definition(
 
         def written(library: object, k: Tensor = k, v: Tensor = v, heads: Heads = heads) -> list[Tensor]:
             storage = Storage(5, 8, heads, torch.device("cpu"))
-            for part in storage._parts:
+            for part in storage._all_pools:
                 part.view(torch.uint8).zero_()
             with monkeypatch.context() as patched:
                 patched.setattr(cpu, "load", lambda: library)
                 storage.write(storage.rows(list(range(3, 39, 2))), NewTokens(k, v, (9, 9), False))
-            parts = (part.nan_to_num(1e38) if part.dtype == torch.float32 else part for part in storage._parts)
+            parts = (part.nan_to_num(1e38) if part.dtype == torch.float32 else part for part in storage._all_pools)
             return [part.view(torch.uint8) for part in parts]
 
         expected = written("no library")

@@ -51,20 +51,20 @@ def gradients(
         BlockSums(virtual, x.shape[3]) if need else None for x, need in zip(inputs[1:], call.needs[1:3], strict=True)
     ]
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if call.needs[0] else None
-    for part in virtual.parts():
-        span = part.span
-        dq_part, *dkv_part = plain_fp32(
-            virtual.virtual_call(part.form, None),
-            Tensors(q[span], part.k, part.v, None, None, None),
+    for gathered in virtual.gathered():
+        span = gathered.span
+        own_dq, *own_dkv = plain_fp32(
+            virtual.virtual_call(gathered.form, None),
+            Tensors(q[span], gathered.k, gathered.v, None, None, None),
             Result(out[span], lse[span]),
             grad[span],
             None if lse_gradient is None else lse_gradient[span],
         )
-        if dq is not None and dq_part is not None:
-            dq[span] = dq_part
-        for total, gradient in zip(sums, dkv_part[:2], strict=True):
+        if dq is not None and own_dq is not None:
+            dq[span] = own_dq
+        for total, gradient in zip(sums, own_dkv[:2], strict=True):
             if total is not None and gradient is not None:
-                total.add(part, gradient)
+                total.add(gathered, gradient)
     results = [None if x is None else x.tokens(like) for x, like in zip(sums, inputs[1:], strict=True)]
     dq_BSHD = None
     if dq is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.backends.shared.blocks import VirtualPart, VirtualSequences
+from undivided.backends.shared.blocks import GatheredSequences, VirtualSequences
 
 
 class BlockSums:
@@ -20,10 +20,10 @@ class BlockSums:
         self._total = int(self._counts.sum())
         self._sums = torch.zeros(self._total * self._kv_heads + 1, self._size, dim, dtype=torch.float32, device="cpu")
 
-    def add(self, part: VirtualPart, gradient: Tensor) -> None:
-        """Adds the gradients of a part's copies, ``[v, 1, n * kv_block, D]``."""
-        exists = part.table < self._counts[part.sequence, None]
-        block = (self._first[part.sequence, None] + part.table) * self._kv_heads + part.head[:, None]
+    def add(self, gathered: GatheredSequences, gradient: Tensor) -> None:
+        """Adds the gradients of the copies, ``[v, 1, n * kv_block, D]``."""
+        exists = gathered.table < self._counts[gathered.sequence, None]
+        block = (self._first[gathered.sequence, None] + gathered.table) * self._kv_heads + gathered.head[:, None]
         index = torch.where(exists, block, len(self._sums) - 1).flatten()
         self._sums.index_add_(0, index, gradient.reshape(-1, self._size, gradient.shape[-1]))
 

@@ -12,12 +12,12 @@ import math
 from torch import Tensor
 
 from undivided.backends.shared.blocks.pools import common_steps, token_major
-from undivided.backends.shared.blocks.sequences import VirtualPart, VirtualSequences
+from undivided.backends.shared.blocks.sequences import GatheredSequences, VirtualSequences
 from undivided.masks.normal_form import BlockPairs
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 
-__all__ = ["GENERAL", "VirtualPart", "VirtualSequences", "block_pairs", "evaluated_note"]
+__all__ = ["GENERAL", "GatheredSequences", "VirtualSequences", "block_pairs", "evaluated_note"]
 
 GENERAL = frozenset({"bias", "alibi", "sinks", "dropout", "partial"})
 """Features whose values depend on the position of a key or on the head, which the virtual sequences do not have."""

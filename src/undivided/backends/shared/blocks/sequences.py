@@ -35,7 +35,7 @@ MOST_KEYS_OF_A_TILE = 256
 
 
 @dataclass(frozen=True, eq=False)
-class VirtualPart:
+class GatheredSequences:
     """Some virtual sequences with copies of their keys and values.
 
     Args:
@@ -183,8 +183,8 @@ class VirtualSequences:
     def of_call(
         call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool = False, reads_values: bool = True
     ) -> VirtualSequences:
-        """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `Rows.of_call`; `parts`
-        requires one key head per sequence, and that values may be read."""
+        """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `Rows.of_call`;
+        `gathered` requires one key head per sequence, and that values may be read."""
         return VirtualSequences(call, tensors, Chosen.of_call(call, tensors, pairs, joins_heads, reads_values))
 
     @property
@@ -294,8 +294,8 @@ class VirtualSequences:
             return len(k) - 1, k.shape[1] - size, head
         return (0 if self.rows.packed else self.rows.sequences - 1), problem.kv_len - 1, head
 
-    def parts(self) -> Iterator[VirtualPart]:
-        """The virtual sequences in parts whose copied keys take at most `GATHERED_BYTES`."""
+    def gathered(self) -> Iterator[GatheredSequences]:
+        """The virtual sequences, some at a time, whose copied keys take at most `GATHERED_BYTES`."""
         k, v = token_major(self.tensors, self.call)
         chosen, copies = self.chosen, self.rows.units * self.rows.blocks
         size, columns = chosen.pairs.kv_block, chosen.table.shape[3]
@@ -311,7 +311,9 @@ class VirtualSequences:
             index = sequence[span, None] * (not self.rows.packed), token, head[span, None]
             ranges = chosen.form.ranges[span]
             form = dataclasses.replace(chosen.form, ranges=ranges, batch=len(ranges), geometry=None)
-            yield VirtualPart(span, form, k[index][:, None], v[index][:, None], sequence[span], table[span], head[span])
+            yield GatheredSequences(
+                span, form, k[index][:, None], v[index][:, None], sequence[span], table[span], head[span]
+            )
 
     def _places(self, k: Tensor, page: int) -> tuple[Tensor, Tensor]:
         """The batch element (or page of the pool) and the row of each virtual page's start, ``[N, U, A, n]``."""
@@ -328,8 +330,8 @@ class VirtualSequences:
         """Raw index of the first key of each virtual page, ``[N, U, A, n]``; any for pages that no row sees."""
         chosen, pairs = self.chosen, self.chosen.pairs
         key = torch.where(chosen.table < pairs.limit, chosen.table * pairs.kv_block, 0)
-        if (parts := pairs.kv_block // page) > 1:
-            key = (key[..., None] + torch.arange(parts, device=key.device) * page).flatten(3)
+        if (pages := pairs.kv_block // page) > 1:
+            key = (key[..., None] + torch.arange(pages, device=key.device) * page).flatten(3)
         return key + chosen.key_start[:, None, None, None] if chosen.has_starts else key
 
     def heads(self, tensor: Tensor) -> Tensor:
