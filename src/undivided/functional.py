@@ -183,7 +183,7 @@ def attention(
         q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
     ):
         return dispatch.attention(request)
-    decision, call, tensors = prepare(request, current_policy(backend, deterministic, batch_invariant=batch_invariant))
+    decision, call, tensors = prepare(request, current_policy(backend, deterministic, batch_invariant))
     return autograd.run(decision.backend, call, tensors)
 
 
@@ -262,7 +262,7 @@ def explain(
         request, _ = dtensors.local_request(request, None if context is None else context.process_groups())
     if context is not None:
         return context.explain(request, machine, device)
-    policy = current_policy(backend, deterministic, batch_invariant=batch_invariant)
+    policy = current_policy(backend, deterministic, batch_invariant)
     return decide_request(request, machine, policy, device)
 
 

@@ -31,7 +31,7 @@ from undivided.selection.policy import Policy, current_policy
 
 def policy_over_ranks(request: Request) -> Policy:
     """The backends that the caller allows; InputError if results must not depend on the batch."""
-    policy = current_policy(request.backend, request.deterministic, batch_invariant=request.batch_invariant)
+    policy = current_policy(request.backend, request.deterministic, request.batch_invariant)
     if policy.batch_invariant:
         must = "be False over ranks, whose partial results are merged in their order"
         raise InputError("batch_invariant", must, "True")

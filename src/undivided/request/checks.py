@@ -248,8 +248,10 @@ def _page_range(pages: Tensor) -> tuple[int, int]:
     """The smallest and the largest entry of a block table, read once per table: each layer of a model may have its own
     table, which changes only once per page."""
     cached, version = _page_ranges.get(id(pages)), versions((pages,))
-    if cached is not None and cached[0]() is pages and cached[1] == version is not None:
-        return cached[2]
+    if cached is not None and version is not None:
+        table, version_read, page_range = cached
+        if table() is pages and version_read == version:
+            return page_range
     lowest, highest = pages.aminmax()
     page_range = int(lowest), int(highest)
     if len(_page_ranges) >= _MAX_PAGE_RANGES:

@@ -196,10 +196,10 @@ def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
     """Check the page numbers, once for all layers of a model that share a block table."""
     version = versions((pages,))
     last = checked.pages
-    if last is not None and version is not None and last[0] is pages and last[1:] == (version[0], pool):
+    if last is not None and version is not None and last[0] is pages and last[1:] == (version, pool):
         return
     check_page_numbers(checked.mask, pages, pool, checked.problem.page_size or 1)
-    checked.pages = None if version is None else (pages, version[0], pool)
+    checked.pages = None if version is None else (pages, version, pool)
 
 
 def _footprints(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:

@@ -66,6 +66,12 @@ class Problem(NamedTuple):
         return self.layout == "thd"
 
     @property
+    def longest_lengths(self) -> tuple[int, int]:
+        """The longest query and key length of any document; an upper bound if only the device knows the lengths."""
+        _, q, kv = self.documents or (0, None, None)
+        return min(q or self.q_len, self.q_len), min(kv or self.kv_len, self.kv_len)
+
+    @property
     def lse_is_read(self) -> bool:
         """Whether a forward's log-sum-exp is returned, or needed for the gradients."""
         return "lse" in self.features or "backward" in self.features

@@ -66,12 +66,12 @@ def usual_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     if is_traced():
         return _compute(heads, device)
     key = (heads, torch.empty(0, dtype=torch.float32, device=device).device)
-    cached = _usual.get(key)
-    if cached is None or versions((cached[0],)) != cached[1]:
+    slopes, version = _usual.get(key, (None, None))
+    if slopes is None or versions((slopes,)) != version:
         with torch.inference_mode(False):  # an inference tensor has no version counter
             slopes = _compute(heads, device)
-        cached = _usual[key] = slopes, versions((slopes,))
-    return cached[0]
+        _usual[key] = slopes, versions((slopes,))
+    return slopes
 
 
 def _compute(heads: int, device: torch.device | str) -> Tensor:

@@ -28,6 +28,7 @@ from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
 from undivided.run.batches import over_hidden_batch, vmap_rule
 
+_TENSOR_COUNT = len(Tensors._fields)
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
 any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device: a third of the cost of the query for one device, and mostly False."""
@@ -184,7 +185,7 @@ class _Attention(torch.autograd.Function):
         count, lse = len(inputs), lse.contiguous()
         if grad_out is None and grad_lse is None:
             return (None,) * (1 + count)
-        inputs += [None] * (6 - count)
+        inputs += [None] * (_TENSOR_COUNT - count)
         backend, call, before = ctx.call
         check_unchanged(call, before)
         if grad_out is None:
@@ -305,7 +306,7 @@ def double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None,
 def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Derivatives for (grad_out, grad_lse, *inputs), block by block: O(S * block) memory. `tensors`: as in
     `double_backward`."""
-    (*inputs, grad_out, grad_lse), grad_gradients = tensors[:8], tensors[8:]
+    (*inputs, grad_out, grad_lse), grad_gradients = tensors[: _TENSOR_COUNT + 2], tensors[_TENSOR_COUNT + 2 :]
     if grad_lse is not None and call.problem.packed:
         grad_lse = grad_lse.unsqueeze(0)
     assert grad_out is not None
@@ -320,8 +321,8 @@ def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None
 def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The same as operations that autograd records, for a third derivative: O(S^2) memory."""
     # views, so that one tensor given as q, k and v counts as three inputs
-    *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[:8])
-    grad_gradients = tensors[8:]
+    *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[: _TENSOR_COUNT + 2])
+    grad_gradients = tensors[_TENSOR_COUNT + 2 :]
     result = reference.composite(call, Tensors._make(inputs))
     out, lse = for_caller(result, call.problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]

@@ -38,6 +38,7 @@ from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
+_TENSOR_COUNT = len(Tensors._fields)
 _library = torch.library.Library("undivided", "DEF")
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
@@ -74,7 +75,7 @@ class _Arguments(NamedTuple):
     @property
     def tensors(self) -> Tensors:
         """Those that may have gradients."""
-        return Tensors(*self[:6])
+        return Tensors(*self[:_TENSOR_COUNT])
 
     @property
     def saved(self) -> tuple[Tensor | None, ...]:
@@ -202,7 +203,7 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
     switches = ""
     if spec.switches != _ANY_SWITCHES:
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
-    policy = current_policy(spec.backend or None, deterministic, switches, batch_invariant)
+    policy = current_policy(spec.backend or None, deterministic, batch_invariant, switches)
     decision, call, tensors = prepare(request, policy, spec.needed)
     return decision.backend, call, tensors
 
@@ -293,9 +294,9 @@ class _SavedArguments(NamedTuple):
     @staticmethod
     def read(ctx: Any) -> _SavedArguments:
         saved: Sequence[Any] = ctx.saved_tensors
-        end = 6 + ctx.mask_tensors
+        end = _TENSOR_COUNT + ctx.mask_tensors
         seed, pages, *others = saved[end:]
-        first: tuple[Any, ...] = (*saved[:6], list(saved[6:end]), seed, pages, *ctx.constants)
+        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], list(saved[_TENSOR_COUNT:end]), seed, pages, *ctx.constants)
         return _SavedArguments(_Arguments(*first), others)
 
 
@@ -310,7 +311,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     args, (out, lse) = _SavedArguments.read(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    spec, needed = _Spec.read(args.spec), ctx.needs_input_grad[:6]  # other than when the graph was recorded
+    spec, needed = _Spec.read(args.spec), ctx.needs_input_grad[:_TENSOR_COUNT]  # other than when the graph was recorded
     has_lse = any(spec.needed) or spec.return_lse == "y"
     needs = "".join("y" if is_needed else "n" for is_needed in needed)
     args = args._replace(spec="|".join(spec._replace(needs=needs, has_lse="y" if has_lse else "n")))
@@ -322,7 +323,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 def _no_gradients(args: _Arguments) -> list[Any]:
     """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one.
     PyTorch takes an empty list of numbers for one of tensors."""
-    gradients = dict.fromkeys(args._fields[6:])
+    gradients = dict.fromkeys(args._fields[_TENSOR_COUNT:])
     return list((gradients | {"mask": [None] * len(args.mask), "numbers": None if args.numbers else []}).values())
 
 

@@ -76,5 +76,5 @@ def _observed(request: Request, switches: str | None) -> Output:
 def _at_once(request: Request, switches: str | None) -> Output:
     """The result of a backend, without the operator."""
     backend, deterministic, batch_invariant = request[2:]
-    decision, call, tensors = prepare(request, current_policy(backend, deterministic, switches or "", batch_invariant))
+    decision, call, tensors = prepare(request, current_policy(backend, deterministic, batch_invariant, switches or ""))
     return autograd.run(decision.backend, call, tensors)

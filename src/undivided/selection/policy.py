@@ -220,8 +220,8 @@ def environment() -> Environment:
 def current_policy(
     backend: str | None = None,
     deterministic: bool | None = None,
-    switches: str = "",
     batch_invariant: bool | None = None,
+    switches: str = "",
 ) -> Policy:
     """The policy of this call; `switches` are PyTorch's (see `switches.read`), for calls that depend on them."""
     if deterministic is None and torch._C._get_deterministic_algorithms():
@@ -245,9 +245,6 @@ def current_policy(
     return cached
 
 
-_NO_ARGUMENTS = (None, None, None)
-
-
 def _check_flag(argument: str, value: object) -> None:
     if value is not None and value is not True and value is not False:
         raise InputError(argument, "be True, False or None", repr(value))
@@ -258,7 +255,7 @@ def _plain_policy(setting: _Setting) -> Policy:
     global _last_plain
     last = _last_plain
     if last is None or last[0] is not setting:
-        last = _last_plain = setting, _read_policy(*_NO_ARGUMENTS, setting)
+        last = _last_plain = setting, _read_policy(None, None, None, setting)
     return last[1]
 
 

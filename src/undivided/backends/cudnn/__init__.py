@@ -52,9 +52,7 @@ class Cudnn(Backend):
 
     def unavailable(self, machine: Machine) -> str | None:
         """Without a GPU, cuDNN or its frontend."""
-        if machine.version("cudnn") is None and gpu_rules.no_gpu(machine) is None:
-            return "cuDNN is not installed"
-        return gpu_rules.no_gpu(machine) or super().unavailable(machine)
+        return cudnn_rules.unavailable(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
         """The limits, then the rules that they cannot express."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.backends.shared.documents import as_offsets, longest_lengths, packed_documents, sequence_lengths
+from undivided.backends.shared.documents import as_offsets, packed_documents, sequence_lengths
 from undivided.backends.shared.kernel_inputs import aligned_views, clean_tensors
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -113,7 +113,7 @@ class CudnnCall(NamedTuple):
         if not self.packed:
             view = tensor.unsqueeze(-1) if name == "stats" else tensor.transpose(1, 2)
             return list(view.shape), list(view.stride())
-        count, (max_q, max_kv) = self.lengths["q"].shape[0], longest_lengths(self.problem)
+        count, (max_q, max_kv) = self.lengths["q"].shape[0], self.problem.longest_lengths
         length = _round_up(max_kv if name in _KEY_TENSORS else max_q, _LONGEST_MULTIPLE)
         size = 1 if name == "stats" else tensor.shape[2]
         stride = [tensor.stride(1), tensor.stride(0), 1]

@@ -7,12 +7,17 @@ If they differ, the stricter one applies.
 
 from __future__ import annotations
 
-from undivided.backends.shared.gpu_rules import Capability, capability_name
+from undivided.backends.shared.gpu_rules import Capability, capability_name, no_gpu
 from undivided.machine import Machine, Version, format_version
 from undivided.request.problem import Problem
 
 OLDEST: Version = (8, 9, 3)
 _BROKEN: dict[Version, str] = {(9, 10, 0): "9.10.2", (9, 10, 1): "9.10.2"}
+
+
+def unavailable(machine: Machine) -> str | None:
+    """Why cuDNN does not run on this machine, whatever the problem; None if it may."""
+    return no_gpu(machine) or ("cuDNN is not installed" if machine.version("cudnn") is None else None)
 
 
 def reasons(problem: Problem, machine: Machine, oldest: Version = OLDEST, *, plain: bool = False) -> list[str]:

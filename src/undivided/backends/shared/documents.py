@@ -1,4 +1,4 @@
-"""Packed documents and lengths of sequences as kernels take them: offsets, and the longest of them."""
+"""Packed documents and lengths of sequences as kernels take them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from undivided.masks._parts import Documents, Lengths
 from undivided.request.call import Call
-from undivided.request.problem import Problem
 
 
 def packed_documents(call: Call) -> Documents | None:
@@ -23,9 +22,3 @@ def sequence_lengths(call: Call) -> Lengths | None:
 def as_offsets(tensor: Tensor, like: Tensor) -> Tensor:
     """Lengths or cumulative lengths as kernels read them: int32, contiguous, on the device of `like`."""
     return tensor.to(device=like.device, dtype=torch.int32).contiguous()
-
-
-def longest_lengths(problem: Problem) -> tuple[int, int]:
-    """The longest query and key length of any document; an upper bound if only the device knows the lengths."""
-    _, q, kv = problem.documents or (0, None, None)
-    return min(q or problem.q_len, problem.q_len), min(kv or problem.kv_len, problem.kv_len)

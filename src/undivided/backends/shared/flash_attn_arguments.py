@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from undivided.backends.shared.documents import as_offsets, longest_lengths, packed_documents
+from undivided.backends.shared.documents import as_offsets, packed_documents
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 
@@ -21,6 +21,6 @@ def packing_arguments(call: Call, tensors: Tensors) -> dict[str, Any]:
     packed = packed_documents(call)
     if packed is None:
         return {}
-    max_q, max_k = longest_lengths(problem)
+    max_q, max_k = problem.longest_lengths
     cu_q, cu_k = as_offsets(packed.cu_seqlens_q, tensors.q), as_offsets(packed.cu_seqlens_kv, tensors.q)
     return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}

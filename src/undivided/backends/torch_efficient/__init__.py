@@ -13,7 +13,6 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import dtype_name
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu_rules
-from undivided.backends.shared.documents import longest_lengths
 from undivided.backends.shared.empty_rows import blank_rows, clear_rows_, clear_tail_, closed_rows, fix_empty_rows
 from undivided.backends.shared.kernel_inputs import align
 from undivided.backends.shared.log_sum_exp import lse_for_backward
@@ -174,7 +173,7 @@ def _size_reasons(problem: Problem) -> list[str]:
     documents = (problem.documents or (0,))[0]
     heads = {"bhsd": 1, "sbhd": problem.heads * problem.batch}.get(problem.layout, problem.heads)
     most_keys = _OFFSETS >> (heads * max(problem.qk_dim, problem.v_dim) - 1).bit_length()
-    keys = longest_lengths(problem)[1]
+    keys = problem.longest_lengths[1]
     sizes = (
         ("batch", problem.batch, 65535),
         ("heads", problem.heads, 65535),
@@ -192,7 +191,7 @@ def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     """
     problem = call.problem
     q, k, v = (_aligned(layout.canonical(t, problem.layout)) for t in (tensors.q, tensors.k, tensors.v))
-    keys = longest_lengths(problem)[1]
+    keys = problem.longest_lengths[1]
     return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
 
 

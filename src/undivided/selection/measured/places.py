@@ -53,7 +53,7 @@ def place(problem: Problem, machine: Machine) -> Place | None:
         rounded = rounded._replace(documents=(_up(count), _up(longest_q), _up(longest_kv)))
     width = max(32, _up(max(problem.qk_dim, problem.v_dim)))
     kind = f"{hardware}/{dtype_name(problem.dtype)}/{pass_of(problem)}/{width}/{_structure(problem)}"
-    _, longest = _longest(rounded)
+    _, longest = rounded.longest_lengths
     return Place(kind, longest.bit_length(), int(work(rounded)).bit_length())
 
 
@@ -65,7 +65,7 @@ def pass_of(problem: Problem) -> str:
     """The name of the pass: "training", "decode" or "forward"."""
     if "backward" in problem.features:
         return "training"
-    longest_q, _ = _longest(problem)
+    longest_q, _ = problem.longest_lengths
     return "decode" if longest_q == 1 else "forward"
 
 
@@ -77,12 +77,6 @@ def _structure(problem: Problem) -> str:
     if problem.deterministic:
         words |= {"deterministic"}
     return "+".join(sorted(words)) or "full"
-
-
-def _longest(problem: Problem) -> tuple[int, int]:
-    """The longest sequence of queries and of keys; the number of tokens if the lengths are only on a GPU."""
-    _, longest_q, longest_kv = problem.documents or (0, None, None)
-    return longest_q or problem.q_len, longest_kv or problem.kv_len
 
 
 def work(problem: Problem) -> float:
@@ -98,7 +92,7 @@ def work(problem: Problem) -> float:
     if pass_of(problem) == "decode":
         row = problem.kv_heads * (problem.qk_dim + problem.v_dim) * problem.dtype.itemsize
         return float(problem.batch * problem.kv_len * row)
-    longest_q, longest_kv = _longest(problem)
+    longest_q, longest_kv = problem.longest_lengths
     sequences = problem.batch * problem.q_len / max(longest_q, 1)
     pairs = sequences * problem.heads * _pairs(problem, longest_q, longest_kv)
     count = training_flops if pass_of(problem) == "training" else forward_flops

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from undivided.backends.shared.documents import longest_lengths
 from undivided.masks._parts import Size
 from undivided.masks.normal_form import BlockPairs
 from undivided.masks.normal_form.positions import Geometry
@@ -154,7 +153,7 @@ class Rows:
 
 def _longest(pairs: BlockPairs, problem: Problem) -> int:
     """Rows that no document exceeds: its table ends there, or the mask says so."""
-    limit = longest_lengths(problem)[0]
+    limit = problem.longest_lengths[0]
     return limit if pairs.q_block is None else max(min(limit, pairs.q_block * pairs.table.shape[2]), 1)
 
 
