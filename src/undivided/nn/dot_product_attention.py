@@ -35,7 +35,7 @@ from undivided.nn.arguments.scores import ScoreTerms, score_terms
 from undivided.nn.arguments.sequences import SequenceArguments
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
-from undivided.nn.blocks.module import own_part
+from undivided.nn.blocks.module import local_parameter
 from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.blocks.tensor_ranks import dropout_seed
 
@@ -375,7 +375,7 @@ class DotProductAttention(DividedModule):
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.heads.q, dtype=torch.float32, device=q.device)
-        own: Tensor | None = own_part("softmax_offset", self.softmax_offset, 0, self.tensor_parallel.ranks)
+        own: Tensor | None = local_parameter("softmax_offset", self.softmax_offset, 0, self.tensor_parallel.ranks)
         return own
 
     def extra_repr(self) -> str:

@@ -20,7 +20,7 @@ from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.linear import LayerNormLinear, Linear, OutputLinear
 from undivided.nn.blocks.module import Init, checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Norm, Normalization, checked_norm, checked_qk_norms
-from undivided.nn.blocks.projections import kv_parts, qkv_parts, split_kv, split_q, split_qkv
+from undivided.nn.blocks.projections import kv_features, qkv_features, split_kv, split_q, split_qkv
 from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.dot_product_attention import DotProductAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb, rotate_queries_and_keys
@@ -203,20 +203,20 @@ class MultiheadAttention(DividedModule):
         """Create `layernorm_qkv` or `qkv`; for "cross", `layernorm_query` or `query_layer`, and `key_value`."""
         fused, heads, size = self.fuse_qkv_params, self.heads, self.hidden_size
 
-        def make(parts: dict[str, int], normalised: bool) -> Linear:
+        def make(features: dict[str, int], normalised: bool) -> Linear:
             if normalised:
-                return LayerNormLinear(norm, size, parts, init, bias, device, dtype)
-            return Linear(size, parts, init, bias, device, dtype)
+                return LayerNormLinear(norm, size, features, init, bias, device, dtype)
+            return Linear(size, features, init, bias, device, dtype)
 
         if self.attention_type == "self":
-            parts = qkv_parts(heads, fused)
-            setattr(self, "layernorm_qkv" if self.input_layernorm else "qkv", make(parts, self.input_layernorm))
+            features = qkv_features(heads, fused)
+            setattr(self, "layernorm_qkv" if self.input_layernorm else "qkv", make(features, self.input_layernorm))
             return
         if self.input_layernorm:
             self.layernorm_query = make({"" if fused else "query": heads.q * heads.qk_dim}, True)
         else:
             self.query_layer = make({"": heads.q * heads.qk_dim}, False)
-        self.key_value = make(kv_parts(heads, fused), False)
+        self.key_value = make(kv_features(heads, fused), False)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, for example after `to_empty`."""
@@ -224,7 +224,7 @@ class MultiheadAttention(DividedModule):
             if isinstance(module, Linear | Normalization | DotProductAttention):
                 module.reset_parameters()
 
-    def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
+    def _set_ranks_of_blocks(self, tp_group: Any, check: bool) -> None:
         for module in self.children():
             if isinstance(module, Linear | Normalization):
                 module.ranks = self.tensor_parallel.ranks
@@ -369,11 +369,11 @@ class MultiheadAttention(DividedModule):
     def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""
         if self.attention_type == "self":
-            parts, mapped = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x)
-            return *split_qkv(parts, self.heads, self.qkv_weight_interleaved), mapped
+            outputs, mapped = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x)
+            return *split_qkv(outputs, self.heads, self.qkv_weight_interleaved), mapped
         (q,), mapped = (self.layernorm_query if self.input_layernorm else self.query_layer)(x)
-        parts, _ = self.key_value(encoder)
-        return split_q(q, self.heads), *split_kv(parts, self.heads, self.qkv_weight_interleaved), mapped
+        outputs, _ = self.key_value(encoder)
+        return split_q(q, self.heads), *split_kv(outputs, self.heads, self.qkv_weight_interleaved), mapped
 
     def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))

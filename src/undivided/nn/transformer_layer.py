@@ -228,7 +228,7 @@ class TransformerLayer(DividedModule):
             if isinstance(module, MultiheadAttention | LayerNormMLP | Normalization):
                 module.reset_parameters()
 
-    def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
+    def _set_ranks_of_blocks(self, tp_group: Any, check: bool) -> None:
         ranks = self.tensor_parallel.ranks
         self.layernorm_mlp.ranks = ranks
         if self.output_layernorm:  # without sequence parallelism, its gradients are the same on all ranks

@@ -15,7 +15,7 @@ from undivided.errors import InputError
 from undivided.nn import DotProductAttention, MultiheadAttention, TransformerLayer
 from undivided.nn.blocks.linear import Linear, OutputLinear
 from undivided.nn.blocks.mlp import LayerNormMLP
-from undivided.nn.blocks.projections import kv_parts, qkv_parts
+from undivided.nn.blocks.projections import kv_features, qkv_features
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 _LAYERS = (DotProductAttention, MultiheadAttention, TransformerLayer)
@@ -129,8 +129,8 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
         gathered = [torch.empty_like(own) for _ in range(ranks.size)]
         with ranks.errors(f"the gather of {name}"):
             distributed.all_gather(gathered, own, group=ranks.group)
-        by_part = zip(*(tensor.split(sizes, axis) for tensor in gathered), strict=True)
-        state[name] = torch.cat([tensor for part in by_part for tensor in part], axis)
+        by_map = zip(*(tensor.split(sizes, axis) for tensor in gathered), strict=True)
+        state[name] = torch.cat([tensor for of_map in by_map for tensor in of_map], axis)
     return state
 
 
@@ -206,20 +206,20 @@ def _projection_divisions(layer: MultiheadAttention) -> Iterator[_OwnDivision]:
         if isinstance(block, OutputLinear):
             yield f"{child}.weight", 1, (block.in_features,)
         elif isinstance(block, Linear):
-            for name, (weight, bias) in zip(block.names, block.parts(), strict=True):
+            for name, (weight, bias) in zip(block.names, block.maps(), strict=True):
                 sizes: tuple[int, ...] = (weight.shape[0],)
                 if name == "" and layer.fuse_qkv_params and not layer.qkv_weight_interleaved:
-                    sizes = _parts_of_fused(layer, child)
+                    sizes = _rows_of_fused(layer, child)
                 yield f"{child}.{name}weight", 0, sizes
                 if bias is not None:
                     yield f"{child}.{name}bias", 0, sizes
 
 
-def _parts_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
+def _rows_of_fused(layer: MultiheadAttention, child: str) -> tuple[int, ...]:
     """The rows of queries, keys and values in one weight in that order."""
     if child.split(".")[0] == "key_value":
-        return tuple(kv_parts(layer.heads, False).values())
-    sizes = tuple(qkv_parts(layer.heads, False).values())
+        return tuple(kv_features(layer.heads, False).values())
+    sizes = tuple(qkv_features(layer.heads, False).values())
     return sizes if layer.attention_type == "self" else sizes[:1]
 
 

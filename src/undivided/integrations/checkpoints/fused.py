@@ -15,29 +15,29 @@ from undivided.nn.blocks.projections import split_kv, split_qkv
 
 
 class Projection(NamedTuple):
-    """A map whose parts have one weight, or a weight each.
+    """Maps that have one weight, or a weight each.
 
     Attributes:
-        name: of the map in the model, with a point at the end.
-        parts: "query", "key" and "value", or some of them.
+        name: of the maps in the model, with a point at the end.
+        maps: "query", "key" and "value", or some of them.
         layer: the attention that has it.
     """
 
     name: str
-    parts: tuple[str, ...]
+    maps: tuple[str, ...]
     layer: MultiheadAttention
 
     def split(self, weight: Tensor, interleaved: bool) -> list[Tensor]:
-        """The weight or bias of each part, from that of all."""
-        if len(self.parts) == 1:
+        """The weight or bias of each map, from that of all."""
+        if len(self.maps) == 1:
             return [weight]
         heads, rows = self.layer.heads, weight.movedim(0, -1)
         whole = (rows,)
-        split = split_kv(whole, heads, interleaved) if len(self.parts) == 2 else split_qkv(whole, heads, interleaved)
-        return [part.flatten(-2).movedim(-1, 0) for part in split]
+        split = split_kv(whole, heads, interleaved) if len(self.maps) == 2 else split_qkv(whole, heads, interleaved)
+        return [rows.flatten(-2).movedim(-1, 0) for rows in split]
 
     def join(self, weights: list[Tensor], interleaved: bool) -> Tensor:
-        """The weight or bias of all parts, from that of each."""
+        """The weight or bias of all maps, from that of each."""
         if interleaved and len(weights) > 1:
             by_head = [weight.unflatten(0, (self.layer.heads.kv, -1)) for weight in weights]
             return torch.cat(by_head, 1).flatten(0, 1)
@@ -45,10 +45,10 @@ class Projection(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of all parts together."""
+        """Rows of all maps together."""
         heads: Heads = self.layer.heads
         sizes = {"query": heads.q * heads.qk_dim, "key": heads.kv * heads.qk_dim, "value": heads.kv * heads.v_dim}
-        return sum(sizes[part] for part in self.parts)
+        return sum(sizes[name] for name in self.maps)
 
 
 def projections(model: torch.nn.Module) -> Iterator[Projection]:
@@ -80,9 +80,9 @@ def arrange(
     """
     result: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
-        one, several = f"{projection.name}{kind}", [f"{projection.name}{part}_{kind}" for part in projection.parts]
+        one, several = f"{projection.name}{kind}", [f"{projection.name}{name}_{kind}" for name in projection.maps]
         if one in state:
-            if source is None and len(projection.parts) > 1:
+            if source is None and len(projection.maps) > 1:
                 hint = "True is TransformerEngine's default: for each key head its queries, its key and its value"
                 raise InputError(
                     "qkv_weight_interleaved", f"be True or False, because state has {one!r}", None, hint=hint

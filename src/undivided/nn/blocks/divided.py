@@ -26,7 +26,7 @@ class DividedModule(Module):
 
     tensor_parallel: TensorArguments
     layer_number: int
-    _parts: dict[str, str] | None = None
+    _options_at_first_call: dict[str, str] | None = None
 
     def set_tensor_parallel_group(self, tp_group: Any, check: bool = True) -> None:
         """Set the ranks that hold the other heads, and the other parts of the weights.
@@ -44,11 +44,11 @@ class DividedModule(Module):
                 `undivided.parallel.parallelize`.
         """
         self.tensor_parallel = self.tensor_parallel.with_group(tp_group, checked_flag("check", check))
-        self._set_ranks_of_parts(tp_group, check)
+        self._set_ranks_of_blocks(tp_group, check)
         if self.tensor_parallel.ranks is not None:
-            self._warn_of_equal_parts(self.tensor_parallel.ranks)
+            self._warn_of_equal_weights(self.tensor_parallel.ranks)
 
-    def _warn_of_equal_parts(self, ranks: TensorRanks) -> None:
+    def _warn_of_equal_weights(self, ranks: TensorRanks) -> None:
         """Warn if ranks with equal seeds have drawn equal weights, because the ranks were unknown."""
         inits = [value for block in self.children() for value in vars(block).values() if isinstance(value, DividedInit)]
         if any(init.may_be_equal(ranks.group) for init in inits):
@@ -60,18 +60,18 @@ class DividedModule(Module):
 
     def _shared_state(self) -> dict[str, object]:
         """What tensor parallel ranks share besides the arguments of a call: modes, rates of dropout, and the options of
-        the layer and its parts as they were at the first call."""
-        if self._parts is None:
-            self._parts = {
-                f"layer.{name}" if name else "the options of the layer": f"{type(part).__name__}({part.extra_repr()})"
-                for name, part in self.named_modules()
+        the layer and the modules in it as they were at the first call."""
+        if self._options_at_first_call is None:
+            self._options_at_first_call = {
+                f"layer.{name}" if name else "the options of the layer": f"{type(inner).__name__}({inner.extra_repr()})"
+                for name, inner in self.named_modules()
             }
         return {
             "training": self.training,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "torch.autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             **self._dropout_rates(),
-            **self._parts,
+            **self._options_at_first_call,
         }
 
     def _dropout_rates(self) -> dict[str, object]:
@@ -79,7 +79,7 @@ class DividedModule(Module):
         core: torch.nn.Module = self
         for name in ("self_attention", "core_attention"):
             core = getattr(core, name, core)
-        return {name: getattr(part, name) for part in (self, core) for name in _RATES if hasattr(part, name)}
+        return {name: getattr(module, name) for module in (self, core) for name in _RATES if hasattr(module, name)}
 
-    def _set_ranks_of_parts(self, tp_group: Any, check: bool) -> None:
+    def _set_ranks_of_blocks(self, tp_group: Any, check: bool) -> None:
         """Pass the ranks on to the blocks and modules that hold the parameters."""

@@ -1,4 +1,4 @@
-"""Linear maps with one weight or one weight per part, alone or after a normalisation.
+"""Linear maps with one weight or several, alone or after a normalisation.
 
 Parameters have TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...;
 `layer_norm_weight`, `layer_norm_bias`.
@@ -17,17 +17,17 @@ from undivided.nn.blocks.normalization import Norm
 
 
 class Linear(Module):
-    """``x @ weight^T + bias`` for each part.
+    """``x @ weight^T + bias`` for each map.
 
     Args:
         in_features: features of x.
-        parts: features of each part by name; {"": n} is one parameter called `weight`.
+        features: output features of each map by name; {"": n} is one parameter called `weight`.
         init: initialises every weight; biases are initialised with 0.
-        bias: whether the parts have biases.
+        bias: whether the maps have biases.
         device, dtype: device and dtype of the parameters.
 
     Attributes:
-        used_rows: by name of a part that every rank has whole, the rows (first, number) that this rank uses of it.
+        used_rows: by name of a map that every rank has whole, the rows (first, number) that this rank uses of it.
     """
 
     weight: Parameter  # if there is one weight
@@ -37,7 +37,7 @@ class Linear(Module):
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int],
+        features: Mapping[str, int],
         init: Init,
         bias: bool,
         device: torch.device | str | None,
@@ -45,37 +45,37 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         self.in_features, self.init_method = in_features, init
-        self.names, self.used_rows = tuple(f"{name}_" if name else "" for name in parts), {}
-        for name, features in zip(self.names, parts.values(), strict=True):
-            weight = Parameter(torch.empty(features, in_features, device=device, dtype=dtype))
+        self.names, self.used_rows = tuple(f"{name}_" if name else "" for name in features), {}
+        for name, rows in zip(self.names, features.values(), strict=True):
+            weight = Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
             self.register_parameter(f"{name}weight", weight)
             self.register_parameter(
-                f"{name}bias", Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+                f"{name}bias", Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
             )
         self.reset_parameters()
 
-    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of each part."""
+    def maps(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of each map."""
         return [(getattr(self, f"{name}weight"), getattr(self, f"{name}bias")) for name in self.names]
 
     def reset_parameters(self) -> None:
         """Initialise weights by the function, biases with 0."""
-        for weight, bias in self.parts():
+        for weight, bias in self.maps():
             initialise(weight, self.init_method, self.ranks)
             initialise(bias, 0.0)
 
     def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
-        """One tensor [.., features] per part, and the input of the maps.
+        """One tensor [.., features] per map, and the input of the maps.
 
-        Each part is a separate matrix product, because joining the weights would copy them.
+        Each map is a separate matrix product, because joining the weights would copy them.
         """
         x = self.normalise(x)
         whole = x if self.ranks is None else self.ranks.enter(x)
-        parts = map(self._used_part, self.names)
-        return tuple(functional.linear(whole, w, b if add_bias else None) for w, b in parts), x
+        used = map(self._used_map, self.names)
+        return tuple(functional.linear(whole, w, b if add_bias else None) for w, b in used), x
 
-    def _used_part(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a part, as plain tensors: the rows that this rank uses."""
+    def _used_map(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a map, as plain tensors: the rows that this rank uses."""
         axis = None if name in self.used_rows else 0
         weight, bias = (self._own(f"{name}{kind}", axis) for kind in ("weight", "bias"))
         if self.ranks is None or axis == 0:
@@ -90,11 +90,11 @@ class Linear(Module):
 
     def extra_repr(self) -> str:
         """Sizes, for `repr`."""
-        parts = ", ".join(
+        sizes = ", ".join(
             f"{name.rstrip('_') or 'out'}={weight.shape[0]}"
-            for name, (weight, _) in zip(self.names, self.parts(), strict=True)
+            for name, (weight, _) in zip(self.names, self.maps(), strict=True)
         )
-        return f"in={self.in_features}, {parts}, bias={self.parts()[0][1] is not None}"
+        return f"in={self.in_features}, {sizes}, bias={self.maps()[0][1] is not None}"
 
 
 class OutputLinear(Linear):
@@ -123,13 +123,13 @@ class LayerNormLinear(Linear):
         self,
         norm: Norm,
         in_features: int,
-        parts: Mapping[str, int],
+        features: Mapping[str, int],
         init: Init,
         bias: bool,
         device: torch.device | str | None,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(in_features, parts, init, bias, device, dtype)
+        super().__init__(in_features, features, init, bias, device, dtype)
         self.norm = norm
         self.layer_norm_weight, layer_norm_bias = norm.parameters(in_features, device, dtype)
         self.register_parameter("layer_norm_bias", layer_norm_bias)

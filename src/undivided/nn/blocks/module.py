@@ -39,8 +39,8 @@ class Module(torch.nn.Module):
         return [None if parameter is None else ranks.shared(parameter) for parameter in own]
 
     def _own(self, name: str, axis: int | None) -> Any:
-        """This rank's part of a parameter, as `own_part` returns it."""
-        return own_part(name, getattr(self, name), axis, self.ranks)
+        """This rank's part of a parameter, as `local_parameter` returns it."""
+        return local_parameter(name, getattr(self, name), axis, self.ranks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
@@ -93,7 +93,7 @@ def initialise(parameter: Tensor | None, init: Init | float, ranks: TensorRanks 
             draw(parameter)
 
 
-def own_part(name: str, parameter: Any, axis: int | None, ranks: TensorRanks | None) -> Any:
+def local_parameter(name: str, parameter: Any, axis: int | None, ranks: TensorRanks | None) -> Any:
     """What this rank holds of a parameter: of a DTensor its local part, of a plain one all; None stays None.
 
     Blocks compute with plain tensors and send by `TensorRanks`, whose errors name the step and the failed rank. DTensor

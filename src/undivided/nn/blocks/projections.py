@@ -14,35 +14,35 @@ from torch import Tensor
 from undivided.nn.arguments.formats import Heads
 
 
-def qkv_parts(heads: Heads, fused: bool) -> dict[str, int]:
-    """Features of each part of the query, key and value projection."""
-    parts = {"query": heads.q * heads.qk_dim, **kv_parts(heads, False)}
-    return {"": sum(parts.values())} if fused else parts
+def qkv_features(heads: Heads, fused: bool) -> dict[str, int]:
+    """Output features by map: "query", "key" and "value", or one map of all if `fused`."""
+    features = {"query": heads.q * heads.qk_dim, **kv_features(heads, False)}
+    return {"": sum(features.values())} if fused else features
 
 
-def kv_parts(heads: Heads, fused: bool) -> dict[str, int]:
-    """Features of each part of the key and value projection."""
-    parts = {"key": heads.kv * heads.qk_dim, "value": heads.kv * heads.v_dim}
-    return {"": sum(parts.values())} if fused else parts
+def kv_features(heads: Heads, fused: bool) -> dict[str, int]:
+    """Output features by map: "key" and "value", or one map of both if `fused`."""
+    features = {"key": heads.kv * heads.qk_dim, "value": heads.kv * heads.v_dim}
+    return {"": sum(features.values())} if fused else features
 
 
-def split_qkv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q [.., h, d], k [.., g, d] and v [.., g, d_v] from the parts [.., features]."""
+def split_qkv(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q [.., h, d], k [.., g, d] and v [.., g, d_v] from the outputs of the maps [.., features]."""
     group = heads.q // heads.kv
-    if len(parts) == 1 and interleaved:
-        by_kv_head = parts[0].unflatten(-1, (heads.kv, -1))
+    if len(outputs) == 1 and interleaved:
+        by_kv_head = outputs[0].unflatten(-1, (heads.kv, -1))
         q, k, v = by_kv_head.split((group * heads.qk_dim, heads.qk_dim, heads.v_dim), -1)
         return q.unflatten(-1, (group, heads.qk_dim)).flatten(-3, -2), k, v
-    q, k, v = parts[0].split(tuple(qkv_parts(heads, False).values()), -1) if len(parts) == 1 else parts
+    q, k, v = outputs[0].split(tuple(qkv_features(heads, False).values()), -1) if len(outputs) == 1 else outputs
     return split_q(q, heads), *split_kv((k, v), heads, False)
 
 
-def split_kv(parts: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """k [.., g, d] and v [.., g, d_v] from the parts [.., features]."""
-    if len(parts) == 1 and interleaved:
-        k, v = parts[0].unflatten(-1, (heads.kv, -1)).split((heads.qk_dim, heads.v_dim), -1)
+def split_kv(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """k [.., g, d] and v [.., g, d_v] from the outputs of the maps [.., features]."""
+    if len(outputs) == 1 and interleaved:
+        k, v = outputs[0].unflatten(-1, (heads.kv, -1)).split((heads.qk_dim, heads.v_dim), -1)
         return k, v
-    k, v = parts[0].split(tuple(kv_parts(heads, False).values()), -1) if len(parts) == 1 else parts
+    k, v = outputs[0].split(tuple(kv_features(heads, False).values()), -1) if len(outputs) == 1 else outputs
     return k.unflatten(-1, (heads.kv, heads.qk_dim)), v.unflatten(-1, (heads.kv, heads.v_dim))
 
 
