@@ -75,7 +75,7 @@ class _Arguments(NamedTuple):
     @property
     def tensors(self) -> Tensors:
         """Those that may have gradients."""
-        return Tensors(*self[:_TENSOR_COUNT])
+        return Tensors(self.q, self.k, self.v, self.bias, self.sinks, self.alibi_slopes)
 
     @property
     def saved(self) -> tuple[Tensor | None, ...]:
