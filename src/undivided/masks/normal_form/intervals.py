@@ -255,9 +255,9 @@ class NormalForm:
         keys = torch.tensor(key_edges, device=self.ranges.device).diff()
         blocks = []
         for tiles in row_blocks(len(rows), len(keys) * 8):
-            part = self._rows(slice(row_edges[tiles.start], row_edges[tiles.stop]))
+            form = self._rows(slice(row_edges[tiles.start], row_edges[tiles.stop]))
             edges = [edge - row_edges[tiles.start] for edge in row_edges[tiles.start : tiles.stop + 1]]
-            counts = part.counts(edges, key_edges)
+            counts = form.counts(edges, key_edges)
             full = counts == rows[tiles, None] * keys
             blocks.append((counts > 0).to(torch.uint8) + full.to(torch.uint8))
         if not blocks:
