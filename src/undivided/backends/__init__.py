@@ -1,7 +1,7 @@
 """Every backend: one file or folder each, or an entry point of another package.
 
-A file or folder ends in ``BACKEND = ...`` and needs no registration. A package names its backend in the entry points of
-the group ``undivided.backends``.
+A file or folder ends in ``BACKEND = ...`` and needs no registration; its rank stands in the table of
+`undivided.selection.order`. A package names its backend in the entry points of the group ``undivided.backends``.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class Limits:
 
 
 class Backend:
-    """The protocol of a backend. Subclasses set the class attributes and implement `rank`, `forward` and `backward`."""
+    """The protocol of a backend. Subclasses set the class attributes and implement `forward` and `backward`; those of
+    other packages implement `rank` too."""
 
     name: ClassVar[str]
     family: ClassVar[str]
