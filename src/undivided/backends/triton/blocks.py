@@ -1,4 +1,4 @@
-"""How the forward divides its work: blocks of rows, heads that share a block, and parts of the keys.
+"""How the forward divides its work: blocks of rows, heads that share a block, and splits of the keys.
 
 A few rows per key/value head are decoded: the heads of a group share one block, so that each key is read once, and keys
 are split among programs. Many rows prefill, a block of rows of one head at a time. A pack has both kinds of documents
@@ -29,7 +29,7 @@ MAX_SHORT = 16
 """Queries of a document that is decoded in a pack. With more, tiles of 16 rows would read keys more often than tiles of
 64 rows of each head."""
 MAX_SPLITS = 32
-"""Upper limit of split-KV; each split writes an fp32 part."""
+"""Upper limit of split-KV; each split writes a partial result in fp32."""
 WARPS = 8
 """Warps of decoding that a processor runs at once: registers allow no more."""
 KEYS_PER_SPLIT = 256
@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
         steps: columns of keys and values that are read at a time.
         group: heads of a key/value head that share a block.
         number: blocks of rows.
-        splits: parts into which the keys are divided, or programs that share the pieces of `invariant`.
+        splits: splits of the keys, or programs that share the pieces of `invariant`.
         runs: int32 [B|1, number, 8], the tiles of keys of each block, as `tables.Tables.rows`.
         places: int32 [B|1, number, 3], where blocks begin and end; None if they follow one another.
         runs_of: computes `runs` for another mask of the same structure; None if they depend on more than its ranges.
@@ -76,12 +76,13 @@ def _batch_invariant(inputs: Inputs, rows: Rows) -> Blocks:
     problem, form = inputs.problem, inputs.form if inputs.masked else None
     tile, group, steps = inputs.tile("forward"), problem.heads // problem.kv_heads, _steps(problem, "forward")
     blocks = invariant.blocks(form, problem, rows.span, tile, group, inputs.q.device)
-    programs = blocks.number * -(-problem.v_dim // steps.values) * problem.kv_heads * problem.batch
+    number = blocks.places.shape[1]
+    programs = number * -(-problem.v_dim // steps.values) * problem.kv_heads * problem.batch
     pieces, length = invariant.pieces(problem), rows.span.stop - rows.span.start
     splits = 1
     if pieces * problem.batch * problem.heads * length * problem.v_dim * 4 <= MAX_PIECE_BYTES:
         splits = _splits(pieces * invariant.piece(), programs, tile, processors(inputs.q.device), invariant.piece())
-    return Blocks(tile, steps, group, blocks.number, splits, blocks.runs, blocks.places)
+    return Blocks(tile, steps, group, number, splits, blocks.runs, blocks.places)
 
 
 def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
@@ -152,7 +153,7 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
 
 
 def _heads_of_a_tile(problem: Problem, queries: int) -> int:
-    """How many heads of a key/value head share a tile of so many queries: all, or the largest part that fits."""
+    """How many heads of a key/value head share a tile of so many queries: all, or the largest divisor that fits."""
     heads = problem.heads // problem.kv_heads
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * queries <= MAX_DECODE_ROWS))
 

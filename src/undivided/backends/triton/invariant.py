@@ -10,7 +10,6 @@ Legend: B batch, Sq query rows, P blocks of rows, M rows of a block: (query, hea
 
 from __future__ import annotations
 
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from undivided.arguments.tensors import is_traced
 from undivided.backends.triton import tables
+from undivided.backends.triton.tables import RowBlocks
 from undivided.kernels.triton.config import Config, is_interpreted
 from undivided.masks import NormalForm
 from undivided.request.problem import Problem
@@ -27,20 +27,6 @@ PIECE = 1024
 merges once per piece, which is as much work as one or two tiles take for their softmax."""
 INTERPRETED_PIECE = 32
 """The same under Triton's interpreter, so that short test sequences have several pieces."""
-
-
-class Blocks(NamedTuple):
-    """The blocks of rows of a launch.
-
-    Args:
-        number: P, an upper limit: the number of blocks of all sequences is known on the device only.
-        places: int32 [B|1, P, 3]: the first row, one past the last row, and the key at which the tiles begin.
-        runs: int32 [B|1, P, 8]: as `tables.Tables.rows`, in tiles from that key on; no tile is full.
-    """
-
-    number: int
-    places: Tensor
-    runs: Tensor
 
 
 def piece() -> int:
@@ -54,13 +40,13 @@ def pieces(problem: Problem) -> int:
     return -(-(longest or problem.kv_len) // piece())
 
 
-_cached: WeakKeyDictionary[NormalForm, dict[object, Blocks]] = WeakKeyDictionary()
+_cached: WeakKeyDictionary[NormalForm, dict[object, RowBlocks]] = WeakKeyDictionary()
 
 
 def blocks(
     form: NormalForm | None, problem: Problem, rows: slice, tile: Config, group: int, device: torch.device
-) -> Blocks:
-    """The blocks of these rows of a mask (None: every pair is allowed), cached per mask.
+) -> RowBlocks:
+    """The blocks of these rows of a mask (None: every pair is allowed), cached per mask. No tile is full.
 
     Args:
         form: the mask's ranges.
@@ -74,7 +60,7 @@ def blocks(
         places = _uniform_places(problem.q_len * group, tile.block_m, device)
         runs = torch.zeros(1, places.shape[1], 8, dtype=torch.int32, device=device)
         runs[..., 1:4] = -(-problem.kv_len // tile.block_n)
-        return Blocks(places.shape[1], places, runs)
+        return RowBlocks(places, runs)
     memory = _cached.setdefault(form, {})
     key = (rows.start, rows.stop, tile.block_m, tile.block_n, group)
     cached = memory.get(key)
@@ -85,7 +71,7 @@ def blocks(
     return cached
 
 
-def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group: int) -> Blocks:
+def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group: int) -> RowBlocks:
     ends = None if form.geometry is None else form.geometry.q_slot_ends
     device = form.ranges.device
     if ends is None:
@@ -107,7 +93,7 @@ def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group
         for side in range(0, table.shape[-1], 2)
     ]
     runs.append(tables.without_overlap(*runs) if len(runs) == 2 else torch.zeros_like(runs[0]))
-    return Blocks(places.shape[1], places, torch.cat((runs[0], runs[-1]), -1).contiguous())
+    return RowBlocks(places, torch.cat((runs[0], runs[-1]), -1).contiguous())
 
 
 def _uniform_places(rows: int, block_m: int, device: torch.device) -> Tensor:

@@ -11,34 +11,21 @@ Legend: N documents, P blocks of rows, M rows of a block. A row is a (query, hea
 
 from __future__ import annotations
 
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from undivided.arguments.checks import INT32_MAX
 from undivided.arguments.tensors import is_traced
 from undivided.backends.shared.documents import packed_documents
 from undivided.backends.triton.launches import launch
+from undivided.backends.triton.tables import RowBlocks
 from undivided.backends.triton.trees import tree_of
 from undivided.kernels.triton.config import Config
 from undivided.masks import NormalForm
 from undivided.request.call import Call
 
-
-class Blocks(NamedTuple):
-    """The blocks of rows of a launch.
-
-    places: int32 [1, P, 3], the first row of each and one past the last row of its document, and 0; empty: 0 and 0.
-    runs: int32 [1, P, 8], as `tables.Tables.rows`.
-    """
-
-    places: Tensor
-    runs: Tensor
-
-
-_cached: WeakKeyDictionary[NormalForm, dict[object, Blocks]] = WeakKeyDictionary()
+_cached: WeakKeyDictionary[NormalForm, dict[object, RowBlocks]] = WeakKeyDictionary()
 
 
 def applies(call: Call, form: NormalForm | None) -> bool:
@@ -52,7 +39,7 @@ def applies(call: Call, form: NormalForm | None) -> bool:
 
 def blocks(
     form: NormalForm, q_len: int, tile: Config, group: int, always_masked: bool, shortest: int, longest: int | None
-) -> Blocks:
+) -> RowBlocks:
     """The blocks of the documents of `shortest` to `longest` queries (None: any number), cached per mask.
 
     Args:
@@ -82,7 +69,7 @@ def _blocks(
     always_masked: bool,
     shortest: int,
     longest: int | None,
-) -> Blocks:
+) -> RowBlocks:
     from undivided.kernels.triton.blocks import document_blocks_kernel
 
     assert form.geometry is not None and form.geometry.q_slot_ends is not None
@@ -111,4 +98,4 @@ def _blocks(
         {"ends": ends, "ranges": ranges, "places": places, "runs": runs},
         lambda: {"number": documents, "q_len": q_len, **constants},
     )
-    return Blocks(places, runs)
+    return RowBlocks(places, runs)

@@ -37,6 +37,18 @@ class Tables(NamedTuple):
     columns: Tensor | None
 
 
+class RowBlocks(NamedTuple):
+    """Blocks of rows that begin where sequences begin, of P blocks at most: only the device knows how many there are.
+
+    places: int32 [B|1, P, 3]: the first row of each, one past the last row of its sequence, and the key at which its
+        tiles begin; the rows are 0 and 0 of a block that does not exist.
+    runs: int32 [B|1, P, 8]: as `Tables.rows`, in tiles from that key on.
+    """
+
+    places: Tensor
+    runs: Tensor
+
+
 MAX_PLAIN_TABLES = 64
 """Cached tables of calls without a mask: a few lengths per kind of layer, 32 bytes per block of rows."""
 
