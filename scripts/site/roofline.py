@@ -20,8 +20,8 @@ REPORTS = {
     "avx2-zen4": ("2026-11-25-native-zen4-avx2.json", "Level avx2, forced: AMD EPYC, Zen 4"),
     "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
 }
-PARTS = {"products": "a", "reads": "a", "edges": "d", "softmax": "b", "packing": "soft", "memory": "c"}
-"""The parts of a prediction, and their colours."""
+TERMS = {"products": "a", "reads": "a", "edges": "d", "softmax": "b", "packing": "soft", "memory": "c"}
+"""The terms of a prediction, and their colours."""
 BOUNDS = {
     "products": "the multiply-adds themselves",
     "reads": "the memory: every key and value is read once",
@@ -65,13 +65,13 @@ def _bars(name: str, heading: str, report: str) -> str:
         labelled: set[str] = set()
         for y, line in enumerate(cases):
             left = 0.0
-            for part, seconds in line.predicted.parts.items():
-                if line.predicted.overlap and part != line.predicted.bound:
+            for term, seconds in line.predicted.terms.items():
+                if line.predicted.overlap and term != line.predicted.bound:
                     continue
                 share = seconds / line.measured
-                label = None if part in labelled else part
-                axis.barh(y, share, left=left, height=0.75, color=PAINT[PARTS[part]], label=label)
-                labelled.add(part)
+                label = None if term in labelled else term
+                axis.barh(y, share, left=left, height=0.75, color=PAINT[TERMS[term]], label=label)
+                labelled.add(term)
                 left += share
         axis.axvline(1, color=PAINT["ink"], linewidth=1)
         axis.set_yticks(range(len(cases)), [line.name for line in cases])
@@ -87,8 +87,8 @@ def _bars(name: str, heading: str, report: str) -> str:
 
 def _table(group: list[Line]) -> str:
     """One row per case."""
-    parts = list(group[0].predicted.parts)
-    head = ["case", "time", "of the peak", "predicted", "time / predicted", *parts, "bound by"]
+    terms = list(group[0].predicted.terms)
+    head = ["case", "time", "of the peak", "predicted", "time / predicted", *terms, "bound by"]
     rows = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 2) + "---|"]
     for line in group:
         cells = [
@@ -97,7 +97,7 @@ def _table(group: list[Line]) -> str:
             f"{line.peak / line.measured:.2f}",
             f"{line.peak / line.predicted.seconds:.2f}",
             f"{line.ratio:.2f}",
-            *(f"{line.predicted.parts[part] / line.measured:.2f}" for part in parts),
+            *(f"{line.predicted.terms[term] / line.measured:.2f}" for term in terms),
             line.predicted.bound,
         ]
         rows.append(f"| {' | '.join(cells)} |")

@@ -20,31 +20,31 @@ LEVEL = LEVELS["avx512"]
 REPORT = Path(__file__).parents[2] / "benchmarks/2026-11-23-native-zen5-avx512-bf16.json"
 
 
-def parts(lengths: list[int], rates: Rates = RATES, **options: Any) -> dict[str, float]:
+def terms(lengths: list[int], rates: Rates = RATES, **options: Any) -> dict[str, float]:
     options = {"causal": False, **options}
-    return dict(prefill(lengths, 2, 64, 128, LEVEL, rates, **options).parts)
+    return dict(prefill(lengths, 2, 64, 128, LEVEL, rates, **options).terms)
 
 
 class TestPrefill:
     def test_products_are_the_operations_of_the_allowed_pairs_at_the_peak(self) -> None:
-        assert parts([480])["products"] == pytest.approx(2 * 2 * 480 * 480 * (64 + 128) / 2e11)
-        assert parts([480], causal=True)["products"] == pytest.approx(2 * 2 * (480 * 481 // 2) * (64 + 128) / 2e11)
+        assert terms([480])["products"] == pytest.approx(2 * 2 * 480 * 480 * (64 + 128) / 2e11)
+        assert terms([480], causal=True)["products"] == pytest.approx(2 * 2 * (480 * 481 // 2) * (64 + 128) / 2e11)
 
     def test_a_softmax_costs_its_instructions_at_the_rate_of_multiply_adds(self) -> None:
         per_pair = 2 * (LEVEL.softmax + 128 / roofline.KEY_BLOCK) / 2e11
-        assert parts([480])["softmax"] == pytest.approx(2 * 480 * 480 * per_pair)
-        slower = parts([480], RATES._replace(vectors=1e11))
-        assert slower["softmax"] == pytest.approx(2 * parts([480])["softmax"])
-        assert slower["products"] == parts([480])["products"], "tiles do not slow with the vectors"
+        assert terms([480])["softmax"] == pytest.approx(2 * 480 * 480 * per_pair)
+        slower = terms([480], RATES._replace(vectors=1e11))
+        assert slower["softmax"] == pytest.approx(2 * terms([480])["softmax"])
+        assert slower["products"] == terms([480])["products"], "tiles do not slow with the vectors"
 
     def test_rows_that_fill_their_vectors_have_no_edges_without_a_mask(self) -> None:
-        assert parts([480])["edges"] == 0
-        assert parts([481])["edges"] > 0
+        assert terms([480])["edges"] == 0
+        assert terms([481])["edges"] > 0
 
     def test_the_shorter_the_documents_the_larger_their_edges(self) -> None:
         shares = []
         for length in (1024, 256, 64, 16):
-            found = parts([length] * (1024 // length), causal=True)
+            found = terms([length] * (1024 // length), causal=True)
             shares.append(found["edges"] / found["products"])
         assert shares == sorted(shares)
         assert shares[-1] > 0.5
@@ -67,12 +67,12 @@ class TestPrefill:
         assert roofline._pairs(length, rows, padded, keys, causal, left) == total
 
     def test_memory_is_each_tensor_once_and_the_result_twice(self) -> None:
-        assert parts([480])["memory"] == pytest.approx(480 * 2 * (64 + 64 + 128 + 2 * 128) * 4 / 4e10)
-        assert parts([480], sixteen_bit=True)["memory"] == pytest.approx(parts([480])["memory"] / 2)
+        assert terms([480])["memory"] == pytest.approx(480 * 2 * (64 + 64 + 128 + 2 * 128) * 4 / 4e10)
+        assert terms([480], sixteen_bit=True)["memory"] == pytest.approx(terms([480])["memory"] / 2)
 
     def test_only_sixteen_bit_types_pack(self) -> None:
-        assert parts([480])["packing"] == 0
-        found = parts([512], sixteen_bit=True)
+        assert terms([480])["packing"] == 0
+        found = terms([512], sixteen_bit=True)
         assert found["packing"] / found["products"] == pytest.approx(LEVEL.packing / 512)
 
 
@@ -121,7 +121,7 @@ class TestReport:
     def test_the_allowed_pairs_are_those_that_the_report_counted(self, report: dict[str, Any]) -> None:
         for line in lines(report):
             if not line.predicted.overlap:
-                assert line.predicted.parts["products"] == pytest.approx(line.peak), line.name
+                assert line.predicted.terms["products"] == pytest.approx(line.peak), line.name
 
     def test_the_model_expects_no_call_to_be_slower_than_it_is(self, report: dict[str, Any]) -> None:
         """What it leaves out only adds time, so on a processor without matrix units it is a lower bound."""

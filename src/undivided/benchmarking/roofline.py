@@ -1,6 +1,6 @@
 """The time that a problem should take: a model of what bounds it, from the peaks that its report measured.
 
-It is a model to read and to be wrong by a stated amount, not a simulation. Prefill is the sum of five parts. The first
+It is a model to read and to be wrong by a stated amount, not a simulation. Prefill is the sum of five terms. The first
 four use the same arithmetic units:
 
 - products: two matrix products of the allowed pairs, at the peak rate of multiply-adds (or of tiles);
@@ -74,23 +74,23 @@ KEY_BLOCK = 128
 
 
 class Prediction(NamedTuple):
-    """Seconds by part. In decoding the parts overlap, and the largest counts; otherwise they add up."""
+    """Seconds by term. In decoding the terms overlap, and the largest counts; otherwise they add up."""
 
-    parts: Mapping[str, float]
+    terms: Mapping[str, float]
     overlap: bool = False
 
     @property
     def seconds(self) -> float:
         """The predicted time."""
-        return max(self.parts.values()) if self.overlap else sum(self.parts.values())
+        return max(self.terms.values()) if self.overlap else sum(self.terms.values())
 
     @property
     def bound(self) -> str:
-        """The part that takes longest. The products do not count if all others are a tenth of the time: these are what
+        """The term that takes longest. The products do not count if all others are a tenth of the time: these are what
         a faster kernel would reduce."""
-        rest = {name: time for name, time in self.parts.items() if name != "products"}
+        rest = {name: time for name, time in self.terms.items() if name != "products"}
         if self.overlap or sum(rest.values()) < 0.1 * self.seconds:
-            return max(self.parts, key=lambda name: self.parts[name])
+            return max(self.terms, key=lambda name: self.terms[name])
         return max(rest, key=lambda name: rest[name])
 
 
@@ -120,7 +120,7 @@ def prefill(
 
     >>> rates = Rates(products=2.5e11, vectors=2.5e11)
     >>> prediction = prefill([2048], 4, 128, 128, LEVELS["avx512"], rates, causal=False)
-    >>> f"{prediction.parts['products'] / prediction.seconds:.2f}", prediction.bound
+    >>> f"{prediction.terms['products'] / prediction.seconds:.2f}", prediction.bound
     ('0.95', 'products')
     """
     width, rows = qk_dim + v_dim, level.rows[sixteen_bit]

@@ -219,7 +219,7 @@ def keys_kernel(
     keys = o_n.to(tl.int64)
     k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
     blocks = columns + b * columns_b + tile * 4
-    part_first, part_last, whole_first, whole_last = (
+    partial_first, partial_last, whole_first, whole_last = (
         tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3),
     )
     seed_value = 0
@@ -238,7 +238,7 @@ def keys_kernel(
         for masked in tl.static_range(2):
             if masked or not (BIAS or DENSE):  # with these no tile is full
                 for block in range(
-                    part_first if masked else whole_first, part_last if masked else whole_last
+                    partial_first if masked else whole_first, partial_last if masked else whole_last
                 ):
                     visit = True
                     if masked or not GAPLESS:

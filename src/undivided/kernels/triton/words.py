@@ -51,14 +51,14 @@ BF16_RESULT = """
 """
 
 
-def _codes(part: int, int8: str, result: str) -> tl.constexpr:
+def _codes(byte: int, int8: str, result: str) -> tl.constexpr:
     """The code of each format of 8 bits, by its number, for the lower (0) or the upper (1) bytes of two words."""
-    bodies = (FIRST_BITS[part] + int8, E4M3_BYTES[part] + result, E5M2_BYTES[part] + result)
+    bodies = (FIRST_BITS[byte] + int8, E4M3_BYTES[byte] + result, E5M2_BYTES[byte] + result)
     return tl.constexpr(("", *("{" + REGISTERS + body + "}" for body in bodies)))
 
 
-LOWER_TO_FP16, UPPER_TO_FP16 = (_codes(part, INT8_TO_FP16, FP16_RESULT) for part in (0, 1))
-LOWER_TO_BF16, UPPER_TO_BF16 = (_codes(part, INT8_TO_BF16, BF16_RESULT) for part in (0, 1))
+LOWER_TO_FP16, UPPER_TO_FP16 = (_codes(byte, INT8_TO_FP16, FP16_RESULT) for byte in (0, 1))
+LOWER_TO_BF16, UPPER_TO_BF16 = (_codes(byte, INT8_TO_BF16, BF16_RESULT) for byte in (0, 1))
 
 # The numbers of int4 of the same four bits of two words in $1. To bfloat16 they are multiplied by the scales of both
 # words, in $2 and $3 as `_halves` makes them.
@@ -66,18 +66,18 @@ NIBBLES_TO_FP16 = tl.constexpr(
     tuple(
         f"""{{{REGISTERS}
     mov.b32 offset, 0x64086408;                   // 1024 + 8
-    shr.u32 x, $1, {4 * part};
+    shr.u32 x, $1, {4 * nibble};
     lop3.b32 x, x, 0x000F000F, 0x64006400, 0xEA;
     sub.f16x2 $0, x, offset;
 }}"""
-        for part in range(4)
+        for nibble in range(4)
     )
 )
 NIBBLES_TO_BF16 = tl.constexpr(
     tuple(
         f"""{{{REGISTERS}
     mov.b32 offset, 0xC308C308;                   // - (128 + 8)
-    shr.u32 x, $1, {4 * part};
+    shr.u32 x, $1, {4 * nibble};
     lop3.b32 x, x, 0x000F000F, 0x43004300, 0xEA;
     fma.rn.bf16x2 x, x, one, offset;
     prmt.b32 upper, $2, $3, 0x7632;
@@ -85,7 +85,7 @@ NIBBLES_TO_BF16 = tl.constexpr(
     fma.rn.bf16x2 y, x, lower, zero;
     fma.rn.bf16x2 $0, x, upper, y;
 }}"""
-        for part in range(4)
+        for nibble in range(4)
     )
 )
 

@@ -147,14 +147,14 @@ def _check_none(tensors: dict[str, Tensor | None], packed: str) -> None:
             )
 
 
-def _split(name: str, packed: Tensor, parts: int, dim: int, rank: int) -> tuple[Tensor, ...]:
-    axes = f"[.., {parts}, h, d]" if dim == -3 else f"[.., h, {parts}, d]"
+def _split(name: str, packed: Tensor, count: int, dim: int, rank: int) -> tuple[Tensor, ...]:
+    axes = f"[.., {count}, h, d]" if dim == -3 else f"[.., h, {count}, d]"
     if not isinstance(packed, Tensor):
         raise InputError(name, "be a torch.Tensor", type(packed).__name__)
-    if packed.dim() != rank + 1 or packed.shape[dim] != parts:
+    if packed.dim() != rank + 1 or packed.shape[dim] != count:
         hint = None
         other = -5 - dim
-        if packed.dim() == rank + 1 and packed.shape[other] == parts:
+        if packed.dim() == rank + 1 and packed.shape[other] == count:
             hint = f"these sizes would fit qkv_interleave_dim={other}"
         raise InputError(
             name, f"have {rank + 1} axes {axes} with qkv_interleave_dim={dim}", list(packed.shape), hint=hint
