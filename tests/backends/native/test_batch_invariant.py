@@ -103,9 +103,7 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask | None) 
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [None, masks.causal(), masks.window(20, 0) | masks.sinks(3), masks.causal() & masks.chunks(30)],
-    ids=str,
+    "mask", [None, masks.causal(), masks.window(20, 0) | masks.sinks(3), masks.causal() & masks.chunks(30)], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(3, 600, 2, 64), (3, 70, 4, 64), (5, 8, 3, 40)], ids=str)
