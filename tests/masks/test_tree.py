@@ -50,6 +50,35 @@ def test_nodes_see_the_prefix_and_their_ancestors(seed: int) -> None:
         assert int(rows.sum()) == int(pairs[b].sum())
 
 
+def test_padding_may_stand_before_a_sequence() -> None:
+    tree, pairs = [-1, 0, 0], torch.zeros(2, 1, 5, 7, dtype=torch.bool)
+    for b, (row, key) in enumerate(((2, 1), (0, 2))):
+        pairs[b, 0, row : row + 3, key : key + 2] = True
+        pairs[b, 0, row : row + 3, key + 2 : key + 5] = ancestors(tree)
+    padded = masks.tree([[-1, -1, *tree], [*tree, -1, -1]])
+    mask = padded & masks.lengths([5, 5], [3, 3], kv_start=[1, 2], q_start=[2, 0])
+    assert torch.equal(mask.to_dense(2, 1, 5, 7), pairs)
+    pack = masks.tree([-1, -1, *tree, -1]) & masks.documents([0, 3], [0, 5], padded_q=[2, 6], padded_kv=[1, 8])
+    dense = pack.to_dense(1, 1, 6, 8)
+    assert torch.equal(dense[0, 0, :5, :7], pairs[0, 0])
+    assert int(dense.sum()) == int(pairs[0].sum())
+    late = masks.tree([[-1, -1, -1, 1, 0]]) & masks.lengths([3], [3], q_start=[2])
+    with pytest.raises(InputError, match="got 1 for query 1"):
+        late.to_dense(1, 1, 5, 3)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_a_batch_of_no_sequences_has_trees(backend: str) -> None:
+    q = torch.randn(0, 4, 2, 8, requires_grad=True)
+    tree = torch.zeros(0, 4, dtype=torch.int64) - 1
+    nothing = masks.lengths(tree[:, 0])
+    for mask in (masks.tree(tree), masks.tree(tree) & nothing, masks.tree([-1, 0, 0, 2]) & nothing):
+        assert mask.to_dense(0, 1, 4, 4).shape == (0, 1, 4, 4)
+        out = undivided.attention(q, q, q, layout="bshd", mask=mask, backend=backend)
+        assert out.shape == q.shape
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
 def test_a_chain_is_causal() -> None:
     chain, causal = masks.tree(list(range(-1, 6))), masks.causal("bottom_right")
     assert torch.equal(chain.to_dense(1, 1, 7, 11), causal.to_dense(1, 1, 7, 11))

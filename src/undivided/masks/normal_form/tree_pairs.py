@@ -38,21 +38,21 @@ class TreePairs:
         position, rows = geometry.q_position, parents.shape[1]
         if geometry.real_rows is not None:
             parents = torch.where(geometry.real_rows, parents, -1)
-        if readable(parents) and readable(position) and bool((parents >= position).any()):
-            batch, row = (parents >= position).nonzero()[0].tolist()
+        wrong = parents >= position.clamp(min=0)  # padding before a sequence has negative positions
+        if readable(wrong) and bool(wrong.any()):
+            batch, row = wrong.nonzero()[0].tolist()
             raise InputError(
                 "parents",
                 "be -1, or the index of an earlier query of the same sequence",
                 f"{int(parents[batch, row])} for query {int(position[batch if len(position) > 1 else 0, row])}",
                 "in a pack, indices start at 0 in every document",
             )
-        nodes = max(int(position.max()) + 1 if readable(position) and rows else rows, 1)
-        shape = (max(len(parents), len(position)), rows)
-        parents, position = parents.expand(shape), position.expand(shape)
+        nodes = max(int(position.max()) + 1 if readable(position) and position.numel() else rows, 1)
+        parents, position = torch.broadcast_tensors(parents, position)
         first_row = torch.arange(rows, device=geometry.device) - position  # of each row's sequence
         root = nodes  # one past the nodes: the parent of every root
         node = torch.where(position >= 0, position, root)  # of each row: itself, then its parent, and so on
-        ancestors = torch.zeros((*shape, nodes + 1), dtype=torch.bool, device=geometry.device)
+        ancestors = torch.zeros((*position.shape, nodes + 1), dtype=torch.bool, device=geometry.device)
         for _ in range(nodes):
             ancestors = scattered(ancestors, 2, node[..., None], True)
             parent = parents.gather(1, (first_row + node).clamp(0, rows - 1)) if rows else node
@@ -67,9 +67,8 @@ class TreePairs:
         del heads
         first = narrow(self.first, 0, batch)[:, rows, None]
         ancestors = narrow(self.ancestors, 0, batch)[:, rows]
-        batches = max(len(first), len(ancestors))
-        first = first.expand(batches, -1, -1)
-        ancestors = ancestors.expand(batches, -1, -1)
+        (batches,) = torch.broadcast_shapes(first.shape[:1], ancestors.shape[:1])
+        first, ancestors = first.expand(batches, -1, -1), ancestors.expand(batches, -1, -1)
         if isinstance(keys, slice):
             return _pairs_of_slice(first, ancestors, keys)[:, None]
         node = index_tensor(keys, first.device) - first
