@@ -328,3 +328,23 @@ def test_torch_flash_reads_no_keys_beyond_the_last_query(dtype: torch.dtype, lay
     assert out.isfinite().all()
     for gradient in torch.autograd.grad(out.sum(), leaves):
         assert gradient.isfinite().all()
+
+
+@each_run
+@each_dtype
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 4), (20, 20), (70, 150), (1, 2100)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_dropout_hides_no_nan(bad: float, q_len: int, kv_len: int, dtype: torch.dtype, run: str) -> None:
+    """Neither of a score, nor of a value whose weight is 0; also if everything is dropped."""
+    q, k, v = (torch.randn(1, n, 2, 16).to(dtype) for n in (q_len, kv_len, kv_len))
+    k_with, v_with = k.clone(), v.clone()
+    k_with[:, 0] = v_with[:, 0] = bad
+    with running(run) as backend:
+        for seed in range(4):
+            for p in (0.9, 1.0):
+                options: dict[str, Any] = {"dropout_p": p, "dropout_seed": seed, "backend": backend, "layout": "bshd"}
+                assert undivided.attention(q, k_with, v, **options).isnan().all()
+                out = undivided.attention(q, k, v_with, **options)
+                assert not out.isfinite().any()
+                assert p < 1 or out.isnan().all()
+        assert not undivided.attention(q, k, v, dropout_p=1.0, layout="bshd", backend=backend).any()

@@ -375,7 +375,7 @@ class Records:
         return (
             philox.threshold(p),
             int(self.call.dropout_seed),
-            philox.survivor_scale(p),
+            philox.survivor_scale(p) or 1.0,  # a factor of 0 is that of rows without a key, whose values do not count
             position.data_ptr(),
             batch_stride(position),
             sequence.data_ptr(),

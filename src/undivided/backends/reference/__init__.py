@@ -94,6 +94,8 @@ def attend(block: Block, call: Call, tensors: Tensors, slices: Sequence[Tensor |
         survivors = _survivors(block, call, tensors)
         weights = weights.masked_fill(~survivors, 0.0) * philox.survivor_scale(call.dropout_p)
     out = _grouped_matmul(weights, v)
+    if call.dropout_p > 0:  # a row with a NaN score is NaN, whichever of its weights are dropped
+        out = out + lse.detach().masked_fill(~lse.isnan(), 0.0).unsqueeze(-1)
     # a row without a key is already 0; torch.where stops the gradient that comes back to it
     return out if some_row is None else torch.where(some_row, out, 0.0), lse
 
