@@ -353,6 +353,18 @@ def test_compiled_models_leave_their_graph_for_masks_alone() -> None:
     torch._dynamo.reset()
 
 
+def test_layers_of_compiled_models_break_no_graph() -> None:
+    """Each layer left its graph twice, to read variables of the context."""
+    counts = []
+    for layers in (1, 3):
+        torch._dynamo.reset()
+        network = models.build("llama", "undivided", num_hidden_layers=layers)
+        with torch.no_grad():
+            counts.append(torch._dynamo.explain(network)(models.tokens(), use_cache=False).graph_break_count)
+    torch._dynamo.reset()
+    assert counts[0] == counts[1]
+
+
 def test_the_speed_table_compares_before_it_times(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """No figure where a result is wrong; otherwise a row for each kind of work and dtype."""
     small = ["--turns", "1", "--layers", "1", "--hidden", "64", "--heads", "4", "--prefill", "32", "--cached", "32"]

@@ -35,10 +35,10 @@ SIZES: dict[str, Any] = {
 NAMES = ["DeepseekV2", "DeepseekV3", "Glm4MoeLite"]
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **sizes: int) -> Any:
     register()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES)
+    config = getattr(transformers, f"{name}Config")(**SIZES | sizes)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     model.set_attn_implementation("undivided")
     return model
@@ -77,6 +77,24 @@ def test_logits_and_tokens_are_those_of_the_expanded_layers(name: str) -> None:
     assert (found[0] - expected[0]).abs().max() < 1e-5
     assert (found[1] - expected[1]).abs().max() < 1e-5
     assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("value_size", [24, 32])
+def test_a_single_head_attends_to_latents_too(value_size: int) -> None:
+    """Its results were left in the space of the latents, which has one head as well."""
+    model = model_of("DeepseekV3", num_attention_heads=1, num_key_value_heads=1, v_head_dim=value_size)
+    tokens, _ = prompts()
+
+    def step() -> torch.Tensor:
+        cache = {cache_name(model): transformers.DynamicCache()}
+        with torch.no_grad():
+            model(tokens[:1, :29], **cache)
+            result: torch.Tensor = model(tokens[:1, 29:], **cache).logits
+        return result
+
+    expected = step()
+    use_latents(model)
+    assert (step() - expected).abs().max() < 1e-5
 
 
 def test_a_step_reads_the_latents_once_for_all_heads() -> None:
@@ -132,3 +150,38 @@ def test_models_that_cannot_are_refused_and_unchanged() -> None:
     with pytest.raises(InputError, match="kv_b_proj must have no bias"):
         use_latents(model)
     assert "expand_kv" not in vars(model.model.layers[0].self_attn)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with an adapter of low rank, as those of peft."""
+
+    bias = None
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.low = torch.nn.Linear(base.in_features, 4)
+        self.high = torch.nn.Linear(4, base.out_features)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.high(self.low(x))
+        return result
+
+
+def test_adapters_of_the_projection_are_refused() -> None:
+    """Steps multiplied by the weight without the adapter."""
+    model = model_of("DeepseekV3")
+    last = model.model.layers[1].self_attn
+    plain = last.kv_b_proj
+    last.kv_b_proj = Adapted(plain)
+    with pytest.raises(InputError, match=r"kv_b_proj must multiply by its weight alone.*got Adapted"):
+        use_latents(model)
+    last.kv_b_proj = plain
+    use_latents(model)
+    last.kv_b_proj = Adapted(plain)
+    with pytest.raises(InputError, match="merge_and_unload"), torch.no_grad():
+        model(prompts()[0][:, :1])

@@ -50,7 +50,7 @@ def test_the_comparison_detects_a_wrong_result(monkeypatch: pytest.MonkeyPatch) 
     assert {outcome.state for outcome in found.values()} == {"differs"}
     assert all("of its norm" in outcome.detail for outcome in found.values())
     monkeypatch.setattr(_attention, "attend", ours)
-    monkeypatch.setattr(_attention, "_collects_weights", lambda: False)
+    monkeypatch.setattr(_attention, "_collects_weights", lambda module: False)
     assert compare("gpt2")["weights"] == Outcome("differs", "other results: ['attentions[0]', 'attentions[1]']")
 
     def refuse(*args: Any, **options: Any) -> Any:

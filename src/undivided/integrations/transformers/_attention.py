@@ -12,7 +12,7 @@ from undivided import masks
 from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.functional import attention as attend
-from undivided.integrations.transformers._active import ACTIVE, TENSOR_RANKS
+from undivided.integrations.transformers._active import TENSOR_RANKS, active_batch
 from undivided.integrations.transformers._arguments import check_arguments
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
@@ -90,8 +90,12 @@ def attention(
     cache = others.get("cache")
     if not is_paged_cache(cache):  # whose engine passes lengths and offsets in a form of its own
         check_arguments(dict(locals()))
-    if has_latents(module):
-        query, key, value = _latent_states(module, query, key, value, is_paged_cache(cache))
+    absorbs = has_latents(module) and bool(query.shape[2]) and not is_paged_cache(cache)
+    absorbs = absorbs and pays_off(module, query.shape[2])
+    if absorbs:
+        query = absorb_queries(module, query)
+    elif has_latents(module):
+        key, value = expand(module, cast(Tensor, key))
     if is_paged_cache(cache):
         arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
@@ -118,8 +122,8 @@ def attention(
         "sinks": s_aux,
         "dropout_p": dropout,
     }
-    needs_weights = output_attentions or _collects_weights()
-    if ACTIVE.get() is not None or getattr(attention_mask, "context", None) is not None:
+    needs_weights = output_attentions or _collects_weights(module)
+    if active_batch() is not None or getattr(attention_mask, "context", None) is not None:
         refused = {"output_attentions": needs_weights or None, "position_bias": position_bias, "sinks": sinks}
         refused |= {"indices": indices, "block_indices": block_indices, "cu_seq_lens_q": cu_seq_lens_q}
         options["context_parallel"] = _context(attention_mask, refused)
@@ -131,7 +135,7 @@ def attention(
     k, v, scales = _keys_and_values(key, value)
     out, share = _with_token_sinks(q, k, v, sinks, options | scales)
     weights = _weights(q, key, options) if needs_weights else None
-    if has_latents(module) and key.shape[1] == 1 < query.shape[1]:
+    if absorbs:
         out = expand_output(module, out)
     return out, weights if weights is None or share is None else weights * share
 
@@ -141,15 +145,6 @@ def _check_refused(others: dict[str, Any]) -> None:
         if others.get(name) is not None:
             hint = "attn_implementation='eager' computes this layer"
             raise InputError(name, "be None", type(others[name]).__name__, hint=hint)
-
-
-def _latent_states(
-    module: nn.Module, query: Tensor, key: Tensor | CachedStates, value: Tensor | CachedStates, is_paged: bool
-) -> tuple[Tensor, Tensor | CachedStates, Tensor | CachedStates]:
-    """(query, key, value) of a layer that caches latents: queries in the space of the latents, or expanded keys."""
-    if query.shape[2] and pays_off(module, query.shape[2]) and not is_paged:
-        return absorb_queries(module, query), key, value
-    return query, *expand(module, cast(Tensor, key))
 
 
 def _keys_and_values(
@@ -252,11 +247,19 @@ def _with_token_sinks(
     return out * share.transpose(1, 2), share
 
 
-def _collects_weights() -> bool:
+def _collects_weights(module: nn.Module) -> bool:
     """Whether attention weights are collected from the layers, also without ``output_attentions``."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
-    return collector is not None and any("attentions" in name for name in collector.get() or ())
+    if collector is None:
+        return False
+    if not torch.compiler.is_compiling():
+        collected = collector.get()
+    elif getattr(collector, "compiling", False):
+        collected = collector.global_var
+    else:  # `get` breaks the graph; what collects has hooks
+        collected = collector.get() if module._forward_hooks else None
+    return any("attentions" in name for name in collected or ())
 
 
 def _weights(q: Tensor, key: Tensor | CachedStates, options: dict[str, Any]) -> Tensor:

@@ -43,7 +43,7 @@ def use_latents(model: nn.Module) -> int:
         The number of layers.
 
     Raises:
-        InputError: the model has no such layer, or the projection of one has a bias or is quantized.
+        InputError: the model has no such layer, or a projection has a bias, an adapter or hooks, or is quantized.
 
     >>> import transformers
     >>> from undivided.integrations.transformers import register, use_latents
@@ -77,6 +77,11 @@ def _checked_weight(layer: nn.Module) -> Tensor:
         raise InputError("kv_b_proj", f"have a floating-point weight [.., {rank}]", type(projection).__name__)
     if getattr(projection, "bias", None) is not None:
         raise InputError("kv_b_proj", "have no bias", "one")
+    if type(projection).forward is not nn.Linear.forward or projection._forward_hooks or projection._forward_pre_hooks:
+        hint = "merge an adapter into the weight first, such as with merge_and_unload()"
+        raise InputError(
+            "kv_b_proj", "multiply by its weight alone, as nn.Linear", type(projection).__name__, hint=hint
+        )
     return weight.view(-1, plain + value, rank)
 
 

@@ -21,7 +21,7 @@ from undivided import masks
 from undivided.arguments.checks import as_device, as_integer, check_tensor, check_type, checked_flag
 from undivided.arguments.tensors import is_traced
 from undivided.errors import InputError
-from undivided.integrations.transformers._active import ACTIVE
+from undivided.integrations.transformers._active import active_batch
 from undivided.integrations.transformers._model_mask import ModelMask, Sizes
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, read
 from undivided.masks import FULL, Mask
@@ -88,7 +88,7 @@ def model_mask(
     checked_flag("use_vmap", use_vmap)
     check_type("dtype", dtype, torch.dtype, "a torch.dtype")
     pattern = Pattern() if mask_function is None else read(mask_function)
-    if (active := ACTIVE.get()) is not None:
+    if (active := active_batch()) is not None:
         return active.model_mask(pattern, batch_size, q_length)
     sizes = Sizes(batch_size, q_length, kv_length, int(q_offset), int(kv_offset))
     if pattern.rest and q_length * kv_length >= MANY_PAIRS and not is_traced():

@@ -15,7 +15,7 @@ from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
 from undivided.errors import InputError
-from undivided.integrations.transformers._active import ACTIVE, TENSOR_RANKS
+from undivided.integrations.transformers._active import TENSOR_RANKS, set_active_batch
 from undivided.integrations.transformers.parallel._axes import AXES, checked_mesh, size
 from undivided.integrations.transformers.parallel._balance import COEFFICIENT, spread_balancing_loss
 from undivided.integrations.transformers.parallel._shard import SequenceShard
@@ -162,7 +162,7 @@ def _check_noise(model: nn.Module, config: Any) -> None:
 
 
 class _Hooks:
-    """Hooks before and after the forward pass; between them, masks and attention read the shard from `ACTIVE`."""
+    """Hooks before and after the forward pass; between them, masks and attention read the shard from `active_batch`."""
 
     def __init__(self, context: int, token_ranks: Sequence[Communicator]) -> None:
         self.context, self.token_ranks = context, token_ranks
@@ -189,12 +189,12 @@ class _Hooks:
             raise InputError("labels", must, "labels without shift_labels", hint="pass labels to shard_batch")
         real = None if shard.padding is None else shard.context.shard(shard.padding, dim=1)
         self._take_balancing_loss(module, options, real)
-        ACTIVE.set(shard)
+        set_active_batch(shard)
         return args, options
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forget the shard, and add the balancing loss of experts over the tokens of all ranks."""
-        ACTIVE.set(None)
+        set_active_batch(None)
         if self.coefficient is None:
             return
         coefficient, self.coefficient = self.coefficient, None
