@@ -39,6 +39,7 @@ def test_the_budget_is_twice_the_plain_error_and_one_rounding() -> None:
 def test_zeros_are_never_within_a_budget(case: Case, dtype: torch.dtype) -> None:
     """Unless zero is right: then the budget is only the rounding."""
     budget = budget_for(*request_of(case, dtype))
+    assert not budget.undecided
     for name, right in budget.right.items():
         size = float(right[right.isfinite()].norm())
         if size > 0 and budget.scale[name] == size:

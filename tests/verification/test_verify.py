@@ -106,6 +106,45 @@ def test_float64_has_a_float64_budget() -> None:
     assert all(row.budget < 1e-14 for row in report.rows)
 
 
+@pytest.mark.parametrize("factor", [1e7, 1e8, 1e10, 1e12])
+def test_gradients_of_which_plain_attention_has_no_digit_right_are_undecided(factor: float) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 20, 4, 7) for _ in range(3))
+    report = verify(q * factor, k, v, layout="bshd", backends=["torch_flash", "reference"])
+    assert not report.ok
+    assert not report.failures
+    for name in ("torch_flash", "reference"):
+        verdicts = {quantity: row.verdict for quantity, row in report.of(name).items()}
+        gradients = dict.fromkeys(("dq", "dk", "dv"), "undecided")
+        assert verdicts == {"out": "ok", "lse": "ok", **gradients}
+    assert str(report).startswith("2 backends undecided: ")
+    assert [row["undecided"] for row in report.to_dict()["rows"]] == 2 * [False, True, True, True, False]
+    assert verify(q * factor, k, v, layout="bshd", backends=["reference"], gradients=False).ok
+
+
+def test_an_output_of_which_plain_attention_is_infinite_is_undecided() -> None:
+    q, v = torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8)
+    report = verify(q * 1e30, q * 1e30, v, layout="bshd", backends=["reference"], gradients=False)
+    assert {row.verdict for row in report.rows} == {"undecided"}
+
+
+def test_an_undecided_quantity_does_not_excuse_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(torch_flash.BACKEND, "forward", fails)
+    q = torch.full((1, 2, 1, 8), 1e30)
+    report = verify(q, q, q, layout="bshd", backends=["torch_flash"], gradients=False)
+    assert [row.verdict for row in report.failures] == ["WRONG", "WRONG"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_are_0_because_their_terms_cancel_are_decided(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 300, 2, 32).to(dtype) for _ in range(3))
+    report = verify(q, k, v, layout="bshd", mask=masks.window(0, 0), backends=["reference"])
+    assert {row.verdict for row in report.rows} == {"ok"}
+
+
 def test_bad_arguments_raise_as_in_attention() -> None:
     q = torch.randn(2, 5, 2, 8)
     with pytest.raises(InputError, match="layout must be one of"):

@@ -62,8 +62,10 @@ def verify(
 
     ``||x - oracle|| / ||oracle|| <= 2 * error of plain attention in the input's dtype + one rounding`` must hold for
     the output, the log-sum-exp and every gradient x. The error of plain attention in a gradient of few numbers, such as
-    that of sinks, follows from the errors of all rows. Entries that no allowed pair reaches must be exactly 0. The
-    oracle is dense and slow: it computes every (query, key) pair twice, in pieces that fit in memory.
+    that of sinks, follows from the errors of all rows. Entries that no allowed pair reaches must be exactly 0. A
+    quantity of which plain attention has no digit right, such as gradients for scores of 1e7 in fp32, is undecided, and
+    the report is not ok. The oracle is dense and slow: it computes every (query, key) pair twice, in pieces that fit in
+    memory.
 
     Args:
         q, k, v: floating-point tensors in `layout`, as for `attention`. They and all other tensors stay unchanged:
@@ -78,7 +80,7 @@ def verify(
             and if it refuses these too, without gradients.
 
     Returns:
-        A `Report`: ``.ok``, ``.rows`` (backend, quantity, error, budget), ``.refused`` (reasons by backend),
+        A `Report`: ``.ok``, ``.rows`` (backend, quantity, error, budget, verdict), ``.refused`` (reasons by backend),
         ``.to_dict()``; ``print`` shows it as a table. A kernel that raises gives a failed row.
 
     Raises:

@@ -12,6 +12,10 @@ Exact values are required where no allowed pair exists: output rows and gradient
 absolute tolerance: a result of zeros has error 1. If plain arithmetic cannot distinguish the right answer from 0 (the
 gradient of q with a single key is 0), a relative error is undefined, and the absolute norms are compared.
 
+If the error of plain arithmetic is above LIMIT, or it is NaN or infinite, it says nothing about a kernel: the quantity
+is undecided. So are all gradients if that of v is: the backward recomputes the weights from the log-sum-exp, and the
+gradient of v shows whether they have a digit right (scores of 1e7 in fp32 have none).
+
 A log-sum-exp is a logarithm: one rounding of its sum is an absolute error of eps, however small it is. Its budget has
 that in addition. (Plain arithmetic has no such error in a row of one key, whose sum is 1.)
 
@@ -42,6 +46,9 @@ __all__ = ["Budget", "budget_for", "distance", "relative_error"]
 
 FACTOR = 2
 """A kernel rounds about as often as the plain reference, but in other places: twice the error leaves room for that."""
+
+LIMIT = 0.5
+"""The largest relative error of plain arithmetic from which a budget follows. Zeros, whose error is 1, exceed it."""
 
 DEVIATIONS = 3.5
 """The norm of n errors with normal distributions exceeds their standard deviation times (sqrt(n) + DEVIATIONS) in fewer
@@ -94,6 +101,7 @@ class Budget:
         scale: the norm to which the error of each quantity is relative.
         max_errors: the largest error of each quantity.
         zero: where each quantity must be exactly 0 (lse: -inf).
+        undecided: the quantities for which plain arithmetic gives no budget.
     """
 
     problem: Problem
@@ -101,6 +109,7 @@ class Budget:
     scale: Mapping[str, float]
     max_errors: Mapping[str, float]
     zero: Mapping[str, Tensor]
+    undecided: frozenset[str] = frozenset()
 
     def error(self, name: str, value: Tensor | None) -> float:
         """The relative error of a quantity in the caller's layout; inf if it is missing or an exact value is wrong."""
@@ -118,8 +127,8 @@ class Budget:
         return distance(value, right, None if name == "lse" else self.zero.get(name)) / self.scale[name]
 
     def met(self, name: str, value: Tensor | None) -> bool:
-        """Whether a quantity is within its budget."""
-        return self.error(name, value) <= self.max_errors[name]
+        """Whether a quantity is within its budget; False if it is undecided."""
+        return name not in self.undecided and self.error(name, value) <= self.max_errors[name]
 
 
 def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
@@ -165,7 +174,20 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
         max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
-    return Budget(problem, right, scale, max_errors, zero)
+    return Budget(problem, right, scale, max_errors, zero, _undecided(errors, norms))
+
+
+def _undecided(errors: Mapping[str, float], norms: Mapping[str, float]) -> frozenset[str]:
+    """The quantities of which plain arithmetic has no digit right. norms: of the right answer."""
+    names = set()
+    for name, error in errors.items():
+        # of other gradients, larger errors than the norm mean that their terms cancel; the absolute error is compared
+        cancels = error >= norms[name] and name not in ("out", "dv")
+        if not math.isfinite(error) or (error > LIMIT * norms[name] and not cancels):
+            names.add(name)
+    if "dv" in names:
+        names |= {name for name in errors if name not in ("out", "lse")}
+    return frozenset(names)
 
 
 def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]) -> dict[str, float]:

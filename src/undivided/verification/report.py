@@ -21,6 +21,7 @@ class Row:
             be exact is not.
         budget: the largest allowed error.
         note: what was raised, or what else is wrong; empty otherwise.
+        undecided: whether plain attention has no digit right, so that there is nothing to compare with.
 
     >>> Row("native", "out", 1e-7, 3e-7).ok
     True
@@ -31,11 +32,17 @@ class Row:
     error: float
     budget: float
     note: str = ""
+    undecided: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the budget."""
-        return self.error <= self.budget
+        """Whether the error is finite and within the budget, and the quantity is not undecided."""
+        return not self.undecided and self.error <= self.budget and math.isfinite(self.error)
+
+    @property
+    def verdict(self) -> str:
+        """ "ok", "WRONG" or "undecided"."""
+        return "undecided" if self.undecided else "ok" if self.ok else "WRONG"
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,12 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether at least one backend ran, and all rows are within their budgets."""
-        return bool(self.rows) and not self.failures
+        return bool(self.rows) and all(row.ok for row in self.rows)
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """The rows that are outside their budget."""
-        return tuple(row for row in self.rows if not row.ok)
+        """The rows that are outside their budget; undecided rows are not among them."""
+        return tuple(row for row in self.rows if not row.ok and not row.undecided)
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -112,6 +119,7 @@ class Report:
                     "error": _finite(row.error),
                     "budget": _finite(row.budget),
                     "ok": row.ok,
+                    "undecided": row.undecided,
                     "note": row.note,
                 }
                 for row in self.rows
@@ -129,7 +137,7 @@ class Report:
         previous = None
         for row in self.rows:
             name = row.backend if row.backend != previous else ""
-            numbers = f"{row.error:>7.1e}  {row.budget:>7.1e}  {'ok' if row.ok else 'WRONG'}"
+            numbers = f"{row.error:>7.1e}  {row.budget:>7.1e}  {row.verdict}"
             line = f"  {name:<{width}}  {row.quantity:<{quantities}}  {numbers}"
             lines.append(f"{line}  {row.note}" if row.note else line)
             previous = row.backend
@@ -140,9 +148,15 @@ class Report:
         return "\n".join(lines)
 
     def _headline(self) -> str:
-        wrong = len({row.backend for row in self.failures})
-        right = len(self.backends) - wrong
-        counts = [(wrong, "WRONG"), (right, "right"), (len(self.refused), "refused")]
+        wrong = {row.backend for row in self.failures}
+        undecided = {row.backend for row in self.rows if row.undecided} - wrong
+        right = len(self.backends) - len(wrong) - len(undecided)
+        counts = [
+            (len(wrong), "WRONG"),
+            (len(undecided), "undecided"),
+            (right, "right"),
+            (len(self.refused), "refused"),
+        ]
         texts = [f"{_backends(n) if not i else n} {word}" for i, (n, word) in enumerate(c for c in counts if c[0])]
         return ", ".join(texts) or "nothing ran"
 

@@ -25,7 +25,7 @@ def verify(
 ) -> None:
     """Compare every backend that can run this problem here with an fp64 oracle, on random tensors.
 
-    Exit code 1 if a backend exceeds its error budget, or if none can run.
+    Exit code 1 if a backend exceeds its error budget, if plain attention gives no budget, or if none can run.
     """
     from undivided.verification import verify as check
 
