@@ -178,12 +178,12 @@ def test_triton_with_chosen_pages(packed: bool, quantize: bool, monkeypatch: pyt
 
 
 def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from undivided.kernels.triton import backward, forward, parts
+    from undivided.kernels.triton import backward, forward, merging
     from undivided.kernels.triton import blocks as block_kernels
 
     kernels = (
         (forward, ("forward",)),
-        (parts, ("combine", "merge_pieces")),
+        (merging, ("combine", "merge_pieces")),
         (backward, ("delta", "rows", "keys", "pairs")),
         (block_kernels, ("document_blocks",)),
     )
