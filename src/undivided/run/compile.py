@@ -138,9 +138,9 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
         batch_invariant=str(request.batch_invariant),
     )
     seed = _seed(options, tensors.q.device)
-    numbers = options.scale, options.softcap, float(options.dropout_p), lengths
+    # no list is empty, because packages of AOTInductor pass such as None; the mask ignores what it does not name
+    numbers = options.scale, options.softcap, float(options.dropout_p), lengths or [0]
     scales = options.k_scale, options.v_scale
-    # not an empty list, which packages of AOTInductor pass as None; the mask ignores a tensor that it does not name
     mask_tensors = mask_tensors or [tensors.q]
     arguments = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers, *scales)
     if torch.compiler.is_compiling():
@@ -321,10 +321,9 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 
 def _no_gradients(args: _Arguments) -> list[Any]:
-    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one.
-    PyTorch takes an empty list of numbers for one of tensors."""
+    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one."""
     gradients = dict.fromkeys(args._fields[_TENSOR_COUNT:])
-    return list((gradients | {"mask": [None] * len(args.mask), "numbers": None if args.numbers else []}).values())
+    return list((gradients | {"mask": [None] * len(args.mask)}).values())
 
 
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
