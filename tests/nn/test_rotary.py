@@ -370,3 +370,14 @@ def test_the_longest_wave_of_llama3_is_stretched_by_the_factor() -> None:
     assert ratio[0] == 1.0
     assert math.isclose(ratio[-1], 8.0, rel_tol=1e-6)
     assert undivided.RotaryPositionEmbedding is RotaryPositionEmbedding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_conversion_keeps_loaded_frequencies(dtype: torch.dtype) -> None:
+    """They were computed again, for the base of the constructor."""
+    rope = RotaryPositionEmbedding(16)
+    rope.load_state_dict(RotaryPositionEmbedding(16, rotary_base=500000).state_dict())
+    expected = rope(300)
+    rope.to(dtype)
+    assert rope.inv_freq.dtype == torch.float32
+    assert torch.equal(rope(300), expected)
