@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import checked_choice
+from undivided.arguments.checks import check_tensor, checked_choice
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import Inputs
@@ -61,6 +61,7 @@ def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
             f"be given with core_attention_bias_type={kind!r}",
             None if bias is None else type(bias).__name__,
         )
+    check_tensor("core_attention_bias", bias)
     if not bias.is_floating_point():
         hint = "pass a boolean mask as attention_mask (True = masked out)" if bias.dtype == torch.bool else None
         raise InputError("core_attention_bias", "be a floating-point tensor", bias.dtype, hint=hint)

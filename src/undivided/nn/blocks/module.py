@@ -67,8 +67,8 @@ def checked_dtype(value: object) -> torch.dtype:
     """The dtype of parameters; torch's default if None."""
     if value is None:
         return torch.get_default_dtype()
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise InputError("params_dtype", "be a floating-point dtype or None", repr(value))
+    if not isinstance(value, torch.dtype) or not value.is_floating_point or value.itemsize == 1:
+        raise InputError("params_dtype", "be a floating-point dtype of at least 16 bits or None", repr(value))
     return value
 
 
