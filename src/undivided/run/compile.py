@@ -321,9 +321,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 
 def _no_gradients(args: _Arguments) -> list[Any]:
-    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one."""
+    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one.
+    PyTorch takes an empty list of numbers for one of tensors."""
     gradients = dict.fromkeys(args._fields[_TENSOR_COUNT:])
-    return list((gradients | {"mask": [None] * len(args.mask)}).values())
+    return list((gradients | {"mask": [None] * len(args.mask), "numbers": None if args.numbers else []}).values())
 
 
 torch.library.register_autograd("undivided::attention", _differentiate, setup_context=_save, lib=_library)
