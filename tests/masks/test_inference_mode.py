@@ -51,7 +51,7 @@ def test_a_change_in_place_is_seen(name: str) -> None:
 def test_a_large_tensor_is_not_compared() -> None:
     """Comparing it would cost more than building the result."""
     with torch.inference_mode():
-        mask = masks.dense(torch.ones(40, 40, dtype=torch.bool))
+        mask = masks.dense(torch.ones(200, 200, dtype=torch.bool))
     assert mask.state() is None
 
 

@@ -137,6 +137,88 @@ def test_values_are_checked_again_after_a_change_in_place() -> None:
         mask.check(2, 1, 4, 4, packed=False, device=CPU)
 
 
+def in_numpy(tensor: Tensor) -> Tensor:
+    """The tensor in the memory of an array."""
+    return torch.from_numpy(tensor.numpy().copy())
+
+
+UNCOUNTED = {
+    "from-numpy": lambda tensor, new: tensor.numpy().__setitem__(..., new.numpy()),
+    "data": lambda tensor, new: tensor.data.copy_(new),
+    "data-of-a-view": lambda tensor, new: tensor.view(-1).data.copy_(new.view(-1)),
+}
+"""Writes to a tensor that PyTorch's version counter does not count."""
+
+MASKS_OF_TENSORS: dict[str, tuple[Callable[[Tensor], Mask], Any, Any]] = {
+    "lengths": (lambda t: lengths(t), [3, 6], [6, 2]),
+    "starts": (lambda t: lengths([3, 4], kv_start=t), [0, 1], [2, 2]),
+    "ids": (lambda t: masks.document_ids(t), [[0, 0, 0, 1, 1, 1]], [[0, 1, 0, 1, -1, 1]]),
+    "prefix": (lambda t: causal() | prefix(t), [1, 4], [5, 2]),
+    "offset": (lambda t: masks.chunks(3, offset=t), [0, 1], [2, 2]),
+    "tree": (lambda t: masks.tree(t), [[-1, 0, 1, 2, 3, 4]], [[-1, -1, 0, 1, 0, 2]]),
+    "blocks": (lambda t: masks.blocks(3, 2, t), [[[[0, 1], [2, -1]]]], [[[[2, -1], [0, 2]]]]),
+    "dense": (lambda t: masks.dense(t.bool()), [[1, 0, 0, 0, 1, 0]] * 6, [[0, 1, 1, 0, 0, 1]] * 6),
+    "predicate": (lambda t: masks.predicate(lambda b, h, q, k: k < t[b]), [2, 5], [6, 1]),
+}
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+@pytest.mark.parametrize("kind", MASKS_OF_TENSORS)
+def test_changes_that_no_version_counts_are_seen(kind: str, write: str) -> None:
+    """Arrays of NumPy and `.data` share memory and leave the version as it is: the old ranges were used."""
+    pytest.importorskip("numpy")
+    make, before, after = MASKS_OF_TENSORS[kind]
+    dtype = torch.bool if kind == "dense" else torch.int32
+    tensor, q = in_numpy(torch.tensor(before, dtype=dtype)), torch.randn(2, 6, 2, 8)
+    mask = make(tensor)
+    old = undivided.attention(q, q, q, layout="bshd", mask=mask)
+    UNCOUNTED[write](tensor, torch.tensor(after, dtype=dtype))
+    new = undivided.attention(q, q, q, layout="bshd", mask=mask)
+    assert torch.equal(new, undivided.attention(q, q, q, layout="bshd", mask=make(tensor.clone())))
+    assert not torch.equal(new, old)
+
+
+def test_values_that_numpy_wrote_are_checked() -> None:
+    pytest.importorskip("numpy")
+    offsets, q = in_numpy(torch.tensor([0, 3, 5])), torch.randn(5, 2, 8)
+    mask = documents(offsets)
+    undivided.attention(q, q, q, layout="thd", mask=mask)
+    offsets.numpy()[:] = 0, 9, 5
+    with pytest.raises(InputError, match="cu_seqlens_q must"):
+        undivided.attention(q, q, q, layout="thd", mask=mask)
+
+
+def test_a_large_array_of_numpy_is_read_at_every_call() -> None:
+    pytest.importorskip("numpy")
+    allowed, q = in_numpy(torch.eye(160).bool()), torch.randn(1, 160, 2, 8)
+    mask = masks.dense(allowed)
+    torch.testing.assert_close(undivided.attention(q, q, q, layout="bshd", mask=mask), q)
+    allowed.numpy()[:] = True
+    torch.testing.assert_close(
+        undivided.attention(q, q, q, layout="bshd", mask=mask), undivided.attention(q, q, q, layout="bshd")
+    )
+
+
+def test_a_row_of_a_large_tensor_is_compared_by_its_own_values() -> None:
+    table = torch.zeros(100, 100, dtype=torch.int64)
+    mask = lengths(table[3, :2])
+    before = mask.state()
+    table[4] = 1
+    assert mask.state() == before
+    table.data[3] = 1
+    assert mask.state() != before
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_a_backward_refuses_a_mask_that_numpy_changed(write: str) -> None:
+    pytest.importorskip("numpy")
+    n, q = in_numpy(torch.tensor([3, 6])), torch.randn(2, 6, 2, 8, requires_grad=True)
+    out = undivided.attention(q, q, q, layout="bshd", mask=lengths(n))
+    UNCOUNTED[write](n, torch.tensor([6, 2]))
+    with pytest.raises(RuntimeError, match="were changed in place"):
+        out.sum().backward()
+
+
 def test_alignment_is_compared_again_after_a_change_in_place() -> None:
     q, kv = torch.tensor([1, 2]), torch.tensor([1, 2])
     mask = causal() & lengths(kv, q)
@@ -170,6 +252,15 @@ def test_methods_of_a_mask_check_the_sizes_too(ask: str) -> None:
     sizes = (1, 1, 2, 4) if ask == "to_dense" else (2, 4)
     with pytest.raises(InputError, match="at most 4"):
         getattr(lengths([9]), ask)(*sizes)
+
+
+@pytest.mark.parametrize("mask", [causal() & prefix(4), lengths([5])], ids=repr)
+def test_ranges_of_the_caller_are_not_those_of_calls(mask: Mask) -> None:
+    """Masks without tensors share their ranges in the whole process: a write to them changed all of these."""
+    q = torch.randn(1, 6, 1, 8)
+    before = undivided.attention(q, q, q, layout="bshd", mask=mask)
+    mask.intervals(6, 6).zero_()
+    assert torch.equal(undivided.attention(q, q, q, layout="bshd", mask=mask), before)
 
 
 def test_inference_tensors_have_no_version_and_are_never_cached() -> None:

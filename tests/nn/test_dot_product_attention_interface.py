@@ -245,20 +245,25 @@ def test_errors_of_a_call(tensors: tuple[Tensor, ...], call: dict[str, Any], sai
     assert hint in message
 
 
-def test_offsets_changed_in_place_mean_the_new_sequences() -> None:
-    """Cached results are dropped when their inputs change."""
+@pytest.mark.parametrize("write", [Tensor.copy_, lambda t, new: t.data.copy_(new)], ids=["in-place", "data"])
+def test_offsets_that_changed_mean_the_new_sequences(write: Callable[[Tensor, Tensor], object]) -> None:
+    """Cached results are dropped when their inputs change, also if no version counter says so."""
     module = DotProductAttention(4, 8, **PACKED)
     changing, other = CU.clone(), torch.tensor([0, 3, 12], dtype=torch.int32)
     first = module(T, T, T, cu_seqlens_q=changing)
     assert torch.equal(first, module(T, T, T, cu_seqlens_q=CU))
-    changing.copy_(other)
+    write(changing, other)
     assert torch.equal(module(T, T, T, cu_seqlens_q=changing), module(T, T, T, cu_seqlens_q=other))
     assert not torch.equal(first, module(T, T, T, cu_seqlens_q=changing))
     lengths = DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type="padding")
     changing = torch.tensor([0, 5, 8])
     assert lengths(Q, Q, Q, cu_seqlens_q=changing)[0, 4].any()
-    changing[1] = 2
+    write(changing, torch.tensor([0, 2, 8]))
     assert not lengths(Q, Q, Q, cu_seqlens_q=changing)[0, 4].any()
+    changing = torch.zeros(2, 1, 1, 6, dtype=torch.bool)
+    assert lengths(Q, Q, Q, attention_mask=changing)[0, 4].any()
+    write(changing, torch.tensor([False] * 4 + [True] * 2).expand(2, 1, 1, 6))
+    assert not lengths(Q, Q, Q, attention_mask=changing)[0, 4].any()
 
 
 def test_keys_of_cross_attention_have_their_own_offsets() -> None:

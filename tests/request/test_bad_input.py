@@ -181,16 +181,22 @@ def test_a_numpy_scale_is_a_number() -> None:
         undivided.attention(q, q, q, layout="bshd", scale=numpy.float16("inf"))
 
 
-def test_a_block_table_is_checked_again_once_it_was_changed_in_place() -> None:
+@pytest.mark.parametrize("array", ["none", "small", "large"])
+def test_a_block_table_is_checked_again_once_it_was_changed(array: str) -> None:
+    """A write to the array of NumPy below the table leaves its version as it is."""
     q, pool = torch.randn(1, 1, 2, 16), torch.randn(4, 8, 2, 16)
-    pages, mask = torch.tensor([[0, 1]], dtype=torch.int32), masks.lengths([12])
+    pages, mask = torch.tensor([[0, 1] + [0] * 5000 * (array == "large")], dtype=torch.int32), masks.lengths([12])
+    if array != "none":
+        pytest.importorskip("numpy")
+        pages = torch.from_numpy(pages.numpy().copy())
     given = {"layout": "bshd", "mask": mask, "pages": pages}
     for _ in range(2):
         undivided.attention(q, pool, pool, **given)
-    pages[0, 1] = 4
+    written = pages if array == "none" else pages.numpy()
+    written[0, 1] = 4
     with pytest.raises(undivided.InputError, match="pages must number pages of the pool, 0 to 3"):
         undivided.attention(q, pool, pool, **given)
-    pages[0, 1] = 3
+    written[0, 1] = 3
     undivided.attention(q, pool, pool, **given)
     with pytest.raises(undivided.InputError, match="0 to 1"):  # the same table, a smaller pool
         undivided.attention(q, pool[:2], pool[:2], **given)

@@ -1,7 +1,8 @@
-"""Properties of tensors that need no read of their values: storage, dispatch, tracing, and in-place versions."""
+"""Properties of tensors: storage, dispatch, tracing, and whether they were changed."""
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -129,37 +130,54 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-_MAX_COMPARED_VALUES = 1024
+_MAX_COMPARED_BYTES = 1 << 14
+"""More than the lengths, offsets and block tables of most calls have. To copy and compare them takes a microsecond."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
-    """What differs once a tensor was changed in place: its counter, or the values of a small inference tensor on the
-    CPU, which has no counter. None if neither is known (other inference tensors, tracing)."""
+    """What differs once a tensor was changed: the bytes of a small tensor on the CPU, otherwise its in-place version.
+
+    The version does not count what is written through ``.data`` or the array of ``torch.from_numpy``.
+
+    Returns:
+        A hashable value to compare by ``==``; None if a change may go unseen: large inference tensors, which have no
+        version, large ones in memory that PyTorch does not own, tensors of torch.func, tracing.
+
+    >>> lengths = torch.tensor([3, 5])
+    >>> before = versions((lengths,))
+    >>> lengths.data[0] = 4
+    >>> versions((lengths,)) == before
+    False
+    """
     if torch.compiler.is_compiling():
         return None
     try:
-        return tuple([t._version for t in tensors])
-    except RuntimeError:  # raised by inference tensors; a check of each would cost every call
-        return _values(tensors)
+        return tuple([_content(tensor) or _counted_version(tensor) for tensor in tensors])
+    except RuntimeError:
+        return None
 
 
-def _values(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
-    state: list[object] = []
-    for tensor in tensors:
-        if not tensor.is_inference():
-            state.append(tensor._version)
-        elif type(tensor) is Tensor and readable(tensor) and _is_small_and_in_memory(tensor):
-            state.append(tensor.tolist())
-        else:
+def _content(tensor: Tensor) -> bytes | None:
+    """The bytes of the memory that the tensor, or its storage if that is small too, has on the CPU; None if there are
+    too many."""
+    if not tensor.is_cpu or type(tensor) not in _PLAIN:
+        return None
+    storage = tensor.untyped_storage()
+    size, address = storage.nbytes(), storage.data_ptr()
+    if size > _MAX_COMPARED_BYTES:
+        size, address = tensor.nbytes, tensor.data_ptr()
+        if size > _MAX_COMPARED_BYTES or not tensor.is_contiguous() or missing_memory(tensor):
             return None
-    return tuple(state)
+    return ctypes.string_at(address, size) if address else None
 
 
-def _is_small_and_in_memory(tensor: Tensor) -> bool:
-    """Zero tensors have a storage, and no memory."""
-    if not tensor.numel():
-        return True
-    return tensor.numel() <= _MAX_COMPARED_VALUES and bool(tensor.data_ptr()) and missing_memory(tensor) is None
+def _counted_version(tensor: Tensor) -> int:
+    """The in-place version; RuntimeError if there is none, or if it does not count every change."""
+    if tensor.is_cpu and type(tensor) in _PLAIN and not tensor.untyped_storage().resizable():
+        raise RuntimeError("others, such as NumPy, may write to memory that PyTorch does not own")
+    return tensor._version
 
 
 def is_lazy(tensor: Tensor) -> bool:

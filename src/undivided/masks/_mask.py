@@ -238,7 +238,7 @@ class Mask(MaskFields):
         by_head = [part.tensor for part in self.parts if isinstance(part, Dense)]
         by_head += [part.table for part in self.parts if isinstance(part, Blocks)]
         heads = math.lcm(*(tensor.shape[1] for tensor in by_head))
-        return self._checked_form(batch, heads, q_len, kv_len, device).ranges
+        return self._checked_form(batch, heads, q_len, kv_len, device).ranges.clone()  # the caller may write to it
 
     def to_dense(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str = "cpu") -> Tensor:
         """Every pair as a boolean tensor, for tests and inspection.

@@ -37,7 +37,7 @@ class CheckedMask:
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
         self.pages: tuple[Tensor, object, int] | None = None
-        """The block table that was checked last, its in-place version, and the number of pages of the pool."""
+        """The block table that was checked last, its `versions`, and the number of pages of the pool."""
 
     def keep(self, form: NormalForm) -> NormalForm:
         """The form that was kept first: another thread may have built one too, and records hold addresses of it."""

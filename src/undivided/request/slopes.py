@@ -17,11 +17,11 @@ from undivided.arguments.signature import checked_call
 from undivided.arguments.tensors import has_dispatch, is_traced, versions
 
 _usual: dict[tuple[int, torch.device], tuple[Tensor, tuple[object, ...] | None]] = {}
-"""(number of heads, device) -> the slopes, and the in-place version that they were created with."""
+"""(number of heads, device) -> the slopes, and `versions` of them when they were created."""
 
 
 _returned: dict[int, tuple[weakref.ref[Tensor], tuple[object, ...]]] = {}
-"""The tensors of `alibi_slopes` that are alive, by id, and the in-place version that each was created with."""
+"""The tensors of `alibi_slopes` that are alive, by id, and `versions` of each when it was created."""
 
 
 @checked_call

@@ -211,7 +211,7 @@ _apply = super(torch.autograd.Function, _Attention).apply
 
 
 def state(call: Call) -> object:
-    """In-place versions of the tensors that autograd does not save: mask and pages."""
+    """What changes with the tensors that autograd does not save: those of the mask, and pages."""
     mask, pages = call.mask, call.pages
     return mask.state() if mask.parts else (), None if pages is None else versions((pages,))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.arguments.checks import check_tensor, checked_flag
 from undivided.arguments.shapes import broadcast_hint, broadcasts
-from undivided.arguments.tensors import readable
+from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments.checks import checked_integer
@@ -153,7 +153,7 @@ def differ(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 # All layers of a model receive the same tensors, so the masks of the last few calls are cached. An entry holds its
-# tensors, so that no other tensor can have their ids; versions detect changes in place.
+# tensors, so that no other tensor can have their ids; `versions` detects changes.
 _recent: dict[object, tuple[tuple[Tensor, ...], Mask]] = {}
 _MAX_RECENT = 8
 
@@ -161,11 +161,13 @@ _MAX_RECENT = 8
 def mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str, diagonal: Mask) -> Mask:
     """`diagonal`, restricted to the real tokens of each sequence if the mask type has padding."""
     tensors = arguments.tensors
-    if torch.compiler.is_compiling() or not kind.padding or any(t.is_inference() for t in tensors):
+    state = versions(tensors) if kind.padding else None
+    if state is None:
         sequences = _sequence_mask(arguments, kind, inputs, attention_type)
         return diagonal if sequences is None else diagonal & sequences
     key = (
-        tuple((id(t), t._version) for t in tensors),
+        tuple([id(t) for t in tensors]),
+        state,
         tuple(t is not None for t in arguments),
         arguments[5:],
         kind.name,

@@ -75,7 +75,7 @@ class ChosenPages(NamedTuple):
 
     Args:
         operands: sizes and strides of k, v and their scales.
-        pages, version: the caller's block table and its in-place version; None without one.
+        pages, version: the caller's block table and its `versions`; None without one.
         size: tokens of a page.
         table: the block table of the virtual sequences.
         views: how the operands are seen as pages.
