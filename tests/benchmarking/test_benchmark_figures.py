@@ -20,6 +20,8 @@ from undivided.benchmarking.catalogue.serving import STEPS
 from undivided.benchmarking.competitors import Competitor, Prepared, prepare
 from undivided.benchmarking.serving.competitors import _copied_keys
 from undivided.benchmarking.timing import Reading
+from undivided.request.normalise import normalise
+from undivided.request.request import Request
 from undivided.verification import sample as sample_module
 from undivided.verification.cases import Case
 from undivided.verification.sample import sample_of
@@ -118,6 +120,25 @@ class TestVerificationFirst:
             missing = value.clone()
             missing[0, 0, 3, 1] = math.nan
             assert sample.error(name, missing) == math.inf
+
+    def test_a_sample_without_a_budget_is_not_met(self) -> None:
+        """Plain attention in fp32 is not finite there: every finite result was within the infinite budget."""
+        q, v = torch.full((1, 1, 600, 8), 1e30), torch.randn(1, 1, 600, 8)
+        sample = sample_of(*normalise(Request.from_keywords(q, q, v, layout="bhsd")), None)
+        assert sample.undecided == {"out"}
+        assert not sample.met("out", v.mean(2, keepdim=True).expand_as(v))
+        assert not sample.met("out", torch.zeros_like(v))
+
+    def test_no_speed_is_reported_without_a_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = sample_module.sample_of
+
+        def undecided(*arguments: Any) -> sample_module.Sample:
+            return replace(found(*arguments), undecided=frozenset({"out"}))
+
+        monkeypatch.setattr(runs, "sample_of", undecided)
+        case = runs.run(tiny(), hurried())
+        assert not any(entry["ok"] for entry in case["entries"])
+        assert all("no digit right" in entry["note"] for entry in case["entries"])
 
     def test_a_sample_in_blocks_of_rows_is_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The scores of a head of 65536 tokens do not fit into the memory of a GPU in fp64."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from undivided.backends import get
 from undivided.benchmarking import __main__ as bench
 from undivided.benchmarking import competitors, report, runs
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES, Goal, benchmarks
-from undivided.verification import capture, contract, workers
+from undivided.verification import capture, contract, inputs, workers
 from undivided.verification.cases import CASES
 from undivided.verification.lines import Line, Lines, Task, in_processes, pending
 
@@ -82,6 +83,8 @@ class TestLines:
         report.add(Line("a", "float32", "x", "right", ()))
         report.add(Line("a", "float32", "y", "refused", ("no",)))
         assert report.end(planned) == 0
+        report.add(Line("b", "float32", "x", "undecided", ("no digit",)))
+        assert report.end(planned) == 2
         report.add(Line("b", "float32", "y", "wrong", ("far",)))
         assert report.end(planned) == 1
 
@@ -93,6 +96,21 @@ def test_every_case_is_seen_in_one_dtype_before_any_is_seen_twice() -> None:
     halves = [task.dtype == "bfloat16" for task in planned]
     assert halves == sorted(halves, reverse=True)
     assert {task.case for task in planned if "flex" in task.backends} == contract.SAMPLE
+
+
+def test_a_quantity_of_which_plain_attention_has_no_digit_right_is_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = inputs.build
+
+    def with_huge_queries(*arguments: Any, **options: Any) -> inputs.Inputs:
+        built = build(*arguments, **options)
+        return replace(built, arguments={**built.arguments, "q": built.arguments["q"] * 1e8})
+
+    monkeypatch.setattr(inputs, "build", with_huge_queries)
+    task = Task("cpu", "gqa-4", "float32", ("reference", "torch_cudnn"))
+    undecided, refused = contract.task_lines(task)
+    assert (undecided.verdict, refused.verdict) == ("undecided", "refused")
+    assert "dq: " in undecided.detail[0]
+    assert "no digit right" in undecided.detail[0]
 
 
 class FakeGraph:

@@ -22,6 +22,7 @@ from undivided.benchmarking.ranks import describe_place
 from undivided.benchmarking.timing import Steady, Stopwatch
 from undivided.machine import Machine
 from undivided.request.operations import backward_flops, forward_flops
+from undivided.verification.budget import UNDECIDED
 from undivided.verification.sample import Sample, sample_of
 
 __all__ = ["Settings", "describe", "run", "run_small", "verify"]
@@ -196,10 +197,17 @@ def _judge(competitor: Competitor, sample: Sample) -> Entry:
     except Exception as error:  # whatever a kernel raises is reported
         return {"ok": False, "errors": {}, "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
     errors = {
-        name: {"error": _finite(error), "budget": sample.max_errors[name], "ok": error <= sample.max_errors[name]}
+        name: {
+            "error": _finite(error),
+            "budget": _finite(sample.max_errors[name]),
+            "ok": name not in sample.undecided and error <= sample.max_errors[name],
+        }
         for name, error in measured.items()
     }
-    return {"ok": all(x["ok"] for x in errors.values()) and bool(errors), "errors": errors}
+    entry: Entry = {"ok": all(x["ok"] for x in errors.values()) and bool(errors), "errors": errors}
+    if undecided := sample.undecided & errors.keys():
+        entry["note"] = f"{', '.join(sorted(undecided))}: {UNDECIDED}"
+    return entry
 
 
 def describe(prepared: Prepared) -> TimedCase:

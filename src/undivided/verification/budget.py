@@ -42,7 +42,10 @@ from undivided.verification.pieces import NAMES, Upstream, per_row
 from undivided.verification.plain_attention import orders
 from undivided.verification.plain_attention import plain as plain_attention
 
-__all__ = ["Budget", "budget_for", "distance", "relative_error"]
+__all__ = ["UNDECIDED", "Budget", "budget_for", "distance", "relative_error", "undecided_quantities"]
+
+UNDECIDED = "plain attention in this precision has no digit right"
+"""Why a quantity is undecided."""
 
 FACTOR = 2
 """A kernel rounds about as often as the plain reference, but in other places: twice the error leaves room for that."""
@@ -174,11 +177,14 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
         max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
-    return Budget(problem, right, scale, max_errors, zero, _undecided(errors, norms))
+    return Budget(problem, right, scale, max_errors, zero, undecided_quantities(errors, norms))
 
 
-def _undecided(errors: Mapping[str, float], norms: Mapping[str, float]) -> frozenset[str]:
-    """The quantities of which plain arithmetic has no digit right. norms: of the right answer."""
+def undecided_quantities(errors: Mapping[str, float], norms: Mapping[str, float]) -> frozenset[str]:
+    """The quantities of which plain arithmetic, with these absolute errors, has no digit right.
+
+    norms: of the right answer.
+    """
     names = set()
     for name, error in errors.items():
         # of other gradients, larger errors than the norm mean that their terms cancel; the absolute error is compared

@@ -95,13 +95,12 @@ def _verdict(backend: Backend, trial: Callable[[], runs.Trial]) -> tuple[str, tu
         outcome = runs.run(backend, trial())
     except Exception as error:  # the failure of one kernel is a line of the report; the others still run
         return "wrong", (f"raised {type(error).__name__}: {error}", traceback.format_exc(limit=-6))
-    wrong = tuple(
-        f"{row.quantity}: error {row.error:.2e}, budget {row.budget:.2e} {row.note}".rstrip()
-        for row in outcome.rows
-        if not row.ok
-    )
-    if wrong:
-        return "wrong", wrong
+    for verdict, undecided in (("wrong", False), ("undecided", True)):
+        rows = [row for row in outcome.rows if not row.ok and row.undecided is undecided]
+        if rows:
+            return verdict, tuple(
+                f"{row.quantity}: error {row.error:.2e}, budget {row.budget:.2e} {row.note}".rstrip() for row in rows
+            )
     return ("right", ()) if outcome.rows else ("refused", outcome.reasons)
 
 
@@ -113,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command; the exit code is 1 if anything was wrong, 2 if something was not run."""
+    """Run the command; the exit code is 1 if anything was wrong, 2 if something was not run or is undecided."""
     arguments = _parser().parse_args()
     print(f"{Machine.this(arguments.device)}", flush=True)
     names = arguments.backend or [backend.name for backend in available(arguments.device)]

@@ -21,7 +21,7 @@ WRITE_EVERY = 2.0
 
 
 class Line(NamedTuple):
-    """The verdict on one case in one dtype on one backend: "right", "wrong" or "refused", with details."""
+    """The verdict on one case in one dtype on one backend: "right", "wrong", "undecided" or "refused", with details."""
 
     case: str
     dtype: str
@@ -88,7 +88,7 @@ def command_parser(description: str | None, filter_help: str) -> argparse.Argume
 
 
 class Lines:
-    """The lines so far: wrong ones are printed as they arrive, all are written to a file."""
+    """The lines so far: wrong and undecided ones are printed as they arrive, all are written to a file."""
 
     def __init__(self, path: Path | None = None, resume: bool = False) -> None:
         self.path, self._written = path, 0.0
@@ -96,11 +96,11 @@ class Lines:
         self.lines = [Line(**{**row, "detail": tuple(row["detail"])}) for row in rows]
 
     def add(self, line: Line) -> None:
-        """Add a line, and print it if it is wrong."""
+        """Add a line, and print it if it is wrong or undecided."""
         self.lines.append(line)
-        if line.verdict == "wrong":
+        if line.verdict in ("wrong", "undecided"):
             text = " ".join("; ".join(line.detail).split())
-            print(f"WRONG {line.backend} {line.case} {line.dtype}: {text[:600]}", flush=True)
+            print(f"{line.verdict.upper()} {line.backend} {line.case} {line.dtype}: {text[:600]}", flush=True)
         if time.monotonic() > self._written + WRITE_EVERY:
             self.write()
 
@@ -119,14 +119,19 @@ class Lines:
             replace_text(self.path, json.dumps([line._asdict() for line in self.lines], indent=1) + "\n")
 
     def end(self, planned: Iterable[Task]) -> int:
-        """Print counts; the result is 1 if anything was wrong, 2 if something was not run."""
+        """Print counts; the result is 1 if anything was wrong, 2 if something was not run or is
+        undecided."""
         counts = Counter((line.backend, line.verdict) for line in self.lines)
+        words = ["right", "wrong", "refused"]
+        words += ["undecided"] if any(line.verdict == "undecided" for line in self.lines) else []
         for name in sorted({line.backend for line in self.lines}):
-            print(f"{name}: " + ", ".join(f"{counts[name, word]} {word}" for word in ("right", "wrong", "refused")))
+            print(f"{name}: " + ", ".join(f"{counts[name, word]} {word}" for word in words))
         left = sum(len(task.backends) for task in pending(planned, self.lines))
         if left:
             print(f"not run: {left} (time limit; --resume runs the rest)", flush=True)
-        return 1 if any(line.verdict == "wrong" for line in self.lines) else 2 if left else 0
+        if any(line.verdict == "wrong" for line in self.lines):
+            return 1
+        return 2 if left or "undecided" in words else 0
 
 
 def run(

@@ -20,7 +20,7 @@ from undivided.request.normalise import normalise
 from undivided.request.request import Request
 from undivided.request.result import lse_dtype
 from undivided.selection.decision import Decision
-from undivided.verification.budget import Budget, budget_for
+from undivided.verification.budget import UNDECIDED, Budget, budget_for
 from undivided.verification.inputs import upstream
 from undivided.verification.pieces import NAMES, Upstream
 from undivided.verification.report import Row
@@ -195,7 +195,7 @@ def _row(backend: Backend, name: str, value: Tensor | None, trial: Trial) -> Row
     if value.dtype != dtype:
         return Row(backend.name, name, math.inf, limit, f"dtype {value.dtype}, expected {dtype}")
     if name in budget.undecided:
-        note = "plain attention in this precision has no digit right"
+        note = UNDECIDED
     elif name != "lse" and not bool(value.isfinite().all()):
         note = "NaN or infinity"
     return Row(backend.name, name, budget.error(name, value), limit, note, name in budget.undecided)

@@ -19,7 +19,7 @@ from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.verification import oracle
-from undivided.verification.budget import FACTOR, distance
+from undivided.verification.budget import FACTOR, distance, undecided_quantities
 from undivided.verification.pieces import Piece, Quantities, Upstream, kv_span
 from undivided.verification.plain_attention import orders, plain_piece
 
@@ -41,6 +41,7 @@ class Sample:
 
     right: the entries of each quantity in the pieces, flat, in fp64. zero: where they must be exactly 0.
     max_errors: the largest relative error of each quantity.
+    undecided: the quantities for which plain arithmetic gives no budget.
     """
 
     problem: Problem
@@ -48,12 +49,17 @@ class Sample:
     right: Mapping[str, Tensor]
     zero: Mapping[str, Tensor]
     max_errors: Mapping[str, float]
+    undecided: frozenset[str] = frozenset()
 
     def error(self, name: str, value: Tensor) -> float:
         """The relative error of "out", "dq", "dk" or "dv" in the sample, from the full tensor [B, heads, S, D]."""
         right = self.right[name]
         sampled = torch.cat([value[_slices(name, piece, self.problem)].flatten() for piece in self.pieces])
-        return distance(sampled, right, self.zero[name]) / (float(right.norm()) or 1.0)
+        return distance(sampled, right, self.zero[name]) / (_norm(right) or 1.0)
+
+    def met(self, name: str, value: Tensor) -> bool:
+        """Whether the sample of a quantity is within its budget; False if it is undecided."""
+        return name not in self.undecided and self.error(name, value) <= self.max_errors[name]
 
 
 def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
@@ -71,8 +77,8 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                                  # two heads, two blocks of rows
     True
     >>> out = undivided.attention(q, k, v, layout="bhsd")
-    >>> sample.error("out", out) <= sample.max_errors["out"] < sample.error("out", 1.001 * out)
-    True
+    >>> sample.met("out", out), sample.met("out", 1.001 * out)
+    (True, False)
     """
     problem = call.problem
     with torch.no_grad():
@@ -91,8 +97,14 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
             plain = gather(plain_values)
             worst = {name: max(worst[name], distance(plain[name], right[name])) for name in names}
     eps = torch.finfo(problem.dtype).eps
-    max_errors = {name: FACTOR * worst[name] / (float(right[name].norm()) or 1.0) + eps for name in names}
-    return Sample(problem, pieces, right, {name: reached[name] == 0 for name in names}, max_errors)
+    norms = {name: _norm(right[name]) for name in names}
+    max_errors = {name: FACTOR * worst[name] / (norms[name] or 1.0) + eps for name in names}
+    zero = {name: reached[name] == 0 for name in names}
+    return Sample(problem, pieces, right, zero, max_errors, undecided_quantities(worst, norms))
+
+
+def _norm(right: Tensor) -> float:
+    return float(right[right.isfinite()].norm())
 
 
 def _pieces(problem: Problem, whole_heads: bool) -> tuple[Piece, ...]:
