@@ -183,15 +183,58 @@ def test_a_predicate_built_outside_runs_inside_the_graph() -> None:
     torch.testing.assert_close(layer(*args), undivided.attention(*args, layout="bshd", mask=masks.window(2, 0)))
 
 
-def test_a_wrong_call_raises_the_same_error_as_in_eager_mode() -> None:
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
+ON_META = torch.zeros(1, 1, 3, 3, device="meta")
+WRONG_AT_RUN_TIME: dict[str, Callable[[Tensor], dict[str, object]]] = {
+    "align": lambda q: {"k": q[:, :2], "v": q[:, :2], "mask": masks.causal()},
+    "layout": lambda q: {"layout": "BSHD"},
+    "axes": lambda q: {"q": q.flatten(2)},
+    "no-axes": lambda q: {"q": q[0, 0, 0, 0]},
+    "device-of-k": lambda q: {"k": q.to("meta")},
+    "device-of-bias": lambda q: {"bias": ON_META},
+    "device-of-mask": lambda q: {"mask": masks.dense(ON_META == 0)},
+}
 
-    args = qkv(3, 5, grad=False)
+
+@pytest.mark.parametrize("wrong", WRONG_AT_RUN_TIME.values(), ids=WRONG_AT_RUN_TIME)
+def test_a_wrong_call_raises_the_same_error_as_in_eager_mode(wrong: Callable[[Tensor], dict[str, object]]) -> None:
+    """Wrong axes were an IndexError of the compiler, and with a tensor on meta the output was uninitialised memory."""
+
+    def layer(q: Tensor) -> Tensor:
+        arguments: dict[str, Any] = {"q": q, "k": q, "v": q, "layout": "bshd", **wrong(q)}
+        return undivided.attention(**arguments)
+
+    q = torch.randn(1, 3, 2, 8)
     with pytest.raises(undivided.InputError) as eager:
-        layer(*args)
+        layer(q)
     with pytest.raises(undivided.InputError) as compiled:
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(*args)
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(q)
+    assert str(compiled.value) == str(eager.value)
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "k": [1.0],
+    "v": None,
+    "alibi_slopes": [1.0, 2.0],
+    "layout": 3,
+    "scale": "1",
+    "softcap": [30.0],
+    "dropout_p": True,
+    "return_lse": 1,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_an_argument_of_a_wrong_type_raises_the_same_error_as_in_eager_mode(name: str) -> None:
+    """They were errors of the compiler or of Python, or were taken for something else."""
+
+    def layer(q: Tensor) -> Tensor:
+        return undivided.attention(**{"q": q, "k": q, "v": q, "layout": "bshd", name: WRONG_TYPES[name]})
+
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(undivided.InputError) as eager:
+        layer(q)
+    with pytest.raises(undivided.InputError) as compiled:
+        torch.compile(layer, backend="aot_eager")(q)
     assert str(compiled.value) == str(eager.value)
 
 

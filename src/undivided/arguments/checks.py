@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -155,6 +155,14 @@ def _check_available(argument: str, device: torch.device) -> None:
         raise InputError(argument, "be available", str(device), hint=f"PyTorch says: {reason}") from None
     if type(tensor) is torch.Tensor:  # under FakeTensorMode every device is
         _available.add(device)
+
+
+def check_mask_devices(argument: str, tensors: Iterable[Tensor], device: torch.device) -> None:
+    """InputError unless the tensors of a mask are on the device of q, or on the CPU. A q on "meta" has no values."""
+    for tensor in tensors:
+        if tensor.device != device and tensor.device.type != "cpu" and device.type != "meta":
+            where = "be on the CPU" if device.type == "cpu" else f"be on {device}, or on the CPU"
+            raise InputError(argument, f"{where}, as q is on {device}", tensor.device, "mask.to(q.device)")
 
 
 def checked_choice(argument: str, value: object, choices: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import INT32_MAX, as_device, as_integer
+from undivided.arguments.checks import INT32_MAX, as_device, as_integer, check_mask_devices
 from undivided.arguments.tensors import is_traced, readable
 from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
@@ -157,10 +157,7 @@ class Mask(MaskFields):
                 call = call._replace(sequences=part.cu_seqlens_q.shape[0] - 1)
         for part in self.parts:
             part.check_call(call)
-        for tensor in self.tensors:
-            if tensor.device != device and tensor.device.type != "cpu" and device.type != "meta":
-                where = "be on the CPU" if device.type == "cpu" else f"be on {device}, or on the CPU"
-                raise InputError(call.argument, f"{where}, as q is on {device}", tensor.device, "mask.to(q.device)")
+        check_mask_devices(call.argument, self.tensors, device)
         return True
 
     def resolved_align(self, batch: int, q_len: int, kv_len: int, *, needed: bool = False) -> str | None:

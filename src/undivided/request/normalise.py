@@ -192,6 +192,20 @@ def check_kinds_and_sizes(request: Request) -> None:
     checked_mask(options.mask).check(*sizes, packed=problem.packed, device=tensors.q.device)
 
 
+def check_types(request: Request) -> None:
+    """InputError if an argument is of a wrong type; for graphs while they are recorded, in which sizes and numbers may
+    be symbolic: the operator checks them at run time."""
+    options = request.options
+    if not isinstance(options.layout, str):
+        check_layout(options.layout)
+    _check_tensors(request)
+    if isinstance(options.scale, _NO_NUMBERS):
+        checked_scale(options.scale)
+    wrong = isinstance(options.softcap, _NO_NUMBERS) or isinstance(options.dropout_p, _NO_NUMBERS)
+    if wrong or not isinstance(options.return_lse, bool):
+        check_scalars(options)
+
+
 def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
     """Check the page numbers, once for all layers of a model that share a block table."""
     version = versions((pages,))
@@ -217,6 +231,7 @@ _problems: dict[object, CachedProblem] = {}
 _MAX_PROBLEMS = 4096
 _NO_GRADIENTS = (False,) * 6
 _NUMBERS = (float, int)
+_NO_NUMBERS = (bool, str, complex, list, tuple, Tensor)
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
 
 

@@ -23,14 +23,17 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.arguments.layout import Layout
+from undivided.arguments.checks import check_mask_devices
+from undivided.arguments.layout import LAYOUTS, Layout
+from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.quantization import head_size
 from undivided.request.call import Call
 from undivided.request.checks import check_seed, checked_mask
-from undivided.request.request import Options, Request, Tensors
+from undivided.request.normalise import check_types
+from undivided.request.request import OPTIONAL_TENSORS, Options, Request, Tensors
 from undivided.request.result import lse_dtype
 from undivided.run import autograd
 from undivided.run.flops import register_if_counting
@@ -122,6 +125,8 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
     """The result of the request, from one call of the operator. switches: PyTorch's, for a call that depends on
     them."""
     tensors, options = request.tensors, request.options
+    if torch.compiler.is_compiling():
+        check_types(request)
     lengths: list[int] = []
     mask_text, mask_tensors = checked_mask(options.mask).flatten(lengths)
     # torch.jit.trace compares a graph with another, which it records without gradients
@@ -264,10 +269,26 @@ def _no_gradient(q: Tensor) -> Tensor:
 def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
     args = _Arguments(*arguments)
     q, layout = args.q, cast(Layout, _Spec.read(args.spec).layout)
+    if not has_dispatch(q):
+        _check_devices(args)
     out = q.new_empty((*q.shape[:-1], head_size(args.v)))
+    if layout not in LAYOUTS or q.dim() != _layout.rank(layout):
+        return out, q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))  # the operator refuses it at run time
     batch, length, heads, _ = _layout.sizes(q.shape, layout)
     shape = (heads, length) if layout == "thd" else (batch, heads, length)
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
+
+
+def _check_devices(args: _Arguments) -> None:
+    """InputError if a tensor is not on the device of q: for one on the meta device PyTorch computes no more than the
+    shapes."""
+    named = dict(zip(("k", "v", *OPTIONAL_TENSORS), args.tensors[1:], strict=True))
+    named |= {"pages": args.pages, "k_scale": args.k_scale, "v_scale": args.v_scale}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != args.q.device:
+            must = f"be on the device of q ({args.q.device})"
+            raise InputError(name, must, str(tensor.device), f"{name}.to(q.device)")
+    check_mask_devices("mask", args.mask, args.q.device)
 
 
 @torch.library.register_fake("undivided::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
