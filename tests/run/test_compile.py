@@ -140,6 +140,8 @@ NUMBERS: dict[str, Callable[[Tensor, int], Mask]] = {
     "tokens": lambda cu, n: masks.documents(cu - torch.tensor([0, 0, 1]), max_q=n, total_q=n + 4),
     "prefix": lambda cu, n: masks.documents(cu) & (masks.causal() | masks.prefix(n)),
     "chunks": lambda cu, n: masks.documents(cu) & masks.chunks(n),
+    "window": lambda cu, n: masks.documents(cu) & masks.window(n - 3, n - 4),
+    "window-and-sinks": lambda cu, n: masks.documents(cu) & (masks.window(n - 4, 0) | masks.sinks(1)),
 }
 
 

@@ -291,7 +291,7 @@ class Mask(MaskFields):
         """The mask as a constant string and its tensors, for operators that take no Python objects.
 
         Args:
-            numbers: receives the ints of the parts, which may be symbolic; None: they are in the string.
+            numbers: receives the ints of the mask, which may be symbolic; None: they are in the string.
 
         Returns:
             ``(spec, tensors)``.

@@ -14,6 +14,7 @@ from undivided.masks._parts import (
     Dense,
     DocumentIds,
     Documents,
+    Field,
     GlobalBand,
     Lengths,
     Origin,
@@ -35,20 +36,23 @@ def write(
     align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor], numbers: list[int] | None = None
 ) -> str:
     """The string: alignment, band, then the name and fields of each part; ``t0`` is the first of the tensors. A list
-    for numbers receives those of the parts, of which ``n0`` is the first; otherwise they are in the string."""
-    words = [f"{align}", f"{band[0]},{band[1]}"]
+    for numbers receives those of the band and of the parts, of which ``n0`` is the first; otherwise they are in the
+    string."""
+    left, right = (_write_field(side, tensors, numbers) for side in band)
+    words = [f"{align}", f"{left},{right}"]
     for part in parts:
-        fields = [part.name]
-        for value in part.fields():
-            if isinstance(value, Tensor):
-                fields += [f"t{n}" for n, tensor in enumerate(tensors) if tensor is value]
-            elif numbers is not None and value is not None and part.name != Predicate.name:
-                fields.append(f"n{len(numbers)}")
-                numbers.append(value)
-            else:
-                fields.append(f"{value}")
-        words.append(",".join(fields))
+        own = None if part.name == Predicate.name else numbers
+        words.append(",".join([part.name, *[_write_field(value, tensors, own) for value in part.fields()]]))
     return ";".join(words)
+
+
+def _write_field(value: Field, tensors: Sequence[Tensor], numbers: list[int] | None) -> str:
+    if isinstance(value, Tensor):
+        return next(f"t{n}" for n, tensor in enumerate(tensors) if tensor is value)
+    if numbers is None or value is None:
+        return f"{value}"
+    numbers.append(value)
+    return f"n{len(numbers) - 1}"
 
 
 def read(
