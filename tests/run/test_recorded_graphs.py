@@ -96,6 +96,26 @@ def test_a_trace_with_gradients_passes_its_own_check() -> None:
     torch.testing.assert_close(traced(2 * x), module(2 * x))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", ["padding", "padding_causal"])
+def test_a_trace_takes_other_lengths_and_another_kind_of_padding(kind: str) -> None:
+    """What the trace read of its example stayed in it: padding on the right, without holes."""
+
+    def padded(*rows: list[int]) -> tuple[Tensor, Tensor]:
+        mask = torch.tensor(rows).bool()[:, None, None]
+        return torch.randn(len(rows), mask.shape[-1], 2, 8), mask
+
+    layer = undivided.DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type=kind)
+    traced = torch.jit.trace(lambda x, mask: layer(x, x, x, mask), padded([0, 0, 0, 1], [0, 0, 0, 0]))
+    others = {
+        "right": padded([0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1]),
+        "left": padded([1, 1, 0, 0], [1, 0, 0, 0]),
+        "holes": padded([0, 1, 0, 0], [1, 0, 1, 0]),
+    }
+    for name, (x, mask) in others.items():
+        torch.testing.assert_close(traced(x, mask), layer(x, x, x, mask), msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
 def test_the_cpp_wrapper_of_inductor_has_gradients(needed: tuple[bool, bool]) -> None:
     """It ended the process if an operator returned a list of one tensor."""

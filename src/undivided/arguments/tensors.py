@@ -89,9 +89,9 @@ def functional_mode() -> bool:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether the values may be read: plain CPU tensors, outside of torch.compile and tracing or fake modes, that no
-    vmap batches."""
-    if torch.compiler.is_compiling() or (_modes() and values_are_traced()):
+    """Whether the values may be read: plain CPU tensors, outside of torch.compile, ``torch.jit.trace`` (which would
+    record what follows from them as constants) and tracing or fake modes, that no vmap batches."""
+    if torch.compiler.is_compiling() or jit_trace() is not None or (_modes() and values_are_traced()):
         return False
     if _functorch.peek_interpreter_stack() is not None and any(map(_is_batched, tensors)):
         return False
