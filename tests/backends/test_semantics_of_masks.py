@@ -6,6 +6,7 @@ import pytest
 import torch
 from brute_force import causal, chunks, either, error, packed, padded, prefix, whole, window
 from semantics_inputs import BACKENDS, EXACT, assert_defined, qkv, random
+from torch import Tensor
 
 import undivided
 from undivided import InputError, masks
@@ -137,6 +138,22 @@ def test_alibi_of_documents_counts_within_each_and_has_a_slope_for_each(backend:
         layout="thd",
         backend=backend,
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_alibi_of_no_document_has_no_slopes(backend: str | None, compiled: bool) -> None:
+    """The padding rows read the slopes of document 0: an IndexError."""
+
+    def attend(q: Tensor, slopes: Tensor) -> Tensor:
+        mask = masks.documents(torch.tensor([0]), total_q=3) & masks.causal()
+        return undivided.attention(q, q, q, layout="thd", mask=mask, alibi_slopes=slopes, backend=backend)
+
+    q, slopes = torch.randn(3, 2, 8, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
+    out = torch.compile(attend, backend="aot_eager")(q, slopes) if compiled else attend(q, slopes)
+    for grad in torch.autograd.grad(out.sum(), (q, slopes)):
+        assert not grad.any()
+    assert not out.any()
 
 
 def test_sinks_are_only_in_the_denominator_and_off_by_one_is_a_sink_of_zero() -> None:

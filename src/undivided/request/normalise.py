@@ -99,6 +99,8 @@ def normalise(
         mask, problem = checked.mask, checked.problem
     if bias is not None and bias.dim() < 4:
         tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
+    if slopes is not None and slopes.dim() == 2 and slopes.shape[0] == 0:
+        tensors = tensors._replace(alibi_slopes=slopes.sum(0))  # padding rows read slopes, also of no sequence
     if seed is not None:
         seed = checked_seed(seed, q.device)
     if scale is None:

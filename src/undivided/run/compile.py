@@ -254,9 +254,9 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
         if not is_needed or tensor is None:
             results.append(_no_gradient(args.q))
         else:
-            results.append(
-                torch.zeros_like(tensor) if gradient is None else gradient.reshape(tensor.shape).contiguous()
-            )
+            if gradient is None or tensor.numel() == 0:
+                gradient = torch.zeros_like(tensor)
+            results.append(gradient.reshape(tensor.shape).contiguous())
     return tuple(results)
 
 
