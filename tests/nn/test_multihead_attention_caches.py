@@ -117,3 +117,19 @@ def test_a_decoder_refuses_positions_in_cross_attention_before_its_cache_changes
     with torch.no_grad(), pytest.raises(InputError, match="enc_dec_attn_mask_type must not depend"):
         layer(x, encoder_output=x, inference_params=params)
     assert params.memory.values == 0
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_two_layers_with_one_number_are_refused(device: str | None) -> None:
+    """The second layer replaced the keys of the first, and a step later both read its keys."""
+    layers = [MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", layer_number=1).eval() for _ in range(2)]
+    params = InferenceParams(1, 16, HEADS, HIDDEN // HEADS, torch.float32, device=device)
+    x = torch.randn(1, 3, HIDDEN)
+    with torch.no_grad():
+        params.pre_step({"a": 3})
+        first = layers[0](x, inference_params=params)
+        with pytest.raises(InputError, match=r"layer_number must be that of one layer: .*, got 1 from two layers"):
+            layers[1](x, inference_params=params)
+        assert torch.equal(layers[0](x, inference_params=params), first), "a layer may repeat its call"
+        params.pre_step({"b": 3})
+        layers[1](x, inference_params=params)

@@ -73,6 +73,7 @@ class BetweenSteps(LayerCaches, ABC):
     _batch: Batch
     _ranks: PageRanks | None
     _step: Step | None
+    _callers: tuple[Step | None, dict[int, int]] = (None, {})  # a step, and by number the id of the layer that called
 
     @abstractmethod
     def _set_step(self, step: Step | None) -> None:
@@ -88,6 +89,23 @@ class BetweenSteps(LayerCaches, ABC):
                 hint="inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))",
             )
         return self._step
+
+    def check_caller(self, layer_number: int, layer: object) -> None:
+        """Raise InputError if another layer has called the step with this number: its tokens would be replaced.
+
+        Args:
+            layer_number: number of the layer.
+            layer: the layer.
+
+        Raises:
+            InputError: another layer has the number, or there is no step.
+        """
+        step = self._current_step()
+        if self._callers[0] is not step:
+            self._callers = step, {}
+        if self._callers[1].setdefault(layer_number, id(layer)) != id(layer):
+            got, hint = f"{layer_number} from two layers", "layer_number=1 at construction, 2 for the next layer"
+            raise InputError("layer_number", "be that of one layer: its cache has the keys of one", got, hint=hint)
 
     def _start_receiving(self, step: Step | None) -> None:
         """Note which layers the last step has not called. step: the next one."""

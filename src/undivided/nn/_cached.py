@@ -6,9 +6,12 @@ TransformerEngine, and the mask type of the training works unchanged. The length
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
 from undivided.cache import InferenceParams
@@ -130,6 +133,16 @@ def mask(
         hint = "inference_params.pre_step sets the number of real tokens; for other masks, attn_mask_type='arbitrary'"
         raise InputError("attention_mask", "be None with inference_params", "a tensor", hint=hint)
     return diagonal
+
+
+@outside_of_graphs
+def attend(params: InferenceParams, layer: Any, inputs: Inputs, mask: Mask, options: dict[str, Any]) -> Tensor:
+    """The attention of the new tokens of a layer, which has the attribute `layer_number`, over its cache."""
+    q, k, v, format = inputs[:4]
+    params.check_caller(layer.layer_number, layer)
+    out = params.attend(layer.layer_number, q, k, v, format, mask=mask, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> None:

@@ -348,7 +348,6 @@ class DotProductAttention(DividedModule):
         )
 
     def _attend_cached(self, inputs: Inputs, mask: Mask, scores: ScoreTerms, params: InferenceParams) -> Tensor:
-        q, k, v, format = inputs[:4]
         if self.training and self.attention_dropout:
             must = "be used in evaluation mode, or without attention_dropout"
             raise InputError("inference_params", must, "training mode", hint="module.eval()")
@@ -357,9 +356,7 @@ class DotProductAttention(DividedModule):
         if not self._is_numbered:
             hint = "layer_number=1 at construction, 2 for the next layer: caches are found by it"
             raise InputError("inference_params", "be used with a layer_number", None, hint=hint)
-        out = params.attend(self.layer_number, q, k, v, format, mask=mask, **self._options(q, scores))
-        assert isinstance(out, Tensor)
-        return out.flatten(-2)
+        return _cached.attend(params, self, inputs, mask, self._options(inputs.q, scores)).flatten(-2)
 
     def _options(self, q: Tensor, scores: ScoreTerms) -> dict[str, Any]:
         return {
