@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import plain_layer
 import pytest
@@ -133,3 +134,29 @@ def test_two_layers_with_one_number_are_refused(device: str | None) -> None:
         assert torch.equal(layers[0](x, inference_params=params), first), "a layer may repeat its call"
         params.pre_step({"b": 3})
         layers[1](x, inference_params=params)
+
+
+@pytest.mark.parametrize(
+    ("format", "call", "message"),
+    [
+        ("bshd", {"max_seqlen_q": 2.5}, "max_seqlen_q must be an int, got 2.5"),
+        ("bshd", {"pad_between_seqs": "no"}, "pad_between_seqs must be True or False, got 'no'"),
+        ("thd", {"max_seqlen_kv": -1}, "max_seqlen_kv must be at least 0, got -1"),
+        ("thd", {"max_seqlen_q": 2}, "max_seqlen_q must be at least the new tokens of the longest sequence (3), got 2"),
+        ("thd", {"max_seqlen_kv": 6}, "max_seqlen_kv must be at least the cached tokens of the longest sequence (7)"),
+        ("thd", {"pad_between_seqs": True}, "pad_between_seqs must be False or None with inference_params, got True"),
+        ("thd", {"max_seqlen_q": 3, "max_seqlen_kv": 7, "pad_between_seqs": False}, None),
+    ],
+)
+def test_lengths_and_padding_are_checked_with_a_cache(format: str, call: dict[str, Any], message: str | None) -> None:
+    module = DotProductAttention(HEADS, 6, GROUPS, qkv_format=format, attn_mask_type="padding_causal", layer_number=1)
+    params = InferenceParams(2, 16, GROUPS, 6, torch.float32)
+    for counts in ((4, 2), (3, 3)):
+        params.pre_step(OrderedDict(zip("ab", counts, strict=True)))
+        q, k, v = (in_format([torch.zeros(n, h, 6) for n in counts], format) for h in (HEADS, GROUPS, GROUPS))
+        if counts == (4, 2) or message is None:
+            module(q, k, v, inference_params=params, **(call if counts == (3, 3) else {}))
+            continue
+        with pytest.raises(InputError) as caught:
+            module(q, k, v, inference_params=params, **call)
+        assert str(caught.value).startswith(message)

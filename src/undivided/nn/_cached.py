@@ -19,6 +19,7 @@ from undivided.context_parallel import ContextParallel
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments import sequences
+from undivided.nn.arguments.checks import checked_integer, checked_optional_flag
 from undivided.nn.arguments.formats import Inputs, with_length
 from undivided.nn.arguments.mask_types import (
     MaskType,
@@ -123,6 +124,7 @@ def mask(
 ) -> Mask:
     """The mask of the new tokens and the cached keys."""
     _check_offsets(arguments, params)
+    _check_hints(arguments, inputs, params)
     if kind.bottom_right is None and bottom_right is False:
         hint = "new tokens are the last of their sequences"
         raise InputError("bottom_right_diagonal", "not be False with inference_params", False, hint=hint)
@@ -157,6 +159,19 @@ def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> Non
                 offsets.tolist()[:8],
                 hint=f"pre_step received {params.cu_seqlens_q.diff().tolist()[: params.batch_size]} new tokens",
             )
+
+
+def _check_hints(arguments: SequenceArguments, inputs: Inputs, params: InferenceParams) -> None:
+    """Raise InputError for maximum lengths and a padding flag that contradict the cache."""
+    before, after = params.sequences_pre_step, params.sequences
+    new = max((after[name] - before[name] for name in before), default=0)
+    for name, longest, what in (("max_seqlen_q", new, "new tokens"), ("max_seqlen_kv", inputs.kv_len, "cached tokens")):
+        value = getattr(arguments, name)
+        if value is not None and checked_integer(name, value, 0) < longest and inputs.packed:
+            raise InputError(name, f"be at least the {what} of the longest sequence ({longest})", value)
+    if checked_optional_flag("pad_between_seqs", arguments.pad_between_seqs) and inputs.packed:
+        hint = "new tokens of the sequences of a step are packed without padding"
+        raise InputError("pad_between_seqs", "be False or None with inference_params", True, hint=hint)
 
 
 def _same_offsets(offsets: Tensor, step_offsets: Tensor) -> bool:
