@@ -13,6 +13,7 @@ import torch
 
 from undivided import (
     InferenceParams,
+    InputError,
     MultiheadAttention,
     RotaryPositionEmbedding,
     TransformerLayer,
@@ -160,3 +161,39 @@ def test_the_caches_accept_what_transformer_engine_refuses() -> None:
     params.pre_step({"a": 3})
     params.pre_step({"b": 2, "a": 4})  # several tokens of a known sequence, behind a new one
     assert list(params.sequences.items()) == [("b", 2), ("a", 7)]
+
+
+ATTRIBUTES: dict[str, tuple[Any, Any, Any]] = {
+    # given, set later, refused
+    "self_attn_mask_type": ("no_mask", "causal", "both"),
+    "window_size": ((3, 1), (2, 2), 5),
+    "bottom_right_diagonal": (True, False, "no"),
+    "enc_dec_attn_mask_type": ("no_mask", "causal", "both"),
+    "enc_dec_window_size": ((3, 1), (2, 2), 5),
+    "enc_dec_bottom_right_diagonal": (True, False, "no"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:(window_size|bottom_right_diagonal).*attn_mask_type:UserWarning")
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_options_of_the_masks_are_attributes_that_the_next_call_uses(name: str) -> None:
+    """As in TransformerEngine; a layer had none of them, so that one could be set without effect."""
+    given, later, wrong = ATTRIBUTES[name]
+    options = {key: value[0] for key, value in ATTRIBUTES.items()}
+    sizes = (24, 32, 4)
+    layer = TransformerLayer(*sizes, layer_type="decoder", attn_input_format="bshd", **options).eval()
+    other = TransformerLayer(*sizes, layer_type="decoder", attn_input_format="bshd", **(options | {name: later})).eval()
+    other.load_state_dict(layer.state_dict())
+    x = {"hidden_states": torch.randn(1, 6, 24), "encoder_output": torch.randn(1, 8, 24)}
+    of_attention, inner = name.removeprefix("enc_dec_"), layer.inter_attention
+    if not name.startswith("enc_dec_"):
+        of_attention, inner = name.removeprefix("self_"), layer.self_attention
+    assert getattr(layer, name) == getattr(inner, of_attention) == given
+    setattr(layer, name, later)
+    assert getattr(layer, name) == getattr(inner, of_attention) == later
+    with torch.no_grad():
+        assert torch.equal(layer(**x), other(**x))
+        setattr(inner, of_attention, wrong)
+        with pytest.raises(InputError, match=name):
+            layer(**x)
+    assert hasattr(TransformerLayer(*sizes, attn_input_format="bshd"), name) is not name.startswith("enc_dec_")

@@ -175,6 +175,73 @@ def test_padding_between_packed_sequences() -> None:
     torch.testing.assert_close(torch.cat((out[:5], out[6:9])), tight)
 
 
+@pytest.mark.parametrize("given", ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"])
+@pytest.mark.parametrize("kv", ["none", "same", "equal"])
+@pytest.mark.parametrize("of_attention", [False, True], ids=["layer", "attention"])
+def test_padded_offsets_of_either_side_serve_both(given: str, kv: str, of_attention: bool) -> None:
+    """With those of the keys alone, rotary positions counted from cu_seqlens_q, and a layer ignored them."""
+    module: torch.nn.Module = layer("thd", self_attn_mask_type="padding_causal")
+    module = module.self_attention if of_attention else module
+    x, q = torch.randn(10, HIDDEN, dtype=torch.float64), cu(LENGTHS)
+    offsets = {"cu_seqlens_q": q, "cu_seqlens_kv": {"none": None, "same": q, "equal": q.clone()}[kv]}
+    rope, padded = RotaryPositionEmbedding(6)(9), cu((6, 4))
+    want = module(x, **offsets, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, rotary_pos_emb=rope)
+    out = module(x, **offsets, **{given: padded}, rotary_pos_emb=rope)
+    assert torch.equal(out, want)
+    with pytest.raises(InputError, match="cu_seqlens_kv_padded must be cu_seqlens_q_padded or None in self-attention"):
+        module(x, **offsets, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=cu((5, 5)))
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_a_side_of_cross_attention_without_padded_offsets_has_no_padding(side: str) -> None:
+    """Also if both sides have one cu_seqlens: positions and attention once placed the tokens differently."""
+    module = layer("thd", layer_type="decoder").inter_attention
+    lengths, padded = cu(LENGTHS), cu((6, 4))
+    tight, loose = torch.randn(8, HIDDEN, dtype=torch.float64), torch.zeros(10, HIDDEN, dtype=torch.float64)
+    loose[[0, 1, 2, 3, 4, 6, 7, 8]] = tight
+    call = {"attn_mask_type": "padding", "rotary_pos_emb": RotaryPositionEmbedding(6)(9)}
+    want = module(tight, encoder_output=tight, cu_seqlens_q=lengths, cu_seqlens_kv=lengths, **call)
+    x, encoder = (loose, tight) if side == "q" else (tight, loose)
+    call |= {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, f"cu_seqlens_{side}_padded": padded}
+    out = module(x, encoder_output=encoder, **call)
+    torch.testing.assert_close(out[[0, 1, 2, 3, 4, 6, 7, 8]] if side == "q" else out, want)
+
+
+PADDING_OF_DECODERS: dict[str, dict[str, Any]] = {
+    "self alone": {"self_attn_mask_type": "padding_causal", "cu_seqlens_q": cu(LENGTHS)},
+    "cross alone": {"enc_dec_attn_mask_type": "padding", "cu_seqlens_q": cu(LENGTHS), "cu_seqlens_kv": cu(ENCODER)},
+    "self, cross by a mask": {
+        "self_attn_mask_type": "padding_causal",
+        "cu_seqlens_q": cu(LENGTHS),
+        "enc_dec_attn_mask_type": "padding",
+        "enc_dec_attn_mask": tuple(
+            (torch.arange(max(of)) >= torch.tensor(of)[:, None])[:, None, None] for of in (LENGTHS, ENCODER)
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("case", PADDING_OF_DECODERS)
+@pytest.mark.parametrize("format", ["sbhd", "bshd"])
+def test_one_attention_of_a_decoder_may_use_cu_seqlens(case: str, format: str) -> None:
+    """The other attention refused them. A sequence has the output that it has alone."""
+    call = PADDING_OF_DECODERS[case]
+    module = layer(format, layer_type="decoder")
+    xs = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in LENGTHS]
+    lengths = ENCODER if "enc_dec_attn_mask_type" in call else (6, 6)
+    encoders = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in lengths]
+    out = module(in_format(xs, format, PADDING), encoder_output=in_format(encoders, format, PADDING), **call)
+    for ours, x, encoder in zip(split_sequences(out, LENGTHS, format), xs, encoders, strict=True):
+        alone = module(in_format([x], format), encoder_output=in_format([encoder], format))
+        torch.testing.assert_close(ours, split_sequences(alone, (len(x),), format)[0])
+
+
+def test_cu_seqlens_that_no_attention_of_a_decoder_uses_are_refused() -> None:
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    with pytest.raises(InputError, match="cu_seqlens_q must be None with self_attn_mask_type='causal'"):
+        layer("bshd", layer_type="decoder")(x, encoder_output=x, cu_seqlens_q=cu(LENGTHS))
+
+
 def test_a_pair_of_rotary_embeddings_is_for_queries_and_keys() -> None:
     x = torch.randn(1, 5, HIDDEN, dtype=torch.float64)
     module = layer("bshd", self_attn_mask_type="causal")

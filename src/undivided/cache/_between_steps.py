@@ -90,23 +90,6 @@ class BetweenSteps(LayerCaches, ABC):
             )
         return self._step
 
-    def check_caller(self, layer_number: int, layer: object) -> None:
-        """Raise InputError if another layer has called the step with this number: its tokens would be replaced.
-
-        Args:
-            layer_number: number of the layer.
-            layer: the layer.
-
-        Raises:
-            InputError: another layer has the number, or there is no step.
-        """
-        step = self._current_step()
-        if self._callers[0] is not step:
-            self._callers = step, {}
-        if self._callers[1].setdefault(layer_number, id(layer)) != id(layer):
-            got, hint = f"{layer_number} from two layers", "layer_number=1 at construction, 2 for the next layer"
-            raise InputError("layer_number", "be that of one layer: its cache has the keys of one", got, hint=hint)
-
     def _start_receiving(self, step: Step | None) -> None:
         """Note which layers the last step has not called. step: the next one."""
         new, lengths = {}, self._batch.ledger.lengths
@@ -270,3 +253,19 @@ class BetweenSteps(LayerCaches, ABC):
 
         self._batch.ledger = on_all_ranks(self._ranks, compaction).run(self._storages.values())
         self._set_step(None)
+
+
+def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
+    """Raise InputError if another layer has called the step with this number: its tokens would be replaced.
+
+    Args:
+        params: the caches.
+        layer_number: number of the layer.
+        layer: the layer.
+    """
+    step = params._current_step()
+    if params._callers[0] is not step:
+        params._callers = step, {}
+    if params._callers[1].setdefault(layer_number, id(layer)) != id(layer):
+        got, hint = f"{layer_number} from two layers", "layer_number=1 at construction, 2 for the next layer"
+        raise InputError("layer_number", "be that of one layer: its cache has the keys of one", got, hint=hint)

@@ -15,6 +15,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
 from undivided.cache import InferenceParams
+from undivided.cache._between_steps import check_caller
 from undivided.context_parallel import ContextParallel
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -60,7 +61,7 @@ def check_cross_attention(
         must = "be None for cross-attention with a context group: ranks hold parts of its keys, but whole steps"
         raise InputError("inference_params", must, "a cache", hint="a decoder without set_context_parallel_group")
     kind = checked_mask_type(own_kind if mask_type is None else mask_type)
-    window = own_window if window_size is None else checked_window(window_size)
+    window = checked_window(own_window if window_size is None else window_size)
     must = "not depend on the positions of the queries in cross-attention with inference_params"
     hint = "'no_mask', 'padding' or 'arbitrary', with window_size=(-1, -1), or whole sequences without inference_params"
     if kind.causal:
@@ -141,7 +142,7 @@ def mask(
 def attend(params: InferenceParams, layer: Any, inputs: Inputs, mask: Mask, options: dict[str, Any]) -> Tensor:
     """The attention of the new tokens of a layer, which has the attribute `layer_number`, over its cache."""
     q, k, v, format = inputs[:4]
-    params.check_caller(layer.layer_number, layer)
+    check_caller(params, layer.layer_number, layer)
     out = params.attend(layer.layer_number, q, k, v, format, mask=mask, **options)
     assert isinstance(out, Tensor)
     return out

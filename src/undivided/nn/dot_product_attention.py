@@ -311,9 +311,9 @@ class DotProductAttention(DividedModule):
         params: InferenceParams | None,
     ) -> Mask:
         kind = checked_mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
-        window = self.window_size if window_size is None else checked_window(window_size)
-        requested = checked_optional_flag("bottom_right_diagonal", bottom_right_diagonal)
-        bottom_right = self.bottom_right_diagonal if requested is None else requested
+        window = checked_window(self.window_size if window_size is None else window_size)
+        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        bottom_right = checked_optional_flag("bottom_right_diagonal", bottom_right)
         if params is not None:
             return _cached.mask(arguments, kind, inputs, window, bottom_right, params)
         diagonal = band(kind, window, bottom_right)

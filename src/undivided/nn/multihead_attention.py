@@ -17,10 +17,11 @@ from undivided.nn.arguments.mask_types import checked_mask_type
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
-from undivided.nn.blocks.linear import LayerNormLinear, Linear, OutputLinear
+from undivided.nn.blocks.inner_attribute import InnerAttribute
+from undivided.nn.blocks.linear import Linear, OutputLinear
 from undivided.nn.blocks.module import Init, checked_dtype, checked_init
-from undivided.nn.blocks.normalization import Norm, Normalization, checked_norm, checked_qk_norms
-from undivided.nn.blocks.projections import kv_features, qkv_features, split_kv, split_q, split_qkv
+from undivided.nn.blocks.normalization import Normalization, checked_norm, checked_qk_norms
+from undivided.nn.blocks.projections import projections, split_kv, split_q, split_qkv
 from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.dot_product_attention import DotProductAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb, rotate_queries_and_keys
@@ -95,6 +96,9 @@ class MultiheadAttention(DividedModule):
     qkv_weight_interleaved: bool
     rotary_pos_interleaved: bool
     qk_norm_before_rope: bool
+    attn_mask_type = InnerAttribute("core_attention", "attn_mask_type")
+    window_size = InnerAttribute("core_attention", "window_size")
+    bottom_right_diagonal = InnerAttribute("core_attention", "bottom_right_diagonal")
 
     def __init__(
         self,
@@ -172,7 +176,19 @@ class MultiheadAttention(DividedModule):
         divided = self.tensor_parallel.divided_init
         init = divided(checked_init("init_method", init_method))
         output_init = divided(checked_init("output_layer_init_method", output_layer_init_method))
-        self._make_projections(norm, init, bias, device, dtype)
+        projected = projections(
+            self.heads,
+            hidden_size,
+            norm if self.input_layernorm else None,
+            init,
+            bias,
+            device,
+            dtype,
+            is_cross=self.attention_type == "cross",
+            fused=self.fuse_qkv_params,
+        )
+        for module, projection in projected.items():
+            setattr(self, module, projection)
         self.q_norm, self.k_norm = checked_qk_norms(qk_norm_type, qk_norm_eps, self.heads.qk_dim, device, dtype)
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -196,27 +212,6 @@ class MultiheadAttention(DividedModule):
         context_size = self.heads.q * self.heads.v_dim
         self.proj = OutputLinear(context_size, {"": hidden_size}, output_init, bias, device, dtype)
         self.set_tensor_parallel_group(tp_group)
-
-    def _make_projections(
-        self, norm: Norm, init: Init, bias: bool, device: torch.device | str | None, dtype: torch.dtype
-    ) -> None:
-        """Create `layernorm_qkv` or `qkv`; for "cross", `layernorm_query` or `query_layer`, and `key_value`."""
-        fused, heads, size = self.fuse_qkv_params, self.heads, self.hidden_size
-
-        def make(features: dict[str, int], normalised: bool) -> Linear:
-            if normalised:
-                return LayerNormLinear(norm, size, features, init, bias, device, dtype)
-            return Linear(size, features, init, bias, device, dtype)
-
-        if self.attention_type == "self":
-            features = qkv_features(heads, fused)
-            setattr(self, "layernorm_qkv" if self.input_layernorm else "qkv", make(features, self.input_layernorm))
-            return
-        if self.input_layernorm:
-            self.layernorm_query = make({"" if fused else "query": heads.q * heads.qk_dim}, True)
-        else:
-            self.query_layer = make({"": heads.q * heads.qk_dim}, False)
-        self.key_value = make(kv_features(heads, fused), False)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter, for example after `to_empty`."""
@@ -299,6 +294,9 @@ class MultiheadAttention(DividedModule):
                 attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
             hidden.check_evidence(hidden_states, self.qkv_format, "qkv_format", evidence)
+        if self.qkv_format == "thd":
+            given = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
+            cu_seqlens_q_padded, cu_seqlens_kv_padded = hidden.padded_offsets(self.attention_type == "cross", *given)
         q, k, v, normalised = self._project(hidden_states, encoder_output)
         if self.qk_norm_before_rope:
             q, k = self._normalise(q, k)

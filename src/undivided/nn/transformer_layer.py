@@ -12,6 +12,7 @@ from torch.nn import functional
 from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
+from undivided.nn._layer_attentions import MaskOfCall, attention_of_layer, offsets_of_queries
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import check_names, checked_integer, checked_number
 from undivided.nn.arguments.error_names import CROSS_ATTENTION, SELF_ATTENTION, call_with_names
@@ -20,6 +21,7 @@ from undivided.nn.arguments.refused import LAYERS_AT_CALL, TRANSFORMER_LAYER_AT_
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.drop_path import drop_path_scale
+from undivided.nn.blocks.inner_attribute import InnerAttribute
 from undivided.nn.blocks.mlp import Activation, LayerNormMLP
 from undivided.nn.blocks.module import Init, checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Normalization, checked_norm
@@ -90,6 +92,12 @@ class TransformerLayer(DividedModule):
     apply_residual_connection_post_layernorm: bool
     output_layernorm: bool
     parallel_attention_mlp: bool
+    self_attn_mask_type = InnerAttribute("self_attention", "attn_mask_type")
+    window_size = InnerAttribute("self_attention", "window_size")
+    bottom_right_diagonal = InnerAttribute("self_attention", "bottom_right_diagonal")
+    enc_dec_attn_mask_type = InnerAttribute("inter_attention", "attn_mask_type")
+    enc_dec_window_size = InnerAttribute("inter_attention", "window_size")
+    enc_dec_bottom_right_diagonal = InnerAttribute("inter_attention", "bottom_right_diagonal")
 
     def __init__(
         self,
@@ -167,12 +175,13 @@ class TransformerLayer(DividedModule):
         self.name = name
         norm = checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)
         dtype = checked_dtype(params_dtype)
-        self.self_attention = self._attention(arguments, "self")
+        normalises = not self.output_layernorm
+        self.self_attention = attention_of_layer(arguments, "self", normalises, self._returns_normalised("self"))
         self.layer_number = self.self_attention.layer_number
         options = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
         call_with_names(CROSS_ATTENTION, check_mask_options, *options)
         if layer_type == "decoder":
-            self.inter_attention = self._attention(arguments, "cross")
+            self.inter_attention = attention_of_layer(arguments, "cross", True, self._returns_normalised("cross"))
         ffn_size = checked_integer("ffn_hidden_size", ffn_hidden_size, 1)
         self.layernorm_mlp = LayerNormMLP(
             norm,
@@ -197,26 +206,6 @@ class TransformerLayer(DividedModule):
         for other in ("apply_residual_connection_post_layernorm", "output_layernorm"):
             if getattr(self, other):
                 raise InputError("parallel_attention_mlp", f"be False with {other}", True)
-
-    def _attention(self, arguments: Mapping[str, Any], kind: str) -> MultiheadAttention:
-        """A new module for self-attention or cross-attention."""
-        names = SELF_ATTENTION if kind == "self" else CROSS_ATTENTION
-        renamed = {
-            inner: arguments[outer]
-            for inner, outer in names.items()
-            if outer in arguments and inner != "attention_mask"
-        }
-        window = {name: arguments[name] for name in ("window_size", "bottom_right_diagonal")}
-        shared = {name: arguments[name] for name in _SHARED_ARGUMENTS} | window | renamed
-        module: MultiheadAttention = call_with_names(
-            names,
-            MultiheadAttention,
-            **shared,
-            attention_type=kind,
-            input_layernorm=kind == "cross" or not self.output_layernorm,
-            return_layernorm_output=self._returns_normalised(kind),
-        )
-        return module
 
     def _returns_normalised(self, kind: str) -> bool:
         """Whether the residual of this attention is its normalised input."""
@@ -308,24 +297,33 @@ class TransformerLayer(DividedModule):
             "core_attention_bias_type": core_attention_bias_type,
             "core_attention_bias": core_attention_bias,
             "alibi_slopes": alibi_slopes,
-            "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "max_seqlen_q": max_seqlen_q,
             "fast_zero_fill": fast_zero_fill,
             "pad_between_seqs": pad_between_seqs,
         }
+        of_keys = {"cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_kv": max_seqlen_kv}
+        own_options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q}
+        padded = cu_seqlens_q_padded
         if self.layer_type == "encoder":
             hidden.check_no_encoder(encoder_output, enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv)
-            hidden.check_unused(cu_seqlens_kv_padded, max_seqlen_kv)
+            own_options |= of_keys
+            padded = cu_seqlens_kv_padded if padded is None else padded
             options = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
             call_with_names(CROSS_ATTENTION, check_mask_options, *options)
         else:  # before self-attention changes a cache
             cross = enc_dec_attn_mask_type, enc_dec_window_size, core_attention_bias_type
             check = self.inter_attention.check
             call_with_names(CROSS_ATTENTION, check, hidden_states, encoder_output, inference_params, *cross)
+            own_options["cu_seqlens_q"], of_keys["cu_seqlens_q"] = offsets_of_queries(
+                cu_seqlens_q,
+                MaskOfCall(self.self_attention, self_attn_mask_type, attention_mask),
+                MaskOfCall(self.inter_attention, enc_dec_attn_mask_type, enc_dec_attn_mask),
+                inference_params,
+            )
         self.tensor_parallel.check_ranks()
         self._agree_on_dropout(hidden_states)
-        offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        offsets = cu_seqlens_q if padded is None else padded
         attention_out, residual = self._run_attention(
             "self",
             hidden_states,
@@ -334,6 +332,7 @@ class TransformerLayer(DividedModule):
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
+            **own_options,
         )
         if self.parallel_attention_mlp:
             mlp_out, _ = self.layernorm_mlp(hidden_states)
@@ -350,8 +349,7 @@ class TransformerLayer(DividedModule):
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 encoder_output=encoder_output,
                 cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-                max_seqlen_kv=max_seqlen_kv,
+                **of_keys,
             )
             x = self._add_residual(attention_out, residual, offsets, drop_path=False)
         mlp_out, normalised = self.layernorm_mlp(x)
@@ -391,10 +389,3 @@ class TransformerLayer(DividedModule):
 
 
 _FLAGS = ("apply_residual_connection_post_layernorm", "output_layernorm", "parallel_attention_mlp")
-_SHARED_ARGUMENTS = """
-    hidden_size num_attention_heads num_gqa_groups kv_channels attention_dropout layernorm_epsilon init_method
-    output_layer_init_method layer_number params_dtype fuse_qkv_params zero_centered_gamma
-    qkv_weight_interleaved rotary_pos_interleaved bias normalization device qk_norm_type qk_norm_eps
-    qk_norm_before_rope seq_length micro_batch_size softmax_type softmax_scale softcap backend
-    tp_group tp_size get_rng_state_tracker sequence_parallel set_parallel_mode
-""".split()  # passed on to MultiheadAttention unchanged

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer, check_tensor
+from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import FORMATS, OTHER_FORMAT
-from undivided.nn.arguments.sequences import differ
+from undivided.nn.arguments.sequences import check_offsets, differ
 
 _FORMAT_HINT = (
     "look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden], the batch size first (PyTorch's batch_first); "
@@ -161,12 +161,29 @@ def check_no_encoder(encoder: object, mask: object, cu_seqlens_q: Tensor | None,
         raise InputError("cu_seqlens_kv", must, f"a tensor {list(cu_seqlens_kv.shape)}", hint=hint)
 
 
-def check_unused(cu_seqlens_kv_padded: object, max_seqlen_kv: object) -> None:
-    """Raise InputError unless the lengths of keys, which an encoder does not use, are valid or None."""
-    if cu_seqlens_kv_padded is not None:
-        check_tensor("cu_seqlens_kv_padded", cu_seqlens_kv_padded)
-    if max_seqlen_kv is not None:
-        as_integer("max_seqlen_kv", max_seqlen_kv, 0)
+def padded_offsets(
+    is_cross: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    padded_q: Tensor | None,
+    padded_kv: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """cu_seqlens_q_padded and cu_seqlens_kv_padded of packed sequences, each from the other arguments if it is None.
+
+    In self-attention both are those of hidden_states. In cross-attention a side without padded offsets has no padding.
+    """
+    if padded_q is None and padded_kv is None:
+        return None, None
+    if is_cross:
+        return cu_seqlens_q if padded_q is None else padded_q, cu_seqlens_kv if padded_kv is None else padded_kv
+    if padded_q is not None and padded_kv is not None:
+        check_offsets("cu_seqlens_q_padded", padded_q)
+        check_offsets("cu_seqlens_kv_padded", padded_kv)
+        if differ(padded_q, padded_kv):
+            must = "be cu_seqlens_q_padded or None in self-attention, whose queries and keys lie together"
+            raise InputError("cu_seqlens_kv_padded", must, f"a tensor {list(padded_kv.shape)} with other values")
+    own = padded_kv if padded_q is None else padded_q
+    return own, own
 
 
 def _swapped(x: Tensor, format: Layout, argument: str, evidence: str) -> InputError:

@@ -9,9 +9,51 @@ Cross attention has the same order without the queries, which have a weight of t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from undivided.nn.arguments.formats import Heads
+from undivided.nn.blocks.initial_weights import Init
+from undivided.nn.blocks.linear import LayerNormLinear, Linear
+from undivided.nn.blocks.normalization import Norm
+
+
+def projections(
+    heads: Heads,
+    size: int,
+    norm: Norm | None,
+    init: Init,
+    bias: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype,
+    *,
+    is_cross: bool,
+    fused: bool,
+) -> dict[str, Linear]:
+    """The projections by name: `layernorm_qkv` or `qkv`; of cross-attention `layernorm_query` or `query_layer`, and
+    `key_value`.
+
+    Args:
+        heads: of the layer.
+        size: features of hidden states.
+        norm: normalisation of hidden_states; None if they are not normalised.
+        init, bias, device, dtype: as in `Linear`.
+        is_cross: whether keys and values are maps of another tensor.
+        fused: whether the maps of one tensor have one weight.
+    """
+
+    def make(features: dict[str, int], norm: Norm | None) -> Linear:
+        if norm is not None:
+            return LayerNormLinear(norm, size, features, init, bias, device, dtype)
+        return Linear(size, features, init, bias, device, dtype)
+
+    if not is_cross:
+        return {"qkv" if norm is None else "layernorm_qkv": make(qkv_features(heads, fused), norm)}
+    features = {"" if fused or norm is None else "query": heads.q * heads.qk_dim}
+    return {
+        "query_layer" if norm is None else "layernorm_query": make(features, norm),
+        "key_value": make(kv_features(heads, fused), None),
+    }
 
 
 def qkv_features(heads: Heads, fused: bool) -> dict[str, int]:
