@@ -119,6 +119,25 @@ def test_it_compiles_into_one_graph(made: dict[str, Any], tensors: tuple[Tensor,
         torch.testing.assert_close(ours, eager)
 
 
+DYNAMIC: dict[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = {
+    "a bias of each head": (
+        {},
+        lambda n: {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.randn(1, 4, n, n)},
+    ),
+    "the largest score, recomputed": ({"return_max_logit": True}, lambda n: {"checkpoint_core_attention": True}),
+}
+
+
+@pytest.mark.parametrize(("made", "call"), DYNAMIC.values(), ids=DYNAMIC)
+def test_it_compiles_for_sizes_that_vary(made: dict[str, Any], call: Callable[[int], dict[str, Any]]) -> None:
+    torch._dynamo.reset()
+    module = DotProductAttention(4, 8, qkv_format="bshd", **made)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (6, 7):
+        q, options = torch.randn(2, n, 4, 8, requires_grad=True), call(n)
+        torch.testing.assert_close(compiled(q, q, q, **options), module(q, q, q, **options))
+
+
 class Layer(torch.nn.Module):
     """A minimal layer with attention."""
 

@@ -20,8 +20,9 @@ _VIEWS: Sequence[tuple[str, tuple[int | None, ...]]] = (
 
 def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether a tensor of this shape can be expanded to these sizes; missing axes are added in front."""
+    # not `in`, which torch.compile evaluates as `is` for an int and a dynamic size
     return len(shape) <= len(sizes) and all(
-        have in (1, size) for have, size in zip(reversed(shape), reversed(sizes), strict=False)
+        have == 1 or have == size for have, size in zip(reversed(shape), reversed(sizes), strict=False)
     )
 
 

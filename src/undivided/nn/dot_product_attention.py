@@ -339,13 +339,14 @@ class DotProductAttention(DividedModule):
             dropout_seed=seed,
             **self._options(q, scores),
         )
+        largest = None
+        if self.return_max_logit:  # first, as torch.compile fails for floats that a checkpoint's body reads first
+            largest = max_logit(
+                q, k, mask, format, scores.bias, scores.alibi_slopes, self.softmax_scale, self.softcap, cp
+            )
         out = checkpoint(core, q, k, v, use_reentrant=False) if recompute else core(q, k, v)
         out = out.flatten(-2)
-        if not self.return_max_logit:
-            return out
-        return out, max_logit(
-            q, k, mask, format, scores.bias, scores.alibi_slopes, self.softmax_scale, self.softcap, cp
-        )
+        return out if largest is None else (out, largest)
 
     def _attend_cached(self, inputs: Inputs, mask: Mask, scores: ScoreTerms, params: InferenceParams) -> Tensor:
         if self.training and self.attention_dropout:

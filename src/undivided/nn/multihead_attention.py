@@ -87,6 +87,7 @@ class MultiheadAttention(DividedModule):
 
     layernorm_qkv: Linear
     qkv: Linear
+    key_value: Linear
     layernorm_query: Linear
     query_layer: Linear
     return_bias: bool

@@ -46,7 +46,8 @@ class Evidence(NamedTuple):
 
     def fits(self, sizes: Sizes) -> bool:
         """Whether these sizes agree with the evidence."""
-        return self.batch in (None, sizes.batch) and self.length in (None, sizes.length)
+        fits_batch = self.batch is None or self.batch == sizes.batch
+        return fits_batch and (self.length is None or self.length == sizes.length)
 
     def __str__(self) -> str:
         parts = ((self.batch, "sequences"), (self.length, "tokens each"))
