@@ -139,6 +139,41 @@ def test_a_checkpoint_of_transformer_engine_loads(options: dict[str, Any], shape
         model.load_state_dict(checkpoint)
 
 
+class Counted(TransformerLayer):
+    """A layer with a state of its own, and an inner module with one."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__(HIDDEN, 20, HEADS, GROUPS, attn_input_format="bshd")
+        self.calls, self.self_attention.q_norm = calls, Inner(calls + 1)
+        self.register_buffer("an_extra_state", torch.full((1,), calls))
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+def test_extra_states_of_subclasses_and_modules_in_a_layer_are_loaded() -> None:
+    """They were dropped as TransformerEngine's FP8 states are, so that loading failed for a missing key."""
+    saved, model = Counted(3), Counted(0)
+    checkpoint = saved.state_dict() | {name: torch.zeros(5, dtype=torch.uint8) for name in EXTRA_STATES}
+    assert str(model.load_state_dict(checkpoint)) == "<All keys matched successfully>"
+    assert (model.calls, model.self_attention.q_norm.value, model.an_extra_state.item()) == (3, 4, 3)
+
+
 def fused_rows(kind: str, sizes: tuple[int, int], cross: bool) -> list[int]:
     """Row numbers of the concatenated weights, in the order of a fused weight."""
     d, d_v = sizes

@@ -13,9 +13,12 @@ from undivided.nn.blocks.initial_weights import DividedInit, draw_dtensor
 from undivided.nn.blocks.initial_weights import Init as Init
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 
+_EXTRA_STATE = "_extra_state"
+
 
 class Module(torch.nn.Module):
-    """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales.
+    """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales, unless a class
+    defines `set_extra_state`.
 
     Attributes:
         ranks: the ranks of which each holds a part of the parameters, as plain tensors or as DTensors; None: this rank
@@ -43,9 +46,16 @@ class Module(torch.nn.Module):
         return local_parameter(name, getattr(self, name), axis, self.ranks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
-            del state_dict[key]
+        modules = [(f"{prefix}{name}." if name else prefix, module) for name, module in self.named_modules()]
+        used = {f"{start}{_EXTRA_STATE}" for start, module in modules if _uses_extra_state(module)}
+        for key in [key for key in state_dict if key.startswith(prefix) and key.rpartition(".")[2] == _EXTRA_STATE]:
+            if key not in used:
+                del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _uses_extra_state(module: torch.nn.Module) -> bool:
+    return type(module).set_extra_state is not torch.nn.Module.set_extra_state
 
 
 def default_init(weight: Tensor) -> None:
