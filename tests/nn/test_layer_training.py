@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import plain_layer
@@ -110,6 +112,63 @@ def test_recomputing_the_attention_changes_nothing(p: float) -> None:
 
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b)
+
+
+class Tracker:
+    """TransformerEngine's tracker, as far as a layer and a checkpoint use it."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    def get_states(self) -> Tensor:
+        return self.state
+
+    def set_states(self, state: Tensor) -> None:
+        self.state = state
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+def repeat_states(tracker: Tracker) -> tuple[Any, Any]:
+    """As in the documentation."""
+    before = tracker.get_states()
+
+    @contextlib.contextmanager
+    def recomputation() -> Iterator[None]:
+        after = tracker.get_states()
+        tracker.set_states(before)
+        try:
+            yield
+        finally:  # a recomputation ends early, by an exception
+            tracker.set_states(after)
+
+    return contextlib.nullcontext(), recomputation()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["attention", "layer"])
+def test_a_checkpoint_repeats_the_dropout_of_a_tracker(whole: bool) -> None:
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        tracker = Tracker(5)
+        module = layer("bshd", attention_dropout=0.5, get_rng_state_tracker=lambda tracker=tracker: tracker)
+        x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+        run: Any = functools.partial(module, checkpoint_core_attention=recompute and not whole)
+        if recompute and whole:
+            states = functools.partial(repeat_states, tracker)
+            run = functools.partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=False, context_fn=states)
+        outs = [run(x) for _ in range(2)]
+        loss = sum(out.square().sum() for out in outs)
+        results.append([*outs, *torch.autograd.grad(loss, [x, *module.parameters()]), tracker.state])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("format", ["bshd", "thd"])
@@ -230,3 +289,25 @@ def test_sharded_with_half_precision(parts: bool) -> None:
     finally:
         distributed.destroy_process_group()
     torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+def test_learnable_sinks_are_sharded_apart_from_parameters_of_16_bits() -> None:
+    """As the documentation says: FSDP2 refuses two dtypes in one module."""
+    module = layer("bshd", params_dtype=torch.bfloat16, softmax_type="learnable")
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.bfloat16)
+    want = module(x)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        fully_shard(module.self_attention.core_attention, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        out = module(x)
+        out.sum().backward()
+        sinks = module.self_attention.core_attention.softmax_offset
+        assert sinks.grad.dtype == torch.float32
+        assert sinks.grad.full_tensor().abs().min() > 0
+    finally:
+        distributed.destroy_process_group()
+    assert torch.equal(out, want)
