@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from undivided import DotProductAttention
+from undivided import DotProductAttention, InputError
 
 H, G, D = 4, 2, 8
 
@@ -157,6 +157,9 @@ def test_in_self_attention_the_offsets_of_the_queries_are_those_of_the_keys() ->
     rows = [[0, 1, 2], [4, 5], [8, 9, 10, 11]]
     want = definition("padding", (-1, -1), False, [(0, row, row) for row in rows])
     assert recovered(module, 13, 13, **alone) == want
+    assert recovered(module, 13, 13, **alone, cu_seqlens_kv=alone["cu_seqlens_q"].int()) == want, "equal, in a copy"
+    with pytest.raises(InputError, match="cu_seqlens_kv must be int32 or int64"):
+        recovered(module, 13, 13, **alone, cu_seqlens_kv=alone["cu_seqlens_q"].double())
     assert recovered(module, 13, 13, **alone, pad_between_seqs=True, max_seqlen_q=64, max_seqlen_kv=64) == want
 
 

@@ -26,6 +26,7 @@ from undivided.nn.arguments.checks import (
     checked_integer,
     checked_number,
     checked_optional_flag,
+    shared_offsets,
 )
 from undivided.nn.arguments.error_names import with_module_names
 from undivided.nn.arguments.formats import Heads, Inputs, InputTensors
@@ -266,7 +267,7 @@ class DotProductAttention(DividedModule):
         arguments = SequenceArguments(
             attention_mask,
             cu_seqlens_q,
-            cu_seqlens_kv,
+            shared_offsets(cu_seqlens_q, cu_seqlens_kv) if self.attention_type == "self" else cu_seqlens_kv,
             cu_seqlens_q_padded,
             cu_seqlens_kv_padded,
             max_seqlen_q,

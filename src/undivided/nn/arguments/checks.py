@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_device, as_integer, check_type, checked_flag, is_finite
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.arguments.refused import shorten
@@ -97,3 +98,12 @@ def check_call_hints(checkpoint_core_attention: object, fast_zero_fill: object, 
     checked_flag("fast_zero_fill", fast_zero_fill)
     if num_splits is not None:
         checked_integer("num_splits", num_splits, 0)
+
+
+def shared_offsets(cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> Tensor | None:
+    """cu_seqlens_kv, but cu_seqlens_q if its values are known to be the same: one tensor means one packing."""
+    q, kv = cu_seqlens_q, cu_seqlens_kv
+    if q is kv or not (isinstance(q, Tensor) and isinstance(kv, Tensor)):
+        return kv
+    is_comparable = readable(q, kv) and q.shape == kv.shape and kv.dtype in (torch.int32, torch.int64)
+    return q if is_comparable and bool((q == kv).all()) else kv
