@@ -128,6 +128,17 @@ def wrong_call(
     return InputError(missing[0], must, REQUIRED, hint).as_also(TypeError)
 
 
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with this many arguments by position, as far as Python knows its signature."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except ValueError:  # a function of C without a signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def raise_as_type_error(describe: Callable[..., InputError], *arguments: object) -> NoReturn:
     """Raise what `describe` returns for these arguments, as an error that is also a TypeError.
 

@@ -84,8 +84,8 @@ class BetweenSteps(LayerCaches, ABC):
         if self._step is None or not self._step.slots:
             raise InputError(
                 "inference_params",
-                "have a step before the model runs",
-                "no step",
+                "have a step with sequences before the model runs",
+                "no step" if self._step is None else "a step without sequences, pre_step({})",
                 hint="inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))",
             )
         return self._step

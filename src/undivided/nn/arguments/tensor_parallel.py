@@ -3,12 +3,14 @@ get_rng_state_tracker."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from undivided.arguments.checks import checked_flag
 from undivided.arguments.layout import SEQUENCE_AXIS
+from undivided.arguments.signature import takes
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.formats import Heads
@@ -93,9 +95,12 @@ def checked_tensor_arguments(
         hint = "with False, each rank would have all rows of the projections but only some heads"
         raise InputError("set_parallel_mode", f"be True with {size} tensor parallel ranks", False, hint=hint)
     tracker = get_rng_state_tracker
+    hint = "a function without arguments that returns an object with fork(), such as a CudaRNGStatesTracker"
     if tracker is not None and not callable(tracker):
-        hint = "a function without arguments that returns an object with fork(), such as a CudaRNGStatesTracker"
         raise InputError("get_rng_state_tracker", "be a function or None", type(tracker).__name__, hint=hint)
+    if tracker is not None and not takes(tracker, 0):
+        got = f"one with the arguments {inspect.signature(tracker)}"
+        raise InputError("get_rng_state_tracker", "be a function without arguments", got, hint=hint)
     is_divided = checked_flag("sequence_parallel", sequence_parallel) and size > 1
     sequence = SEQUENCE_AXIS[format] if is_divided and format is not None else None
     return TensorArguments(size, tensor_ranks(tp_group, size, sequence), tracker, sequence)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from undivided.context_parallel.exchange.failures import rank_errors
-from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker
+from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker, forked
 
 Init = Callable[[Tensor], object]
 
@@ -41,7 +41,7 @@ class DividedInit:
             ranks: the ranks, if they became known after construction.
         """
         if self.tracker is not None:
-            with self.tracker().fork():
+            with forked(self.tracker):
                 self.init(weight)
             return
         ranks = self.ranks if ranks is None else ranks

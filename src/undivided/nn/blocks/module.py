@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from undivided.arguments.signature import takes
 from undivided.errors import InputError
 from undivided.nn.blocks.initial_weights import DividedInit, draw_dtensor
 from undivided.nn.blocks.initial_weights import Init as Init
@@ -67,9 +69,12 @@ def checked_init(argument: str, value: Init | None) -> Init:
     """The function that initialises a weight; `default_init` if None."""
     if value is None:
         return default_init
+    hint = "functools.partial(torch.nn.init.normal_, std=0.02)"
     if not callable(value):
-        hint = "functools.partial(torch.nn.init.normal_, std=0.02)"
         raise InputError(argument, "be a function of a weight, or None", repr(value), hint=hint)
+    if not takes(value, 1):
+        must = "be a function of one argument, the weight"
+        raise InputError(argument, must, f"one with the arguments {inspect.signature(value)}", hint=hint)
     return value
 
 

@@ -229,8 +229,19 @@ def dropout_seed(
         return draw_seed(q.device) if cp_seed is None else cp_seed()
 
     if tracker is not None:
-        with tracker().fork():
+        with forked(tracker):
             return draw()
     if ranks is not None:
         return ranks.agree_on_seed(draw(), q.device)
     return None if cp_seed is None else cp_seed()
+
+
+def forked(tracker: Tracker) -> AbstractContextManager[Any]:
+    """The context in which a tracker's generator is the default one; InputError if the tracker has none."""
+    states = tracker()
+    context = states.fork() if callable(getattr(states, "fork", None)) else None
+    if not isinstance(context, AbstractContextManager):
+        must = "return an object whose fork() is a context manager"
+        hint = "such as a CudaRNGStatesTracker"
+        raise InputError("get_rng_state_tracker", must, type(states).__name__, hint=hint)
+    return context
