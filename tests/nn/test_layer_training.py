@@ -194,6 +194,18 @@ def test_compiled_in_one_graph(format: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("format", ["bshd", "sbhd"])
+def test_exported_for_lengths_that_include_the_batch_size(format: str) -> None:
+    """The format's check compared the two axes, so that the program was for one order of them only."""
+    module = layer(format).eval()
+    axis = 1 if format == "bshd" else 0
+    x, other = (torch.randn(*((2, n) if format == "bshd" else (n, 2)), HIDDEN, dtype=torch.float64) for n in (5, 2))
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(module, (x,), dynamic_shapes={"hidden_states": {axis: length}})
+    for hidden in (x, other):
+        torch.testing.assert_close(program.module()(hidden), module(hidden))
+
+
 def test_a_compiled_decoder_layer() -> None:
     module = layer("bshd", layer_type="decoder", drop_path_rate=0.2, hidden_dropout=0.1)
     x, encoder = (torch.randn(2, 5, HIDDEN, dtype=torch.float64), torch.randn(2, 4, HIDDEN, dtype=torch.float64))
