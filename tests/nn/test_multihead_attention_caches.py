@@ -151,12 +151,33 @@ def test_two_layers_with_one_number_are_refused(device: str | None) -> None:
 def test_lengths_and_padding_are_checked_with_a_cache(format: str, call: dict[str, Any], message: str | None) -> None:
     module = DotProductAttention(HEADS, 6, GROUPS, qkv_format=format, attn_mask_type="padding_causal", layer_number=1)
     params = InferenceParams(2, 16, GROUPS, 6, torch.float32)
-    for counts in ((4, 2), (3, 3)):
+
+    def step(counts: tuple[int, int], call: dict[str, Any]) -> None:
         params.pre_step(OrderedDict(zip("ab", counts, strict=True)))
         q, k, v = (in_format([torch.zeros(n, h, 6) for n in counts], format) for h in (HEADS, GROUPS, GROUPS))
-        if counts == (4, 2) or message is None:
-            module(q, k, v, inference_params=params, **(call if counts == (3, 3) else {}))
-            continue
-        with pytest.raises(InputError) as caught:
-            module(q, k, v, inference_params=params, **call)
-        assert str(caught.value).startswith(message)
+        module(q, k, v, inference_params=params, **call)
+
+    step((4, 2), {})
+    if message is None:
+        step((3, 3), call)
+        return
+    with pytest.raises(InputError) as caught:
+        step((3, 3), call)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_compiled_layer_generates_without_warnings_of_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
+    """The number of cached tokens was read inside of the graph, by a call that torch.compile reports."""
+    layer = MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", layer_number=1).eval()
+    torch._dynamo.reset()
+    outs = []
+    with torch.no_grad(), caplog.at_level("WARNING", logger="torch._dynamo"):
+        for function in (layer, torch.compile(layer, backend="aot_eager")):
+            params = InferenceParams(1, 16, HEADS, HIDDEN // HEADS, torch.float32)
+            x = torch.randn(1, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+            for start, stop in ((0, 3), (3, 4), (4, 5)):
+                params.pre_step({"a": stop - start})
+                outs.append(function(x[:, start:stop], inference_params=params))
+    assert not caplog.records
+    for eager, compiled in zip(outs[:3], outs[3:], strict=True):
+        torch.testing.assert_close(compiled, eager)

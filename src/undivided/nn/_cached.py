@@ -93,6 +93,7 @@ def _ranks(cp: ContextParallel) -> str:
     return f"rank {cp.rank} of {cp.world}, processes {cp.process_groups()}"
 
 
+@outside_of_graphs
 def with_cached_keys(inputs: Inputs, params: InferenceParams) -> Inputs:
     """The inputs with the number of keys of the longest cached sequence, and the new tokens of all ranks."""
     inputs = inputs._replace(cached=max(params.sequences.values(), default=0))
@@ -125,7 +126,8 @@ def mask(
 ) -> Mask:
     """The mask of the new tokens and the cached keys."""
     _check_offsets(arguments, params)
-    _check_hints(arguments, inputs, params)
+    if arguments[5:] != (None, None, None):
+        _check_hints(arguments, inputs, params)
     if kind.bottom_right is None and bottom_right is False:
         hint = "new tokens are the last of their sequences"
         raise InputError("bottom_right_diagonal", "not be False with inference_params", False, hint=hint)
@@ -162,6 +164,7 @@ def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> Non
             )
 
 
+@outside_of_graphs
 def _check_hints(arguments: SequenceArguments, inputs: Inputs, params: InferenceParams) -> None:
     """Raise InputError for maximum lengths and a padding flag that contradict the cache."""
     before, after = params.sequences_pre_step, params.sequences
