@@ -56,8 +56,10 @@ def with_module_names(error: InputError) -> InputError:
     if name is None:
         return error
     message, hint = name + str(error).removeprefix(error.argument), error.hint
-    if hint is not None and "masks.documents total" in hint:
-        own = f"if the last tokens are padding, {_padded(name)} with offsets that end there"
+    if hint is not None:
+        own = name + hint.removeprefix(error.argument) if hint.startswith(f"{error.argument}.") else hint
+        if "masks.documents total" in hint:
+            own = f"if the last tokens are padding, {_padded(name)} with offsets that end there"
         message, hint = message.replace(hint, own), own
     for word, own in _NAMES_BY_MASK_WORD.items():
         if word.startswith("padded_"):

@@ -64,7 +64,8 @@ def _check_freqs(t: Tensor, freqs: Tensor, format: Layout) -> None:
             "freqs",
             "be float32",
             freqs.dtype,
-            hint="in a half-precision dtype, neighbouring positions have equal angles",
+            hint="in a half-precision dtype, neighbouring positions have equal angles; FSDP2 casts them unless its "
+            "MixedPrecisionPolicy has cast_forward_inputs=False",
         )
     channels = freqs.shape[-1] * (2 if freqs.dim() == 5 else 1)
     if channels > t.shape[-1] or channels % 2:
