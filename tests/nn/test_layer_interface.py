@@ -197,3 +197,16 @@ def test_options_of_the_masks_are_attributes_that_the_next_call_uses(name: str) 
         with pytest.raises(InputError, match=name):
             layer(**x)
     assert hasattr(TransformerLayer(*sizes, attn_input_format="bshd"), name) is not name.startswith("enc_dec_")
+
+
+@pytest.mark.parametrize("kind", [MultiheadAttention, TransformerLayer])
+def test_a_number_that_is_set_later_names_the_cache(kind: type) -> None:
+    sizes = (24, 32, 4) if kind is TransformerLayer else (24, 4)
+    format = "attn_input_format" if kind is TransformerLayer else "qkv_format"
+    layer = kind(*sizes, layer_number=1, **{format: "bshd"}).eval()
+    layer.layer_number = 5
+    params = InferenceParams(1, 8, 4, 6, torch.float32)
+    params.pre_step({"a": 2})
+    with torch.no_grad():
+        layer(torch.randn(1, 2, 24), inference_params=params)
+    assert (layer.layer_number, params.has_memory(1), params.has_memory(5)) == (5, False, True)

@@ -12,7 +12,7 @@ from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn import _cached
 from undivided.nn.arguments import hidden_states as hidden
-from undivided.nn.arguments.checks import check_layer_hints, check_names, checked_device, checked_integer, checked_sizes
+from undivided.nn.arguments.checks import check_names, check_numbers, checked_device, checked_integer, checked_sizes
 from undivided.nn.arguments.mask_types import checked_mask_type
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
@@ -97,6 +97,7 @@ class MultiheadAttention(DividedModule):
     qkv_weight_interleaved: bool
     rotary_pos_interleaved: bool
     qk_norm_before_rope: bool
+    layer_number = InnerAttribute("core_attention", "layer_number")
     attn_mask_type = InnerAttribute("core_attention", "attn_mask_type")
     window_size = InnerAttribute("core_attention", "window_size")
     bottom_right_diagonal = InnerAttribute("core_attention", "bottom_right_diagonal")
@@ -154,7 +155,7 @@ class MultiheadAttention(DividedModule):
         arguments = dict(locals())
         super().__init__()
         check_refused(ATTENTION_LAYER_AT_CONSTRUCTION, arguments)
-        check_layer_hints(seq_length, micro_batch_size)
+        check_numbers(layer_number, seq_length, micro_batch_size)
         self.qkv_format = hidden.checked_format("qkv_format", qkv_format)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
         self.hidden_size = checked_integer("hidden_size", hidden_size, 1)
@@ -163,7 +164,6 @@ class MultiheadAttention(DividedModule):
         )
         heads = checked_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
         self.heads = self.tensor_parallel.own_heads(heads)
-        self.layer_number = 1 if layer_number is None else checked_integer("layer_number", layer_number, 1)
         check_names(name, backend)
         self.name, device = name, checked_device(device)
         for flag in _FLAGS:

@@ -92,6 +92,7 @@ class TransformerLayer(DividedModule):
     apply_residual_connection_post_layernorm: bool
     output_layernorm: bool
     parallel_attention_mlp: bool
+    layer_number = InnerAttribute("self_attention", "layer_number")
     self_attn_mask_type = InnerAttribute("self_attention", "attn_mask_type")
     window_size = InnerAttribute("self_attention", "window_size")
     bottom_right_diagonal = InnerAttribute("self_attention", "bottom_right_diagonal")
@@ -177,7 +178,6 @@ class TransformerLayer(DividedModule):
         dtype = checked_dtype(params_dtype)
         normalises = not self.output_layernorm
         self.self_attention = attention_of_layer(arguments, "self", normalises, self._returns_normalised("self"))
-        self.layer_number = self.self_attention.layer_number
         options = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
         call_with_names(CROSS_ATTENTION, check_mask_options, *options)
         if layer_type == "decoder":

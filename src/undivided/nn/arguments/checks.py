@@ -85,9 +85,10 @@ def checked_sizes(hidden_size: int, num_attention_heads: object, num_gqa_groups:
     return Heads(heads, groups, *checked_channels(kv_channels))
 
 
-def check_layer_hints(seq_length: object, micro_batch_size: object) -> None:
-    """Raise InputError unless the hints of a layer are positive ints or None."""
-    for name, value in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
+def check_numbers(layer_number: object, seq_length: object, micro_batch_size: object) -> None:
+    """Raise InputError unless the number of a layer, and hints that are numbers, are positive ints or None."""
+    named = ("layer_number", layer_number), ("seq_length", seq_length), ("micro_batch_size", micro_batch_size)
+    for name, value in named:
         if value is not None:
             checked_integer(name, value, 1)
 

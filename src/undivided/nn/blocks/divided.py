@@ -25,7 +25,7 @@ class DividedModule(Module):
     """
 
     tensor_parallel: TensorArguments
-    layer_number: int
+    layer_number: Any
     _options_at_first_call: dict[str, str] | None = None
 
     def set_tensor_parallel_group(self, tp_group: Any, check: bool = True) -> None:
