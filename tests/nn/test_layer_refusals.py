@@ -113,6 +113,8 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"inference_params": 1}, "inference_params must be an undivided.InferenceParams, got int"),
     ({}, {"checkpoint_core_attention": 1}, "checkpoint_core_attention must be True or False, got 1"),
     ({"attn_input_format": "thd"}, {"hidden_states": X[0]}, "self_attn_mask_type must be a padding type with attn_input_format='thd', got 'causal'"),
+    ({"attn_input_format": "thd", "self_attn_mask_type": "padding"}, {"hidden_states": X[0], "cu_seqlens_q": [0, 5], "rotary_pos_emb": RotaryPositionEmbedding(6)(5)}, "cu_seqlens_q must be an int32 or int64 tensor, got list"),
+    ({"attn_input_format": "thd", "self_attn_mask_type": "padding"}, {"hidden_states": X[0], "cu_seqlens_q": cu((4,)), "cu_seqlens_kv_padded": cu((6,)), "rotary_pos_emb": RotaryPositionEmbedding(6)(6)}, "cu_seqlens_q_padded must end at the tokens of t at most (5), got 6"),
     ({"layer_type": "decoder"}, {}, "encoder_output must be a torch.Tensor, got None"),
     ({"layer_type": "decoder"}, {"encoder_output": torch.randn(1, 7, HIDDEN)}, "encoder_output must have the batch size of hidden_states (2) in attn_input_format='bshd', got [1, 7, 24]"),
     ({"layer_type": "decoder"}, {"encoder_output": X, "enc_dec_attn_mask_type": "padding"}, "enc_dec_attn_mask must be given (or cu_seqlens_q) with enc_dec_attn_mask_type='padding'"),

@@ -311,6 +311,7 @@ class MultiheadAttention(DividedModule):
                 offsets_q=cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded,
                 offsets_kv=cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
                 params=inference_params,
+                is_padded=cu_seqlens_q_padded is not None,
                 is_cross=self.attention_type == "cross",
                 cp=self.core_attention.context_parallel,
             )

@@ -27,6 +27,7 @@ def rotate_queries_and_keys(
     offsets_q: Tensor | None,
     offsets_kv: Tensor | None,
     params: InferenceParams | None,
+    is_padded: bool,
     is_cross: bool,
     cp: ContextParallel | None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,7 @@ def rotate_queries_and_keys(
         interleaved: the kind of pairs, see `apply_rotary_pos_emb`.
         offsets_q, offsets_kv: offsets of packed sequences, int [b + 1]; used in thd only.
         params: cache, after whose tokens the positions of the queries continue.
+        is_padded: whether these are the padded ones, for errors.
         is_cross: whether keys have other positions than queries.
         cp: context parallelism.
     """
@@ -56,20 +58,21 @@ def rotate_queries_and_keys(
         offsets_q = params.cu_seqlens_q[: params.batch_size + 1]
 
     def rotation(t: Tensor, rows: Tensor, start: Tensor | None, offsets: Tensor | None, side: Side = "q") -> Rotation:
-        if cp is not None:
-            rows = rank_freqs(rows, t, format, cp, offsets, side)
-            offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
-        elif positions is not None:
-            rows, start = rows_of_positions(rows, positions, format), None
-            offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
-        return compute_rotation(t, rows, format, start, interleaved, offsets)
+        try:
+            if cp is not None:
+                rows = rank_freqs(rows, t, format, cp, offsets, side)
+                offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
+            elif positions is not None:
+                rows, start = rows_of_positions(rows, positions, format), None
+                offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
+            return compute_rotation(t, rows, format, start, interleaved, offsets)
+        except InputError as error:
+            of_offsets = f"cu_seqlens_{side}_padded" if is_padded else f"cu_seqlens_{side}"
+            raise rename_arguments(error, {"freqs": "rotary_pos_emb", "cu_seqlens": of_offsets}) from None
 
-    try:
-        q_rotation = rotation(q, q_freqs, starts, offsets_q)
-        if is_cross:
-            k_rotation = rotation(k, k_freqs, None, offsets_kv, "kv")
-        else:
-            k_rotation = q_rotation if k_freqs is q_freqs else rotation(k, k_freqs, starts, offsets_q)
-    except InputError as error:
-        raise rename_arguments(error, {"freqs": "rotary_pos_emb"}) from None
+    q_rotation = rotation(q, q_freqs, starts, offsets_q)
+    if is_cross:
+        k_rotation = rotation(k, k_freqs, None, offsets_kv, "kv")
+    else:
+        k_rotation = q_rotation if k_freqs is q_freqs else rotation(k, k_freqs, starts, offsets_q)
     return rotate(q, q_rotation), rotate(k, k_rotation)
