@@ -207,6 +207,8 @@ def test_the_frequencies_stay_fp32_and_move_with_the_module() -> None:
     meta = RotaryPositionEmbedding(64, scaling=YARN, device="meta")
     assert meta(300).is_meta
     there = meta.to_empty(device="cpu")
+    assert torch.equal(there(300), angles), "they follow from the arguments; once they were undefined"
+    torch.nn.init.zeros_(there.inv_freq)
     there.reset_parameters()
     assert torch.equal(there(300), angles)
     with torch.autocast("cpu", torch.bfloat16):

@@ -102,14 +102,14 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.inv_freq = self._frequencies(self.inv_freq.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryPositionEmbedding:
-        """Move the frequencies, but keep them fp32: bf16 distinguishes only 256 positions."""
+        """Move the frequencies, but keep them fp32: bf16 distinguishes only 256 positions. Without values, on the meta
+        device, they are computed."""
         before = self.inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.inv_freq.dtype != torch.float32:
-            if before.is_meta:
-                self.reset_parameters()
-            else:
-                self.inv_freq = before.to(self.inv_freq.device)  # which may be loaded ones, of another base
+        if before.is_meta:
+            self.reset_parameters()
+        elif self.inv_freq.dtype != torch.float32:
+            self.inv_freq = before.to(self.inv_freq.device)  # which may be loaded ones, of another base
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
