@@ -267,5 +267,6 @@ def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None
     if params._callers[0] is not step:
         params._callers = step, {}
     if params._callers[1].setdefault(layer_number, id(layer)) != id(layer):
-        got, hint = f"{layer_number} from two layers", "layer_number=1 at construction, 2 for the next layer"
+        got = f"{layer_number} from two layers"
+        hint = "layer_number=1 at construction, 2 for the next layer; another model has an InferenceParams of its own"
         raise InputError("layer_number", "be that of one layer: its cache has the keys of one", got, hint=hint)

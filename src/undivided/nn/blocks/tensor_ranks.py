@@ -242,6 +242,6 @@ def forked(tracker: Tracker) -> AbstractContextManager[Any]:
     context = states.fork() if callable(getattr(states, "fork", None)) else None
     if not isinstance(context, AbstractContextManager):
         must = "return an object whose fork() is a context manager"
-        hint = "such as a CudaRNGStatesTracker"
+        hint = "lambda: tracker, where tracker is a CudaRNGStatesTracker"
         raise InputError("get_rng_state_tracker", must, type(states).__name__, hint=hint)
     return context
