@@ -19,7 +19,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import as_device, as_integer, check_tensor, check_type, checked_flag
-from undivided.arguments.tensors import is_traced
+from undivided.arguments.tensors import is_traced, values_are_traced
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import active_batch
 from undivided.integrations.transformers._model_mask import ModelMask, Sizes
@@ -74,11 +74,13 @@ def model_mask(
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
-    for name, size in (("batch_size", batch_size), ("q_length", q_length), ("kv_length", kv_length)):
-        as_integer(name, size, 0)
-    for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
-        if not (isinstance(offset, Tensor) and offset.numel() == 1):
-            as_integer(name, offset)
+    sizes = Sizes(
+        _as_size("batch_size", batch_size, 0),
+        _as_size("q_length", q_length, 0),
+        _as_size("kv_length", kv_length, 0),
+        _as_size("q_offset", q_offset),
+        _as_size("kv_offset", kv_offset),
+    )
     if mask_function is not None and not callable(mask_function):
         raise InputError("mask_function", "be a function of positions, or None", type(mask_function).__name__)
     if attention_mask is not None:
@@ -90,8 +92,7 @@ def model_mask(
     pattern = Pattern() if mask_function is None else read(mask_function)
     if (active := active_batch()) is not None:
         return active.model_mask(pattern, batch_size, q_length)
-    sizes = Sizes(batch_size, q_length, kv_length, int(q_offset), int(kv_offset))
-    if pattern.rest and q_length * kv_length >= MANY_PAIRS and not is_traced():
+    if pattern.rest and not is_traced() and q_length * kv_length >= MANY_PAIRS:
         _report_evaluation(pattern, sizes)
     if use_vmap:
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
@@ -101,11 +102,24 @@ def model_mask(
     return ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if is_additive else torch.bool)
 
 
+def _as_size(argument: str, value: int | Tensor, at_least: int | None = None) -> int:
+    """A size as an int, or as the symbol that torch.export has for it."""
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1 and at_least is None:
+        return int(value)
+    return as_integer(argument, value, at_least)
+
+
 def within_documents(model_mask: ModelMask, cu_q: Tensor, cu_kv: Tensor, max_q: int | None, max_kv: int | None) -> Mask:
     """The pattern of a model within packed documents, cached for layers with the same tensors."""
     if model_mask.documents is None or model_mask.documents[0] is not cu_q or model_mask.documents[1] is not cu_kv:
         pattern, sizes = model_mask.pattern, model_mask.sizes
-        mask = packed_mask(pattern, cu_q, cu_kv, max_q, max_kv) & _opaque(pattern, sizes) & _key_map(pattern, sizes)
+        mask = (
+            packed_mask(pattern, cu_q, cu_kv, max_q, max_kv)
+            & _opaque(pattern, sizes, model_mask.device)
+            & _key_map(pattern, sizes)
+        )
         if pattern.packed is not None and pattern.packed.positions is None:  # the documents of a mask function
             mask = mask & masks.document_ids(pattern.packed.ids)
         model_mask.documents = cu_q, cu_kv, mask
@@ -147,13 +161,17 @@ def to_mask(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     """
     if not _fits(pattern, sizes):
         pattern = Pattern(padding=pattern.padding, rest=(dataclasses.replace(pattern, padding=()).allows,))
-    mask = _opaque(pattern, sizes)
+    mask = _opaque(pattern, sizes, device)
     if pattern.packed is not None:
         return mask & _documents(pattern, pattern.packed) & _band(pattern) & _key_map(pattern, sizes)
+    is_recorded = values_are_traced()  # by torch.export: which keys are real, and the sizes, are known at run time
     stop = sizes.end if pattern.right == 0 else sizes.kv_len  # the last query attends to no key from there on
-    pattern = _without_redundant_limits(pattern, sizes)
+    if not is_recorded:
+        pattern = _without_redundant_limits(pattern, sizes)
     shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
     real = _real_keys(pattern.padding, sizes)
+    if real is not None and is_recorded:
+        mask, real = mask & masks.dense(real[:, None, None, :]), None
     if real is not None and not bool(real[:, :stop].all()):
         mask = mask & _padding(real, stop, shaped, device)
     elif stop < sizes.kv_len:
@@ -217,12 +235,20 @@ def _report_evaluation(pattern: Pattern, sizes: Sizes) -> None:
         )
 
 
-def _opaque(pattern: Pattern, sizes: Sizes) -> Mask:
-    """The remaining mask functions as predicates of the indices of this call."""
+def _opaque(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
+    """The remaining mask functions as predicates of the indices of this call; torch.export records their pairs."""
     mask = FULL
     for fn in pattern.rest:
-        mask = mask & masks.predicate(_with_offsets(fn, sizes))
+        of_rows = _with_offsets(fn, sizes)
+        mask = mask & (masks.dense(_pairs(of_rows, sizes, device)) if values_are_traced() else masks.predicate(of_rows))
     return mask
+
+
+def _pairs(fn: MaskFunction, sizes: Sizes, device: torch.device) -> Tensor:
+    """The pairs that a function of this call's indices allows, bool ``[B, 1, Sq, Sk]``."""
+    b, q, k = (torch.arange(size, device=device) for size in (sizes.batch, sizes.q_len, sizes.kv_len))
+    pairs = fn(b[:, None, None, None], b.new_zeros(()), q[:, None], k)
+    return pairs.expand(sizes.batch, 1, sizes.q_len, sizes.kv_len)
 
 
 def _with_offsets(fn: MaskFunction, sizes: Sizes) -> MaskFunction:

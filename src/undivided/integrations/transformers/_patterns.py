@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.tensors import values_are_traced
+
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``fn(batch, head, q, k) -> bool tensor`` over indices that broadcast, q and k in absolute positions."""
 
@@ -145,9 +147,10 @@ def _read_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:
 
 
 def _read_ids(closure: Closure) -> Pattern | None:
-    """Documents by the ids of their tokens; None if a document may be in several parts, or has a negative id."""
+    """Documents by the ids of their tokens; None if a document may be in several parts, or has a negative id, and while
+    torch.export records, which knows no ids."""
     ids: Tensor = closure["packed_sequence_mask"]
-    if ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.is_floating_point() or ids.dtype == torch.bool or values_are_traced():
         return None
     if not bool((ids[:, 1:] >= ids[:, :-1]).all() & (ids >= 0).all()):
         return None
