@@ -16,6 +16,7 @@ import torch
 from layer_cases import FORMATS, HIDDEN, LENGTHS, PADDING, cu, in_format, layer, split_sequences
 from torch import Tensor, distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from undivided import RotaryPositionEmbedding
 
@@ -112,6 +113,22 @@ def test_recomputing_the_attention_changes_nothing(p: float) -> None:
 
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["attention", "layer"])
+def test_a_counter_around_both_passes_of_a_checkpoint(whole: bool) -> None:
+    """As the documentation says; around one of them, the recomputation saves other tensors, which PyTorch refuses."""
+    module = layer("bshd")
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(module(x).square().sum(), x)
+    with FlopCounterMode(display=False) as counter:
+        if whole:
+            out = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+        else:
+            out = module(x, checkpoint_core_attention=True)
+        out.square().sum().backward()
+    torch.testing.assert_close(x.grad, want)
+    assert counter.get_total_flops() > 0
 
 
 class Tracker:
