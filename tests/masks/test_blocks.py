@@ -86,6 +86,18 @@ def test_padding_between_documents_needs_no_query_blocks() -> None:
     torch.testing.assert_close(found[[0, 1, 3]], expected)
 
 
+def test_one_document_in_a_larger_buffer_needs_its_own_query_blocks() -> None:
+    """As each of several documents does: a table for all rows of the buffer was required."""
+    q, table = torch.randn(8, 2, 16), torch.tensor([[0], [1]])
+    mask = masks.documents([0, 4], total_q=8) & masks.blocks(2, 2, table)
+    out = undivided.attention(q, q, q, layout="thd", mask=mask)
+    alone = masks.documents([0, 4]) & masks.blocks(2, 2, table)
+    assert torch.equal(out[:4], undivided.attention(q[:4], q[:4], q[:4], layout="thd", mask=alone))
+    assert not out[4:].any()
+    with pytest.raises(InputError, match="a block table for 2 query blocks, of 2 queries, per document"):
+        undivided.attention(q, q, q, layout="thd", mask=mask & masks.blocks(2, 2, table[:1]))
+
+
 def test_a_table_that_changed_in_place_is_read_again() -> None:
     table = torch.tensor([[0], [0]])
     mask = masks.blocks(2, 2, table)

@@ -358,7 +358,8 @@ class Blocks(Part):
         if not heads or call.heads % heads:
             raise InputError(call.argument, f"have a block table for a divisor of {call.heads} heads", f"{shape}")
         needed = 1 if self.q_block is None else -(-call.q_len // self.q_block)
-        if q_blocks > needed or (q_blocks < needed and call.sequences == call.batch):
+        are_rows = call.sequences == call.batch and not call.packed  # documents may be shorter than the call
+        if q_blocks > needed or (q_blocks < needed and are_rows):
             must = f"have a block table for {needed} query blocks, of {self.q_block} of {call.q_len} queries"
             raise InputError(call.argument, must, f"{shape}")
         last = -(-call.kv_len // self.kv_block) - 1
