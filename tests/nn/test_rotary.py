@@ -283,6 +283,10 @@ FREQS = RotaryPositionEmbedding(8)(5)
             {"interleaved": True},
             "freqs must have one angle for both channels of a pair with interleaved=True, got two\n  HINT: RotaryPositionEmbedding(..., interleaved=True), or its cos_sin",
         ),
+        (
+            {"interleaved": True, "freqs": FREQS.flip(0)},  # the last row is that of position 0
+            "freqs must have one angle for both channels of a pair with interleaved=True, got two",
+        ),
         ({"interleaved": 1}, "interleaved must be True or False, got 1"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens must be None in tensor_format='bshd', got a tensor"),
         ({"cp_size": 2}, "t must have an even number of tokens (two chunks) with cp_size above 1, got 5"),

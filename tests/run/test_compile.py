@@ -317,7 +317,7 @@ def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
     spec, tensors = (masks.lengths(n, n) & masks.causal()).flatten()
     for needs, lse in (("yyynnn", "y"), ("nnnnnn", "n")):
         q, k, v = qkv(7, grad="y" in needs)
-        text = f"bshd|{spec}|{needs}||None|{lse}"
+        text = f"bshd|{spec}|{needs}|None|{lse}"
         call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], None, None)
         results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
         assert set(results.values()) == {"SUCCESS"}
@@ -328,7 +328,7 @@ def test_the_operator_passes_opcheck_with_quantised_keys(format: Format) -> None
     q = torch.randn(2, 7, 4, 32)
     (k, k_scale), (v, v_scale) = (quantize(torch.randn(2, 7, 2, 32), format) for _ in range(2))
     spec, tensors = masks.causal().flatten()
-    text = f"bshd|{spec}|nnnnnn||None|y"
+    text = f"bshd|{spec}|nnnnnn|None|y"
     call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], k_scale, v_scale)
     results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
     assert set(results.values()) == {"SUCCESS"}
@@ -345,7 +345,7 @@ def test_the_operator_passes_opcheck_when_the_native_kernel_runs(case: str) -> N
     if case == "paged":
         k, v = (torch.randn(5, 4, 2, 16) for _ in range(2))
         pages = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
-    spec = f"bshd|{text}|nnnnnn|native|None|y"
+    spec = f"bshd|{text}|nnnnnn|None|y|-|None|y|native"
     call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0, [], None, None)
     results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
     assert set(results.values()) == {"SUCCESS"}

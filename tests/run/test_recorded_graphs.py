@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -294,3 +295,19 @@ def test_every_backend_has_gradients_in_a_recorded_call(how: str, backend: str) 
 
     for found, expected in zip(gradients_of(recorded_call), gradients_of(call), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "native|math"}, "backend must be one of"),
+        ({"backend": "nothing"}, "backend must be one of"),
+        ({"deterministic": "True"}, "deterministic must be True, False or None, got 'True'"),
+        ({"batch_invariant": 1}, "batch_invariant must be True, False or None, got 1"),
+    ],
+)
+def test_errors_of_wrong_choices_on_fake_tensors(options: dict[str, Any], said: str) -> None:
+    with FakeTensorMode(), pytest.raises(InputError) as caught:
+        q = torch.empty(1, 4, 2, 8)
+        undivided.attention(q, q, q, layout="bshd", **options)
+    assert str(caught.value).startswith(said)

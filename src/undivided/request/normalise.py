@@ -387,6 +387,6 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
         raise InputError("pages", f"have one row per document of the mask ({sequences})", list(pages.shape))
     slot = pages.shape[1] * problem.page_size
     starts = mask.take("documents")[0].padded_kv
-    if starts is not None and readable(starts) and starts.tolist() == list(range(0, (sequences + 1) * slot, slot)):
+    if starts is not None and readable(starts) and starts.tolist() == [n * slot for n in range(sequences + 1)]:
         return mask  # of a cache, which has made it for these pages
     return mask.with_padded_kv(torch.arange(sequences + 1, dtype=torch.int32, device=pages.device) * slot)

@@ -39,7 +39,7 @@ from undivided.run import autograd
 from undivided.run.flops import register_if_counting
 from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
-from undivided.selection.policy import current_policy
+from undivided.selection.policy import check_backend, check_flag, current_policy
 
 _TENSOR_COUNT = len(Tensors._fields)
 _library = torch.library.Library("undivided", "DEF")
@@ -95,6 +95,9 @@ _ANY_SWITCHES = "-"
 """In place of PyTorch's switches, for a call that does not depend on them."""
 
 
+_FLAGS = {str(flag): flag for flag in (None, True, False)}
+
+
 class _Spec(NamedTuple):
     """The static part of a call."""
 
@@ -103,7 +106,6 @@ class _Spec(NamedTuple):
     needs: str
     """A letter y or n for each differentiable input: what needs a gradient. The operator has what is known when a graph
     is recorded; the backward has letters of its own, and computes the log-sum-exp if the operator did not."""
-    backend: str
     deterministic: str
     return_lse: str
     switches: str = _ANY_SWITCHES
@@ -111,10 +113,12 @@ class _Spec(NamedTuple):
     batch_invariant: str = "None"
     has_lse: str = "y"
     """For the backward: whether the operator has computed the log-sum-exp."""
+    backend: str = ""
+    """The caller's choice, which may be any text."""
 
     @staticmethod
     def read(text: str) -> _Spec:
-        return _Spec(*text.split("|"))
+        return _Spec(*text.split("|", len(_Spec._fields) - 1))
 
     @property
     def needed(self) -> tuple[bool, ...]:
@@ -127,6 +131,10 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
     tensors, options = request.tensors, request.options
     if torch.compiler.is_compiling():
         check_types(request)
+    elif request.backend is not None:  # a graph's backend is checked at run time
+        check_backend(request.backend)
+    check_flag("deterministic", request.deterministic)
+    check_flag("batch_invariant", request.batch_invariant)
     lengths: list[int] = []
     mask_text, mask_tensors = checked_mask(options.mask).flatten(lengths)
     # torch.jit.trace compares a graph with another, which it records without gradients
@@ -202,9 +210,7 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
         v_scale=args.v_scale,
     )
     request = Request(args.tensors, options)
-    flags: dict[str, Any] = {"None": None, "True": True, "False": False}
-    deterministic = flags.get(spec.deterministic, spec.deterministic)
-    batch_invariant = flags.get(spec.batch_invariant, spec.batch_invariant)
+    deterministic, batch_invariant = _FLAGS[spec.deterministic], _FLAGS[spec.batch_invariant]
     switches = ""
     if spec.switches != _ANY_SWITCHES:
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())

@@ -89,7 +89,7 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
         hint = f"disable=[{disable!r}]" if isinstance(disable, str) else None
         raise InputError("disable", "be a list of names", repr(disable), hint)
     disabled = tuple((name, "set_backends(disable=...)") for name in _check_names(disable, "disable"))
-    _check_flag("batch_invariant", batch_invariant)
+    check_flag("batch_invariant", batch_invariant)
     _process = _Setting(_check_names(names) or None, "set_backends", disabled, batch_invariant)
 
 
@@ -230,8 +230,8 @@ def current_policy(
     setting, values = _process if block is None else block.setting, environment()
     if backend is None and deterministic is batch_invariant is None and not values and not switches:  # as in most calls
         return _plain_policy(setting)
-    _check_flag("deterministic", deterministic)
-    _check_flag("batch_invariant", batch_invariant)
+    check_flag("deterministic", deterministic)
+    check_flag("batch_invariant", batch_invariant)
     arguments = backend, deterministic, batch_invariant
     key = (*arguments, setting, values, switches)
     try:
@@ -245,7 +245,13 @@ def current_policy(
     return cached
 
 
-def _check_flag(argument: str, value: object) -> None:
+def check_backend(name: object) -> None:
+    """InputError if it is not the name of a backend or family."""
+    _check_names((name,))
+
+
+def check_flag(argument: str, value: object) -> None:
+    """InputError if it is not True, False or None."""
     if value is not None and value is not True and value is not False:
         raise InputError(argument, "be True, False or None", repr(value))
 
@@ -268,7 +274,7 @@ def _read_policy(
     backend: str | None, deterministic: bool | None, batch_invariant: bool | None, setting: _Setting, switches: str = ""
 ) -> Policy:
     if backend is not None:
-        _check_names((backend,))
+        check_backend(backend)
     disabled = list(setting.disabled)
     for variable, family in (("FLASH", "flash"), ("FUSED", "fused"), ("UNFUSED", "math")):
         if not _flag(f"NVTE_{variable}_ATTN", True):

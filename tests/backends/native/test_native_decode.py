@@ -101,6 +101,16 @@ def test_pages_do_not_change_a_bit(size: str, mask: str, dtype: torch.dtype) -> 
     assert apart(out, want) < ALLOWED[dtype]
 
 
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_a_table_without_pages(layout: Any) -> None:
+    q, pool = torch.randn(2, 2, 8), torch.randn(1, 4, 2, 8)
+    packed = layout == "thd"
+    mask = masks.documents([0, 2], [0, 0], padded_kv=[0, 0]) if packed else masks.lengths([0])
+    pages = torch.empty(1, 0, dtype=torch.int32)
+    out = undivided.attention(q if packed else q[None], pool, pool, layout=layout, mask=mask, pages=pages)
+    assert not out.any()
+
+
 @pytest.mark.parametrize(
     "pools", [*((pool, pool) for pool in POOLS), ("plain", "heads-first"), ("heads-first", "fused")], ids="-".join
 )

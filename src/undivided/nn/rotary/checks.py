@@ -123,12 +123,11 @@ def check_rows(freqs: Tensor, positions: Tensor | None, length: int) -> None:
         raise InputError("freqs", f"have a row for each of {length} positions", freqs.shape[0], hint=hint)
 
 
-def check_pairs(freqs: Tensor, interleaved: bool) -> None:
-    """Raise InputError for angles of the other kind of pairs, which have the same shapes. Reads the last row."""
-    if freqs.dim() == 5 or not freqs.shape[0] or not readable(freqs):
+def check_pairs(rows: Tensor, interleaved: bool) -> None:
+    """Raise InputError for angles of the other kind of pairs, which have the same shapes. rows: those of the tokens."""
+    if not readable(rows):
         return
-    last = freqs[-1]
-    one, other = (last[..., ::2], last[..., 1::2]) if interleaved else last.chunk(2, -1)
+    one, other = (rows[..., ::2], rows[..., 1::2]) if interleaved else rows.chunk(2, -1)
     if not torch.equal(one, other):
         hint = (
             f"RotaryPositionEmbedding(..., interleaved={interleaved}), or its cos_sin, which fits both kinds of pairs"

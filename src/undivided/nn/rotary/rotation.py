@@ -98,9 +98,11 @@ def compute_rotation(
     else:
         positions = _dense_positions(length, start_positions, cp_size, cp_rank, t.device)
     checks.check_rows(freqs, positions, length)
-    checks.check_pairs(freqs, checked_flag("interleaved", interleaved))
-    rows = _rows(freqs, positions, length, format)
-    cos, sin = _pairs(rows, freqs.dim() == 5, interleaved)
+    checked_flag("interleaved", interleaved)
+    rows, is_table = _rows(freqs, positions, length, format), freqs.dim() == 5
+    if not is_table:
+        checks.check_pairs(rows, interleaved)
+    cos, sin = _pairs(rows, is_table, interleaved)
     axis = -1 if interleaved else -2
     return Rotation(torch.stack((cos, cos), axis).flatten(-2), torch.stack((-sin, sin), axis).flatten(-2), interleaved)
 
