@@ -205,6 +205,17 @@ def test_wrong_arguments_of_a_call_are_the_callers_errors(name: str) -> None:
     simulate(2, rank, timeout=20)
 
 
+def test_a_rank_raises_its_own_error_if_another_has_left() -> None:
+    def rank(group: SimulatedGroup) -> None:
+        cp = undivided.ContextParallel(group)
+        if cp.rank == 1:
+            return
+        with pytest.raises(undivided.InputError, match="scale must be"):
+            undivided.attention(**shards(cp, 12, scale="bad"))
+
+    simulate(2, rank, timeout=2)
+
+
 def test_axes_of_the_group_must_be_those_of_the_strategy() -> None:
     with pytest.raises(undivided.InputError, match=r"group must have 2 axes \[ring, heads\]"):
         simulate(4, lambda group: undivided.ContextParallel(group, "ring+all_to_all"))

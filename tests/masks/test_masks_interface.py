@@ -168,6 +168,12 @@ def test_document_sizes_are_read_if_the_host_knows_them() -> None:
     assert causal().document_sizes is None
 
 
+def test_the_same_offsets_for_queries_and_keys_share_their_gaps_and_sizes() -> None:
+    offsets = [0, 2, 3]
+    assert str(documents(offsets, offsets, padded_q=[0, 3, 5])) == str(documents(offsets, padded_q=[0, 3, 5]))
+    assert str(documents(offsets, offsets, max_q=2, total_q=5)) == str(documents(offsets, max_q=2, total_q=5))
+
+
 def test_padded_keys_move_each_documents_keys() -> None:
     mask = documents([0, 1, 2], [0, 2, 3]).with_padded_kv(torch.tensor([0, 4, 8], dtype=torch.int32))
     assert mask.intervals(2, 8).tolist() == [[[0, 2], [4, 5]]]

@@ -7,6 +7,7 @@ its function stays, and a reference to `_replacement` that it kept passes calls 
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +40,8 @@ class Replacement:
 
     def __init__(self) -> None:
         self.calls = 0
-        _install(self)
+        with _change:
+            _install(self)
 
     @property
     def active(self) -> bool:
@@ -48,8 +50,9 @@ class Replacement:
 
     def restore(self) -> None:
         """End the replacement. Others stay active; a second call does nothing."""
-        if self.active:
-            _remove(self)
+        with _change:
+            if self.active:
+                _remove(self)
 
     def __enter__(self) -> Replacement:
         return self
@@ -97,6 +100,8 @@ def replace_sdpa() -> Replacement:
 
 
 _active: list[Replacement] = []
+_change = threading.Lock()
+"""Held while a handle is installed or removed."""
 _pytorch_sdpa: Any = functional.scaled_dot_product_attention
 """PyTorch's function, for calls that are not ours. Read once, because a later replacement may call ours."""
 _previous: Any = None

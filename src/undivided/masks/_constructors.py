@@ -125,12 +125,11 @@ def documents(
         cu_seqlens_kv: cumulative real lengths of the keys. None: the same as those of the queries.
         padded_q, padded_kv: index of the first token of each document, then the total, if there are gaps between
             documents; same kind as cu_seqlens_q. None: no gaps. ``padded_kv`` defaults to ``padded_q`` if
-            ``cu_seqlens_kv`` is None too.
+            ``cu_seqlens_kv`` is None or ``cu_seqlens_q`` itself; so do ``max_kv`` and ``total_kv``.
         max_q, max_kv: number of tokens of the longest document, int, for kernels that need it on the host. None: read
             from offsets on the CPU.
         total_q, total_kv: number of tokens in the tensors of queries and of keys, int, if the documents may end
-            before the last token. ``total_kv`` defaults to ``total_q`` if ``cu_seqlens_kv`` is None too. None: the
-            last offset is the number of tokens.
+            before the last token. None: the last offset is the number of tokens.
 
     Returns:
         The pairs of a query and a key of one document.
@@ -151,9 +150,9 @@ def documents(
     """
     same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
     real_q = as_vector("cu_seqlens_q", cu_seqlens_q)
-    real_kv = real_q if cu_seqlens_kv is None or same else as_vector("cu_seqlens_kv", cu_seqlens_kv)
+    real_kv = real_q if same else as_vector("cu_seqlens_kv", cu_seqlens_kv)
     slots_q = _optional_vector("padded_q", padded_q)
-    shared = padded_kv is padded_q or (padded_kv is None and cu_seqlens_kv is None)
+    shared = padded_kv is padded_q or (padded_kv is None and same)
     slots_kv = slots_q if shared else _optional_vector("padded_kv", padded_kv)
     if real_q.shape[0] < 1:
         raise InputError("cu_seqlens_q", "hold N + 1 offsets for N documents", "none", "no documents are [0]")

@@ -245,7 +245,7 @@ def current_policy(
     return cached
 
 
-def check_backend(name: object) -> None:
+def check_backend(name: str) -> None:
     """InputError if it is not the name of a backend or family."""
     _check_names((name,))
 

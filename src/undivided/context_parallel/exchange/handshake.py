@@ -53,7 +53,10 @@ def prepare_on_all_ranks(
     except Exception as raised:
         error = raised
     if check:
-        compare_ranks(axes, shared, error)
+        try:
+            compare_ranks(axes, shared, error)
+        except RankError as lost:  # of a rank that does not answer: this rank's own error says more
+            raise lost if error is None else error from lost
     if error is not None:
         raise error
     assert prepared is not None

@@ -122,7 +122,7 @@ def accept(name: str) -> None:
 def _accept_in_manager(manager: Any, name: str) -> None:
     """Let the manager keep this implementation; it knows a fixed list."""
     switch = getattr(manager, SWITCH, None)
-    if switch is None or hasattr(switch, "__wrapped__"):
+    if switch is None or getattr(switch, "accepts_undivided", False):
         return
 
     @functools.wraps(switch)
@@ -130,6 +130,7 @@ def _accept_in_manager(manager: Any, name: str) -> None:
         if model.config._attn_implementation != name:
             switch(self, model, *args, **options)
 
+    switch_others.accepts_undivided = True  # type: ignore[attr-defined]
     setattr(manager, SWITCH, switch_others)
 
 

@@ -70,7 +70,9 @@ class Ranges(Part):
 def shared_form(key: object, build: Callable[[], NormalForm]) -> NormalForm:
     """The form of a mask without tensors, from the bounded cache of all such masks."""
     form = _shared_forms.get(key)
-    if form is None:
+    if form is not None:
+        _shared_forms[key] = _shared_forms.pop(key, form)  # the last used is the last to go
+    else:
         form = build()
         if type(form.ranges) is not Tensor:  # a fake tensor cannot serve the next call
             return form
