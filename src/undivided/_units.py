@@ -9,10 +9,10 @@ _CARRY = 0.9995
 def duration(seconds: float) -> str:
     """A time with its unit.
 
-    >>> duration(0.00123), duration(0.9997)
-    ('1.23 ms', '1 s')
+    >>> duration(0.00123), duration(0.9997), duration(5400)
+    ('1.23 ms', '1 s', '1.5 h')
     """
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+    for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
         if seconds >= _CARRY * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
@@ -24,7 +24,7 @@ def human(count: float, unit: str = "") -> str:
     >>> human(56623104), human(3.1e11, "FLOP/s"), human(999_700, "B"), human(12, "B")
     ('56.6 M', '310 GFLOP/s', '1 MB', '12 B')
     """
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= _CARRY * size:
             return f"{count / size:.3g} {prefix}{unit}"
     return f"{count:.3g} {unit}".rstrip()

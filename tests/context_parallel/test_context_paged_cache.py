@@ -165,7 +165,7 @@ def attempt(call: Callable[[ContextPagedKVCache], Any], group: Any) -> str:
     [
         (lambda c: c.append(draw(15, KV_HEADS, 0, 1), draw(15, KV_HEADS, 1, 1)), "the pages of each rank"),
         (lambda c: c.append(draw(1, 3, 0, 1), draw(1, 3, 1, 1)), "k must have shape"),
-        (lambda c: c.attend(draw(1, HEADS, 0, 1), by="sum"), "by must be 'all_gather' or 'ring'"),
+        (lambda c: c.attend(draw(1, HEADS, 0, 1), by="sum"), "by must be one of 'all_gather', 'ring'"),
         (lambda c: c.attend(draw(1, HEADS, 0, 1), masks.lengths([3])), "mask must leave the lengths to the cache"),
         (lambda c: c.attend(draw(1, HEADS, 0, 1), sinks=torch.zeros(3)), "sinks must have shape"),
         (lambda c: c.attend(draw(1, HEADS, 0, 1), bias=torch.zeros(5)), "bias must end with the 6 keys"),

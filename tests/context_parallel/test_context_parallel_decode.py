@@ -109,7 +109,9 @@ def test_different_generation_steps_are_an_error_on_each_rank() -> None:
         mine = torch.arange(4) * 2 + cp.rank
         with pytest.raises(undivided.InputError, match="kv_len must be the same on every rank, got 8 on rank 0; 9"):
             cp.decode(q, k, k, mine, 8 + cp.rank, layout="bshd")
-        with pytest.raises(undivided.InputError if cp.rank else RankError, match="by must be 'all_gather' or 'ring'"):
+        with pytest.raises(
+            undivided.InputError if cp.rank else RankError, match="by must be one of 'all_gather', 'ring'"
+        ):
             cp.decode(q, k, k, mine, 8, layout="bshd", by="rings" if cp.rank else "ring")  # type: ignore[arg-type]
 
     simulate(2, rank, timeout=20)

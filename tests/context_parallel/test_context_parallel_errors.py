@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "of": (
         lambda: undivided.ContextParallel(rank=0, world=2).bind(8).shard(torch.ones(8), dim=0, of="k"),  # type: ignore[arg-type]
-        "of must be 'q' or 'kv'",
+        "of must be one of 'q', 'kv'",
     ),
     "balanced-unbound": (
         lambda: undivided.ContextParallel(rank=0, world=2, placement="balanced").shard(torch.ones(8), dim=0),

@@ -56,9 +56,7 @@ class Piece:
     @cached_property
     def pairs(self) -> int:
         """Allowed pairs, summed over batch elements and heads."""
-        counts = self.form.counts([0, self.form.q_len], [0, self.form.kv_len])
-        batch, heads = (self.form.batch, self.form.heads)
-        return int(counts.sum()) * (batch // max(counts.shape[0], 1)) * (heads // max(counts.shape[1], 1))
+        return self.form.pairs
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import as_integer, check_tensor
+from undivided.arguments.checks import as_integer, check_tensor, checked_choice
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 from undivided.context_parallel.sharding import Side
@@ -57,6 +57,5 @@ def sequence_axis(argument: str, tensor: Tensor, layout: Layout | None, dim: int
 
 def checked_side(of: Side) -> Side:
     """`of`, if it is "q" or "kv"; raises InputError otherwise."""
-    if not isinstance(of, str) or of not in ("q", "kv"):
-        raise InputError("of", "be 'q' or 'kv'", repr(of))
+    checked_choice("of", of, ("q", "kv"))
     return of

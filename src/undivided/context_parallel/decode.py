@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import check_tensor, checked_choice
 from undivided.arguments.layout import SEQUENCE_AXIS
 from undivided.arguments.tensors import with_contiguous_rows
 from undivided.backends._base import Backend
@@ -106,8 +106,7 @@ def prepare_step(
 
 def check_merge_method(by: object) -> None:
     """InputError unless it is a `MergeMethod`."""
-    if not isinstance(by, str) or by not in ("all_gather", "ring"):
-        raise InputError("by", "be 'all_gather' or 'ring'", repr(by))
+    checked_choice("by", by, ("all_gather", "ring"))
 
 
 def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[Tensor, Tensor]:

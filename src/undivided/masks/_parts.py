@@ -42,7 +42,7 @@ class Part(DerivedValues):
 
     def fields(self) -> tuple[Field, ...]:
         """The fields in the order of the constructor; ``Mask.flatten`` writes them."""
-        raise NotImplementedError
+        return tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -78,9 +78,6 @@ class Lengths(Part):
     q: Tensor | None = None
     kv_start: Tensor | None = None
     q_start: Tensor | None = None
-
-    def fields(self) -> tuple[Field, ...]:
-        return (self.kv, self.q, self.kv_start, self.q_start)
 
     def check_values(self) -> None:
         for argument in ("kv", "q", "kv_start", "q_start"):
@@ -124,18 +121,6 @@ class Documents(Part):
     max_kv: int | None = None
     total_q: int | None = None
     total_kv: int | None = None
-
-    def fields(self) -> tuple[Field, ...]:
-        return (
-            self.cu_seqlens_q,
-            self.cu_seqlens_kv,
-            self.padded_q,
-            self.padded_kv,
-            self.max_q,
-            self.max_kv,
-            self.total_q,
-            self.total_kv,
-        )
 
     def longest(self, side: str) -> int | None:
         """Tokens of the longest document on side "q" or "kv", from ``max_`` or CPU offsets; None if neither exists."""
@@ -217,9 +202,6 @@ class DocumentIds(Part):
     ids_q: Tensor
     ids_kv: Tensor
 
-    def fields(self) -> tuple[Field, ...]:
-        return (self.ids_q, self.ids_kv)
-
     def check_call(self, call: CallSizes) -> None:
         for argument, ids, length in (("ids_q", self.ids_q, call.q_len), ("ids_kv", self.ids_kv, call.kv_len)):
             if ids.shape[1] != length or ids.shape[0] not in (1, call.batch):
@@ -237,9 +219,6 @@ class Prefix(Part):
     name: ClassVar[str] = "prefix"
     length: Size
 
-    def fields(self) -> tuple[Field, ...]:
-        return (self.length,)
-
     def check_values(self) -> None:
         check_at_least("n", self.length, 0)
 
@@ -256,9 +235,6 @@ class GlobalBand(Part):
     right: int | None
     prefix: Size
 
-    def fields(self) -> tuple[Field, ...]:
-        return (self.left, self.right, self.prefix)
-
     def check_values(self) -> None:
         check_at_least("n", self.prefix, 0)
 
@@ -274,9 +250,6 @@ class Chunk(Part):
     size: int
     offset: Field = None
 
-    def fields(self) -> tuple[Field, ...]:
-        return (self.size, self.offset)
-
     def check_call(self, call: CallSizes) -> None:
         check_entries(call, "chunks(offset)", self.offset, call.sequences, "sequences")
 
@@ -287,9 +260,6 @@ class Dense(Part):
 
     name: ClassVar[str] = "dense"
     tensor: Tensor
-
-    def fields(self) -> tuple[Field, ...]:
-        return (self.tensor,)
 
     def check_call(self, call: CallSizes) -> None:
         sizes = (call.batch, call.heads, call.q_len, call.kv_len)
@@ -309,9 +279,6 @@ class Tree(Part):
 
     name: ClassVar[str] = "tree"
     parents: Tensor
-
-    def fields(self) -> tuple[Field, ...]:
-        return (self.parents,)
 
     def check_values(self) -> None:
         own = torch.arange(self.parents.shape[1], device=self.parents.device)
@@ -344,9 +311,6 @@ class Blocks(Part):
     kv_block: int
     table: Tensor
 
-    def fields(self) -> tuple[Field, ...]:
-        return (self.q_block, self.kv_block, self.table)
-
     def check_values(self) -> None:
         check_at_least("table", self.table, -1)
 
@@ -376,9 +340,6 @@ class Origin(Part):
     name: ClassVar[str] = "origin"
     sequence: int
     head: int
-
-    def fields(self) -> tuple[Field, ...]:
-        return (self.sequence, self.head)
 
 
 def check_entries(call: CallSizes, what: str, value: Field, count: int, unit: str) -> None:

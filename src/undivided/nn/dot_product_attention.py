@@ -368,7 +368,6 @@ class DotProductAttention(DividedModule):
             "alibi_slopes": scores.alibi_slopes,
             "sinks": self._sinks(q),
             "backend": self.backend,
-            "deterministic": True if torch.are_deterministic_algorithms_enabled() else None,
         }
 
     def _sinks(self, q: Tensor) -> Tensor | None:

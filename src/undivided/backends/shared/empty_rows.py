@@ -24,15 +24,12 @@ def has_rows_without_keys(problem: Problem) -> bool:
     return (problem.align == "bottom_right" and problem.q_len > problem.kv_len) or "window" in problem.mask.kinds
 
 
-_READ_LSE = frozenset({"lse", "backward"})
-
-
 def fix_empty_rows(
     problem: Problem, out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with output 0 and lse = -inf in rows without keys, whatever the kernel wrote there. In place for
     `out`. An lse that nobody reads stays as it is, if no mask leaves a row without keys (form: None)."""
-    if form is None and not problem.features & _READ_LSE:
+    if form is None and not problem.lse_is_read:
         return out_BSHD, lse_BHS
     lse = lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
     return (out_BSHD, lse) if form is None else blank_rows(out_BSHD, lse, rows_without_keys(form))
