@@ -242,7 +242,7 @@ def explain(
         raise _unknown_keywords("explain", unknown, {*_ARGUMENTS, "machine"}).as_also(TypeError)
     if machine is not None and not isinstance(machine, Machine):
         raise InputError("machine", "be an undivided.Machine or None", type(machine).__name__, "Machine.named('a100')")
-    device = machine.device if machine is not None and machine.device is not None else None
+    device = None if machine is None else machine.device
     if device is None and isinstance(q, Tensor) and q.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -256,7 +256,7 @@ def explain(
         deterministic,
         batch_invariant,
     )
-    machine = machine or _machine_of(q, device)
+    machine = machine or Machine.this("cuda" if device == "cuda" else q.device)  # on the meta device: that of `device`
     context = None if context_parallel is None else _checked_context(context_parallel)
     if dtensors.has_dtensors(request):
         request, _ = dtensors.local_request(request, None if context is None else context.process_groups())
@@ -282,11 +282,6 @@ def _too_many(more: Sequence[object]) -> InputError:
     value = repr(more[0]) if isinstance(more[0], str) else "..."
     must = "be given by position only q, k and v"
     return InputError("attention", must, f"{3 + len(more)} arguments", f"{name}={value}")
-
-
-def _machine_of(q: Tensor, device: str | None) -> Machine:
-    """The machine that q is on; that of `device` if q is on the meta device."""
-    return Machine.this("cuda" if device == "cuda" else getattr(q, "device", None))
 
 
 def _checked_context(context_parallel: object) -> ContextParallelLike:

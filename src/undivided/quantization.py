@@ -28,6 +28,9 @@ Format = Literal["int8", "fp8_e4m3", "fp8_e5m2", "int4"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 """The names of the formats."""
 
+NUMBERS: dict[Format | None, int] = {None: 0, **{format: number for number, format in enumerate(FORMATS, 1)}}
+"""The number of each format in the records of the native kernel, and in Triton's; 0 is not quantised."""
+
 GROUP = 32
 """Numbers per scale of int4."""
 

@@ -50,9 +50,6 @@ MIN_COPY_BYTES = 1 << 30
 MAX_SECONDS = 0.1
 """Seconds after which no further product or read starts; there are at least two."""
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The numbers of the dtypes in the native library."""
-
 
 @dataclass(frozen=True, eq=False)
 class Probe:
@@ -123,7 +120,7 @@ def reading(size: int, device: str = "cpu", clock: Clock = time.perf_counter) ->
 
 def multiply_adds(library: cpu.Library, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Reading:
     """FLOP/s of independent multiply-adds on all threads of torch; a multiply-add is two operations."""
-    code, threads = _DTYPES[dtype], torch.get_num_threads()
+    code, threads = cpu.DTYPES[dtype], torch.get_num_threads()
     start, repeats = clock(), 1 << 15
     library.peak(code, repeats)
     repeats = max(int(repeats * BURST / (clock() - start)), 1)

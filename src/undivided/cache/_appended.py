@@ -17,12 +17,10 @@ from undivided.backends import get, has_name
 from undivided.backends._base import Backend
 from undivided.backends.triton import append as triton
 from undivided.kernels import cpu
-from undivided.quantization import Format
+from undivided.quantization import NUMBERS, Format
 from undivided.run.autograd import is_elsewhere
 from undivided.selection.policy import current_policy
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FORMATS: dict[Format | None, int] = {None: 0, "int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
 _SIZE, _PACK = cpu.APPEND_RECORD.size, cpu.APPEND_RECORD.pack
 
 
@@ -39,7 +37,7 @@ def append(
         first_row: without `rows`, the row of a page that has its first token.
     """
     dtype = k.dtype
-    if dtype not in _DTYPES or v.dtype != dtype or is_traced() or forward_ad._current_level >= 0:
+    if dtype not in cpu.DTYPES or v.dtype != dtype or is_traced() or forward_ad._current_level >= 0:
         return False
     if not (_has_rows(k) and _has_rows(v) and all(map(_is_whole, pools))):
         return False
@@ -68,8 +66,8 @@ def _append_on_cpu(
     page_rows = pool.shape[1]
     record = _PACK(
         _SIZE,
-        _DTYPES[dtype],
-        _FORMATS[format],
+        cpu.DTYPES[dtype],
+        NUMBERS[format],
         torch.get_num_threads(),
         batch,
         length,

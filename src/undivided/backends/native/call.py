@@ -19,13 +19,11 @@ from undivided.kernels import cpu, philox
 from undivided.masks import FULL
 from undivided.masks.normal_form import DensePairs
 from undivided.masks.normal_form.pairs import all_pairs
+from undivided.quantization import NUMBERS
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import UNREAD
-
-_FORMATS = {"int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 MASK_PAIRS = 1 << 24
 """Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 16 MiB of bool."""
@@ -145,7 +143,7 @@ def _pack(strides: Strides, problem: Problem, out: Tensor, lse: Tensor) -> tuple
     """The parts of a plain record that repeated calls share, kept in `strides`: sizes, and the strides of q, k, v, out
     and lse."""
     _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = problem[:10]
-    sizes = _PACK_SIZES(_SIZE, DTYPES[dtype], batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim)
+    sizes = _PACK_SIZES(_SIZE, cpu.DTYPES[dtype], batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim)
     out_strides = STRIDES[layout](out.stride())
     lse_strides = (0, 0) if lse is UNREAD else lse.stride()[:2]
     rows = [_PACK_STRIDES(*steps) for steps in (strides.q, strides.k, strides.v, out_strides, (*lse_strides, 0))]
@@ -170,7 +168,7 @@ def record(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     out_b, out_h, out_s, _ = out.stride()
     return _PACK(
         _SIZE,
-        DTYPES[problem.dtype],
+        cpu.DTYPES[problem.dtype],
         problem.batch,
         problem.heads,
         problem.kv_heads,
@@ -229,7 +227,7 @@ def scale_fields(call: Call) -> tuple[int, ...]:
     assert problem.quantized is not None
     strides = STRIDES["bshd" if call.pages is not None else problem.layout]
     return (
-        _FORMATS[problem.quantized],
+        NUMBERS[problem.quantized],
         k_scale.data_ptr(),
         *strides(k_scale.stride()),
         v_scale.data_ptr(),
@@ -266,7 +264,7 @@ class Records:
             self.sinks = require_memory(tensors.sinks.detach()).float().contiguous()
         if tensors.bias is not None:
             bias = require_memory(tensors.bias.detach())
-            bias = bias if bias.dtype in DTYPES else bias.float()
+            bias = bias if bias.dtype in cpu.DTYPES else bias.float()
             self.bias = bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
         if tensors.alibi_slopes is not None:
             self.slopes, self.row_position = _alibi(call, tensors)
@@ -303,7 +301,7 @@ class Records:
         bias, slopes, keys, dropout = _NO_BIAS, _NO_SLOPES, _NO_KEYS, _NO_DROPOUT
         if self.bias is not None:
             values = self.bias[:, :, rows]
-            bias = (values.data_ptr(), DTYPES[values.dtype], *values.stride())
+            bias = (values.data_ptr(), cpu.DTYPES[values.dtype], *values.stride())
         if self.slopes is not None:
             slope, position = self.slopes[:, :, rows], self.row_position[:, rows]
             slopes = (slope.data_ptr(), *slope.stride(), position.data_ptr(), batch_stride(position))

@@ -23,7 +23,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.layout import STRIDES
 from undivided.arguments.tensors import empty_rows_like, with_contiguous_rows
 from undivided.backends._base import Gradients
-from undivided.backends.native.call import DTYPES, Records, is_plain, plain_record, require_memory, with_addresses
+from undivided.backends.native.call import Records, is_plain, plain_record, require_memory, with_addresses
 from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -95,7 +95,9 @@ def _plain(
     attempt: int | None = 0
     while attempt is not None:
         attempt = library.backward(
-            problem_record, _record(problem, DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields), attempt
+            problem_record,
+            _record(problem, cpu.DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields),
+            attempt,
         )
     return [*buffers, None, None, None]
 
@@ -181,7 +183,7 @@ class _Gradients:
             bias = (sums.data_ptr(), *strides)
         return _record(
             self._call.problem,
-            DTYPES[torch.float32 if self._accumulate else self._call.problem.dtype],
+            cpu.DTYPES[torch.float32 if self._accumulate else self._call.problem.dtype],
             self._accumulate,
             self._attempt,
             _tensor_fields(self._grad_out[:, :, rows]),

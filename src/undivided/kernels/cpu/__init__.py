@@ -15,12 +15,17 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
+
 from undivided.errors import InputError
 from undivided.kernels.cpu import _install
 from undivided.kernels.cpu._openmp import share_runtime
 
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx", "neon", "neon_bf16")
 """The levels that UNDIVIDED_ISA can name: x86's, the lowest first ("amx" has fp16 tiles too), then ARM's."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The number of each dtype in the records; those of quantised formats are `quantization.NUMBERS`."""
 
 # struct Attention in abi/attention.h: the same fields in the same order, each 8 bytes wide
 FIELDS = (

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from undivided._files import read_json, replace_text, users_file
-from undivided.quantization import Format
 
 
 class Config(NamedTuple):
@@ -164,10 +163,6 @@ Its pass for Hopper supports one loop per kernel, and ours have two (docs/decisi
 
 INTERPRETED = Config(32, 32, 1, 1)
 """The tile sizes under Triton's interpreter: small, so that short test sequences have several tiles."""
-
-
-FORMATS: Mapping[Format | None, int] = {None: 0, "int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "int4": 4}
-"""The formats of keys and values, as the kernels number them; 0 is not quantised."""
 
 
 def column_step(dim: int) -> int:

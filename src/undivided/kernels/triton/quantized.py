@@ -12,13 +12,13 @@ hardware, and Triton's interpreter must give the same numbers. Most decoding rea
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.config import FORMATS
 from undivided.kernels.triton.tile import load_rows
+from undivided.quantization import NUMBERS
 
-INT8 = tl.constexpr(FORMATS["int8"])
-FP8_E4M3 = tl.constexpr(FORMATS["fp8_e4m3"])
-FP8_E5M2 = tl.constexpr(FORMATS["fp8_e5m2"])
-INT4 = tl.constexpr(FORMATS["int4"])
+INT8 = tl.constexpr(NUMBERS["int8"])
+FP8_E4M3 = tl.constexpr(NUMBERS["fp8_e4m3"])
+FP8_E5M2 = tl.constexpr(NUMBERS["fp8_e5m2"])
+INT4 = tl.constexpr(NUMBERS["int4"])
 GROUP = tl.constexpr(32)
 """Numbers per scale of int4."""
 
