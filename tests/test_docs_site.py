@@ -39,6 +39,20 @@ def test_links_out_of_docs_are_to_files() -> None:
     assert not [(page.name, link) for page, link in links if not (page.parent / link).is_file()]
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "DESIGN.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_tables_and_numbered_lists_are_read_as_they_look(page: Path) -> None:
+    """A | of a cell is escaped, in code too, and each rule of a numbered list begins a line: Markdown numbers lines."""
+    cells, wrong, width = r"(?<!\\)\|", [], 0
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for line in text.splitlines():
+        count = len(re.findall(cells, line)) if line.startswith("|") else 0
+        width = width or count
+        wrong += [line] if count and count != width else []
+        width = width if count else 0
+        wrong += [line] if re.match(r"\d+\. .*\. \d+\. ", line) else []
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
 def test_a_picture_is_readable_in_both_themes(picture: Path) -> None:
     """It is valid XML, every colour is one of the theme, and it loads nothing."""

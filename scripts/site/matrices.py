@@ -20,6 +20,9 @@ DETERMINISTIC_GRADIENTS = {
 }
 """The backends that refuse `deterministic=True` with gradients, always (-) or in part; the note is on the page."""
 
+LARGEST_HEADS_DEPEND = {"`cudnn`", "`flash_attn` 3", "`flash_attn` 4", "`torch_cudnn`"}
+"""The backends whose largest head size depends on the version, the GPU or the gradients; the note is on the page."""
+
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---", *[":-:"] * (len(head) - 1)], *rows]
@@ -50,7 +53,7 @@ def backends(_: str) -> str:
     rows = [
         ["devices", *(", ".join(sorted(limits.devices)) for limits in every)],
         *([name, *(mark(getattr(torch, name) in limits.dtypes) for limits in every)] for name in dtypes),
-        ["largest head size", *(str(limits.max_head_dim or "any") for limits in every)],
+        ["largest head size", *(_largest_head(name, limits) for name, limits in zip(names, every, strict=True))],
         ["head size a multiple of", *(str(limits.head_dim_multiple) for limits in every)],
         ["compute capability from", *(_capability(limits.compute_capability[0]) for limits in every)],
         ["packages", *(", ".join(f"`{name}`" for name, _, _ in limits.packages) or "-" for limits in every)],
@@ -77,6 +80,11 @@ backend is; `flex` has no gradients on a CPU. [Which of them ran on a GPU](../ho
 
 {_table(["", *names], rows)}
 
+Largest head sizes that depend on the version and the GPU: `flash_attn` 3 up to 256, values up to 512 with queries of up
+to 64; `flash_attn` 4 up to 256 on compute capability 9.x, up to 128 elsewhere, on 10.x and 11.x also 256, and 192 with
+values of 128; `cudnn` and `torch_cudnn` any without gradients from cuDNN 9.10.2, with gradients up to 256 on 9.x and
+128 elsewhere, with exceptions that a reason names.
+
 ## Masks
 
 {_table(["", *names], masks + alignments)}
@@ -91,6 +99,10 @@ slopes.
 
 *This page is generated from each backend's `Limits`: `scripts/docs --write`.*
 """
+
+
+def _largest_head(name: str, limits: Limits) -> str:
+    return "by version and GPU" if name in LARGEST_HEADS_DEPEND else str(limits.max_head_dim or "any")
 
 
 def _capability(lowest: tuple[int, int] | None) -> str:
