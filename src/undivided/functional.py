@@ -120,7 +120,7 @@ def attention(
         v: as k, with head size Dv.
         layout: the order of the axes; required, never inferred.
         mask: which queries attend to which keys (`undivided.masks`); None allows every pair. "thd" requires
-            ``masks.documents``.
+            ``masks.documents`` or ``masks.document_ids``.
         bias: added to the scores; broadcastable to [B, H, Sq, Sk] ([H, Tq, Tk] in thd); -inf counts as masked.
         scale: factor of the scores; 1/sqrt(Dk) if None.
         softcap: if c is given, each score becomes ``c * tanh(score / c)``.

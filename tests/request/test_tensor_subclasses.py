@@ -6,11 +6,13 @@ A FakeTensor, a DTensor, a storage that FSDP had freed, a default device of "met
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import aot_function, nop
 from fuzz_values import FunctionOnly, _collective, _distributed, _escaped, _functional, _logging, _mesh, _two
 from torch import Tensor, distributed
@@ -126,6 +128,18 @@ def test_tensors_that_no_kernel_can_read_are_refused_by_name(kind: str) -> None:
 def test_every_tensor_is_checked(kind: str, place: str) -> None:
     with pytest.raises(InputError):
         OTHERS[place](REFUSED[kind][0]())
+
+
+def test_the_hint_for_jagged_tensors_is_a_call_that_runs() -> None:
+    q = k = v = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged)
+    heads_first = q.transpose(1, 2)
+    with pytest.raises(InputError) as error:
+        undivided.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+    suggested = re.search(r"undivided\.attention\(.*?\)\)\)", str(error.value))
+    assert suggested, error.value
+    found = eval(suggested[0], {"undivided": undivided, "masks": masks, "q": q, "k": k, "v": v})
+    theirs = F.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+    torch.testing.assert_close(found, theirs.transpose(1, 2).values())
 
 
 def test_a_storage_freed_between_two_calls_is_detected() -> None:

@@ -39,6 +39,10 @@ _ELSEWHERE = {
     "MaskedTensor": "{name}.get_data(), and what it masks as mask=masks.dense(...)",
 }
 """Classes whose values no kernel reads, and what to pass instead."""
+_JAGGED = (
+    "for jagged q, k, v [B, S, H, D]: undivided.attention(q.values(), k.values(), v.values(), layout='thd', "
+    "mask=masks.documents(q.offsets())); if they are [B, H, S, D], transpose(1, 2) first"
+)
 
 
 def check_tensor(name: str, value: object, hint: str | None = None) -> None:
@@ -51,8 +55,7 @@ def check_tensor(name: str, value: object, hint: str | None = None) -> None:
         raise InputError(name, "be a torch.Tensor", type(value).__name__, hint)
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
-        hint = "pass its values in layout='thd' with mask=masks.documents(offsets)" if value.is_nested else None
-        raise InputError(name, "be a dense (strided) tensor", kind, hint=hint)
+        raise InputError(name, "be a dense (strided) tensor", kind, hint=_JAGGED if value.is_nested else None)
     if torch.compiler.is_compiling():
         return
     if type(value) is not Tensor:

@@ -356,7 +356,8 @@ def _with_mask(
             "mask",
             "say where the documents are in layout 'thd'",
             masks.describe(mask.structure),
-            hint="mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+            hint="mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents "
+            "cannot see each other",
         )
     if pages is not None:
         mask = _paged_mask(mask, problem, pages)

@@ -118,7 +118,7 @@ class Decision:
         if self.policy.forced is not None or self.policy.allowed is not None:
             return ""
         architecture = _measured.architecture(self.problem.device, self.machine) or "this machine"
-        return f"default rank: not measured on {architecture}"
+        return f"default rank: no measurement near this problem on {architecture}"
 
     def _verdict(self, backend: Backend) -> Verdict:
         reasons = tuple(_objections(backend, self.problem, self.machine, self.policy))

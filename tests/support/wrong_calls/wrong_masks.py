@@ -55,17 +55,20 @@ MASKS: WrongCalls = {
     "thd-no-mask": (
         lambda: thd(),
         "mask must say where the documents are in layout 'thd', got every pair",
-        "mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+        "mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents cannot see "
+        "each other",
     ),
     "thd-causal-only": (
         lambda: thd(mask=masks.causal()),
         "mask must say where the documents are in layout 'thd', got causal",
-        "mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+        "mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents cannot see "
+        "each other",
     ),
     "thd-lengths": (
         lambda: thd(mask=masks.lengths([9])),
         "mask must say where the documents are in layout 'thd', got lengths",
-        "mask=masks.documents(cu_seqlens) & ..., so that packed documents cannot see each other",
+        "mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents cannot see "
+        "each other",
     ),
     "thd-lengths-and-documents": (
         lambda: thd(mask=masks.documents([0, 9]) & masks.lengths([9])),

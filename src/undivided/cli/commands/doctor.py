@@ -109,11 +109,10 @@ def _ranks() -> dict[str, Any]:
 def _rank_words(ranks: dict[str, Any]) -> str:
     if ranks["users"]:
         also = f", then the package's with {ranks['ours']}" if ranks["ours"] else ""
-        return (
-            f"level {ranks['level']}: your table of {ranks['when']} with {ranks['users']} places{also}; {ranks['file']}"
-        )
+        yours = _count(ranks["users"], "measured problem")
+        return f"level {ranks['level']}: your table of {ranks['when']} with {yours}{also}; {ranks['file']}"
     if ranks["ours"]:
-        return f"level {ranks['level']}: the package's table with {ranks['ours']} places"
+        return f"level {ranks['level']}: the package's table with {_count(ranks['ours'], 'measured problem')}"
     return (
         f"no table for level {ranks['level']}: backends are tried in the order of their default ranks. "
         f"`{ranks['command']}` measures them in under three minutes and writes {ranks['file']}"

@@ -68,7 +68,8 @@ def in_force() -> Table:
 class PlaceCounts(NamedTuple):
     """Where the measurements on an architecture come from.
 
-    users, ours: the number of places in the user's table and in the package's. when: the date of the user's newest.
+    users, ours: the number of measured problems in the user's table and in the package's. when: the date of the
+    user's newest.
     """
 
     users: int
