@@ -1,6 +1,7 @@
 """Packed documents: the same result as one document at a time, without padding and without leaks.
 
-Without the mask nothing is raised, and every document but the first is wrong.
+As one long sequence in a dense layout nothing is raised, and every document but the first is wrong; layout thd refuses
+the call without documents.
 """
 
 import torch
@@ -37,6 +38,6 @@ rows = torch.cat([row[:length] for row, length in zip(batch, lengths, strict=Tru
 print(f"packed and padded differ by at most {(packed - rows).abs().max():.1e}, with NaN in the padding")
 assert torch.allclose(packed, rows, atol=1e-6)
 
-# Without the document mask nothing is raised, and every document but the first is wrong.
+# As one long sequence in layout bshd nothing is raised, and every document but the first is wrong.
 leaked = undivided.attention(q[None], k[None], v[None], layout="bshd", mask=masks.causal())[0]
 print(f"as one long sequence the output has an error of {(leaked - packed).norm() / packed.norm():.0%}")

@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ MODULES = [
     "undivided.verification",
 ]
 
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api"
 HOOKS = {"extra_repr"}  # PyTorch defines and calls them
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source", "Sources")
 
@@ -157,6 +159,12 @@ PUBLIC = _public_objects_once()
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_a_public_docstring_is_complete(name: str) -> None:
     assert not missing(PUBLIC[name])
+
+
+def test_the_reference_lists_every_public_function_and_class() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md")))
+    names = [name.rsplit(".", 1)[1] for name, checked in PUBLIC.items() if checked.owner is None]
+    assert not [name for name in names if not re.search(rf"\b{name}\b", pages)]
 
 
 def test_an_incomplete_docstring_is_found() -> None:
