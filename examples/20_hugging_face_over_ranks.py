@@ -5,7 +5,7 @@
 
 A Gemma 3 with random weights: every other layer has a sliding window, and texts are packed without padding.
 `parallelize` and `shard_batch` are the two changes; FSDP2 shards parameters over the same ranks. Rank 0 also trains the
-model alone, for the table. Requires `pip install "undivided[transformers]"`.
+model alone, for the table. Requires `pip install ".[transformers]"` in a checkout.
 """
 
 import os
