@@ -75,10 +75,13 @@ def test_examples_with_tests_of_their_numbers_run_there() -> None:
         assert f"{stem}.py" in (ROOT / test).read_text(encoding="utf-8")
 
 
-def test_every_example_is_named_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_example_is_in_the_list_with_the_first_line_of_its_docstring() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     assert EXAMPLES
-    assert not [path.name for path in EXAMPLES if f"examples/{path.name}" not in readme]
+    for path in EXAMPLES:
+        title = path.read_text(encoding="utf-8").splitlines()[0].strip('"')
+        assert f"| [{path.name}]({path.name}) | {title} |" in listed
+    assert "(examples/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 SPAWNS = """
