@@ -42,7 +42,9 @@ def new_tokens(count: int) -> list[Tensor]:
 
 def in_one_pass(tokens: list[Tensor], mask: masks.Mask | None = None) -> Tensor:
     q, k, v = (t[None] for t in tokens)
-    return undivided.attention(q, k, v, layout="bshd", mask=mask or masks.causal(), backend="reference")[0]
+    return undivided.attention(
+        q, k, v, layout="bshd", mask=masks.causal() if mask is None else mask, backend="reference"
+    )[0]
 
 
 class Model:

@@ -59,7 +59,7 @@ def test_the_result_is_attention_over_the_dequantised_tokens(kind: str, format: 
             lists[b].append(torch.stack([rounded(t[b, :count], format) for t in (k, v)]))
             keys, values = torch.cat(lists[b], 1).float()
             if count:
-                causal = mask or masks.causal("bottom_right")
+                causal = masks.causal("bottom_right") if mask is None else mask
                 alone = undivided.attention(
                     q[b : b + 1, :count].float(), keys[None], values[None], layout="bshd", mask=causal
                 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import has_dispatch, is_captured, is_traced, versions
+from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._memory import DerivedValues, TensorIdentities
 from undivided.masks._parts import Documents, Part
@@ -46,6 +47,15 @@ class MaskFields(DerivedValues):
     left: int | None = None
     right: int | None = None
     parts: tuple[Part, ...] = ()
+
+    def __bool__(self) -> bool:
+        # every mask would be true: `documents(...) and causal()` would be causal() alone
+        hint = "masks.documents(offsets) & masks.causal(); `mask is not None` asks whether there is a mask"
+        raise InputError("mask", "be joined by & or |", "'and', 'or', 'not' or 'if'", hint)
+
+    def __invert__(self) -> NoReturn:
+        hint = "masks.dense(~mask.to_dense(batch, heads, q_len, kv_len))"
+        raise InputError("mask", "be joined by & or |", f"~{self!r}", hint)
 
     @property
     def band(self) -> tuple[int | None, int | None]:

@@ -107,7 +107,8 @@ def normalise(
         scale = problem.qk_dim**-0.5
     if softcap is not None:
         softcap = float(softcap)
-    mask = mask or masks.FULL
+    if mask is None:
+        mask = masks.FULL
     # by position: keywords cost twice as much
     call = Call(problem, mask, scale, softcap, dropout_p, seed, pages, needs, checked, strides, k_scale, v_scale)
     return call, tensors

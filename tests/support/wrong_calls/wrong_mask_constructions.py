@@ -216,4 +216,22 @@ CONSTRUCTIONS: WrongCalls = {
         "mask must have one alignment, got causal(align='top_left') & window(3, 0, align='bottom_right')",
         "pass the same align to both, or to only one of them",
     ),
+    **{
+        f"joined-by-{word}": (
+            call,
+            "mask must be joined by & or |, got 'and', 'or', 'not' or 'if'",
+            "masks.documents(offsets) & masks.causal(); `mask is not None` asks whether there is a mask",
+        )
+        for word, call in {
+            "and": lambda: masks.documents([0, 2, 4]) and masks.causal(),
+            "or": lambda: masks.causal() or masks.prefix(2),
+            "not": lambda: not masks.causal(),
+            "if": lambda: 1 if masks.causal() else 2,
+        }.items()
+    },
+    "inverted": (
+        lambda: ~masks.causal(),
+        "mask must be joined by & or |, got ~causal()",
+        "masks.dense(~mask.to_dense(batch, heads, q_len, kv_len))",
+    ),
 }

@@ -214,7 +214,7 @@ def _document_mask(
         return within_documents(attention_mask, cu_q, cu_kv, max_q, max_kv)
     if attention_mask is None:
         return packed_mask(Pattern(right=0 if causal else None), cu_q, cu_kv, max_q, max_kv)
-    return packed_mask(Pattern(), cu_q, cu_kv, max_q, max_kv) & (mask or masks.FULL)
+    return packed_mask(Pattern(), cu_q, cu_kv, max_q, max_kv) & (masks.FULL if mask is None else mask)
 
 
 def _selected_keys(
