@@ -131,9 +131,28 @@ def test_two_layers_with_one_number_are_refused(device: str | None) -> None:
         first = layers[0](x, inference_params=params)
         with pytest.raises(InputError, match=r"layer_number must be that of one layer: .*, got 1 from two layers"):
             layers[1](x, inference_params=params)
-        assert torch.equal(layers[0](x, inference_params=params), first), "a layer may repeat its call"
         params.pre_step({"b": 3})
-        layers[1](x, inference_params=params)
+        assert torch.allclose(layers[0](x, inference_params=params), first)
+
+
+def test_a_second_call_of_a_layer_in_one_step_is_refused() -> None:
+    """Without `pre_step` each call replaced the token of the one before, without an error."""
+    layer = MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", layer_number=1).eval()
+    params = InferenceParams(1, 16, HEADS, HIDDEN // HEADS, torch.float32)
+    x = torch.randn(1, 1, HIDDEN)
+    with torch.no_grad():
+        params.pre_step({"a": 1})
+        with pytest.raises(InputError):
+            layer(x, inference_params=params, attn_mask_type="wrong")
+        first = layer(x, inference_params=params)  # a call that failed may be repeated
+        with pytest.raises(InputError, match=r"got a second call of layer 1 in one step\n  HINT: pre_step\(\.\.\.\)"):
+            layer(x, inference_params=params)
+        params.truncate("a", 0)
+        params.pre_step({"a": 1})
+        assert torch.allclose(layer(x, inference_params=params), first)
+        params.pre_step({"a": 1})
+        layer(x, inference_params=params)
+        assert dict(params.sequences) == {"a": 2}
 
 
 @pytest.mark.parametrize(

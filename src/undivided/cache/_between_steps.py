@@ -256,17 +256,33 @@ class BetweenSteps(LayerCaches, ABC):
 
 
 def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
-    """Raise InputError if another layer has called the step with this number: its tokens would be replaced.
+    """Raise InputError if a layer has called the step with this number: its tokens would be replaced.
 
     Args:
         params: the caches.
         layer_number: number of the layer.
         layer: the layer.
     """
+    caller = _callers(params).get(layer_number)
+    if caller is None:
+        return
+    if caller == id(layer):
+        hint = "pre_step(...) before each run of the model; truncate(seq_id, length) first to repeat a run"
+        got = f"a second call of layer {layer_number} in one step"
+        raise InputError("inference_params", "have a step for each run of the model", got, hint=hint)
+    got = f"{layer_number} from two layers"
+    hint = "layer_number=1 at construction, 2 for the next layer; another model has an InferenceParams of its own"
+    raise InputError("layer_number", "be that of one layer: its cache has the keys of one", got, hint=hint)
+
+
+def note_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
+    """Note that a layer's call has succeeded, for `check_caller`. A call that failed may be repeated."""
+    _callers(params)[layer_number] = id(layer)
+
+
+def _callers(params: BetweenSteps) -> dict[int, int]:
+    """The id of the layer that has called the current step, by its number."""
     step = params._current_step()
     if params._callers[0] is not step:
         params._callers = step, {}
-    if params._callers[1].setdefault(layer_number, id(layer)) != id(layer):
-        got = f"{layer_number} from two layers"
-        hint = "layer_number=1 at construction, 2 for the next layer; another model has an InferenceParams of its own"
-        raise InputError("layer_number", "be that of one layer: its cache has the keys of one", got, hint=hint)
+    return params._callers[1]

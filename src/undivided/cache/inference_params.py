@@ -250,7 +250,8 @@ class InferenceParams(ShardedSteps):
         """Attention of a layer's new tokens over all cached tokens of their sequences, the new ones included.
 
         Args:
-            layer_number, new_k, new_v, qkv_format: as in `step`.
+            layer_number, new_k, new_v, qkv_format: as in `step`. A second call in one step replaces the tokens of the
+                first; the layers of this library refuse it.
             q: queries of the same tokens, [.., h, d]; in a sharded step all three are those of this rank.
             mask: as in `KVCache.attend`: causal if None, aligned bottom-right by default, without lengths.
             options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, batch_invariant and return_lse,

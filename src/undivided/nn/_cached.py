@@ -15,7 +15,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
 from undivided.cache import InferenceParams
-from undivided.cache._between_steps import check_caller
+from undivided.cache._between_steps import check_caller, note_caller
 from undivided.context_parallel import ContextParallel
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -146,6 +146,7 @@ def attend(params: InferenceParams, layer: Any, inputs: Inputs, mask: Mask, opti
     q, k, v, format = inputs[:4]
     check_caller(params, layer.layer_number, layer)
     out = params.attend(layer.layer_number, q, k, v, format, mask=mask, **options)
+    note_caller(params, layer.layer_number, layer)
     assert isinstance(out, Tensor)
     return out
 
