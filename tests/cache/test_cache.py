@@ -282,8 +282,33 @@ def test_more_sequences_than_pages_for_all() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_cache_gives_0(kind: str) -> None:
     cache = new_cache(kind)
-    assert not cache.attend(torch.randn(3, 2, HEADS, DIM)).any()
+    assert not cache.attend(torch.randn(3, 2, HEADS, DIM), masks.window(None, None)).any()
+    assert not cache.attend(torch.randn(3, 2, HEADS, DIM), q_lengths=[0, 0, 0]).any()
     assert cache.lengths == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [None, masks.window(1, 0) | masks.sinks(1)], ids=["causal", "window"])
+def test_more_queries_than_tokens_are_refused_under_a_causal_mask(kind: str, mask: Mask | None) -> None:
+    """They stand before their sequence, and gave 0 without an error, also before the first `append`."""
+    cache, q = new_cache(kind), torch.randn(3, 4, HEADS, DIM)
+    with pytest.raises(
+        InputError, match=r"q must have at most the 0 cached tokens of sequence 0, got 1\n  HINT: append"
+    ):
+        cache.attend(q[:, :1], mask)
+    step(cache, new_sequences((4, 3, 4)), Kind(None))
+    with pytest.raises(InputError, match="q must have at most the 3 cached tokens of sequence 1, got 4"):
+        cache.attend(q, mask, [4, 4, 4])
+    assert cache.attend(q, mask, [4, 3, 4])[:, :3].any(-1).all()
+    assert cache.attend(q, masks.window(None, None), [4, 4, 4]).any(-1).all()  # cross-attention
+
+
+def test_more_packed_queries_than_tokens_are_refused() -> None:
+    cache = new_cache("contiguous", layout="thd")
+    k, v = torch.randn(4, KV_HEADS, DIM), torch.randn(4, KV_HEADS, VALUE_DIM)
+    cache.append(k, v, lengths=[2, 1, 1])
+    with pytest.raises(InputError, match="q must have at most the 1 cached tokens of sequence 2, got 2"):
+        cache.attend(torch.randn(4, HEADS, DIM), q_lengths=[1, 1, 2])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import gt
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -85,7 +86,7 @@ class CachedCall(NamedTuple):
     options: dict[str, Any]
 
     def validated_mask(self) -> Mask:
-        """The mask; InputError if it has lengths, or shows keys that were evicted."""
+        """The mask; InputError if it has lengths, shows keys that were evicted, or is causal for too many queries."""
         q, cached, layout, q_counts, mask, _ = self
         if mask is None:
             mask = CAUSAL
@@ -94,7 +95,23 @@ class CachedCall(NamedTuple):
         if cached.tables is not None:
             counts = (q.shape[SEQUENCE_AXIS[layout]],) * len(cached.lengths) if q_counts is None else q_counts
             eviction.check_hidden(mask, cached.tables, cached.lengths, counts, cached.pools.k.shape[1])
+        if mask.right == 0 and mask.align != "top_left":
+            if q_counts is not None:
+                too_many = any(map(gt, q_counts, cached.lengths))
+            else:
+                too_many = q.shape[SEQUENCE_AXIS[layout]] > min(cached.lengths)
+            if too_many:
+                raise self._too_many_queries()
         return mask
+
+    def _too_many_queries(self) -> InputError:
+        """The error for queries before the first token of their sequence: a causal mask shows them no key."""
+        q_len, lengths = self.q.shape[SEQUENCE_AXIS[self.layout]], self.cached.lengths
+        counts = (q_len,) * len(lengths) if self.q_counts is None else self.q_counts
+        number = next(n for n, length in enumerate(lengths) if counts[n] > length)
+        must = f"have at most the {lengths[number]} cached tokens of sequence {number}"
+        hint = "append(k, v) before attend(q); for cross-attention mask=masks.window(None, None)"
+        return InputError("q", must, counts[number], hint)
 
 
 def attend(call: CachedCall) -> Output:

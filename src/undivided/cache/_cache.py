@@ -282,7 +282,8 @@ class Cache(SequenceCache, ABC):
                 appended last.
             mask: any of `undivided.masks` but lengths and documents, joined by ``&`` and ``|``; `pages` chooses keys.
                 None: causal. ``masks.window(None, None)`` masks only missing tokens. The cache adds the lengths; the
-                default alignment is bottom-right. Key j is the j-th token of its sequence.
+                default alignment is bottom-right, for at most as many queries as cached tokens. Key j is the j-th token
+                of its sequence.
             q_lengths: number of real queries of each sequence, which come first, as `lengths` of `append`; other rows
                 give 0. None: the lengths of the last append if it had any, otherwise all.
             bias: as in `undivided.attention`, with Sk = max(lengths); not in "thd".
