@@ -200,3 +200,14 @@ def test_a_compiled_layer_generates_without_warnings_of_the_compiler(caplog: pyt
     assert not caplog.records
     for eager, compiled in zip(outs[:3], outs[3:], strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+def test_a_cache_without_no_grad_is_refused() -> None:
+    layer = MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", layer_number=1).eval()
+    params = InferenceParams(1, 16, HEADS, HIDDEN // HEADS, torch.float32)
+    params.pre_step({"a": 1})
+    message = (
+        r"inference_params must be used without gradients \(a cache has no backward\)(.|\n)*HINT: call under torch"
+    )
+    with pytest.raises(InputError, match=message):
+        layer(torch.randn(1, 1, HIDDEN), inference_params=params)

@@ -28,12 +28,12 @@ def checked_tokens(
     batch: int,
     heads: Heads,
     device: torch.device,
-    names: tuple[str, str, str] = ("k", "v", "lengths"),
-    checked_lengths: bool = False,
+    names: tuple[str, str] = ("k", "v"),
+    announced: Counts | None = None,
 ) -> NewTokens:
-    """New keys and values in canonical order with their counts; InputError if they do not fit. `checked_lengths`: the
-    lengths are `Counts`."""
-    k_name, v_name, lengths_name = names
+    """New keys and values in canonical order with their counts; InputError if they do not fit. `announced`: the counts
+    that `pre_step` received, in place of lengths."""
+    k_name, v_name = names
     for name, tensor, dim in ((k_name, k, heads.head_dim), (v_name, v, heads.value_dim)):
         check_tensor(name, tensor)
         if tensor.dim() == _layout.rank(layout):
@@ -47,12 +47,23 @@ def checked_tokens(
     k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
     if k.shape[1] != v.shape[1]:
         raise InputError(v_name, f"have the length of {k_name} ({k.shape[1]})", v.shape[1])
+    if announced is not None:
+        _check_announced(k_name, k.shape[1], layout, announced)
+        return NewTokens(k, v, announced, layout == "thd")
     if layout == "thd":
-        return NewTokens(k, v, packed_counts(lengths_name, lengths, batch, k.shape[1]), True)
-    whole = (k.shape[1],) * batch
-    if lengths is None or (checked_lengths and lengths == whole):
-        return NewTokens(k, v, whole, False)
-    return NewTokens(k, v, checked_counts(lengths_name, lengths, batch, k.shape[1], f"new tokens in {k_name}"), False)
+        return NewTokens(k, v, packed_counts("lengths", lengths, batch, k.shape[1]), True)
+    if lengths is None:
+        return NewTokens(k, v, (k.shape[1],) * batch, False)
+    return NewTokens(k, v, checked_counts("lengths", lengths, batch, k.shape[1], f"new tokens in {k_name}"), False)
+
+
+def _check_announced(name: str, tokens: int, layout: Layout, announced: Counts) -> None:
+    """InputError unless there are as many new tokens as `pre_step` received; padding may follow them."""
+    if layout == "thd":
+        if tokens != sum(announced):
+            raise InputError(name, f"have the {sum(announced)} tokens that pre_step announced", tokens)
+    elif tokens < max(announced):
+        raise InputError(name, f"have the {max(announced)} tokens per sequence that pre_step announced", tokens)
 
 
 def _shape_hint(tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: int) -> str | None:
@@ -64,9 +75,11 @@ def _shape_hint(tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: 
                 return f"this shape would fit layout={other!r}, an argument of the cache"
     if tensor.dim() != _layout.rank(layout):
         return None
-    heads = _layout.sizes(tensor.shape, layout)[2]
+    own_batch, _, heads, size = _layout.sizes(tensor.shape, layout)
     if heads and heads < kv_heads and kv_heads % heads == 0:
         return f"if the heads are divided over ranks: mesh=mesh['tensor'] for the cache, or {heads} key heads"
+    if heads and heads != kv_heads and (size, own_batch) == (dim, 1 if layout == "thd" else batch):
+        return f"num_heads_kv={heads} at the construction of InferenceParams, kv_heads={heads} of another cache"
     return None
 
 
@@ -80,7 +93,7 @@ def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, devic
         raise InputError(
             name,
             "not require a gradient (a cache has no backward)",
-            f"{name} with requires_grad=True",
+            "requires_grad=True",
             hint="call under torch.no_grad() or torch.inference_mode()",
         )
     if tensor.device != device:

@@ -302,13 +302,13 @@ class InferenceParams(ShardedSteps):
         tokens = checked_tokens(
             new_k,
             new_v,
-            step.counts,
+            None,
             layout=format,
             batch=len(step.slots),
             heads=self._heads,
             device=storage.k.device,
-            names=("new_k", "new_v", "the step's tokens"),
-            checked_lengths=True,
+            names=("new_k", "new_v"),
+            announced=step.counts,
         )
         if q_len is not None and tokens.k.shape[1] != q_len:
             raise InputError("q", f"have the tokens of new_k ({tokens.k.shape[1]})", q_len)

@@ -144,6 +144,10 @@ def mask(
 def attend(params: InferenceParams, layer: Any, inputs: Inputs, mask: Mask, options: dict[str, Any]) -> Tensor:
     """The attention of the new tokens of a layer, which has the attribute `layer_number`, over its cache."""
     q, k, v, format = inputs[:4]
+    if params.context_parallel is None and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        must = "be used without gradients (a cache has no backward)"
+        hint = "call under torch.no_grad() or torch.inference_mode()"
+        raise InputError("inference_params", must, "keys and values that require gradients", hint=hint)
     check_caller(params, layer.layer_number, layer)
     out = params.attend(layer.layer_number, q, k, v, format, mask=mask, **options)
     note_caller(params, layer.layer_number, layer)

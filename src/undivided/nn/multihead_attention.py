@@ -294,7 +294,7 @@ class MultiheadAttention(DividedModule):
             evidence = hidden.evidence(
                 attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
-            hidden.check_evidence(hidden_states, self.qkv_format, "qkv_format", evidence)
+            hidden.check_evidence(hidden_states, self.qkv_format, "qkv_format", evidence, inference_params)
         if self.qkv_format == "thd":
             given = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
             cu_seqlens_q_padded, cu_seqlens_kv_padded = hidden.padded_offsets(self.attention_type == "cross", *given)

@@ -65,7 +65,7 @@ class _StoredLayer:
             self.lazy_initialization(key_states, value_states)
         storage = self.storage
         assert storage is not None
-        names = "key_states", "value_states", "lengths"
+        names = "key_states", "value_states"
         batch = storage.k.shape[0]
         new = checked_tokens(
             key_states,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
@@ -119,17 +120,40 @@ def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_evidence(x: Tensor, format: Layout, argument: str, implied: Iterator[Evidence]) -> None:
-    """Raise InputError if an argument contradicts the format and fits the other one.
+def check_evidence(
+    x: Tensor, format: Layout, argument: str, implied: Iterator[Evidence], params: InferenceParams | None
+) -> None:
+    """Raise InputError if an argument contradicts the format and fits the other one, or x is not that of the step.
 
-    Other checks report what fits neither format.
+    Other checks report what else fits neither format.
     """
+    if format != "thd":
+        here, there = sizes(x, format), sizes(x, OTHER_FORMAT[format])
+        for evidence in implied:
+            if not evidence.fits(here) and evidence.fits(there):
+                hint = f"pre_step with {here.batch} sequences, or " if evidence.name == "inference_params" else ""
+                raise _swapped(x, format, argument, str(evidence), hint)
+    if params is not None:
+        _check_step(x, format, params)
+
+
+@outside_of_graphs
+def _check_step(x: Tensor, format: Layout, params: InferenceParams) -> None:
+    """Raise InputError unless hidden states have the sequences and tokens that `pre_step` announced."""
+    before, after = params.sequences_pre_step, params.sequences
+    counts = [after[name] - before[name] for name in before]
+    if not counts:
+        return  # the cache reports it
     if format == "thd":
+        if x.shape[0] != sum(counts):
+            raise InputError("hidden_states", f"have the {sum(counts)} tokens that pre_step announced", x.shape[0])
         return
-    here, there = sizes(x, format), sizes(x, OTHER_FORMAT[format])
-    for evidence in implied:
-        if not evidence.fits(here) and evidence.fits(there):
-            raise _swapped(x, format, argument, str(evidence))
+    batch, length = sizes(x, format)
+    if batch != len(counts):
+        raise InputError("hidden_states", f"have the {len(counts)} sequences that pre_step announced", batch)
+    if length < max(counts):
+        must = f"have the {max(counts)} tokens per sequence that pre_step announced"
+        raise InputError("hidden_states", must, length)
 
 
 def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> None:
@@ -187,14 +211,14 @@ def padded_offsets(
     return own, own
 
 
-def _swapped(x: Tensor, format: Layout, argument: str, evidence: str) -> InputError:
+def _swapped(x: Tensor, format: Layout, argument: str, evidence: str, hint: str = "") -> InputError:
     batch, length = sizes(x, format)
     other = OTHER_FORMAT[format]
     return InputError(
         argument,
         f"agree with {evidence}: in {format!r} hidden_states {list(x.shape)} are {batch} sequences of {length}",
         repr(format),
-        hint=f"{argument}={other!r}, {_AXES[other]}, would fit; or hidden_states.transpose(0, 1)",
+        hint=f"{hint}{argument}={other!r}, {_AXES[other]}, would fit; or hidden_states.transpose(0, 1)",
     )
 
 
