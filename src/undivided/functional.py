@@ -280,7 +280,7 @@ def _too_many(more: Sequence[object]) -> InputError:
     """The error for arguments of `attention` by position after q, k and v."""
     name = "mask" if isinstance(more[0], Mask) else "layout"
     value = repr(more[0]) if isinstance(more[0], str) else "..."
-    must = "be given by position only q, k and v"
+    must = "be called with at most q, k and v by position"
     return InputError("attention", must, f"{3 + len(more)} arguments", f"{name}={value}")
 
 

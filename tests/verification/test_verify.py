@@ -156,7 +156,7 @@ def test_bad_arguments_raise_as_in_attention() -> None:
     with pytest.raises(InputError, match="backends must contain only"):
         verify(q, q, q, layout="bshd", backends=["fast"])
     with pytest.raises(
-        InputError, match=r"verify must be given only its own arguments (.|\n)*HINT: mask=masks.causal\(\)"
+        InputError, match=r"verify must be called with its own arguments(.|\n)*HINT: mask=masks.causal\(\)"
     ):
         verify(q, q, q, layout="bshd", is_causal=True)
     empty = torch.empty(2, 5, 2, 8, device="meta")

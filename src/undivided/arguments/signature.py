@@ -34,8 +34,9 @@ def checked_call(target: T) -> T:
     ...     pass
     >>> window(left=3, ritgh=0)
     Traceback (most recent call last):
-    undivided.errors.InputError: window must be given only its own arguments (left, right), got ['ritgh']
+    undivided.errors.InputError: window must be called with its own arguments, got 'ritgh'
       HINT: did you mean 'right'?
+      arguments: left, right
     """
     if isinstance(target, type):
         return checked_methods("__init__")(target)
@@ -161,8 +162,10 @@ def unknown_arguments(function: str, unknown: Iterable[str], known: Iterable[str
         known: the arguments that it has.
         hint: what may have been meant.
     """
-    must = f"be given only its own arguments ({listed(list(known), 18)})"
-    return InputError(function, must, sorted(unknown), hint)
+    arguments = f"arguments: {listed(list(known), 18)}"
+    got = ", ".join(map(repr, sorted(unknown)))
+    hint = arguments if hint is None else f"{hint}\n  {arguments}"
+    return InputError(function, "be called with its own arguments", got, hint)
 
 
 def _form(name: str, parameters: Iterable[inspect.Parameter]) -> str:

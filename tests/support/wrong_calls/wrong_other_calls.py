@@ -9,6 +9,11 @@ from wrong_call_inputs import BACKENDS, LSE, OUT, Q, WrongCalls, t
 
 from undivided import Machine, explain, merge
 
+EXPLAIN = (
+    "arguments: alibi_slopes, backend, batch_invariant, bias, context_parallel, deterministic, dropout_p, "
+    "dropout_seed, k_scale, layout, machine, mask, pages, return_lse, scale, sinks, softcap, v_scale"
+)
+
 OTHERS: WrongCalls = {
     # explain
     "explain-layout-none": (
@@ -18,21 +23,13 @@ OTHERS: WrongCalls = {
     ),
     "explain-unknown": (
         lambda: explain(Q, Q, Q, layout="bshd", softcapp=1),
-        (
-            "explain must be given only its own arguments (alibi_slopes, backend, batch_invariant, bias, "
-            "context_parallel, deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, "
-            "return_lse, scale, sinks, softcap, v_scale), got ['softcapp']"
-        ),
-        "softcap=",
+        "explain must be called with its own arguments, got 'softcapp'",
+        f"softcap=\n  {EXPLAIN}",
     ),
     "explain-foreign-keyword": (
         lambda: explain(Q, Q, Q, layout="bshd", window_size=(3, 0)),
-        (
-            "explain must be given only its own arguments (alibi_slopes, backend, batch_invariant, bias, "
-            "context_parallel, deterministic, dropout_p, dropout_seed, k_scale, layout, machine, mask, pages, "
-            "return_lse, scale, sinks, softcap, v_scale), got ['window_size']"
-        ),
-        "mask=masks.window(left, right)",
+        "explain must be called with its own arguments, got 'window_size'",
+        f"mask=masks.window(left, right)\n  {EXPLAIN}",
     ),
     "explain-machine-string": (
         lambda: explain(Q, Q, Q, layout="bshd", machine="a100"),
