@@ -23,7 +23,7 @@ from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
-from undivided.request.request import Options, Request, Tensors, new_tuple
+from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_tuple
 from undivided.run import autograd, dispatch
 from undivided.run.prepare import prepare
 from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
@@ -83,7 +83,8 @@ def scaled_dot_product_attention(
     torch.Size([2, 8, 5, 32])
     """
     if unknown:
-        hint = did_you_mean(min(unknown), _NAMES)
+        name = min(unknown)
+        hint = did_you_mean(name, _NAMES) or (f"undivided.attention has {name}=" if name in KEYWORDS else None)
         raise_as_type_error(unknown_arguments, "scaled_dot_product_attention", unknown, _NAMES, hint)
     try:
         query, key, value = autograd.autocast(query, key, value)

@@ -129,6 +129,9 @@ FOREIGN = {
     "window_size": ((3, 0), "mask=masks.window(left, right)"),
     "softmax_scale": (0.5, "scale="),
     "softcapp": (0.5, "softcap="),
+    "need_weights": (True, "no backend returns weights; v = identity gives them: docs/troubleshooting.md#hf-output-at"),
+    "training": (True, "dropout_p=p if self.training else 0.0"),
+    "score_mod": (None, "bias=, alibi_slopes= or softcap="),
     "softmax_scal": (0.5, "scale="),
 }
 

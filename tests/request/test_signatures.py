@@ -140,6 +140,10 @@ def test_a_forgotten_layout_is_an_error_with_the_layouts() -> None:
         (lambda: UNTYPED.scaled_dot_product_attention(Q, Q), "value must be a torch.Tensor, got no value"),
         (lambda: UNTYPED.scaled_dot_product_attention(Q, Q, Q, is_casual=True), "did you mean 'is_causal'?"),
         (
+            lambda: UNTYPED.scaled_dot_product_attention(Q, Q, Q, layout="bshd"),
+            "got 'layout'\n  HINT: undivided.attention has layout=",
+        ),
+        (
             lambda: UNTYPED.masks.window(3),
             "right must be given to window, got no value\n  HINT: window(left, right, ...)",
         ),
