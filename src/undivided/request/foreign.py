@@ -94,6 +94,8 @@ def mask_hint(mask: object) -> str | None:
         return f"a mask is built by a call: {call}" if isinstance(mask, str) else f"add the parentheses: {call}"
     if isinstance(mask, str):
         return "a mask is built by a call, such as mask=masks.causal() or mask=masks.window(256, 0)"
+    if callable(mask) and not isinstance(mask, type):
+        return "masks.predicate(fn), for fn(b, h, q_idx, kv_idx)"
     return "mask=masks.causal(), or None for every pair" if isinstance(mask, bool) else None
 
 

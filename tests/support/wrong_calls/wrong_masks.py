@@ -50,8 +50,14 @@ MASKS: WrongCalls = {
     "mask-another-function": (
         lambda: square(mask=len),
         "mask must be an undivided.masks.Mask or None, got builtin_function_or_method",
-        None,
+        "masks.predicate(fn), for fn(b, h, q_idx, kv_idx)",
     ),
+    "mask-of-flex": (
+        lambda: square(mask=lambda b, h, i, j: i >= j),
+        "mask must be an undivided.masks.Mask or None, got function",
+        "masks.predicate(fn), for fn(b, h, q_idx, kv_idx)",
+    ),
+    "mask-a-class": (lambda: square(mask=masks.Mask), "mask must be an undivided.masks.Mask or None, got type", None),
     "thd-no-mask": (
         lambda: thd(),
         "mask must say where the documents are in layout 'thd', got every pair",
