@@ -74,7 +74,8 @@ def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor |
             if tensor.dim() == 3 and ranks[name] == 4 and pages is None:
                 hint = (
                     "a [batch, seq, hidden] tensor has its heads still together: "
-                    "x.unflatten(-1, (heads, head_dim)), then layout='bshd'"
+                    "x.unflatten(-1, (heads, head_dim)), then layout='bshd'\n"
+                    f"        one sequence is {name}[None]; packed tokens are layout='thd'"
                 )
             elif tensor.dim() == 4 and ranks[name] == 3:
                 hint = "thd is for packed tokens without a batch axis; a padded batch is 'bshd', 'sbhd' or 'bhsd'"

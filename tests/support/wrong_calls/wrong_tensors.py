@@ -92,7 +92,7 @@ TENSORS: WrongCalls = {
         "q must have 4 axes [b, s, h, d], got 3 axes [2, 5, 32]",
         (
             "a [batch, seq, hidden] tensor has its heads still together: x.unflatten(-1, (heads, head_dim)), then"
-            " layout='bshd'"
+            " layout='bshd'\n        one sequence is q[None]; packed tokens are layout='thd'"
         ),
     ),
     "q-2d": (lambda: att(q=t(5, 8)), "q must have 4 axes [b, s, h, d], got 2 axes [5, 8]", None),
@@ -101,7 +101,7 @@ TENSORS: WrongCalls = {
         "k must have 4 axes [b, s, h, d], got 3 axes [2, 7, 16]",
         (
             "a [batch, seq, hidden] tensor has its heads still together: x.unflatten(-1, (heads, head_dim)), then"
-            " layout='bshd'"
+            " layout='bshd'\n        one sequence is k[None]; packed tokens are layout='thd'"
         ),
     ),
     "q-0d": (lambda: att(q=t()), "q must have 4 axes [b, s, h, d], got 0 axes []", None),
