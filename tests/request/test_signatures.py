@@ -147,7 +147,12 @@ def test_a_forgotten_layout_is_an_error_with_the_layouts() -> None:
             lambda: UNTYPED.masks.window(3),
             "right must be given to window, got no value\n  HINT: window(left, right, ...)",
         ),
-        (lambda: UNTYPED.masks.window(3), "right: number of keys before and after the query's own key, int;"),
+        (
+            lambda: UNTYPED.masks.window(3),
+            "right: number of keys after it. masks.window(256, 0) is the 256 keys before",
+        ),
+        (lambda: UNTYPED.masks.window((256, 0)), "for a tuple of both, masks.window(*window_size)."),
+        (lambda: UNTYPED.masks.window(right=0), "left: number of keys before the query's own key, int; None"),
         (lambda: UNTYPED.masks.window(1, 2, None, 4), "window must be given at most 3 arguments by position, got 4"),
         (lambda: UNTYPED.masks.window(1, 2, left=3), "left must be given once, got a position and a keyword"),
         (lambda: UNTYPED.masks.documents(cu_seqlens=[0, 5]), "got 'cu_seqlens'\n  HINT: did you mean 'cu_seqlens_q'?"),

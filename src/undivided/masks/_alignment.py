@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from undivided.arguments.checks import INT32_MAX, as_integer
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks._parts import Documents, Lengths, Part
@@ -62,3 +63,14 @@ def _alignments_agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | 
                 return None
             return bool((kv == q_len).all()) if q is None else bool((q == kv).all())
     return q_len == kv_len
+
+
+def checked_side(argument: str, value: int | None) -> int | None:
+    """The keys of a band before or after the query's own; None if unbounded; InputError if it is another value."""
+    if value is None:
+        return None
+    side = as_integer(argument, value)
+    if side < -1:
+        hint = "window(3, 0) is the query's own key and the 3 keys before it"
+        raise InputError(argument, "be at least 0, or None (or -1) for an unbounded side", side, hint)
+    return None if side == -1 else min(side, INT32_MAX)

@@ -10,7 +10,7 @@ from torch import Tensor
 from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError, did_you_mean
-from undivided.masks._alignment import Align
+from undivided.masks._alignment import Align, checked_side
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
 from undivided.masks._predicate import PredicateFunction, check_signature, register_predicate
@@ -47,7 +47,9 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
     """The pairs of a query and a key near the query's own key: ``i' + d - left <= j' <= i' + d + right``.
 
     Args:
-        left, right: number of keys before and after the query's own key, int; None (or -1) means unbounded.
+        left: number of keys before the query's own key, int; None (or -1) means unbounded.
+        right: number of keys after it. masks.window(256, 0) is the 256 keys before the query's own, and its own; for a
+            tuple of both, masks.window(*window_size).
         align: "top_left" (d = 0) or "bottom_right" (d = kv_len - q_len). None, the default, requires that both agree.
 
     Returns:
@@ -61,7 +63,7 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
     >>> window(1, 0).intervals(4, 4).tolist()
     [[[0, 1], [0, 2], [1, 3], [2, 4]]]
     """
-    return Mask(_checked_align(align), _side("left", left), _side("right", right))
+    return Mask(_checked_align(align), checked_side("left", left), checked_side("right", right))
 
 
 @checked_call
@@ -360,16 +362,6 @@ def _optional_count(argument: str, value: int | None) -> int | None:
 
 def _optional_vector(argument: str, value: Ints | None) -> Tensor | None:
     return None if value is None else as_vector(argument, value)
-
-
-def _side(argument: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    side = as_integer(argument, value)
-    if side < -1:
-        hint = "window(3, 0) is the query's own key and the 3 keys before it"
-        raise InputError(argument, "be at least 0, or None (or -1) for an unbounded side", side, hint)
-    return None if side == -1 else min(side, INT32_MAX)
 
 
 def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size:
