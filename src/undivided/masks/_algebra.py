@@ -31,7 +31,9 @@ def intersection(a: MaskFields, b: object) -> MaskFields:
 def _union_hint(a: MaskFields, b: MaskFields) -> str:
     if {"tree", "blocks"} & (a.kinds | b.kinds):
         return "a tree and chosen blocks are joined to other masks by `&` alone; masks.predicate takes any rule"
-    return "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)"
+    if any(isinstance(part, Prefix) for part in (*a.parts, *b.parts)):
+        return "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)"
+    return "`&` restricts causal to documents; a union of other masks is masks.dense(a.to_dense(...) | b.to_dense(...))"
 
 
 def union(a: MaskFields, b: object) -> MaskFields:

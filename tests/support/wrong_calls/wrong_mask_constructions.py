@@ -185,12 +185,17 @@ CONSTRUCTIONS: WrongCalls = {
     "or-non-prefix": (
         lambda: masks.causal() | masks.window(3, 0),
         "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | window(3, 0)",
-        "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
+        "`&` restricts causal to documents; a union of other masks is masks.dense(a.to_dense(...) | b.to_dense(...))",
+    ),
+    "or-documents": (
+        lambda: masks.causal() | masks.documents([0, 4, 8]),
+        "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | documents([0, 4, 8])",
+        "`&` restricts causal to documents; a union of other masks is masks.dense(a.to_dense(...) | b.to_dense(...))",
     ),
     "or-lengths": (
         lambda: masks.causal() | masks.lengths([3]),
         "mask must join causal or window to a bare prefix or sinks with `|`, got causal() | lengths(kv=[3])",
-        "`&` binds tighter than `|`: write (causal() | prefix(n)) & lengths(kv)",
+        "`&` restricts causal to documents; a union of other masks is masks.dense(a.to_dense(...) | b.to_dense(...))",
     ),
     "or-prefix-and-lengths": (
         lambda: masks.causal() | masks.prefix(2) & masks.lengths([3]),
