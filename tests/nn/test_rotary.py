@@ -249,6 +249,10 @@ FREQS = RotaryPositionEmbedding(8)(5)
         ({"t": PACKED}, "t must have the axes [b, s, h, d] in tensor_format='bshd', got [7, 3, 8]"),
         ({"t": T.int()}, "t must be a floating-point tensor, got torch.int32"),
         (
+            {"freqs": RotaryPositionEmbedding(8)},
+            "freqs must be a floating-point tensor, got RotaryPositionEmbedding\n  HINT: rope(length), or rope.cos_sin",
+        ),
+        (
             {"freqs": FREQS[:, 0]},
             "freqs must have the axes [s, 1, 1, d2], or [s, 1, 1, 2, d2 / 2] of cos_sin, got [5, 1, 8]",
         ),

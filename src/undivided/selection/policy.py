@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -186,8 +186,28 @@ def _check_names(names: Sequence[str], argument: str = "backend") -> tuple[str, 
     known = names_and_families()
     for name in names:
         if not isinstance(name, str) or name not in known:
-            raise InputError(argument, f"be one of {', '.join(sorted(known))}", repr(name), did_you_mean(name, known))
+            raise InputError(argument, f"be one of {', '.join(sorted(known))}", repr(name), _name_hint(name, known))
     return tuple(names)
+
+
+_FAMILY_OF_SDP_BACKEND = {
+    "MATH": "math",
+    "FLASH_ATTENTION": "flash",
+    "EFFICIENT_ATTENTION": "efficient",
+    "CUDNN_ATTENTION": "fused",
+}
+
+
+def _name_hint(name: object, known: Iterable[str]) -> str | None:
+    """A hint for a wrong name; None if there is none."""
+    family = _FAMILY_OF_SDP_BACKEND.get(getattr(name, "name", ""))
+    if family is not None:
+        return f"{family!r} is the family of PyTorch's {name}"
+    near = did_you_mean(name, known)
+    if isinstance(name, list | tuple):
+        several = "several: with undivided.use_backends('native', 'reference')"
+        return several if near is None else f"{near} {several}"
+    return near
 
 
 # os.environ.get encodes and decodes at every call (1 us each, for ten variables). The encoded names are looked up in

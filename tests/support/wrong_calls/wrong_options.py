@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn.attention import SDPBackend
 from wrong_call_inputs import BACKENDS, POOL, TABLE, P, WrongCalls, att, paged, square, t, thd
 
 import undivided
@@ -253,10 +254,15 @@ OPTIONS: WrongCalls = {
         "did you mean 'flash'?",
     ),
     "backend-int": (lambda: square(backend=3), f"backend must be one of {BACKENDS}, got 3", None),
+    "backend-of-pytorch": (
+        lambda: square(backend=SDPBackend.MATH),
+        f"backend must be one of {BACKENDS}, got <SDPBackend.MATH: 0>",
+        "'math' is the family of PyTorch's SDPBackend.MATH",
+    ),
     "backend-list": (
         lambda: square(backend=["reference"]),
         f"backend must be one of {BACKENDS}, got ['reference']",
-        "did you mean 'reference'?",
+        "did you mean 'reference'? several: with undivided.use_backends('native', 'reference')",
     ),
     "deterministic-string": (
         lambda: square(deterministic="yes"),
@@ -274,7 +280,7 @@ OPTIONS: WrongCalls = {
     "use-backends-list": (
         lambda: use_backends(["reference"]),
         f"backend must be one of {BACKENDS}, got ['reference']",
-        "did you mean 'reference'?",
+        "did you mean 'reference'? several: with undivided.use_backends('native', 'reference')",
     ),
     "disable-unknown": (
         lambda: use_backends.disable("flash2"),

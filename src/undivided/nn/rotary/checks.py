@@ -28,7 +28,8 @@ def check(
     for name, tensor in (("t", t), ("freqs", freqs)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(name, "be a floating-point tensor", got)
+            hint = "rope(length), or rope.cos_sin(length)" if isinstance(tensor, torch.nn.Module) else None
+            raise InputError(name, "be a floating-point tensor", got, hint)
         check_tensor(name, tensor)
     if t.dtype not in DTYPES:
         raise InputError("t", "be float16, bfloat16, float32 or float64", t.dtype)
