@@ -358,7 +358,7 @@ def test_a_named_backend_runs_or_gives_reasons() -> None:
         (
             {},
             {"encoder_output": torch.randn(2, 5, HIDDEN)},
-            "encoder_output must be None with attention_type='self', got a tensor [2, 5, 24]",
+            "encoder_output must be None with attention_type='self', got a tensor [2, 5, 24]\n  HINT: MultiheadAttention projects",
         ),
         ({"attention_type": "cross"}, {}, "encoder_output must be a torch.Tensor, got None"),
         ({}, {"is_first_microbatch": False}, "is_first_microbatch must be None, got False"),

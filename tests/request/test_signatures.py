@@ -159,6 +159,20 @@ def test_a_forgotten_layout_is_an_error_with_the_layouts() -> None:
         (lambda: UNTYPED.KVCache(1, 8, 1, 4), "dtype must be given to KVCache, got no value"),
         (lambda: _build("KVCache").append(Q), "v must be given to KVCache.append, got no value"),
         (lambda: _build("TransformerLayer")(attention_maks=Q), "HINT: did you mean 'attention_mask'?"),
+        (
+            lambda: UNTYPED.MultiheadAttention(embed_dim=16, num_heads=2),
+            "got 'embed_dim', 'num_heads'\n  HINT: embed_dim: hidden_size=; num_heads: num_attention_heads=\n  argum",
+        ),
+        (lambda: UNTYPED.MultiheadAttention(16, 2, batch_first=True), "HINT: qkv_format='bshd' for True, 'sbhd' for"),
+        (lambda: UNTYPED.TransformerLayer(16, 32, 2, batch_first=True), "HINT: attn_input_format='bshd' for True, 'sb"),
+        (lambda: UNTYPED.TransformerLayer(16, 32, 2, qkv_format="bshd"), "HINT: attn_input_format="),
+        (lambda: UNTYPED.TransformerLayer(d_model=16, nhead=2), "d_model: hidden_size=; nhead: num_attention_heads="),
+        (lambda: UNTYPED.DotProductAttention(2, 8, dropout=0.1), "HINT: attention_dropout="),
+        (lambda: _build("MultiheadAttention")(Q, need_weights=False), "HINT: leave it out: no backend returns weights"),
+        (
+            lambda: _build("MultiheadAttention")(Q, key_padding_mask=Q),
+            "HINT: attention_mask=key_padding_mask[:, None, None], with a padding mask type",
+        ),
     ],
 )
 def test_the_message_says_what_to_write(call: Callable[[], Any], message: str) -> None:

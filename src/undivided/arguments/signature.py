@@ -11,8 +11,8 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from types import FunctionType, MappingProxyType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -24,10 +24,15 @@ T = TypeVar("T", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 
-def checked_call(target: T) -> T:
+def checked_call(target: T, other_names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> T:
     """The function or class; a call that does not fit its signature raises InputError.
 
     The hint is what the docstring says about the argument, or the name that was probably meant.
+
+    Args:
+        target: the function or class.
+        other_names: hints for keywords of other libraries; the first one that begins with an argument of the function,
+            or with none, applies.
 
     >>> @checked_call
     ... def window(left, right):
@@ -39,7 +44,7 @@ def checked_call(target: T) -> T:
       arguments: left, right
     """
     if isinstance(target, type):
-        return checked_methods("__init__")(target)
+        return checked_methods("__init__", other_names=other_names)(target)
 
     @functools.wraps(target)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -48,19 +53,19 @@ def checked_call(target: T) -> T:
         try:
             return target(*arguments, **options)
         except TypeError as error:
-            if (wrong := wrong_call(error, target, arguments, options)) is None:
+            if (wrong := wrong_call(error, target, arguments, options, other_names)) is None:
                 raise
         raise wrong
 
     return call  # type: ignore[return-value]
 
 
-def checked_methods(*names: str) -> Callable[[C], C]:
+def checked_methods(*names: str, other_names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Callable[[C], C]:
     """A decorator of classes: `checked_call` for these methods."""
 
     def decorate(owner: C) -> C:
         for name in names:
-            setattr(owner, name, checked_call(getattr(owner, name)))
+            setattr(owner, name, checked_call(getattr(owner, name), other_names))
         return owner
 
     return decorate
@@ -87,7 +92,11 @@ def _default(parameter: inspect.Parameter) -> object:
 
 
 def wrong_call(
-    error: TypeError, function: Callable[..., Any], arguments: tuple[object, ...], options: Mapping[str, object]
+    error: TypeError,
+    function: Callable[..., Any],
+    arguments: tuple[object, ...],
+    options: Mapping[str, object],
+    other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> InputError | None:
     """What is wrong with the arguments of a call, as an error that is also a TypeError.
 
@@ -95,6 +104,7 @@ def wrong_call(
         error: caught in the frame that called the function.
         function: the function.
         arguments, options: what it was given by position and by keyword, the object of a method included.
+        other_names: as in `checked_call`.
 
     Returns:
         The error; None if the function was entered, so that `error` has another cause.
@@ -111,9 +121,9 @@ def wrong_call(
         documented = owner if function.__name__ == "__init__" else function
         named.pop(by_position.pop(0).name)
     if unknown := sorted(options.keys() - named.keys()):
-        return unknown_arguments(
-            text, unknown, named, did_you_mean(unknown[0], named) or _form(text, parameters)
-        ).as_also(TypeError)
+        hint = _hint_of_other_names(unknown, named, other_names)
+        hint = hint or did_you_mean(unknown[0], named) or _form(text, parameters)
+        return unknown_arguments(text, unknown, named, hint).as_also(TypeError)
     if len(arguments) > len(by_position):
         must = f"be given at most {len(by_position)} arguments by position"
         return InputError(text, must, len(arguments), _form(text, parameters)).as_also(TypeError)
@@ -127,6 +137,21 @@ def wrong_call(
     hint = _form(text, parameters) + (f"\n        {missing[0]}: {meaning}" if meaning else "")
     must = f"be given to {text}{_choices(function, missing[0])}"
     return InputError(missing[0], must, REQUIRED, hint).as_also(TypeError)
+
+
+def _hint_of_other_names(
+    unknown: Sequence[str], named: Container[str], other_names: Mapping[str, Sequence[str]]
+) -> str | None:
+    """The hints for these keywords; None if there is none."""
+    hints = {
+        name: hint
+        for name in unknown
+        for hint in reversed(other_names.get(name, ()))  # the first one remains
+        if "=" not in hint or hint.partition("=")[0] in named
+    }
+    if len(hints) > 1:
+        return "; ".join(f"{name}: {hint}" for name, hint in hints.items())
+    return next(iter(hints.values()), None)
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

@@ -357,8 +357,7 @@ class MultiheadAttention(DividedModule):
         params = _cached.checked_params(params)
         if self.attention_type == "self":
             if encoder is not None:
-                got = f"a tensor {list(encoder.shape)}" if isinstance(encoder, Tensor) else type(encoder).__name__
-                raise InputError("encoder_output", "be None with attention_type='self'", got)
+                raise hidden.unexpected_encoder(encoder)
             return
         hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", weight)
         assert encoder is not None

@@ -173,6 +173,16 @@ def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> 
     )
 
 
+def unexpected_encoder(encoder: object) -> InputError:
+    """The error for an encoder output that self-attention was given."""
+    got = f"a tensor {list(encoder.shape)}" if isinstance(encoder, Tensor) else type(encoder).__name__
+    hint = (
+        "MultiheadAttention projects hidden_states itself: mha(x), or attention_type='cross' at construction; for "
+        "given q, k, v use DotProductAttention"
+    )
+    return InputError("encoder_output", "be None with attention_type='self'", got, hint)
+
+
 def check_no_encoder(encoder: object, mask: object, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
     """Raise InputError for arguments of a cross-attention, which an encoder does not have."""
     hint = "layer_type='decoder' at construction has cross-attention"

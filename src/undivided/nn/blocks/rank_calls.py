@@ -19,6 +19,7 @@ from undivided.arguments.signature import checked_call
 from undivided.cache import InferenceParams
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.context_parallel.exchange.handshake import digest
+from undivided.nn.arguments.other_names import OTHER_NAMES
 
 
 class Layer(Protocol):
@@ -62,7 +63,7 @@ def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Conca
 
     It is a `checked_call`, too.
     """
-    forward = checked_call(forward)
+    forward = checked_call(forward, OTHER_NAMES)
     names = tuple(inspect.signature(forward).parameters)[1:]
     defaults = {name: p.default for name, p in inspect.signature(forward).parameters.items() if name in names}
 
