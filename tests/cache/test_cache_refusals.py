@@ -59,6 +59,10 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     ),
     "gradients": (lambda c: c.append(K.clone().requires_grad_(), V), "k must not require a gradient"),
     "lengths-too-few": (lambda c: c.append(K, V, lengths=[1, 2]), "lengths must have an entry for each of the 3"),
+    "lengths-cumulative": (
+        lambda c: c.append(K, V, lengths=[0, 1, 3, 5]),
+        r"each of the 3 sequences, got 4 entries\n  HINT: lengths\.diff\(\), if these are cumulative",
+    ),
     "lengths-too-long": (
         lambda c: c.append(K, V, lengths=[1, 3, 2]),
         r"lengths must be at most the new tokens in k \(2\)",

@@ -302,7 +302,7 @@ CALLS: dict[str, tuple[Mask, tuple[int, int, int, int], bool, str]] = {
     "lengths-beyond-the-queries": (lengths([1], [5]), (1, 1, 4, 4), False, r"lengths\(q\) of at most 4.* got 5"),
     "lengths-and-start-beyond": (lengths([3], kv_start=[2]), (1, 1, 4, 4), False, r"kv_start \+ kv.* got 5"),
     "lengths-packed": (lengths([3]), (1, 1, 4, 4), True, r"packed tokens by documents(.|\n)*cu_seqlens"),
-    "documents-of-a-batch": (documents([0, 4]), (2, 1, 4, 4), False, "batch of one, got a batch of 2"),
+    "documents-of-a-batch": (documents([0, 4]), (2, 1, 4, 4), False, "a batch of 1, got a batch of 2"),
     "documents-beyond-the-tokens": (documents([0, 5]), (1, 1, 4, 5), True, r"cu_seqlens_q\[-1\] of at most 4"),
     "documents-keys-beyond": (documents([0, 4], [0, 6]), (1, 1, 4, 5), True, r"cu_seqlens_kv\[-1\] of at most 5"),
     "documents-slots-beyond": (documents([0, 1], padded_q=[0, 6]), (1, 1, 5, 6), True, r"padded_q\[-1\] of at most 5"),

@@ -113,7 +113,8 @@ def checked_counts(name: str, value: object, batch: int, limit: int | None = Non
     """One count per sequence, from a list, a tuple or an int tensor [batch]."""
     value = as_list(name, value, f"be a list of {batch} ints or an int tensor [{batch}]")
     if len(value) != batch:
-        raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries")
+        hint = f"{name}.diff(), if these are cumulative" if len(value) == batch + 1 and value[0] == 0 else None
+        raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries", hint)
     counts = cast(Counts, tuple(value))
     if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) > INT64_MAX:
         counts = tuple([as_integer(f"{name}[{n}]", item, 0) for n, item in enumerate(value)])

@@ -165,7 +165,7 @@ class Documents(Part):
         if call.batch != 1:
             raise InputError(
                 call.argument,
-                "be used with packed documents on a batch of one",
+                "have layout 'thd' for masks.documents, or a dense layout with a batch of 1",
                 f"a batch of {call.batch}",
                 "use layout='thd', or masks.lengths for a padded batch, or masks.document_ids [B, S]",
             )

@@ -83,7 +83,7 @@ MASKS: WrongCalls = {
     ),
     "documents-on-a-batch": (
         lambda: square(mask=masks.documents([0, 5])),
-        "mask must be used with packed documents on a batch of one, got a batch of 2",
+        "mask must have layout 'thd' for masks.documents, or a dense layout with a batch of 1, got a batch of 2",
         "use layout='thd', or masks.lengths for a padded batch, or masks.document_ids [B, S]",
     ),
     "documents-too-long": (
