@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import as_integer
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
@@ -20,7 +21,7 @@ from undivided.context_parallel import ContextParallel
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments import sequences
-from undivided.nn.arguments.checks import checked_integer, checked_optional_flag
+from undivided.nn.arguments.checks import checked_optional_flag
 from undivided.nn.arguments.formats import Inputs, with_length
 from undivided.nn.arguments.mask_types import (
     MaskType,
@@ -176,7 +177,7 @@ def _check_hints(arguments: SequenceArguments, inputs: Inputs, params: Inference
     new = max((after[name] - before[name] for name in before), default=0)
     for name, longest, what in (("max_seqlen_q", new, "new tokens"), ("max_seqlen_kv", inputs.kv_len, "cached tokens")):
         value = getattr(arguments, name)
-        if value is not None and checked_integer(name, value, 0) < longest and inputs.packed:
+        if value is not None and as_integer(name, value, 0) < longest and inputs.packed:
             raise InputError(name, f"be at least the {what} of the longest sequence ({longest})", value)
     if checked_optional_flag("pad_between_seqs", arguments.pad_between_seqs) and inputs.packed:
         hint = "new tokens of the sequences of a step are packed without padding"

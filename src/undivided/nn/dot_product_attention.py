@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from undivided.arguments.checks import checked_choice, checked_flag
+from undivided.arguments.checks import as_integer, checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.functional import attention
@@ -23,7 +23,6 @@ from undivided.nn.arguments.checks import (
     checked_channels,
     checked_device,
     checked_heads,
-    checked_integer,
     checked_number,
     checked_optional_flag,
     shared_offsets,
@@ -149,7 +148,7 @@ class DotProductAttention(DividedModule):
         if softcap is not None:
             softcap = checked_number("softcap", softcap, 1e-30, 1e30, "a positive number or None")
         self.softcap = softcap
-        self.layer_number = 1 if layer_number is None else checked_integer("layer_number", layer_number, 0)
+        self.layer_number = 1 if layer_number is None else as_integer("layer_number", layer_number, 0)
         self._is_numbered = layer_number is not None
 
     def reset_parameters(self) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import checked_choice, checked_flag
+from undivided.arguments.checks import as_integer, checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn import _cached
 from undivided.nn.arguments import hidden_states as hidden
-from undivided.nn.arguments.checks import check_names, check_numbers, checked_device, checked_integer, checked_sizes
+from undivided.nn.arguments.checks import check_names, check_numbers, checked_device, checked_sizes
 from undivided.nn.arguments.mask_types import checked_mask_type
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
@@ -158,7 +158,7 @@ class MultiheadAttention(DividedModule):
         check_numbers(layer_number, seq_length, micro_batch_size)
         self.qkv_format = hidden.checked_format("qkv_format", qkv_format)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
-        self.hidden_size = checked_integer("hidden_size", hidden_size, 1)
+        self.hidden_size = as_integer("hidden_size", hidden_size, 1)
         self.tensor_parallel = checked_tensor_arguments(
             tp_group, tp_size, sequence_parallel, get_rng_state_tracker, self.qkv_format, set_parallel_mode
         )

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from undivided.arguments.checks import checked_choice, checked_flag
+from undivided.arguments.checks import as_integer, checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn._layer_attentions import MaskOfCall, attention_of_layer, offsets_of_queries
 from undivided.nn.arguments import hidden_states as hidden
-from undivided.nn.arguments.checks import check_names, checked_integer, checked_number
+from undivided.nn.arguments.checks import check_names, checked_number
 from undivided.nn.arguments.error_names import CROSS_ATTENTION, SELF_ATTENTION, call_with_names
 from undivided.nn.arguments.mask_types import check_mask_options
 from undivided.nn.arguments.refused import LAYERS_AT_CALL, TRANSFORMER_LAYER_AT_CONSTRUCTION, check_refused
@@ -182,7 +182,7 @@ class TransformerLayer(DividedModule):
         call_with_names(CROSS_ATTENTION, check_mask_options, *options)
         if layer_type == "decoder":
             self.inter_attention = attention_of_layer(arguments, "cross", True, self._returns_normalised("cross"))
-        ffn_size = checked_integer("ffn_hidden_size", ffn_hidden_size, 1)
+        ffn_size = as_integer("ffn_hidden_size", ffn_hidden_size, 1)
         self.layernorm_mlp = LayerNormMLP(
             norm,
             hidden_size,

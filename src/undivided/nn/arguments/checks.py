@@ -16,14 +16,6 @@ from undivided.nn.arguments.refused import shorten
 from undivided.request.checks import heads_hint
 
 
-def checked_integer(argument: str, value: object, at_least: int) -> int:
-    """The value as an int; InputError unless it is an int of at least ``at_least``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        hint = "x.item() converts a tensor to an int" if isinstance(value, Tensor) else None
-        raise InputError(argument, "be an int", shorten(value), hint=hint)
-    return as_integer(argument, int(value), at_least)
-
-
 def checked_number(argument: str, value: object, least: float, most: float, words: str) -> float:
     """The value as a finite float; InputError, with `words`, unless it lies in [least, most]."""
     if not is_finite(value):
@@ -36,10 +28,10 @@ def checked_number(argument: str, value: object, least: float, most: float, word
 
 def checked_heads(num_attention_heads: object, num_gqa_groups: object) -> tuple[int, int]:
     """(query heads, key/value heads)."""
-    heads = checked_integer("num_attention_heads", num_attention_heads, 1)
+    heads = as_integer("num_attention_heads", num_attention_heads, 1)
     if num_gqa_groups is None:
         return heads, heads
-    groups = checked_integer("num_gqa_groups", num_gqa_groups, 1)
+    groups = as_integer("num_gqa_groups", num_gqa_groups, 1)
     if heads % groups:
         must = f"divide num_attention_heads ({heads})"
         raise InputError("num_gqa_groups", must, groups, heads_hint(heads, groups) if groups < heads else None)
@@ -52,8 +44,8 @@ def checked_channels(kv_channels: Any) -> tuple[int, int]:
         if len(kv_channels) != 2:
             raise InputError("kv_channels", "be an int or a pair (queries and keys, values)", repr(kv_channels))
         qk, v = kv_channels
-        return checked_integer("kv_channels[0]", qk, 1), checked_integer("kv_channels[1]", v, 1)
-    size = checked_integer("kv_channels", kv_channels, 1)
+        return as_integer("kv_channels[0]", qk, 1), as_integer("kv_channels[1]", v, 1)
+    size = as_integer("kv_channels", kv_channels, 1)
     return size, size
 
 
@@ -90,7 +82,7 @@ def check_numbers(layer_number: object, seq_length: object, micro_batch_size: ob
     named = ("layer_number", layer_number), ("seq_length", seq_length), ("micro_batch_size", micro_batch_size)
     for name, value in named:
         if value is not None:
-            checked_integer(name, value, 1)
+            as_integer(name, value, 1)
 
 
 def check_call_hints(checkpoint_core_attention: object, fast_zero_fill: object, num_splits: object) -> None:
@@ -98,7 +90,7 @@ def check_call_hints(checkpoint_core_attention: object, fast_zero_fill: object, 
     checked_flag("checkpoint_core_attention", checkpoint_core_attention)
     checked_flag("fast_zero_fill", fast_zero_fill)
     if num_splits is not None:
-        checked_integer("num_splits", num_splits, 0)
+        as_integer("num_splits", num_splits, 0)
 
 
 def shared_offsets(cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> Tensor | None:

@@ -19,9 +19,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from undivided import masks
+from undivided.arguments.checks import as_integer
 from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
-from undivided.nn.arguments.checks import checked_integer, checked_optional_flag
+from undivided.nn.arguments.checks import checked_optional_flag
 
 
 class MaskType(NamedTuple):
@@ -66,7 +67,7 @@ def checked_window(value: object) -> Window | None:
     if not isinstance(value, tuple | list) or len(value) != 2:
         hint = f"({value}, 0) allows {value} earlier keys" if isinstance(value, int) else None
         raise InputError("window_size", "be a pair (left, right)", repr(value), hint=hint)
-    left, right = (checked_integer(f"window_size[{n}]", side, -1) for n, side in enumerate(value))
+    left, right = (as_integer(f"window_size[{n}]", side, -1) for n, side in enumerate(value))
     return left, right
 
 

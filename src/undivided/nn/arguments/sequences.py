@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.arguments.checks import check_tensor, checked_flag
+from undivided.arguments.checks import as_integer, check_tensor, checked_flag
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.formats import Inputs
 from undivided.nn.arguments.mask_types import MaskType
 
@@ -65,7 +64,7 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attentio
         )
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if (value := getattr(arguments, name)) is not None:
-            checked_integer(name, value, 0)
+            as_integer(name, value, 0)
     if arguments.pad_between_seqs is not None:
         checked_flag("pad_between_seqs", arguments.pad_between_seqs)
     for name, offsets in arguments.offsets.items():

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from undivided.arguments.checks import checked_flag
+from undivided.arguments.checks import as_integer, checked_flag
 from undivided.arguments.layout import SEQUENCE_AXIS
 from undivided.arguments.signature import takes
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.blocks.initial_weights import DividedInit, Init
 from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker, group_size, tensor_ranks
@@ -88,7 +87,7 @@ def checked_tensor_arguments(
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, set_parallel_mode: those of the caller.
         format: that of hidden states; None if there are no hidden states.
     """
-    size = checked_integer("tp_size", tp_size, 1)
+    size = as_integer("tp_size", tp_size, 1)
     if tp_group is not None:
         size = group_size(tp_group)
     if not checked_flag("set_parallel_mode", set_parallel_mode) and size > 1:

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_integer
 from undivided.nn.arguments.sequences import check_offsets
 from undivided.request.checks import DTYPES
 
@@ -39,8 +38,8 @@ def check(
         axes = f"[{', '.join(format)}]"
         raise InputError("t", f"have the axes {axes} in tensor_format={format!r}", list(t.shape))
     _check_freqs(t, freqs, format)
-    checked_integer("cp_size", cp_size, 1)
-    if checked_integer("cp_rank", cp_rank, 0) >= cp_size:
+    as_integer("cp_size", cp_size, 1)
+    if as_integer("cp_rank", cp_rank, 0) >= cp_size:
         raise InputError("cp_rank", f"be below cp_size ({cp_size})", cp_rank)
     sequences, length = layout.sizes(t.shape, format)[:2]
     if format == "thd":

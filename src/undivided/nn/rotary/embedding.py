@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import checked_flag
+from undivided.arguments.checks import as_integer, checked_flag
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_device, checked_integer, checked_number
+from undivided.nn.arguments.checks import checked_device, checked_number
 from undivided.nn.rotary import scaling as methods
 
 
@@ -64,14 +64,14 @@ class RotaryPositionEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         percent = checked_number("rotary_percent", rotary_percent, 1e-6, 1.0, "a number above 0 and up to 1")
-        self.dim = int(checked_integer("dim", dim, 2) * percent)
+        self.dim = int(as_integer("dim", dim, 2) * percent)
         if self.dim < 2 or self.dim % 2:
             size = f"{dim}" if percent == 1.0 else f"{dim} * {percent} = {self.dim}"
             raise InputError("dim", "be an even number of rotated channels", size)
         self.rotary_base = checked_number("rotary_base", rotary_base, 1.0001, 1e30, "a number above 1")
         self.interleaved = checked_flag("interleaved", interleaved)
         if pretrained_max_position_embeddings is not None:
-            checked_integer("pretrained_max_position_embeddings", pretrained_max_position_embeddings, 1)
+            as_integer("pretrained_max_position_embeddings", pretrained_max_position_embeddings, 1)
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.scaling = methods.checked_scaling(scaling, pretrained_max_position_embeddings)
@@ -154,8 +154,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     def _angles(self, max_seq_len: int, offset: int) -> Tensor:
         """The angle of each position and pair, fp32 [max_seq_len, dim / 2]."""
-        checked_integer("max_seq_len", max_seq_len, 0)
-        checked_integer("offset", offset, 0)
+        as_integer("max_seq_len", max_seq_len, 0)
+        as_integer("offset", offset, 0)
         inv_freq = self.inv_freq
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=inv_freq.device) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings

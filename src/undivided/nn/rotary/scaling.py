@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import checked_choice, checked_flag
+from undivided.arguments.checks import as_integer, checked_choice, checked_flag
 from undivided.errors import InputError
-from undivided.nn.arguments.checks import checked_integer, checked_number
+from undivided.nn.arguments.checks import checked_number
 
 _POSITIVE = "a positive number"
 _LENGTH = "original_max_position_embeddings"
@@ -80,7 +80,7 @@ def checked_scaling(config: object, pretrained_length: int | None) -> Scaling:
 def _checked(key: str, value: object) -> Any:
     name = f"scaling[{key!r}]"
     if key == _LENGTH:
-        return checked_integer(name, value, 1)
+        return as_integer(name, value, 1)
     if key == "truncate":
         return checked_flag(name, value)
     if key == "factor":
