@@ -253,7 +253,7 @@ def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn())
     monkeypatch.setattr(FakeGraph, "execute", lambda *arguments, **named: None)
     monkeypatch.setattr(graph, "_graphs", {})
-    monkeypatch.setattr(graph, "_handles", {})
+    monkeypatch.setattr(graph, "_handles", graph._Handles())
 
 
 @pytest.mark.parametrize(

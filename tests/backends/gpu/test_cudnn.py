@@ -36,7 +36,7 @@ def cudnn_module(monkeypatch: pytest.MonkeyPatch) -> FakeCudnn:
     module = FakeCudnn()
     monkeypatch.setitem(sys.modules, "cudnn", module)
     monkeypatch.setattr(_cudnn_graph, "_graphs", {})
-    monkeypatch.setattr(_cudnn_graph, "_handles", {})
+    monkeypatch.setattr(_cudnn_graph, "_handles", _cudnn_graph._Handles())
     monkeypatch.setattr(
         _cudnn_graph, "_types", lambda _: dict.fromkeys((torch.float64, torch.float32, torch.int32, torch.int64), "any")
     )

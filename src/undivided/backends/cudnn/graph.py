@@ -12,6 +12,7 @@ each means and for the statistics (1.32, `post_validate_node` and the backward's
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -174,7 +175,16 @@ class CudnnCall(NamedTuple):
 
 
 _graphs: dict[object, Any] = {}
-_handles: dict[torch.device, Any] = {}
+
+
+class _Handles(threading.local):
+    """The handles of a thread, by device: a handle has one stream, and threads have streams of their own."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, Any] = {}
+
+
+_handles = _Handles()
 
 
 def full_lengths(batch: int, length: int, like: Tensor) -> Tensor:
@@ -183,11 +193,12 @@ def full_lengths(batch: int, length: int, like: Tensor) -> Tensor:
 
 
 def _handle(cudnn: Any, device: torch.device) -> Any:
-    if device not in _handles:
-        _handles[device] = cudnn.create_handle()
+    handles = _handles.by_device
+    if device not in handles:
+        handles[device] = cudnn.create_handle()
     if device.type == "cuda":
-        cudnn.set_stream(handle=_handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
-    return _handles[device]
+        cudnn.set_stream(handle=handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
+    return handles[device]
 
 
 def _types(cudnn: Any) -> dict[torch.dtype, Any]:

@@ -15,6 +15,7 @@ global.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -154,18 +155,26 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     return dq, dk, dv, None, None, None
 
 
+_flag = threading.Lock()
+
+
 @contextmanager
 def _deterministic(problem: Problem) -> Iterator[None]:
-    """Sets PyTorch's global determinism flag for one call: its kernels read nothing else."""
-    previous = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    if not problem.deterministic or previous == (True, False):
+    """Sets PyTorch's global determinism flag for one call: its kernels read nothing else. One thread at a time, so that
+    none restores the flag while another launches."""
+    if not problem.deterministic:
         yield
         return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
+    with _flag:
+        is_on, only_warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
 
 
 def _band(call: Call) -> tuple[bool, int, int]:
