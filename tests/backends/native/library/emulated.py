@@ -37,6 +37,8 @@ def build(folder: Path) -> tuple[Path, Path]:
     """The driver and the library, built in the folder."""
     toolchain = ROOT / "cmake" / "aarch64-linux-gnu.cmake"
     options = ["-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_TOOLCHAIN_FILE={toolchain}"]
+    if other := os.environ.get("UNDIVIDED_AARCH64_COMPILER"):
+        options += [f"-DCMAKE_CXX_COMPILER={other}", "-DUNDIVIDED_WERROR=ON"]
     subprocess.run(["cmake", "-S", ROOT / "cmake", "-B", folder, *options], check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", folder, "-j2"], check=True, stdout=subprocess.DEVNULL)
     driver, source = folder / "driver", Path(__file__).with_name("driver.cc")
