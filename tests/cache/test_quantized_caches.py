@@ -115,7 +115,7 @@ def test_the_memory_is_printed_beside_that_of_bfloat16() -> None:
     ratio = {format: (m.values + m.scales) / m.bfloat16 for format, m in sizes.items()}
     assert ratio["int8"] == ratio["fp8_e4m3"] == ratio["fp8_e5m2"] == (DIM + 4) / (2 * DIM)
     assert ratio["int4"] == (DIM / 2 + 4 * DIM / 32) / (2 * DIM)
-    assert "0.31 of bfloat16's" in repr(build("paged", quantize="int4"))
+    assert "0.31 x its size in bfloat16" in repr(build("paged", quantize="int4"))
     assert build("dense").memory.scales == 0
 
 

@@ -118,7 +118,7 @@ class Memory(NamedTuple):
         bfloat16: bytes that the same cache would have in bfloat16.
 
     >>> print(Memory(2_097_152, 131_072, 4_194_304))
-    2.1 MiB (values 2.0 MiB, scales 128.0 KiB), 0.53 of bfloat16's 4.0 MiB
+    2.1 MiB (values 2.0 MiB, scales 128.0 KiB; 0.53 x its size in bfloat16)
     """
 
     values: int
@@ -127,8 +127,8 @@ class Memory(NamedTuple):
 
     def __str__(self) -> str:
         total = self.values + self.scales
-        split = f" (values {_size(self.values)}, scales {_size(self.scales)})" if self.scales else ""
-        return f"{_size(total)}{split}, {total / max(self.bfloat16, 1):.2f} of bfloat16's {_size(self.bfloat16)}"
+        split = f"values {_size(self.values)}, scales {_size(self.scales)}; " if self.scales else ""
+        return f"{_size(total)} ({split}{total / max(self.bfloat16, 1):.2f} x its size in bfloat16)"
 
 
 class Pools(NamedTuple):

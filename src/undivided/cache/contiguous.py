@@ -53,7 +53,7 @@ class KVCache(Cache):
     >>> cache.attend(torch.randn(2, 1, 8, 16)).shape, cache.lengths
     (torch.Size([2, 1, 8, 16]), (6, 4))
     >>> print(undivided.KVCache(1, 4096, kv_heads=8, head_dim=128, dtype=torch.bfloat16, quantize="int8").memory)
-    8.2 MiB (values 8.0 MiB, scales 256.0 KiB), 0.52 of bfloat16's 16.0 MiB
+    8.2 MiB (values 8.0 MiB, scales 256.0 KiB; 0.52 x its size in bfloat16)
     """
 
     def __init__(

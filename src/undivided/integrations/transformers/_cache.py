@@ -49,7 +49,7 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
     >>> model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=8, **{name: cache}).shape
     torch.Size([1, 13])
     >>> print(cache.memory)
-    19.4 KiB (values 17.2 KiB, scales 2.2 KiB), 0.56 of bfloat16's 34.5 KiB
+    19.4 KiB (values 17.2 KiB, scales 2.2 KiB; 0.56 x its size in bfloat16)
     """
 
     layers: Any
