@@ -101,10 +101,13 @@ def nearest_name(name: object, known: Iterable[str]) -> str | None:
 
 
 class NoBackendError(RuntimeError):
-    """No allowed backend can run the problem. ``.decision`` has every backend's reasons; the message prints them.
+    """No allowed backend can run the problem. ``.decision`` has every backend's reasons.
+
+    The message prints them; of a requested backend only its own, and which others could run.
 
     Args:
         decision: the `Decision`, in which no backend is chosen.
+        message: the message; None prints the decision.
 
     >>> import torch, undivided
     >>> q = torch.randn(1, 4, 2, 8)
@@ -115,6 +118,6 @@ class NoBackendError(RuntimeError):
     device=cpu (runs on cuda)
     """
 
-    def __init__(self, decision: Refusal) -> None:
+    def __init__(self, decision: Refusal, message: str | None = None) -> None:
         self.decision = decision
-        super().__init__(str(decision))
+        super().__init__(str(decision) if message is None else message)

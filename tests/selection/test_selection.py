@@ -120,10 +120,12 @@ def test_an_explicit_request_never_falls_back(backend: str) -> None:
         undivided.attention(q, q, q, layout="bshd", dropout_p=0.1, backend=backend)
     decision = caught.value.decision
     assert decision.chosen is None
-    assert str(caught.value) == str(decision)
-    assert str(decision).endswith(
-        f"HINT: an explicit backend={backend!r} never falls back; leave it out to let selection choose"
-    )
+    hint = f"HINT: an explicit backend={backend!r} never falls back; leave it out to let selection choose"
+    assert str(decision).endswith(hint)
+    message = str(caught.value)
+    assert message.endswith(f"\n  could run: reference\n  {hint}")
+    assert "not requested" not in message, "the reasons of the others are in the decision"
+    assert all(reason in message for reason in decision.verdicts[0].reasons)
     assert decision.reasons["reference"] == (f"not requested: backend={backend!r}",)
 
 

@@ -1,6 +1,6 @@
 """Which backend runs a problem, and why not the others: a pure function of (Problem, Machine, Policy).
 
-The outcome is a `Decision`. The error, the log, ``explain()`` and the command line all print this one object.
+The outcome is a `Decision`. The log, ``explain()`` and the command line all print this one object; the error has it.
 
 Candidates are tried in the caller's order, if there is one, then by rank. If two or more that can run were measured
 on such a problem (`selection.measured`), they are sorted among their places, the fastest first; the others keep theirs.
@@ -81,7 +81,7 @@ class Decision:
             NoBackendError: there is none.
         """
         if self.chosen is None:
-            raise NoBackendError(self)
+            raise NoBackendError(self, self._refusal())
         return self.chosen
 
     @cached_property
@@ -132,6 +132,20 @@ class Decision:
         return Verdict(backend, (), f"can run, ranked after {name}", estimate)
 
     def __str__(self) -> str:
+        return self._table(self.verdicts)
+
+    def _refusal(self) -> str:
+        """The text of the error: of a requested backend its own reasons, and the names of those that could run."""
+        forced = self.policy.forced
+        others = replace(self, policy=self.policy._replace(forced=None)).verdicts
+        could_run = ", ".join(verdict.backend.name for verdict in others if verdict.can_run)
+        if forced is None or not could_run:
+            return str(self)
+        requested = [verdict for verdict in self.verdicts if has_name(verdict.backend, forced)]
+        return self._table(requested, f"  could run: {could_run}")
+
+    def _table(self, verdicts: Sequence[Verdict], *more: str) -> str:
+        """The problem, the machine, these verdicts, more lines, and a hint."""
         head = f"{self.chosen.name} runs" if self.chosen else "no backend can run this problem"
         lines = [
             head,
@@ -139,14 +153,15 @@ class Decision:
             f"  machine: {self.machine}",
             *(f"  note: {n}" for n in self.notes),
         ]
-        width = max(len(v.backend.name) for v in self.verdicts)
-        for verdict in self.verdicts:
+        width = max(len(v.backend.name) for v in verdicts)
+        for verdict in verdicts:
             name, backend = verdict.backend.name.ljust(width), verdict.backend
             texts = verdict.reasons or (verdict.note or f"chosen ({backend.family})",)
             if standing := self.standing(verdict):
                 texts = (f"{texts[0]}; {standing}",)
             for i, reason in enumerate(texts):
                 lines.append(f"  {name if i == 0 else ' ' * width}  {reason}")
+        lines += more
         if self.chosen is None and self.policy.forced is not None:
             lines.append(
                 f"  HINT: an explicit backend={self.policy.forced!r} never falls back; leave it out "
@@ -272,7 +287,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
     name = "no backend" if decision.chosen is None else decision.chosen.name
     log.log(decision, f"{name} for {problem}", policy.log)
     if decision.chosen is None:
-        raise NoBackendError(decision)
+        raise NoBackendError(decision, decision._refusal())
     _remember(_by_class, key, decision)
     return decision
 

@@ -20,12 +20,13 @@ ENTRIES = (
         patterns=(r"no backend can run this problem", r"undivided\.errors\.NoBackendError"),
         example="""undivided.errors.NoBackendError: no backend can run this problem
               problem: q 1x4x8x16 (BxSxHxD), kv 1x4x8x16; float32 bshd on cpu; mask every pair
-              cudnn            device=cpu (runs on cuda)
-              reference        not requested: backend='cudnn'
+              cudnn  device=cpu (runs on cuda)
+              could run: native, torch_flash, reference
               HINT: an explicit backend='cudnn' never falls back; leave it out to let selection choose""",
         cause="""The reference runs every problem except batch_invariant=True. So either that option is set, or backend=,
             use_backends, set_backends, sdpa_kernel, UNDIVIDED_BACKENDS or an NVTE_* variable excludes the reference.
-            Each line under the message is one backend with the reasons why it was refused.""",
+            Each line under the message is one backend with the reasons why it was refused; of a requested backend,
+            its own reasons and the names of those that could run.""",
         confirm="error.decision.reasons has the reasons by name; undivided doctor shows the variables that are set.",
         fix="Leave backend= or batch_invariant out, or put a backend that can run it last in the list.",
         call="""
