@@ -83,12 +83,12 @@ def test_a_layer_that_was_not_called_in_an_earlier_step_is_refused(pages: dict[s
     params.attend(1, *tokens(2, batch=2))
     params.pre_step({"a": 1, "b": 1})
     message = r"layer_number must be .* got 2, which lacks the token at position 3 of 'b'(.|\n)*truncate\('b', 3\)"
-    before = params._storages[2].k.clone()
+    before = params._storages[2].k.view(torch.int32).clone()  # memory without tokens may hold NaN
     with pytest.raises(InputError, match=message):
         params.attend(2, *tokens(1, batch=2))
     with pytest.raises(InputError, match=message):
         params.step(2, *tokens(1, batch=2)[1:])
-    assert torch.equal(params._storages[2].k, before)
+    assert torch.equal(params._storages[2].k.view(torch.int32), before)
     params.attend(1, *tokens(1, batch=2))
     params.pre_step({"a": 1, "b": 1})
     with pytest.raises(InputError, match=r"position 3 of '(a|b)'"):
