@@ -14,6 +14,7 @@ import plain_layer
 import pytest
 import torch
 from layer_cases import FORMATS, HIDDEN, LENGTHS, PADDING, cu, in_format, layer, split_sequences
+from rng_tracker import Tracker
 from torch import Tensor, distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
@@ -129,29 +130,6 @@ def test_a_counter_around_both_passes_of_a_checkpoint(whole: bool) -> None:
         out.square().sum().backward()
     torch.testing.assert_close(x.grad, want)
     assert counter.get_total_flops() > 0
-
-
-class Tracker:
-    """TransformerEngine's tracker, as far as a layer and a checkpoint use it."""
-
-    def __init__(self, seed: int) -> None:
-        self.state = torch.Generator().manual_seed(seed).get_state()
-
-    def get_states(self) -> Tensor:
-        return self.state
-
-    def set_states(self, state: Tensor) -> None:
-        self.state = state
-
-    @contextlib.contextmanager
-    def fork(self) -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-        finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(outside)
 
 
 def repeat_states(tracker: Tracker) -> tuple[Any, Any]:

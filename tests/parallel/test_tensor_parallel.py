@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from gloo_ranks import run_ranks
+from rng_tracker import Tracker
 from tensor_layers import BATCH, HIDDEN, LENGTH, make_layer
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,23 +148,6 @@ def core_attention() -> list[float]:
         ours = torch.autograd.grad(out.square().sum(), [*own, part.softmax_offset])
         found += [float((a - b).detach().abs().max()) for a, b in zip((out, *ours), (expected, *wanted), strict=True)]
     return found
-
-
-class Tracker:
-    """TransformerEngine's tracker, as far as a layer uses it: another default generator within `fork`."""
-
-    def __init__(self, seed: int) -> None:
-        self.state = torch.Generator().manual_seed(seed).get_state()
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-        finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(outside)
 
 
 def generators() -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
