@@ -196,7 +196,7 @@ def _dropout_over_ranks(module: nn.Module, query: Tensor, options: dict[str, Any
     if ranks is None:
         return {} if context is None else {"dropout_seed": context.seed()}
     seed = ranks.agree_on_seed(draw_seed(query.device) if context is None else context.seed(), query.device)
-    mask = options["mask"] or masks.FULL
+    mask = masks.FULL if options["mask"] is None else options["mask"]
     return {"dropout_seed": seed, "mask": mask.with_first_head(ranks.rank * query.shape[1])}
 
 
