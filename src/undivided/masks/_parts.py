@@ -39,10 +39,11 @@ class Part(DerivedValues):
     """One description of a set of pairs. Subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
+    __match_args__: ClassVar[tuple[str, ...]]
 
     def fields(self) -> tuple[Field, ...]:
         """The fields in the order of the constructor; ``Mask.flatten`` writes them."""
-        return tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
+        return tuple(getattr(self, name) for name in self.__match_args__)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
