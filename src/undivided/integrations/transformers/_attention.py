@@ -88,21 +88,21 @@ def attention(
     torch.Size([1, 5, 8, 16])
     """
     cache = others.get("cache")
-    if not is_paged_cache(cache):  # whose engine passes lengths and offsets in a form of its own
-        check_arguments(dict(locals()))
-    absorbs = has_latents(module) and bool(query.shape[2]) and not is_paged_cache(cache)
-    absorbs = absorbs and pays_off(module, query.shape[2])
-    if absorbs:
-        query = absorb_queries(module, query)
-    elif has_latents(module):
-        key, value = expand(module, cast(Tensor, key))
-    if is_paged_cache(cache):
+    if is_paged_cache(cache):  # its engine passes lengths and offsets in a form of its own
+        if has_latents(module):
+            key, value = expand(module, cast(Tensor, key))
         arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
         layer: int = module.layer_idx  # type: ignore[assignment]
         states = cast(Tensor, key), cast(Tensor, value)
         out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
         return out, None
+    check_arguments(dict(locals()))
+    absorbs = has_latents(module) and bool(query.shape[2]) and pays_off(module, query.shape[2])
+    if absorbs:
+        query = absorb_queries(module, query)
+    elif has_latents(module):
+        key, value = expand(module, cast(Tensor, key))
     _check_refused(others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
