@@ -118,38 +118,32 @@ INLINE auto with_invariant_unit(const Attention& a, F f) {
     return f(TypeTag<InvariantUnit<decltype(mode), false>>());
   });
 }
-#if !defined(UNDIVIDED_AMX)
-// Whether such units decode keys from memory faster without batch_invariant too.
-bool are_units_faster(const Attention& a, int64_t kv_heads) {
-  if (kLanes < 16 || kv_heads == 1 || a.format || a.q_len > 1 || (a.ranges && a.columns > 2)) return false;
+// Whether units of batch_invariant decode a problem; without it, because they are faster for keys from memory. Tables
+// with AMX run no problem with batch_invariant (see kernels(a) in level.h), and tiles are faster than units.
+bool runs_in_units(const Attention& a, int64_t kv_heads, bool in_memory) {
+  if (kHasAmx) return false;
+  if (a.batch_invariant) return true;
+  if (!in_memory || kLanes < 16 || kv_heads == 1 || a.format || a.q_len > 1 || (a.ranges && a.columns > 2))
+    return false;
   return with_mode(a.dtype, [&](auto mode) {
     typedef decltype(mode) Mode;
     const int64_t max_rows = std::is_same<Mode, Direct>::value ? kMaxFewRows : Mode::Arith::kPairs ? kMaxUnitRows : 0;
     return rows_of_group(a) <= max_rows && fits_invariant<Mode>(a);
   });
 }
-#endif
 template <class Half>
 bool can_decode(const Attention& a) {
-#if defined(UNDIVIDED_AMX)
-  if (a.batch_invariant) return kernels_avx512_bf16.can_decode(a);
-#else
   if (a.batch_invariant) return with_mode(a.dtype, [&](auto mode) { return fits_invariant<decltype(mode)>(a); });
-#endif
   return rows_of_group(a) <= kMaxDecodeRows && !is_small_forward(a) &&
          with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
   int64_t bytes = 0;
-#if defined(UNDIVIDED_AMX)
-  if (a.batch_invariant) return kernels_avx512_bf16.chunk_scratch(a, kv_heads);
-#else
-  if (a.batch_invariant || are_units_faster(a, kv_heads))
+  if (runs_in_units(a, kv_heads, true))
     bytes = with_invariant_unit(
         a, [&](auto u) { return typename decltype(u)::type(a, kv_heads, rows_of_group(a), nullptr).bytes; });
   if (a.batch_invariant) return bytes;
-#endif
   return with_engine<Half>(a, [&](auto e) {
     typedef typename decltype(e)::type Engine;
     return larger_of(bytes, larger_of(layout_decode<Engine>(a, kv_heads, nullptr).bytes,
@@ -159,13 +153,9 @@ int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
 template <class Half>
 void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
   const Attention& a = *c.problem;
-#if defined(UNDIVIDED_AMX)
-  if (a.batch_invariant) return kernels_avx512_bf16.chunk(c, next_chunk, scratch);
-#else
-  if (a.batch_invariant || (c.in_memory && are_units_faster(a, c.kv_heads)))
+  if (runs_in_units(a, c.kv_heads, c.in_memory))
     return with_invariant_unit(
         a, [&](auto u) { typename decltype(u)::type(a, c.kv_heads, rows_of_group(a), scratch).run(c, next_chunk); });
-#endif
   with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
 }
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
@@ -231,13 +221,12 @@ const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int a
 }
 template <class Half>
 const undivided::Kernels* prefill(const Attention& a, int attempt) {
-  if (is_small_forward(a) || a.batch_invariant || a.format) return &kernels_avx512_bf16;
+  if (is_small_forward(a)) return &kernels_avx512_bf16;
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
   return amx_or_vectors<Half>(a, use_amx, attempt);
 }
 template <class Half>
 const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
-  if (a.batch_invariant) return &kernels_avx512_bf16;  // on AMX, one batch element can make all repeat an attempt
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) {
     return are_gradients_worth_splitting<decltype(mode)>(a) && !is_small_faster<decltype(mode)>(a, g);
   });

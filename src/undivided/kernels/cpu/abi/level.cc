@@ -140,8 +140,9 @@ const Kernels& kernels() {
 
 const Kernels& kernels(const Attention& a) {
 #if defined(UNDIVIDED_AMX)
-  static const bool prefers_multiply_adds = is_intel() && strncmp(kernels().name, "amx", 3) == 0;
-  if (prefers_multiply_adds && a.dtype == kBFloat16 && (a.batch_invariant || a.format)) return kernels_avx512;
+  static const bool has_tiles = strncmp(kernels().name, "amx", 3) == 0;
+  if (has_tiles && (a.batch_invariant || a.format))
+    return is_intel() && a.dtype == kBFloat16 ? kernels_avx512 : kernels_avx512_bf16;
 #else
   (void)a;
 #endif

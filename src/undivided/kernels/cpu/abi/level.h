@@ -8,8 +8,10 @@ namespace undivided {
 // The table of the level that UNDIVIDED_ISA names, if the processor and the compiler allow it; else of the fastest that
 // they allow, which is the highest but for Intel's processors without AMX. Selected at the first call.
 const Kernels& kernels();
-// The table that runs this problem: that of the level, or on Intel's AMX of avx512, if bf16 runs by dot products at the
-// level (with batch_invariant or quantised keys): docs/decisions/2026-11-27-intel-without-amx.md.
+// The table that runs this problem: that of the level, but for two kinds of problems at a level with AMX. With
+// batch_invariant tiles would add in another order, and one batch element could make all repeat an attempt; tiles do
+// not multiply quantised keys. These run on avx512_bf16, or on avx512 if the processor is Intel's and the type bf16:
+// docs/decisions/2026-11-27-intel-without-amx.md.
 const Kernels& kernels(const Attention& a);
 
 // Whether the processor is Intel's: some thresholds differ between vendors at one level (see Tuning).
