@@ -307,7 +307,7 @@ def test_the_operator_has_the_arguments_of_its_named_tuple_in_their_order() -> N
     names = [argument.name for argument in torch.ops.undivided.attention.default._schema.arguments]
     assert names == list(operator._Arguments._fields)
     of_backward = [argument.name for argument in torch.ops.undivided.attention_backward.default._schema.arguments]
-    assert of_backward[:13] == names[:13]
+    assert of_backward[:15] == names[:15]
 
 
 # PyTorch 2.15's own: opcheck reads the gradients of copies
@@ -318,7 +318,7 @@ def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
     for needs, lse in (("yyynnn", "y"), ("nnnnnn", "n")):
         q, k, v = qkv(7, grad="y" in needs)
         text = f"bshd|{spec}|{needs}|None|{lse}"
-        call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], None, None)
+        call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], None, None, None)
         results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
         assert set(results.values()) == {"SUCCESS"}
 
@@ -329,7 +329,7 @@ def test_the_operator_passes_opcheck_with_quantised_keys(format: Format) -> None
     (k, k_scale), (v, v_scale) = (quantize(torch.randn(2, 7, 2, 32), format) for _ in range(2))
     spec, tensors = masks.causal().flatten()
     text = f"bshd|{spec}|nnnnnn|None|y"
-    call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], k_scale, v_scale)
+    call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], None, k_scale, v_scale)
     results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -345,8 +345,8 @@ def test_the_operator_passes_opcheck_when_the_native_kernel_runs(case: str) -> N
     if case == "paged":
         k, v = (torch.randn(5, 4, 2, 16) for _ in range(2))
         pages = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
-    spec = f"bshd|{text}|nnnnnn|None|y|-|None|y|native"
-    call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0, [], None, None)
+    spec = f"bshd|{text}|nnnnnn|None|y|-|None|native"
+    call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0, [], None, None, None)
     results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
     assert set(results.values()) == {"SUCCESS"}
     asked = {"layout": "bshd", "mask": mask, "pages": pages, "return_lse": True}

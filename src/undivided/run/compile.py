@@ -28,14 +28,13 @@ from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import Backend
 from undivided.errors import InputError
-from undivided.masks import Mask
 from undivided.quantization import head_size
 from undivided.request.call import Call
 from undivided.request.checks import check_seed, checked_mask
 from undivided.request.normalise import check_types
 from undivided.request.request import OPTIONAL_TENSORS, Options, Request, Tensors
 from undivided.request.result import lse_dtype
-from undivided.run import autograd
+from undivided.run import autograd, shared_masks
 from undivided.run.flops import register_if_counting
 from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
@@ -46,7 +45,7 @@ _library = torch.library.Library("undivided", "DEF")
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
     "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p, "
-    "SymInt[] numbers"
+    "SymInt[] numbers, Tensor? mask_handle"
 )
 _library.define(f"attention({_SCHEMA}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
 _library.define(
@@ -72,6 +71,7 @@ class _Arguments(NamedTuple):
     softcap: float | None
     dropout_p: float
     numbers: Sequence[int]
+    mask_handle: Tensor | None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -83,7 +83,7 @@ class _Arguments(NamedTuple):
     @property
     def saved(self) -> tuple[Tensor | None, ...]:
         """The tensors that the backward needs."""
-        return (*self.tensors, *self.mask, self.dropout_seed, self.pages)
+        return (*self.tensors, *self.mask, self.dropout_seed, self.pages, self.mask_handle)
 
     @property
     def constants(self) -> tuple[str, float | None, float | None, float, Sequence[int]]:
@@ -111,8 +111,6 @@ class _Spec(NamedTuple):
     switches: str = _ANY_SWITCHES
     """PyTorch's switches when the graph was traced."""
     batch_invariant: str = "None"
-    has_lse: str = "y"
-    """For the backward: whether the operator has computed the log-sum-exp."""
     backend: str = ""
     """The caller's choice, which may be any text."""
 
@@ -122,7 +120,12 @@ class _Spec(NamedTuple):
 
     @property
     def needed(self) -> tuple[bool, ...]:
-        return tuple(letter == "y" for letter in self.needs)
+        return tuple([letter == "y" for letter in self.needs])
+
+    @property
+    def reads_lse(self) -> bool:
+        """Whether the caller or a backward reads the log-sum-exp; if not, it is a tensor without elements."""
+        return self.return_lse == "y" or "y" in self.needs
 
 
 def attention(request: Request, switches: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -152,10 +155,14 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
     )
     seed = _seed(options, tensors.q.device)
     # no list is empty, because packages of AOTInductor pass such as None; the mask ignores what it does not name
-    numbers = options.scale, options.softcap, float(options.dropout_p), lengths or [0]
-    scales = options.k_scale, options.v_scale
+    lengths = lengths or [0]
+    numbers = options.scale, options.softcap, float(options.dropout_p), lengths
+    handle = None
+    if torch.compiler.is_compiling() and mask_tensors and "y" in needs:
+        handle = shared_masks.handle(mask_text, mask_tensors, lengths)
     mask_tensors = mask_tensors or [tensors.q]
-    arguments = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers, *scales)
+    scales = options.k_scale, options.v_scale
+    arguments = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers, handle, *scales)
     if torch.compiler.is_compiling():
         out, lse = torch.ops.undivided.attention(*arguments)
     else:
@@ -199,7 +206,7 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
     spec = _Spec.read(args.spec)
     options = Options(
         layout=cast(Layout, spec.layout),
-        mask=Mask.unflatten(spec.mask, args.mask, args.numbers),
+        mask=shared_masks.read(args.mask_handle, spec.mask, args.mask, args.numbers),
         scale=args.scale,
         softcap=args.softcap,
         dropout_p=args.dropout_p,
@@ -229,9 +236,8 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
         backend, call, tensors = _prepare(args)
         problem = call.problem
         out, lse = autograd.forward(backend, call, tensors)
-        if not problem.lse_is_read:  # the fake implementation returns this shape in any case
-            shape = problem.batch, problem.heads, problem.q_len
-            lse = tensors.q.new_zeros(shape, dtype=lse_dtype(problem.dtype))
+        if not problem.lse_is_read:
+            return out.contiguous(), _no_lse(args.q)
     return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()
 
 
@@ -252,7 +258,7 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
         backend, call, tensors = _prepare(args)
-        if _Spec.read(args.spec).has_lse == "n":
+        if lse.numel() == 0:
             out, lse = autograd.for_caller(autograd.forward(backend, call, tensors), call.problem)
         gradients = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
     results = []
@@ -266,6 +272,11 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
+def _no_lse(q: Tensor) -> Tensor:
+    """In place of a log-sum-exp that nobody reads."""
+    return q.new_empty(0, dtype=lse_dtype(q.dtype))
+
+
 def _no_gradient(q: Tensor) -> Tensor:
     """In place of a gradient that is not needed."""
     return q.new_empty(0)
@@ -274,10 +285,13 @@ def _no_gradient(q: Tensor) -> Tensor:
 @torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
 def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
     args = _Arguments(*arguments)
-    q, layout = args.q, cast(Layout, _Spec.read(args.spec).layout)
+    q, spec = args.q, _Spec.read(args.spec)
     if not has_dispatch(q):
         _check_devices(args)
     out = q.new_empty((*q.shape[:-1], head_size(args.v)))
+    if not spec.reads_lse:
+        return out, _no_lse(q)
+    layout = cast(Layout, spec.layout)
     if layout not in LAYOUTS or q.dim() != _layout.rank(layout):
         return out, q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))  # the operator refuses it at run time
     batch, length, heads, _ = _layout.sizes(q.shape, layout)
@@ -322,8 +336,9 @@ class _SavedArguments(NamedTuple):
     def read(ctx: Any) -> _SavedArguments:
         saved: Sequence[Any] = ctx.saved_tensors
         end = _TENSOR_COUNT + ctx.mask_tensors
-        seed, pages, *others = saved[end:]
-        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], list(saved[_TENSOR_COUNT:end]), seed, pages, *ctx.constants)
+        seed, pages, handle, *others = saved[end:]
+        mask = list(saved[_TENSOR_COUNT:end])
+        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], mask, seed, pages, *ctx.constants, handle)
         return _SavedArguments(_Arguments(*first), others)
 
 
@@ -339,9 +354,8 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     spec, needed = _Spec.read(args.spec), ctx.needs_input_grad[:_TENSOR_COUNT]  # other than when the graph was recorded
-    has_lse = any(spec.needed) or spec.return_lse == "y"
     needs = "".join("y" if is_needed else "n" for is_needed in needed)
-    args = args._replace(spec="|".join(spec._replace(needs=needs, has_lse="y" if has_lse else "n")))
+    args = args._replace(spec="|".join(spec._replace(needs=needs)))
     computed = torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse)
     gradients = [gradient if is_needed else None for gradient, is_needed in zip(computed, needed, strict=True)]
     return (*gradients, *_no_gradients(args))

@@ -43,7 +43,7 @@ def _register() -> dict[Any, Any]:
 
 def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
     """FLOPs of a forward pass. rest: as for `_pairs`."""
-    v_scale = rest[12]
+    v_scale = rest[13]
     is_int4 = v_scale is not None and len(v_scale) == len(v)  # two numbers in each byte of v
     return int(forward_flops(_pairs(q, k, rest), q[-1], v[-1] * (2 if is_int4 else 1)))
 
