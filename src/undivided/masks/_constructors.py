@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +40,7 @@ def causal(align: Align | None = None) -> Mask:
     >>> causal(align="bottom_right").intervals(2, 3).tolist()
     [[[0, 2], [0, 3]]]
     """
-    return Mask(_checked_align(align), None, 0)
+    return _band(_checked_align(align), None, 0)
 
 
 @checked_call
@@ -63,7 +64,7 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
     >>> window(1, 0).intervals(4, 4).tolist()
     [[[0, 1], [0, 2], [1, 3], [2, 4]]]
     """
-    return Mask(_checked_align(align), checked_side("left", left), checked_side("right", right))
+    return _band(_checked_align(align), checked_side("left", left), checked_side("right", right))
 
 
 @checked_call
@@ -341,6 +342,16 @@ def predicate(fn: PredicateFunction) -> Mask:
         )
     check_signature(fn)
     return from_part(register_predicate(fn))
+
+
+def _band(align: Align | None, left: int | None, right: int | None) -> Mask:
+    """The mask of a band: one object for equal arguments, so that calls which build it anew share what it caches."""
+    return Mask(align, left, right) if torch.compiler.is_compiling() else _kept_band(align, left, right)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_band(align: Align | None, left: int | None, right: int | None) -> Mask:
+    return Mask(align, left, right)
 
 
 def from_part(part: Part, align: Align | None = None) -> Mask:
