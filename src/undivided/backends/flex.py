@@ -4,7 +4,7 @@ Memory: the mask is passed as a `BlockMask` built from row ranges (O(S + tiles))
 mask is itself dense. It compiles for seconds for every new set of sizes, so it runs only if it is requested by name.
 
 On the CPU, FlexAttention has no backward and cannot return the log-sum-exp (torch/_inductor/kernel/flex/flex_cpu.py);
-`Result.lse` is then NaN and never read: `lse`, `sinks` and gradients are refused there.
+`Result.lse` is then `UNREAD`: `lse`, `sinks` and gradients are refused there.
 
 Source: FlexAttention (Dong et al. 2024, arXiv:2412.05496); torch/nn/attention/flex_attention.py.
 """
@@ -34,15 +34,14 @@ from undivided.masks.normal_form import DensePairs, IdPairs, PredicatePairs, Ran
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
-from undivided.request.result import Result
+from undivided.request.result import UNREAD, Result
 
 _BLOCK = 128  # FlexAttention's own default: its kernels' tiles divide it
 _MAX_SIZES = 1 << 10  # sets of sizes that torch.compile compiles per process; its default is 8
 
-_CPU_NOTES = {
-    "backward": "FlexAttention has no CPU backward",
-    "lse": "FlexAttention's CPU kernel does not return it",
-    "sinks": "they need the log-sum-exp, which FlexAttention's CPU kernel does not return",
+_CPU_REASONS = {
+    "backward": "no support for gradients on the CPU (FlexAttention has no CPU backward)",
+    "lse": "no support for the log-sum-exp returned on the CPU (FlexAttention's CPU kernel does not return it)",
 }
 
 Index = Tensor
@@ -85,7 +84,7 @@ class Flex(Backend):
         """The limits, then the rules that they cannot express."""
         reasons = limit_reasons(self.limits, problem, machine) + gpu_rules.size_reasons(problem)
         if problem.device == "cpu":
-            reasons += [_cpu_reason(name) for name in _CPU_NOTES if name in problem.features and name != "sinks"]
+            reasons += [reason for feature, reason in _CPU_REASONS.items() if feature in problem.features]
             reasons += [missing] if (missing := _no_compiler(machine)) else []
             if machine.isa == "AVX2" and problem.kv_len % 16 == 8:
                 note = "FlexAttention's CPU kernel returns wrong rows then, torch 2.13"
@@ -94,11 +93,7 @@ class Flex(Backend):
             reasons += gpu_rules.hip_reasons(problem, machine)
             if "triton" not in machine.packages:
                 reasons.append("triton is not installed (torch.compile needs it on a GPU)")
-            if (
-                problem.deterministic
-                and "backward" in problem.features
-                and problem.features & {"bias_grad", "alibi_grad"}
-            ):
+            if problem.deterministic and problem.features & {"bias_grad", "alibi_grad"}:
                 reasons.append("deterministic gradients of a bias or of ALiBi slopes (they are summed by atomics)")
         return reasons
 
@@ -112,11 +107,10 @@ class Flex(Backend):
         form = call.normal_form(tensors.q)
         inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
         if problem.device == "cpu":
-            out = _compiled()(*inputs, **settings)
-            lse = torch.full((problem.batch, problem.heads, problem.q_len), torch.nan, device="cpu")
-            return Result(fix_empty_rows(problem, out.transpose(1, 2), lse, form)[0], lse).in_layout(problem.layout)
+            out = _compiled()(*inputs, **settings).transpose(1, 2)
+            return Result(fix_empty_rows(call, tensors, out, UNREAD).out, UNREAD).in_layout(problem.layout)
         out, lse = _with_lse(inputs, settings)
-        return Result(*fix_empty_rows(problem, out.transpose(1, 2), lse, form)).in_layout(problem.layout)
+        return fix_empty_rows(call, tensors, out.transpose(1, 2), lse).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -140,11 +134,6 @@ def bind_kernel(call: Call, tensors: Tensors) -> Callable[[], Tensor]:
     form = call.normal_form(tensors.q)
     inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
     return lambda: _compiled()(*inputs, **settings)
-
-
-def _cpu_reason(feature: str) -> str:
-    words = {"backward": "gradients", "lse": "the log-sum-exp returned"}
-    return f"no support for {words[feature]} on the CPU ({_CPU_NOTES[feature]})"
 
 
 def _no_compiler(machine: Machine) -> str | None:

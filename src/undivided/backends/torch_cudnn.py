@@ -16,8 +16,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import cudnn_rules, gpu_rules
-from undivided.backends.shared.empty_rows import fix_empty_rows
-from undivided.backends.shared.flash_attn_arguments import packing_arguments
+from undivided.backends.shared.flash_attn_arguments import kernel_result, packing_arguments
 from undivided.backends.shared.kernel_inputs import align, clean_views
 from undivided.machine import Machine, format_version
 from undivided.request.call import Call
@@ -114,7 +113,7 @@ class TorchCudnn(Backend):
             scale=call.scale,
         )
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
-        return Result(*fix_empty_rows(problem, out.transpose(1, 2), lse, None)).in_layout(problem.layout)
+        return kernel_result(call, tensors, out.transpose(1, 2), lse)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
@@ -170,8 +169,7 @@ def _packed_forward(call: Call, tensors: Tensors) -> Result:
         scale=call.scale,
     )
     lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    fixed = fix_empty_rows(problem, out.unsqueeze(0), lse_HT.unsqueeze(0).contiguous(), call.normal_form(tensors.q))
-    return Result(*fixed).in_layout(problem.layout)
+    return kernel_result(call, tensors, out, lse_HT.contiguous())
 
 
 def _document_reasons(problem: Problem, machine: Machine) -> list[str]:

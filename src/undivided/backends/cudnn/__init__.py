@@ -92,7 +92,7 @@ class Cudnn(Backend):
         cudnn_call.run("forward", _cudnn_graph.forward_graph, buffers)
         if cudnn_call.packed:
             out, stats = out.unsqueeze(0), stats.unsqueeze(0).transpose(1, 2)
-        return Result(*scores.correct_output(call, tensors, out, stats)).in_layout(problem.layout)
+        return scores.correct_output(call, tensors, out, stats).in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.backends.shared.empty_rows import blank_rows, closed_rows, fix_empty_rows, has_rows_without_keys
+from undivided.backends.shared.empty_rows import blank_rows, closed_rows, fix_empty_rows
 from undivided.backends.shared.log_sum_exp import lse_for_backward, with_sinks, without_sinks
 from undivided.request.call import Call
 from undivided.request.request import Tensors
@@ -46,15 +46,11 @@ def _finite(bias: Tensor) -> Tensor:
     return finite.contiguous()
 
 
-def correct_output(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) with sinks left out of lse. Rows without keys, by the mask or by a bias of -inf, get 0 and -inf."""
-    problem = call.problem
+def correct_output(call: Call, tensors: Tensors, out_BSHD: Tensor, stats_BHS: Tensor) -> Result:
+    """The result with sinks left out of lse. Rows without keys, by the mask or by a bias of -inf, get 0 and -inf."""
     lse = stats_BHS if tensors.sinks is None else without_sinks(stats_BHS, tensors.sinks)
-    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
-    out, lse = fix_empty_rows(problem, out_BSHD, lse, form)
-    if tensors.bias is not None:
-        return blank_rows(out, lse, closed_rows(call, tensors))
-    return out, lse
+    result = fix_empty_rows(call, tensors, out_BSHD, lse)
+    return result if tensors.bias is None else blank_rows(*result, closed_rows(call, tensors))
 
 
 def statistics(tensors: Tensors, result: Result) -> Tensor:

@@ -9,6 +9,7 @@ All three align causal masks and windows bottom-right (FlashAttention's changelo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -102,8 +103,13 @@ class FlashAttn(Backend):
 
     def _pick(self, call: Call, tensors: Tensors) -> _Version:
         """The version that runs; the same for forward and backward, which have the same problem."""
-        machine = Machine.this(tensors.q.device)
-        return next(version for version in _in_order(machine) if not version.reasons(call.problem, machine))
+        return _first_that_fits(call.problem, Machine.this(tensors.q.device))
+
+
+@functools.lru_cache(1024)
+def _first_that_fits(problem: Problem, machine: Machine) -> _Version:
+    """The version that runs a problem which has no reason against all of them."""
+    return next(version for version in _in_order(machine) if not version.reasons(problem, machine))
 
 
 BACKEND = FlashAttn()

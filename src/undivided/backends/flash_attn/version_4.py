@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout
 from undivided.backends._base import Gradients
-from undivided.backends.shared.empty_rows import fix_empty_rows, has_rows_without_keys
-from undivided.backends.shared.flash_attn_arguments import packing_arguments
+from undivided.backends.shared.flash_attn_arguments import (
+    for_backward,
+    in_callers_layout,
+    kernel_result,
+    packing_arguments,
+)
 from undivided.backends.shared.kernel_inputs import clean_views
-from undivided.backends.shared.log_sum_exp import lse_for_backward, with_sinks, without_sinks
+from undivided.backends.shared.log_sum_exp import with_sinks, without_sinks
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
@@ -28,18 +31,14 @@ def _package() -> Any:
 
 def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed, with sinks."""
-    problem = call.problem
-    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
     q, k, v = clean_views(call, tensors)
     cu = packing_arguments(call, tensors)
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, **cu, **_settings(call), softcap=call.softcap, learnable_sink=tensors.sinks, return_lse=True
     )
-    if cu:
-        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     if tensors.sinks is not None:
         lse = without_sinks(lse, tensors.sinks)
-    return Result(*fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
+    return kernel_result(call, tensors, out, lse)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -47,17 +46,11 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     problem = call.problem
     q, k, v = clean_views(call, tensors)
     cu = packing_arguments(call, tensors)
-    lse = result.lse
     if tensors.sinks is not None:
-        lse = with_sinks(lse, tensors.sinks)
-    grad, out, lse = (
-        layout.canonical(grad_out, problem.layout),
-        layout.canonical(result.out, problem.layout),
-        lse_for_backward(lse),
-    )
-    if cu:
-        grad, out, lse = grad[0], out[0], lse[0]
-        grad_lse = None if grad_lse is None else grad_lse[0]
+        result = Result(result.out, with_sinks(result.lse, tensors.sinks))
+    grad, out, lse = for_backward(call, result, grad_out)
+    if cu and grad_lse is not None:
+        grad_lse = grad_lse[0]
     dq, dk, dv, *rest = _package()._flash_attn_bwd(
         q,
         k,
@@ -75,8 +68,8 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
         dv=torch.zeros_like(v, memory_format=torch.contiguous_format),
         dlse=None if grad_lse is None else grad_lse.contiguous(),
     )
-    dq, dk, dv = (layout.restore(g.unsqueeze(0) if cu else g, problem.layout) for g in (dq, dk, dv))
-    return dq, dk, dv, None, rest[0] if "sinks_grad" in problem.features else None, None
+    dsinks = rest[0] if "sinks_grad" in problem.features else None
+    return [*in_callers_layout(call, (dq, dk, dv)), None, dsinks, None]
 
 
 def _settings(call: Call) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from undivided.masks import NormalForm
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
+from undivided.request.result import Result
 
 
 def has_rows_without_keys(problem: Problem) -> bool:
@@ -24,15 +25,15 @@ def has_rows_without_keys(problem: Problem) -> bool:
     return (problem.align == "bottom_right" and problem.q_len > problem.kv_len) or "window" in problem.mask.kinds
 
 
-def fix_empty_rows(
-    problem: Problem, out_BSHD: Tensor, lse_BHS: Tensor, form: NormalForm | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) with output 0 and lse = -inf in rows without keys, whatever the kernel wrote there. In place for
-    `out`. An lse that nobody reads stays as it is, if no mask leaves a row without keys (form: None)."""
-    if form is None and not problem.lse_is_read:
-        return out_BSHD, lse_BHS
-    lse = lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
-    return (out_BSHD, lse) if form is None else blank_rows(out_BSHD, lse, rows_without_keys(form))
+def fix_empty_rows(call: Call, tensors: Tensors, out_BSHD: Tensor, lse_BHS: Tensor) -> Result:
+    """The result with output 0 and lse = -inf in rows without keys, whatever the kernel wrote there. In place for
+    `out`. If every row has a key, an lse that nobody reads stays as it is."""
+    has_empty_rows = has_rows_without_keys(call.problem)
+    if has_empty_rows or call.problem.lse_is_read:
+        lse_BHS = lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
+    if not has_empty_rows:
+        return Result(out_BSHD, lse_BHS)
+    return blank_rows(out_BSHD, lse_BHS, rows_without_keys(call.normal_form(tensors.q)))
 
 
 def rows_without_keys(form: NormalForm) -> Tensor:
@@ -41,10 +42,10 @@ def rows_without_keys(form: NormalForm) -> Tensor:
     return empty if empty.dim() == 3 else empty.unsqueeze(1)
 
 
-def blank_rows(out_BSHD: Tensor, lse_BHS: Tensor, empty_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) with output 0 and lse = -inf in these rows, bool [1|B, 1|H, Sq]. In place for `out`."""
+def blank_rows(out_BSHD: Tensor, lse_BHS: Tensor, empty_BHS: Tensor) -> Result:
+    """The result with output 0 and lse = -inf in these rows, bool [1|B, 1|H, Sq]. In place for `out`."""
     out_BSHD.masked_fill_(_over_rows(empty_BHS), 0.0)
-    return out_BSHD, lse_BHS.masked_fill(empty_BHS, -torch.inf)
+    return Result(out_BSHD, lse_BHS.masked_fill(empty_BHS, -torch.inf))
 
 
 def closed_rows(call: Call, tensors: Tensors) -> Tensor:

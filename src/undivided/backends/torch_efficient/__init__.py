@@ -107,14 +107,12 @@ class TorchEfficient(Backend):
             compute_log_sumexp=True,
             scale=call.scale,
         )
-        if packing is not None:
-            lse = packing.gather(lse, problem.q_len)
-            return Result(*fix_empty_rows(problem, out, lse, call.normal_form(tensors.q))).in_layout(problem.layout)
-        out, lse = fix_empty_rows(problem, out, lse[..., : problem.q_len], None)
+        lse = lse[..., : problem.q_len] if packing is None else packing.gather(lse, problem.q_len)
+        result = fix_empty_rows(call, tensors, out, lse)
         if "bias" in problem.features and "lse" in problem.features:
             # the kernel returns lse = 0 for rows whose bias is -inf throughout; its backward needs no correction
-            out, lse = blank_rows(out, lse, closed_rows(call, tensors))
-        return Result(out, lse).in_layout(problem.layout)
+            result = blank_rows(*result, closed_rows(call, tensors))
+        return result.in_layout(problem.layout)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None

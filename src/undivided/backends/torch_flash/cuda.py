@@ -22,13 +22,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from undivided.arguments import layout
 from undivided.backends._base import Gradients, Limits, limit_reasons
 from undivided.backends.shared import flash_attn_rules, gpu_rules
-from undivided.backends.shared.empty_rows import clear_tail_, fix_empty_rows, has_rows_without_keys
-from undivided.backends.shared.flash_attn_arguments import flash_attn_band, packing_arguments
+from undivided.backends.shared.empty_rows import clear_tail_
+from undivided.backends.shared.flash_attn_arguments import (
+    flash_attn_band,
+    for_backward,
+    in_callers_layout,
+    kernel_result,
+    packing_arguments,
+)
 from undivided.backends.shared.kernel_inputs import align, aligned_views, clean_views
-from undivided.backends.shared.log_sum_exp import lse_for_backward
 from undivided.machine import Machine, active_flash_impl
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -101,36 +105,24 @@ def _activated_reasons(impl: str, problem: Problem, machine: Machine) -> list[st
 
 def forward(call: Call, tensors: Tensors) -> Result:
     """Attention by ``aten::_flash_attention_forward``."""
-    problem = call.problem
     causal, left, right = _band(call)
-    form = call.normal_form(tensors.q) if has_rows_without_keys(problem) else None
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
     out, lse, *_ = OPS._flash_attention_forward(
         q, k, v, *packing, 0.0, causal, False, scale=call.scale, window_size_left=left, window_size_right=right
     )
-    if packing[0] is not None:
-        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    return Result(*fix_empty_rows(problem, out, lse, form)).in_layout(call.problem.layout)
+    return kernel_result(call, tensors, out, lse)
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients by ``aten::_flash_attention_backward``."""
-    problem = call.problem
     causal, left, right = _band(call)
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
-    out, grad, lse = (
-        layout.canonical(result.out, problem.layout),
-        layout.canonical(grad_out, problem.layout),
-        lse_for_backward(result.lse),
-    )
-    packed = packing[0] is not None
-    if packed:
-        out, grad, lse = out[0], grad[0], lse[0]
+    grad, out, lse = for_backward(call, result, grad_out)
     # without dropout the random state is not read, but the schema requires two tensors
     unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
-    with _deterministic(problem):
+    with _deterministic(call.problem):
         grads = OPS._flash_attention_backward(
             align(grad.contiguous()),
             q,
@@ -146,13 +138,10 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
             window_size_left=left,
             window_size_right=right,
         )
-    if packed:
-        cu_q, cu_k = packing[:2]
-        assert cu_q is not None and cu_k is not None
-        dq, dk, dv = (clear_tail_(g, cu) for g, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True))
-        grads = dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
-    dq, dk, dv = (layout.restore(g, problem.layout) for g in grads)
-    return dq, dk, dv, None, None, None
+    cu_q, cu_k = packing[:2]
+    if cu_q is not None and cu_k is not None:
+        grads = [clear_tail_(grad, cu) for grad, cu in zip(grads, (cu_q, cu_k, cu_k), strict=True)]
+    return [*in_callers_layout(call, grads), None, None, None]
 
 
 _flag = threading.Lock()
