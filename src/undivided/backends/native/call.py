@@ -14,6 +14,7 @@ from torch import Tensor
 
 from undivided.arguments.layout import STRIDES, Strides
 from undivided.arguments.tensors import batch_stride, materialise
+from undivided.backends.shared.alibi import row_slopes
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks import FULL
@@ -267,7 +268,9 @@ class Records:
             bias = bias if bias.dtype in cpu.DTYPES else bias.float()
             self.bias = bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
         if tensors.alibi_slopes is not None:
-            self.slopes, self.row_position = _alibi(call, tensors)
+            normal = call.normal_form(tensors.q)
+            self.slopes = row_slopes(require_memory(tensors.alibi_slopes.detach()).float(), problem, normal)
+            self.row_position = (normal.q_position + normal.shift).contiguous()
         if tensors.alibi_slopes is not None or call.dropout_p:
             self.key_position = call.normal_form(tensors.q).kv_position.contiguous()
         if call.dropout_p:
@@ -380,17 +383,3 @@ class Records:
             batch_stride(sequence),
             self.call.normal_form(self.tensors.q).first_head,
         )
-
-
-def _alibi(call: Call, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """The slope of every row [B, H, Sq], and i' + d of every row [B|1, Sq]."""
-    problem = call.problem
-    assert tensors.alibi_slopes is not None
-    normal = call.normal_form(tensors.q)
-    slopes = require_memory(tensors.alibi_slopes.detach()).float()
-    if slopes.dim() == 1:
-        row_slopes = slopes[None, :, None]
-    else:
-        row_slopes = slopes[normal.q_sequence.clamp(0, slopes.shape[0] - 1).long()].transpose(1, 2)
-    row_slopes = row_slopes.expand(problem.batch, problem.heads, problem.q_len)
-    return row_slopes, (normal.q_position + normal.shift).contiguous()

@@ -24,6 +24,7 @@ from undivided.arguments.layout import STRIDES
 from undivided.arguments.tensors import empty_rows_like, with_contiguous_rows
 from undivided.backends._base import Gradients
 from undivided.backends.native.call import Records, is_plain, plain_record, require_memory, with_addresses
+from undivided.backends.shared.alibi import sum_of_sequences
 from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -216,10 +217,7 @@ class _Gradients:
             return _sum_to(rows, (1, self._call.problem.heads, 1)).flatten()
         if self._call.problem.batch != 1:  # documents, whose rows may be of any sequence, are a batch of one
             return _sum_to(rows, (*rows.shape[:2], 1)).squeeze(-1)
-        sequence = self._call.normal_form(self._tensors.q).q_sequence.clamp(0, slopes.shape[0] - 1).long()
-        return torch.zeros(slopes.shape, dtype=torch.float32, device=slopes.device).index_add_(
-            0, sequence[0], rows[0].T
-        )
+        return sum_of_sequences(rows, slopes, self._call.normal_form(self._tensors.q))
 
 
 def _gradient_buffer(tensor: Tensor, accumulate: bool, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from undivided.arguments.tensors import readable
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
 from undivided.backends.reference.block_gradients import Accumulators
 from undivided.backends.reference.runs import find_runs
-from undivided.backends.shared.block import Block, distance, hide, row_slopes
+from undivided.backends.shared.block import Block, block_slopes, distance, hide
 from undivided.backends.shared.leaves import leaf_gradients, make_leaves, recording
 from undivided.kernels import philox
 from undivided.masks.normal_form import NormalForm
@@ -236,7 +236,7 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
         v[block.batch, block.kv_heads, block.keys],
         None if tensors.bias is None else block.slice_pairs(tensors.bias),
         None if tensors.sinks is None else tensors.sinks[block.heads],
-        None if slopes is None else row_slopes(slopes, block, normal),
+        None if slopes is None else block_slopes(slopes, block, normal),
     ]
     return [None if tensor is None else tensor.to(precision) for tensor in slices]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
+from undivided.backends.shared.alibi import slope_index
 from undivided.backends.shared.block import Block
 from undivided.request.call import Call
 from undivided.request.request import Tensors
@@ -43,14 +44,14 @@ class Accumulators:
                 self._add_slopes(total, block, gradient)
 
     def _add_slopes(self, total: Tensor, block: Block, gradient: Tensor) -> None:
-        """gradient is [1, H, 1, 1] or [B, H, R, 1]; see `row_slopes`."""
+        """gradient is [1, H, 1, 1] or [B, H, R, 1]; see `block_slopes`."""
         if total.dim() == 1:
             total[block.heads] += gradient.sum((0, 2, 3))
             return
         normal = self._call.normal_form(self._tensors.q)
-        sequence = block.slice_rows(normal.q_sequence).clamp(0, total.shape[0] - 1).long()
+        index = slope_index(block.slice_rows(normal.q_sequence), total)
         rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
-        total[:, block.heads].index_add_(0, sequence.reshape(-1), rows.reshape(-1, rows.shape[-1]))
+        total[:, block.heads].index_add_(0, index.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> list[Tensor | None]:
         """The sums in the dtypes of the inputs."""

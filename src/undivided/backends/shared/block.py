@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import is_traced, readable
+from undivided.backends.shared.alibi import slope_index
 from undivided.masks.normal_form import NormalForm
 
 
@@ -52,13 +53,13 @@ def distance(block: Block, normal: NormalForm) -> Tensor:
     return (rows[:, None, :, None] - block.slice_keys(normal.kv_position)[:, None, None, :]).abs()
 
 
-def row_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tensor:
-    """The ALiBi slope of every row: [1, H, 1, 1] for slopes [H], [B, H, R, 1] for slopes [sequences, H]."""
+def block_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tensor:
+    """The ALiBi slope of every row of a block: [1, H, 1, 1] for slopes [H], [B, H, R, 1] for slopes [sequences, H]."""
     if slopes.dim() == 1:
         return slopes[block.heads][None, :, None, None]
     assert normal is not None
-    sequence = block.slice_rows(normal.q_sequence).clamp(0, slopes.shape[0] - 1).long()
-    return slopes[sequence, block.heads].transpose(1, 2).unsqueeze(-1)
+    index = slope_index(block.slice_rows(normal.q_sequence), slopes)
+    return slopes[index, block.heads].transpose(1, 2).unsqueeze(-1)
 
 
 def hide(allowed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

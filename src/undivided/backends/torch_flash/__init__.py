@@ -23,7 +23,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import materialise
 from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
-from undivided.backends.shared.block import Block, distance, hide, row_slopes
+from undivided.backends.shared.block import Block, block_slopes, distance, hide
 from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
 from undivided.masks import Mask
@@ -323,7 +323,7 @@ def _additive(block: Block, call: Call, tensors: Tensors) -> Tensor | None:
     score: Tensor | None = None
     if tensors.alibi_slopes is not None:
         normal = call.normal_form(tensors.q)
-        score = -row_slopes(tensors.alibi_slopes.to(precision), block, normal) * distance(block, normal)
+        score = -block_slopes(tensors.alibi_slopes.to(precision), block, normal) * distance(block, normal)
     if tensors.bias is not None:
         bias = block.slice_pairs(tensors.bias).to(precision)
         score = bias if score is None else score + bias

@@ -11,6 +11,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride, empty_rows_like, materialise, with_contiguous_rows
 from undivided.backends._base import Gradients
+from undivided.backends.shared.alibi import sum_of_sequences
 from undivided.backends.triton import repeated
 from undivided.backends.triton import tables as _triton_tables
 from undivided.backends.triton.descriptors import without_tensor
@@ -284,6 +285,4 @@ class _Backward:
         if slopes.dim() == 1:
             return rows.sum((0, 2))
         assert self.inputs.form is not None
-        sequence = self.inputs.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
-        total = torch.zeros(slopes.shape, dtype=torch.float32, device=rows.device)
-        return total.index_add_(0, sequence.expand(rows.shape[0], -1).reshape(-1), rows.transpose(1, 2).flatten(0, 1))
+        return sum_of_sequences(rows, slopes, self.inputs.form)

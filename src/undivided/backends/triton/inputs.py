@@ -15,6 +15,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride
+from undivided.backends.shared.alibi import row_slopes
 from undivided.backends.triton import descriptors, masked_keys, tables
 from undivided.backends.triton.rows import Rows, rows_of
 from undivided.backends.triton.trees import first_keys, tree_of
@@ -146,7 +147,10 @@ class Inputs:
         self.bias = None
         if tensors.bias is not None:
             self.bias = tensors.bias.detach().expand(-1, -1, problem.q_len, problem.kv_len)
-        self.slopes = None if tensors.alibi_slopes is None else self._row_slopes(tensors.alibi_slopes)
+        self.slopes = None
+        if tensors.alibi_slopes is not None:
+            assert form is not None
+            self.slopes = row_slopes(tensors.alibi_slopes.detach().float(), problem, form)
         self.sinks = None if tensors.sinks is None else fp32_in_order(tensors.sinks)
 
     def _seed(self, seed: int | Tensor) -> Tensor:
@@ -154,17 +158,6 @@ class Inputs:
         if isinstance(seed, Tensor):
             return seed.to(device=self.q.device, dtype=torch.int64).reshape(1)
         return torch.full((1,), seed, dtype=torch.int64, device=self.q.device)
-
-    def _row_slopes(self, slopes: Tensor) -> Tensor:
-        """The slope of every row [B, H, Sq], fp32; a view if every sequence has the same slopes."""
-        problem, slopes = self.problem, slopes.detach().float()
-        if slopes.dim() == 1:
-            row_slopes = slopes[None, :, None]
-        else:
-            assert self.form is not None
-            sequence = self.form.q_sequence.clamp(0, slopes.shape[0] - 1).long()
-            row_slopes = slopes[sequence].transpose(1, 2)
-        return row_slopes.expand(problem.batch, problem.heads, problem.q_len)
 
     @property
     def always_masked(self) -> bool:

@@ -10,12 +10,9 @@ Legend: B batch, Sq query rows, P blocks of rows, M rows of a block: (query, hea
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import is_traced
 from undivided.backends.triton import tables
 from undivided.backends.triton.tables import RowBlocks
 from undivided.kernels.triton.config import Config, is_interpreted
@@ -40,9 +37,6 @@ def pieces(problem: Problem) -> int:
     return -(-(longest or problem.kv_len) // piece())
 
 
-_cached: WeakKeyDictionary[NormalForm, dict[object, RowBlocks]] = WeakKeyDictionary()
-
-
 def blocks(
     form: NormalForm | None, problem: Problem, rows: slice, tile: Config, group: int, device: torch.device
 ) -> RowBlocks:
@@ -61,14 +55,8 @@ def blocks(
         runs = torch.zeros(1, places.shape[1], 8, dtype=torch.int32, device=device)
         runs[..., 1:4] = -(-problem.kv_len // tile.block_n)
         return RowBlocks(places, runs)
-    memory = _cached.setdefault(form, {})
-    key = (rows.start, rows.stop, tile.block_m, tile.block_n, group)
-    cached = memory.get(key)
-    if cached is None:
-        cached = _blocks(form, problem, rows, tile, group)
-        if not is_traced():
-            memory[key] = cached
-    return cached
+    key = ("invariant", rows.start, rows.stop, tile.block_m, tile.block_n, group)
+    return tables.once_per_mask(form, key, _blocks, form, problem, rows, tile, group)
 
 
 def _blocks(form: NormalForm, problem: Problem, rows: slice, tile: Config, group: int) -> RowBlocks:

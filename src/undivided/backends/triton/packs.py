@@ -11,21 +11,16 @@ Legend: N documents, P blocks of rows, M rows of a block. A row is a (query, hea
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 
 from undivided.arguments.checks import INT32_MAX
-from undivided.arguments.tensors import is_traced
 from undivided.backends.shared.documents import packed_documents
 from undivided.backends.triton.launches import launch
-from undivided.backends.triton.tables import RowBlocks
+from undivided.backends.triton.tables import RowBlocks, once_per_mask
 from undivided.backends.triton.trees import tree_of
 from undivided.kernels.triton.config import Config
 from undivided.masks import NormalForm
 from undivided.request.call import Call
-
-_cached: WeakKeyDictionary[NormalForm, dict[object, RowBlocks]] = WeakKeyDictionary()
 
 
 def applies(call: Call, form: NormalForm | None) -> bool:
@@ -50,14 +45,8 @@ def blocks(
         always_masked: no tile is full.
         shortest, longest: queries of a document, padding included.
     """
-    memory = _cached.setdefault(form, {})
     key = (tile.block_m, tile.block_n, group, always_masked, shortest, longest)
-    found = memory.get(key)
-    if found is None:
-        found = _blocks(form, q_len, *key)
-        if not is_traced():
-            memory[key] = found
-    return found
+    return once_per_mask(form, ("packs", key), _blocks, form, q_len, *key)
 
 
 def _blocks(

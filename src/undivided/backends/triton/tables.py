@@ -5,12 +5,13 @@ row of the block allows all of its keys. That gives eight numbers per block of r
 
     [first, full_first, full_last, last) of the first range, and of the second
 
-Nothing here waits for the device. The tables are computed once per mask (`cached_tables`).
+Nothing here waits for the device. What follows from a mask is computed once (`once_per_mask`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from undivided.arguments.tensors import is_traced
 from undivided.masks import NormalForm
+
+T = TypeVar("T")
 
 FAR = 2**31 - 1
 """Beyond every key."""
@@ -53,7 +56,19 @@ MAX_PLAIN_TABLES = 64
 """Cached tables of calls without a mask: a few lengths per kind of layer, 32 bytes per block of rows."""
 
 _plain: dict[object, Tables] = {}
-_cached: WeakKeyDictionary[NormalForm, dict[object, Tables]] = WeakKeyDictionary()
+_of_masks: WeakKeyDictionary[NormalForm, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def once_per_mask(form: NormalForm, key: Hashable, compute: Callable[..., T], *arguments: Any) -> T:
+    """``compute(*arguments)``, kept as long as the mask under `key`, which says what is computed and from what; while
+    something traces, nothing is kept."""
+    kept = _of_masks.setdefault(form, {})
+    found: T | None = kept.get(key)
+    if found is None:
+        found = compute(*arguments)
+        if not is_traced():
+            kept[key] = found
+    return found
 
 
 def cached_tables(
@@ -77,15 +92,15 @@ def cached_tables(
     """
     if normal is None:
         return _every_pair(q_len * group, kv_len, block_m, block_n, device, always_masked, columns)
-    memory = _cached.setdefault(normal, {})
     key = (block_m, block_n, group, always_masked, columns)
-    tables = memory.get(key)
-    if tables is None:
-        rows = _row_table(normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact)
-        tables = Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
-        if not is_traced():
-            memory[key] = tables
-    return tables
+    return once_per_mask(normal, ("tables", key), _tables, normal, kv_len, *key)
+
+
+def _tables(
+    normal: NormalForm, kv_len: int, block_m: int, block_n: int, group: int, always_masked: bool, columns: bool
+) -> Tables:
+    rows = _row_table(normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact)
+    return Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
 
 
 def _every_pair(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import is_traced
+from undivided.backends.triton.tables import once_per_mask
 from undivided.masks import NormalForm
 from undivided.masks.normal_form.tree_pairs import TreePairs
 
@@ -26,10 +25,6 @@ def tree_of(form: NormalForm | None) -> TreePairs | None:
     return extra if isinstance(extra, TreePairs) else None
 
 
-_cached: WeakKeyDictionary[NormalForm, dict[Hashable, Tensor]] = WeakKeyDictionary()
-_before: WeakKeyDictionary[NormalForm, NormalForm] = WeakKeyDictionary()
-
-
 def runs(form: NormalForm, key: Hashable, runs_of: Callable[[NormalForm], Tensor]) -> Tensor:
     """The runs of tiles of a mask with a tree, of which those before the tree are full; cached per mask.
 
@@ -38,37 +33,24 @@ def runs(form: NormalForm, key: Hashable, runs_of: Callable[[NormalForm], Tensor
         key: what decides the runs besides the mask.
         runs_of: computes the runs of a mask, int32 [..., 8], as `tables.Tables.rows`.
     """
-    memory = _cached.setdefault(form, {})
-    found = memory.get(key)
-    if found is None:
-        found = _with_full_tiles(runs_of(form), runs_of(_before_the_tree(form)))
-        if not is_traced():
-            memory[key] = found
-    return found
+    return once_per_mask(form, ("trees", key), lambda: _with_full_tiles(runs_of(form), runs_of(_before_the_tree(form))))
 
 
 def first_keys(form: NormalForm) -> Tensor:
     """The key of node 0 of each row's tree, int32 [B|1, Sq]; cached per mask."""
-    memory = _cached.setdefault(form, {})
-    found = memory.get("first keys")
-    if found is None:
-        tree = tree_of(form)
-        assert tree is not None
-        found = tree.first.to(torch.int32)
-        if not is_traced():
-            memory["first keys"] = found
-    return found
+    tree = tree_of(form)
+    assert tree is not None
+    return once_per_mask(form, "first keys", tree.first.to, torch.int32)
 
 
 def _before_the_tree(form: NormalForm) -> NormalForm:
     """The same mask without the keys of the tree: ranges alone."""
-    before = _before.get(form)
-    if before is None:
+
+    def compute() -> NormalForm:
         ranges = torch.minimum(form.ranges, first_keys(form)[..., None])
-        before = dataclasses.replace(form, ranges=ranges, extras=())
-        if not is_traced():
-            _before[form] = before
-    return before
+        return dataclasses.replace(form, ranges=ranges, extras=())
+
+    return once_per_mask(form, "before the tree", compute)
 
 
 def _with_full_tiles(runs: Tensor, others: Tensor) -> Tensor:
