@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import platform
 import re
 import sys

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import check_device, check_tensor
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
 from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
@@ -197,9 +197,7 @@ def _check_kinds(named: dict[str, Tensor]) -> None:
         if tensor.dtype != query.dtype:
             hint = f"{name}.to(query.dtype), or run under torch.autocast"
             raise InputError(name, f"have the dtype of query ({query.dtype})", str(tensor.dtype), hint=hint)
-        if tensor.device != query.device:
-            hint = f"{name}.to(query.device)"
-            raise InputError(name, f"be on the device of query ({query.device})", str(tensor.device), hint=hint)
+        check_device(name, tensor, query.device, "query")
 
 
 def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
@@ -283,9 +281,7 @@ def _mask_or_bias(
     distributed = is_dtensor(attn_mask)
     if not distributed:
         check_tensor("attn_mask", attn_mask)
-    if attn_mask.device != query.device:
-        must = f"be on the device of query ({query.device})"
-        raise InputError("attn_mask", must, str(attn_mask.device), "attn_mask.to(query.device)")
+    check_device("attn_mask", attn_mask, query.device, "query")
     scores = (*shape[:-1], kv_len)
     if not broadcasts(attn_mask.shape, scores):
         hint = broadcast_hint(attn_mask.shape, scores, "attn_mask{}") if len(scores) == 4 else None

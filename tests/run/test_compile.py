@@ -17,7 +17,7 @@ from undivided import masks
 from undivided.kernels import cpu
 from undivided.masks import Mask
 from undivided.quantization import Format, quantize
-from undivided.run import compile as operator
+from undivided.run.operator_arguments import Arguments
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_autocast_inside_the_graph_casts_as_in_eager_mode() -> None:
 
 def test_the_operator_has_the_arguments_of_its_named_tuple_in_their_order() -> None:
     names = [argument.name for argument in torch.ops.undivided.attention.default._schema.arguments]
-    assert names == list(operator._Arguments._fields)
+    assert names == list(Arguments._fields)
     of_backward = [argument.name for argument in torch.ops.undivided.attention_backward.default._schema.arguments]
     assert of_backward[:15] == names[:15]
 

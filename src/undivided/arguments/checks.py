@@ -160,6 +160,12 @@ def _check_available(argument: str, device: torch.device) -> None:
         _available.add(device)
 
 
+def check_device(name: str, tensor: Tensor, device: torch.device, of: str = "q") -> None:
+    """InputError unless the tensor is on the device of q, or of another argument."""
+    if tensor.device != device:
+        raise InputError(name, f"be on the device of {of} ({device})", str(tensor.device), f"{name}.to({of}.device)")
+
+
 def check_mask_devices(argument: str, tensors: Iterable[Tensor], device: torch.device) -> None:
     """InputError unless the tensors of a mask are on the device of q, or on the CPU. A q on "meta" has no values."""
     for tensor in tensors:

@@ -96,7 +96,7 @@ def wrong_call(
     function: Callable[..., Any],
     arguments: tuple[object, ...],
     options: Mapping[str, object],
-    other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    other_names: Mapping[str, Sequence[str]],
 ) -> InputError | None:
     """What is wrong with the arguments of a call, as an error that is also a TypeError.
 

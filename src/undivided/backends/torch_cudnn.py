@@ -94,24 +94,23 @@ class TorchCudnn(Backend):
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by ``aten::_cudnn_attention_forward``."""
         problem = call.problem
-        if problem.documents is not None:
-            return _packed_forward(call, tensors)
-        q, k, v = (align(t) for t in tensors.heads_first(call.problem.layout))
+        is_packed = problem.documents is not None
+        sizes: tuple[object, ...]  # offsets and longest lengths, of queries and of keys
+        if is_packed:
+            q, k, v = (align(t.contiguous()) for t in clean_views(call, tensors))
+            packing = packing_arguments(call, tensors)
+            longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
+            sizes = packing["cu_seqlens_q"], packing["cu_seqlens_k"], *longest
+        else:
+            q, k, v = map(align, tensors.heads_first(problem.layout))
+            sizes = None, None, problem.q_len, problem.kv_len
+        is_causal = "causal" in problem.mask.kinds
         out, lse, *_ = OPS._cudnn_attention_forward(
-            q,
-            k,
-            v,
-            None,
-            None,
-            None,
-            problem.q_len,
-            problem.kv_len,
-            True,
-            0.0,
-            "causal" in problem.mask.kinds,
-            False,
-            scale=call.scale,
+            q, k, v, None, *sizes, True, 0.0, is_causal, False, scale=call.scale
         )
+        if is_packed:
+            lse_HT = lse.squeeze(-1).T if lse.dim() == 3 else lse  # [T, H, 1]; [H, T] in builds after 2.13
+            return kernel_result(call, tensors, out, lse_HT.contiguous())
         lse = lse.reshape(problem.batch, problem.heads, problem.q_len)
         return kernel_result(call, tensors, out.transpose(1, 2), lse)
 
@@ -146,30 +145,6 @@ class TorchCudnn(Backend):
         )
         dq, dk, dv = (layout.restore(grad.transpose(1, 2), problem.layout) for grad in grads)
         return dq, dk, dv, None, None, None
-
-
-def _packed_forward(call: Call, tensors: Tensors) -> Result:
-    """Attention over packed documents: contiguous tokens, their offsets, and 0 where no pair reads them."""
-    problem = call.problem
-    packing = packing_arguments(call, tensors)
-    q, k, v = (align(t.contiguous()) for t in clean_views(call, tensors))
-    longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
-    out, stats, *_ = OPS._cudnn_attention_forward(
-        q,
-        k,
-        v,
-        None,
-        packing["cu_seqlens_q"],
-        packing["cu_seqlens_k"],
-        *longest,
-        True,
-        0.0,
-        "causal" in problem.mask.kinds,
-        False,
-        scale=call.scale,
-    )
-    lse_HT = stats.squeeze(-1).T if stats.dim() == 3 else stats  # [T, H, 1]; [H, T] in builds after 2.13
-    return kernel_result(call, tensors, out, lse_HT.contiguous())
 
 
 def _document_reasons(problem: Problem, machine: Machine) -> list[str]:

@@ -21,7 +21,7 @@ from undivided.benchmarking.peak import Probe
 from undivided.benchmarking.ranks import describe_place
 from undivided.benchmarking.timing import Steady, Stopwatch
 from undivided.machine import Machine
-from undivided.request.operations import backward_flops, forward_flops
+from undivided.request.flops import backward_flops, forward_flops
 from undivided.verification.budget import UNDECIDED
 from undivided.verification.sample import Sample, sample_of
 

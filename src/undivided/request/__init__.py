@@ -5,4 +5,5 @@ checks     the checks of every argument  normalise  request -> call
 call       the argument of a backend     result      what a backend returns, and how partial results are merged
 slopes     the usual ALiBi slopes        quantized   the checks of quantised keys and values
 foreign    hints for keywords of other libraries
+flops      the floating-point operations of a call
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments import layout as _layout
-from undivided.arguments.checks import REQUIRED, as_type_error, check_tensor, is_finite
+from undivided.arguments.checks import REQUIRED, as_type_error, check_device, check_tensor, is_finite
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable, versions
@@ -102,10 +102,7 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
             if format_of(tensor.dtype) is not None:
                 hint = "quantised keys and values require k_scale= and v_scale= (undivided.quantization.quantize)"
             raise InputError(name, f"have the dtype of q ({q.dtype})", str(tensor.dtype), hint=hint)
-        if tensor.device != q.device:
-            raise InputError(
-                name, f"be on the device of q ({q.device})", str(tensor.device), hint=f"{name}.to(q.device)"
-            )
+        check_device(name, tensor, q.device)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -202,8 +199,7 @@ def check_pages(
         raise InputError("v", f"have the pages, page size and heads of k {list(k.shape[:3])}", list(v.shape))
     if head_size(k) != qk_dim:
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{head_size(k)} in {list(k.shape)}")
-    if pages.device != q.device:
-        raise InputError("pages", f"be on the device of q ({q.device})", str(pages.device), "pages.to(q.device)")
+    check_device("pages", pages, q.device)
     page_size, kv_heads = k.shape[1], k.shape[2]
     if k.shape[0] == 0 or page_size == 0:
         raise InputError("k", "have at least one page of at least one key when pages is given", list(k.shape))
@@ -273,9 +269,7 @@ def check_optional_tensors(tensors: Tensors, heads: int) -> None:
             if tensor.dtype == torch.bool:
                 hint = "a boolean mask goes to mask=masks.dense(tensor), True = attend"
             raise InputError(name, "be a floating-point tensor", str(tensor.dtype), hint=hint)
-        if tensor.device != q.device:
-            hint = f"{name}.to(q.device)"
-            raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device), hint=hint)
+        check_device(name, tensor, q.device)
     if sinks is not None and tuple(sinks.shape) != (heads,):
         hint = "sinks.flatten()" if sinks.numel() == heads else "one sink for each query head"
         raise InputError("sinks", f"have shape [heads] = [{heads}]", list(sinks.shape), hint)

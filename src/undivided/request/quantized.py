@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import check_memory
+from undivided.arguments.checks import check_device, check_memory
 from undivided.arguments.tensors import dtype_name
 from undivided.errors import InputError
 from undivided.quantization import DTYPES, Format, check_scale, format_of
@@ -31,9 +31,7 @@ def check_quantized(
         hint = f"v, v_scale = undivided.quantization.quantize(v, {format!r})"
         raise InputError("v", f"have the format of k ({k.dtype} for {format})", str(v.dtype), hint=hint)
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.device != q.device:
-            hint = f"{name}.to(q.device)"
-            raise InputError(name, f"be on the device of q ({q.device})", str(tensor.device), hint=hint)
+        check_device(name, tensor, q.device)
     for name, scale, operand, values in (("k_scale", k_scale, "k", k), ("v_scale", v_scale, "v", v)):
         assert scale is not None
         check_scale(name, scale, operand, values)

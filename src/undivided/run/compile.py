@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.arguments.checks import check_mask_devices
+from undivided.arguments.checks import check_device, check_mask_devices
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import Backend
@@ -35,97 +35,19 @@ from undivided.request.normalise import check_types
 from undivided.request.request import OPTIONAL_TENSORS, Options, Request, Tensors
 from undivided.request.result import lse_dtype
 from undivided.run import autograd, shared_masks
-from undivided.run.flops import register_if_counting
+from undivided.run.flop_counter import register_if_counting
+from undivided.run.operator_arguments import ANY_SWITCHES, FLAGS, SCHEMA, Arguments, Spec
 from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import check_backend, check_flag, current_policy
 
 _TENSOR_COUNT = len(Tensors._fields)
 _library = torch.library.Library("undivided", "DEF")
-_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
-    "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p, "
-    "SymInt[] numbers, Tensor? mask_handle"
-)
-_library.define(f"attention({_SCHEMA}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
+_library.define(f"attention({SCHEMA}, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward({_SCHEMA}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) "
+    f"attention_backward({SCHEMA}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"  # Inductor's C++ wrapper ends the process for lists of one
 )
-
-
-class _Arguments(NamedTuple):
-    """The arguments of the operator, and the first of its backward, in the order of the schema."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    mask: list[Tensor]
-    dropout_seed: Tensor | None
-    pages: Tensor | None
-    spec: str
-    scale: float | None
-    softcap: float | None
-    dropout_p: float
-    numbers: Sequence[int]
-    mask_handle: Tensor | None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-    @property
-    def tensors(self) -> Tensors:
-        """Those that may have gradients."""
-        return Tensors(self.q, self.k, self.v, self.bias, self.sinks, self.alibi_slopes)
-
-    @property
-    def saved(self) -> tuple[Tensor | None, ...]:
-        """The tensors that the backward needs."""
-        return (*self.tensors, *self.mask, self.dropout_seed, self.pages, self.mask_handle)
-
-    @property
-    def constants(self) -> tuple[str, float | None, float | None, float, Sequence[int]]:
-        """The arguments that are not tensors."""
-        return self.spec, self.scale, self.softcap, self.dropout_p, self.numbers
-
-
-_ANY_SWITCHES = "-"
-"""In place of PyTorch's switches, for a call that does not depend on them."""
-
-
-_FLAGS = {str(flag): flag for flag in (None, True, False)}
-
-
-class _Spec(NamedTuple):
-    """The static part of a call."""
-
-    layout: str
-    mask: str
-    needs: str
-    """A letter y or n for each differentiable input: what needs a gradient. The operator has what is known when a graph
-    is recorded; the backward has letters of its own, and computes the log-sum-exp if the operator did not."""
-    deterministic: str
-    return_lse: str
-    switches: str = _ANY_SWITCHES
-    """PyTorch's switches when the graph was traced."""
-    batch_invariant: str = "None"
-    backend: str = ""
-    """The caller's choice, which may be any text."""
-
-    @staticmethod
-    def read(text: str) -> _Spec:
-        return _Spec(*text.split("|", len(_Spec._fields) - 1))
-
-    @property
-    def needed(self) -> tuple[bool, ...]:
-        return tuple([letter == "y" for letter in self.needs])
-
-    @property
-    def reads_lse(self) -> bool:
-        """Whether the caller or a backward reads the log-sum-exp; if not, it is a tensor without elements."""
-        return self.return_lse == "y" or "y" in self.needs
 
 
 def attention(request: Request, switches: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -143,14 +65,14 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
     # torch.jit.trace compares a graph with another, which it records without gradients
     grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
     needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in tensors]
-    spec = _Spec(
+    spec = Spec(
         layout=str(options.layout),
         mask=mask_text,
         needs="".join(needs),
         backend="" if request.backend is None else str(request.backend),
         deterministic=str(request.deterministic),
         return_lse="y" if options.return_lse else "n",
-        switches=_ANY_SWITCHES if switches is None else switches,
+        switches=ANY_SWITCHES if switches is None else switches,
         batch_invariant=str(request.batch_invariant),
     )
     seed = _seed(options, tensors.q.device)
@@ -189,7 +111,7 @@ def _call_operator(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     try:
         out, lse = torch.ops.undivided.attention(*arguments)
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
-        args = _Arguments(*arguments)
+        args = Arguments(*arguments)
         tensors = (*args.saved, args.k_scale, args.v_scale)
         kinds = sorted({type(tensor).__name__ for tensor in tensors if isinstance(tensor, Tensor)})
         raise InputError(
@@ -201,9 +123,9 @@ def _call_operator(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
+def _prepare(args: Arguments) -> tuple[Backend, Call, Tensors]:
     """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
-    spec = _Spec.read(args.spec)
+    spec = Spec.read(args.spec)
     options = Options(
         layout=cast(Layout, spec.layout),
         mask=shared_masks.read(args.mask_handle, spec.mask, args.mask, args.numbers),
@@ -217,9 +139,9 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
         v_scale=args.v_scale,
     )
     request = Request(args.tensors, options)
-    deterministic, batch_invariant = _FLAGS[spec.deterministic], _FLAGS[spec.batch_invariant]
+    deterministic, batch_invariant = FLAGS[spec.deterministic], FLAGS[spec.batch_invariant]
     switches = ""
-    if spec.switches != _ANY_SWITCHES:
+    if spec.switches != ANY_SWITCHES:
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
     policy = current_policy(spec.backend or None, deterministic, batch_invariant, switches)
     decision, call, tensors = prepare(request, policy, spec.needed)
@@ -228,7 +150,7 @@ def _prepare(args: _Arguments) -> tuple[Backend, Call, Tensors]:
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
-    args = _Arguments(*arguments)
+    args = Arguments(*arguments)
     if autograd.has_tangent(args.tensors):
         must = "have no tangents where a recorded graph runs: its operator has no forward-mode derivative"
         raise InputError("q, k, v and the other tensors", must, "dual tensors", "torch.func.jvp, or the eager function")
@@ -243,7 +165,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _run_transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Under torch.func in a compiled function, the plain operations that an eager call has there."""
-    args = _Arguments(*arguments)
+    args = Arguments(*arguments)
     _, call, tensors = _prepare(args)
     return autograd.for_caller(autograd.in_plain_operations(call, tensors), call.problem)
 
@@ -254,7 +176,7 @@ _library.impl("attention", _run_transformed, "FuncTorchDynamicLayerFrontMode")
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     *first, out, lse, grad_out, grad_lse = arguments
-    args = _Arguments(*first)
+    args = Arguments(*first)
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
         backend, call, tensors = _prepare(args)
@@ -284,8 +206,8 @@ def _no_gradient(q: Tensor) -> Tensor:
 
 @torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
 def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
-    args = _Arguments(*arguments)
-    q, spec = args.q, _Spec.read(args.spec)
+    args = Arguments(*arguments)
+    q, spec = args.q, Spec.read(args.spec)
     if not has_dispatch(q):
         _check_devices(args)
     out = q.new_empty((*q.shape[:-1], head_size(args.v)))
@@ -299,22 +221,21 @@ def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(shape, dtype=lse_dtype(q.dtype))
 
 
-def _check_devices(args: _Arguments) -> None:
+def _check_devices(args: Arguments) -> None:
     """InputError if a tensor is not on the device of q: for one on the meta device PyTorch computes no more than the
     shapes."""
     named = dict(zip(("k", "v", *OPTIONAL_TENSORS), args.tensors[1:], strict=True))
     named |= {"pages": args.pages, "k_scale": args.k_scale, "v_scale": args.v_scale}
     for name, tensor in named.items():
-        if tensor is not None and tensor.device != args.q.device:
-            must = f"be on the device of q ({args.q.device})"
-            raise InputError(name, must, str(tensor.device), f"{name}.to(q.device)")
+        if tensor is not None:
+            check_device(name, tensor, args.q.device)
     check_mask_devices("mask", args.mask, args.q.device)
 
 
 @torch.library.register_fake("undivided::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
-    args = _Arguments(*arguments[:-4])  # without out, lse and their gradients
-    needed = zip(args.tensors, _Spec.read(args.spec).needed, strict=True)
+    args = Arguments(*arguments[:-4])  # without out, lse and their gradients
+    needed = zip(args.tensors, Spec.read(args.spec).needed, strict=True)
     return tuple(
         [t.new_empty(t.shape) if is_needed and t is not None else _no_gradient(args.q) for t, is_needed in needed]
     )
@@ -323,11 +244,11 @@ def _gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
 class _SavedArguments(NamedTuple):
     """What a backward reads again: the arguments of the operator, and the tensors that were saved after them."""
 
-    args: _Arguments
+    args: Arguments
     others: Sequence[Any]
 
     @staticmethod
-    def write(ctx: Any, args: _Arguments, *others: Tensor | None) -> None:
+    def write(ctx: Any, args: Arguments, *others: Tensor | None) -> None:
         ctx.save_for_backward(*args.saved, *others)
         ctx.mask_tensors, ctx.constants = len(args.mask), args.constants
         ctx.set_materialize_grads(False)
@@ -336,16 +257,15 @@ class _SavedArguments(NamedTuple):
     def read(ctx: Any) -> _SavedArguments:
         saved: Sequence[Any] = ctx.saved_tensors
         end = _TENSOR_COUNT + ctx.mask_tensors
-        seed, pages, handle, *others = saved[end:]
-        mask = list(saved[_TENSOR_COUNT:end])
-        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], mask, seed, pages, *ctx.constants, handle)
-        return _SavedArguments(_Arguments(*first), others)
+        seed, pages, *others = saved[end:]
+        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], list(saved[_TENSOR_COUNT:end]), seed, pages, *ctx.constants)
+        return _SavedArguments(Arguments(*first), others)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    args = _Arguments(*inputs)
+    args = Arguments(*inputs)
     _SavedArguments.write(ctx, args, *output)
-    if _Spec.read(args.spec).return_lse != "y":
+    if Spec.read(args.spec).return_lse != "y":
         ctx.mark_non_differentiable(output[1])
 
 
@@ -353,7 +273,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     args, (out, lse) = _SavedArguments.read(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    spec, needed = _Spec.read(args.spec), ctx.needs_input_grad[:_TENSOR_COUNT]  # other than when the graph was recorded
+    spec, needed = Spec.read(args.spec), ctx.needs_input_grad[:_TENSOR_COUNT]  # other than when the graph was recorded
     needs = "".join("y" if is_needed else "n" for is_needed in needed)
     args = args._replace(spec="|".join(spec._replace(needs=needs)))
     computed = torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse)
@@ -361,7 +281,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return (*gradients, *_no_gradients(args))
 
 
-def _no_gradients(args: _Arguments) -> list[Any]:
+def _no_gradients(args: Arguments) -> list[Any]:
     """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one.
     PyTorch takes an empty list of numbers for one of tensors."""
     gradients = dict.fromkeys(args._fields[_TENSOR_COUNT:])
@@ -377,7 +297,7 @@ def _reshape_like(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor |
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *first, _, _, grad_out, grad_lse = inputs
-    _SavedArguments.write(ctx, _Arguments(*first), grad_out, grad_lse)
+    _SavedArguments.write(ctx, Arguments(*first), grad_out, grad_lse)
 
 
 def _differentiate_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:

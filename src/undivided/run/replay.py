@@ -20,7 +20,7 @@ from undivided.request.call import Call
 from undivided.request.request import Request, Tensors
 from undivided.run.autograd import any_autocast, is_elsewhere
 from undivided.run.prepare import prepare
-from undivided.selection.decision import Decision, repeat
+from undivided.selection.decision import Decision, set_last
 from undivided.selection.policy import Policy
 
 
@@ -86,7 +86,7 @@ class Prepared:
             return None
         if not (_holds(k_scale, of_k_scale) and _holds(v_scale, of_v_scale)):
             return None
-        repeat(self._decision)
+        set_last(self._decision)
         return self._replay(q, k, v, pages, k_scale, v_scale)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,35 +42,20 @@ def _pytorchs_error(query: Any, key: Any, value: Any, *others: Any) -> Exception
         return None
     if others[-1] is not False and any(t.dim() < 3 or t.shape[-3] == 0 for t in present):
         return None  # with enable_gqa PyTorch divides by the number of heads, which ends the process
-    error = _error_of_call(*map(_without_data, tensors), *map(_without_data, others))
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), others, strict=True))
+    if others[0] is not None and options["is_causal"] is True and torch.backends.cuda.flash_sdp_enabled():
+        options["is_causal"] = (
+            False  # PyTorch's flash kernel takes both; meta tensors get the math kernel, which does not
+        )
+    error = _error_of_call(map(_without_data, tensors), {name: _without_data(o) for name, o in options.items()})
     if error is None and len(present) == 3:
-        error = _error_of_call(*(t.new_empty((1,) * t.dim()) for t in tensors))
+        error = _error_of_call((t.new_empty((1,) * t.dim()) for t in tensors), {})
     return error
 
 
-def _error_of_call(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale: Any = None,
-    enable_gqa: Any = False,
-) -> Exception | None:
-    if attn_mask is not None and is_causal is True and torch.backends.cuda.flash_sdp_enabled():
-        is_causal = False  # PyTorch's flash kernel takes both; meta tensors get the math kernel, which does not
+def _error_of_call(tensors: Iterable[Any], options: Mapping[str, Any]) -> Exception | None:
     try:
-        torch._C._nn.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        torch._C._nn.scaled_dot_product_attention(*tensors, **options)
     except Exception as error:
         return error
     return None

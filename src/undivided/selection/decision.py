@@ -185,8 +185,8 @@ def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     return decision
 
 
-def repeat(decision: Decision) -> None:
-    """Note that a decision of `select` holds for another call."""
+def set_last(decision: Decision) -> None:
+    """Make an earlier decision of `select` that of this thread's last call too."""
     _last.decision = decision
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from undivided.arguments.signature import checked_call
+from undivided.backends import names_and_families
 from undivided.errors import InputError, did_you_mean
 from undivided.selection import switches as _sdp_switches
 
@@ -181,8 +182,6 @@ def _without(block: _Block | None, manager: use_backends) -> _Block | None:
 
 def _check_names(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
     """The names; InputError unless each is a backend or a family."""
-    from undivided.backends import names_and_families
-
     known = names_and_families()
     for name in names:
         if not isinstance(name, str) or name not in known:
@@ -318,8 +317,6 @@ def _read_policy(
 def _split_names(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        from undivided.backends import names_and_families
-
         known = ", ".join(sorted(names_and_families()))
         raise InputError("UNDIVIDED_BACKENDS", f"name at least one of {known}", repr(text))
     return _check_names(names, "UNDIVIDED_BACKENDS")

@@ -12,12 +12,11 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import materialise
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
-from undivided.backends.cudnn import graph as _cudnn_graph
-from undivided.backends.cudnn import paged as _cudnn_paged
-from undivided.backends.cudnn import score_rules, scores
+from undivided.backends.cudnn import graph, paged, score_rules, scores
 from undivided.backends.cudnn.graph import CudnnCall
 from undivided.backends.shared import cudnn_rules, gpu_rules
 from undivided.backends.shared.empty_rows import clear_rows, has_rows_without_keys
+from undivided.backends.shared.flash_attn_arguments import in_callers_layout
 from undivided.machine import Machine
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -61,7 +60,7 @@ class Cudnn(Backend):
         if problem.device == "cuda":
             reasons += score_rules.reasons(problem, machine)
             if "paged" in problem.features:
-                return reasons + _cudnn_paged.reasons(problem, machine)
+                return reasons + paged.reasons(problem, machine)
             reasons += cudnn_rules.reasons(problem, machine)
         if "lengths" in problem.mask.kinds and problem.q_len == 1:
             reasons.append(
@@ -84,12 +83,11 @@ class Cudnn(Backend):
         """Attention by a forward graph."""
         problem, tensors = call.problem, tensors.materialised()
         if call.pages is not None:
-            return _cudnn_paged.forward(call, tensors).in_layout(problem.layout)
+            return paged.forward(call, tensors).in_layout(problem.layout)
         cudnn_call = CudnnCall.from_call(call, tensors, scores.extra(call, tensors))
         out = torch.empty(*cudnn_call.q.shape[:-1], problem.v_dim, dtype=cudnn_call.q.dtype, device=cudnn_call.q.device)
         stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
-        buffers = {"q": cudnn_call.q, "k": cudnn_call.k, "v": cudnn_call.v, "o": out, "stats": stats}
-        cudnn_call.run("forward", _cudnn_graph.forward_graph, buffers)
+        cudnn_call.run(graph.forward_graph, {"o": out, "stats": stats})
         if cudnn_call.packed:
             out, stats = out.unsqueeze(0), stats.unsqueeze(0).transpose(1, 2)
         return scores.correct_output(call, tensors, out, stats).in_layout(problem.layout)
@@ -108,23 +106,14 @@ class Cudnn(Backend):
         dsinks = scores.sink_gradient(tensors, result, grad) if "sinks_grad" in problem.features else None
         if cudnn_call.packed:
             out, grad, stats = out[0], grad[0], stats[0].transpose(0, 1)
-        buffers = {
-            "q": cudnn_call.q,
-            "k": cudnn_call.k,
-            "v": cudnn_call.v,
-            "o": out.contiguous(),
-            "stats": stats.contiguous(),
-        }
-        buffers["do"] = grad.contiguous()
+        buffers = {"o": out.contiguous(), "stats": stats.contiguous(), "do": grad.contiguous()}
         # cuDNN writes ragged gradients for real tokens only; all others must be 0
         new = torch.zeros if cudnn_call.lengths else torch.empty
-        grads = {f"d{name}": new(buffers[name].shape, dtype=out.dtype, device=out.device) for name in "qkv"}
+        inputs = {"dq": cudnn_call.q, "dk": cudnn_call.k, "dv": cudnn_call.v}
+        grads = {name: new(t.shape, dtype=out.dtype, device=out.device) for name, t in inputs.items()}
         bias_buffers = {"dbias": torch.zeros_like(cudnn_call.extra["bias"])} if "bias_grad" in problem.features else {}
-        cudnn_call.run("backward", _cudnn_graph.backward_graph, buffers | grads | bias_buffers)
-        dq, dk, dv = (
-            layout.restore(g.unsqueeze(0) if cudnn_call.packed else g, problem.layout) for g in grads.values()
-        )
-        return dq, dk, dv, bias_buffers.get("dbias"), dsinks, None
+        cudnn_call.run(graph.backward_graph, buffers | grads | bias_buffers)
+        return [*in_callers_layout(call, grads.values()), bias_buffers.get("dbias"), dsinks, None]
 
 
 BACKEND = Cudnn()

@@ -120,9 +120,10 @@ class CudnnCall(NamedTuple):
         stride = [tensor.stride(1), tensor.stride(0), 1]
         return [count, tensor.shape[1], length, size], [length * tensor.stride(0), *stride]
 
-    def run(self, direction: str, build: Any, tensors: dict[str, Tensor]) -> None:
-        """Execute the "forward" or "backward" graph of this call; a new problem's graph is built first by `build`."""
-        tensors = tensors | self.extra
+    def run(self, build: Any, tensors: dict[str, Tensor]) -> None:
+        """Execute the graph of this call that `build` (`forward_graph` or `backward_graph`) builds first for a new
+        problem. `tensors`: what it reads and writes besides q, k, v and `extra`."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v, **tensors, **self.extra}
         for side, lengths in self.lengths.items():
             tensors[f"length_{side}"] = lengths.view(-1, 1, 1, 1)
         if self.packed:
@@ -136,7 +137,7 @@ class CudnnCall(NamedTuple):
             (name, *map(tuple, self.dims(name, t))) for name, t in tensors.items() if not name.startswith("offset")
         )
         plain = self.problem._replace(q_len=0, kv_len=0, documents=None) if self.packed else self.problem
-        key = (direction, plain, self.scale, described, self.totals(), self.q.device)
+        key = (build, plain, self.scale, described, self.totals(), self.q.device)
         if key not in _graphs:
             if len(_graphs) >= _MAX_GRAPHS:
                 _graphs.clear()

@@ -99,7 +99,7 @@ def _full_pages(call: Call, tensors: Tensors, pages: Tensor, full: Tensor) -> Re
     )
     out = torch.empty(problem.batch, 1, problem.heads, problem.v_dim, dtype=q.dtype, device=q.device)
     stats = cudnn_call.empty_stats(lse_dtype(problem.dtype))
-    cudnn_call.run("forward", graph.forward_graph, {"q": q, "k": k, "v": v, "o": out, "stats": stats})
+    cudnn_call.run(graph.forward_graph, {"o": out, "stats": stats})
     return blank_rows(out.to(stats.dtype), stats, (full == 0)[:, None, None])
 
 

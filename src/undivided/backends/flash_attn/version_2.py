@@ -17,6 +17,7 @@ from undivided.backends.shared.flash_attn_arguments import (
     in_callers_layout,
     kernel_result,
     packing_arguments,
+    score_arguments,
 )
 from undivided.backends.shared.kernel_inputs import aligned_views
 from undivided.request.call import Call
@@ -77,16 +78,7 @@ def _with_cache(call: Call, tensors: Tensors) -> Result:
 
 
 def _settings(call: Call, tensors: Tensors) -> dict[str, Any]:
-    causal, left, right = flash_attn_band(call)
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": call.scale,
-        "causal": causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": call.softcap or 0.0,
-        "alibi_slopes": _slopes(tensors),
-    }
+    return {"dropout_p": 0.0, **score_arguments(call), "alibi_slopes": _slopes(tensors)}
 
 
 def _slopes(tensors: Tensors) -> Tensor | None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from undivided.backends._base import Gradients
 from undivided.backends.shared.flash_attn_arguments import (
-    flash_attn_band,
     for_backward,
     in_callers_layout,
     kernel_result,
     packing_arguments,
+    score_arguments,
 )
 from undivided.backends.shared.kernel_inputs import clean_views
 from undivided.request.call import Call
@@ -34,7 +34,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     """Dense or packed."""
     q, k, v = clean_views(call, tensors)
     cu = packing_arguments(call, tensors)
-    out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **_settings(call, "causal"))
+    out, lse, *_ = _package()._flash_attn_forward(q, k, v, **cu, **score_arguments(call))
     return kernel_result(call, tensors, out, lse)
 
 
@@ -54,18 +54,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
         lse,
         **cu,
         **grads,
-        **_settings(call, "is_causal"),
+        **score_arguments(call, "is_causal"),
         deterministic=call.problem.deterministic,
     )
     return [*in_callers_layout(call, grads.values()), None, None, None]
-
-
-def _settings(call: Call, causal_name: str) -> dict[str, Any]:
-    causal, left, right = flash_attn_band(call)
-    return {
-        "softmax_scale": call.scale,
-        causal_name: causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": call.softcap or 0.0,
-    }

@@ -15,9 +15,16 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
 from undivided.backends.native import blocks, gradients
-from undivided.backends.native.call import Records, is_plain, is_ranges, page_fields, plain_record, with_addresses
+from undivided.backends.native.call import (
+    Records,
+    contiguous_groups,
+    is_plain,
+    is_ranges,
+    page_fields,
+    plain_record,
+    with_addresses,
+)
 from undivided.backends.native.replay import NEEDS_MORE, KernelReplay, new_output
-from undivided.backends.native.scales import contiguous_groups
 from undivided.backends.shared.blocks import VirtualSequences, block_pairs
 from undivided.kernels import cpu
 from undivided.machine import Machine

@@ -163,10 +163,6 @@ def _pack_ranges(call: Call, tensors: Tensors) -> bytes:
 def record(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: float) -> bytes:
     """The C record; `rest` are its fields from `ranges` on. The kernel does not write lse if it is `UNREAD`."""
     problem = call.problem
-    q_b, q_h, q_s, _ = q.stride()
-    k_b, k_h, k_s, _ = k.stride()
-    v_b, v_h, v_s, _ = v.stride()
-    out_b, out_h, out_s, _ = out.stride()
     return _PACK(
         _SIZE,
         cpu.DTYPES[problem.dtype],
@@ -181,21 +177,13 @@ def record(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
         call.scale,
         call.softcap or 0.0,
         q.data_ptr(),
-        q_b,
-        q_h,
-        q_s,
+        *q.stride()[:3],
         k.data_ptr(),
-        k_b,
-        k_h,
-        k_s,
+        *k.stride()[:3],
         v.data_ptr(),
-        v_b,
-        v_h,
-        v_s,
+        *v.stride()[:3],
         out.data_ptr(),
-        out_b,
-        out_h,
-        out_s,
+        *out.stride()[:3],
         *(_NO_LSE if lse is UNREAD else (lse.data_ptr(), *lse.stride()[:2])),
         *rest,
     )
@@ -234,6 +222,19 @@ def scale_fields(call: Call) -> tuple[int, ...]:
         v_scale.data_ptr(),
         *strides(v_scale.stride()),
     )
+
+
+def contiguous_groups(call: Call) -> Call:
+    """The call, with scales of int4 whose last axis has stride 1, in memory."""
+    k_scale, v_scale = call.k_scale, call.v_scale
+    assert k_scale is not None and v_scale is not None
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        readable = require_memory(scale)
+        if call.problem.quantized == "int4" and readable.stride(-1) != 1:
+            readable = readable.contiguous()
+        if readable is not scale:
+            call = call.with_problem(call.problem, **{name: readable})
+    return call
 
 
 def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -281,7 +282,7 @@ class Records:
         """The query rows of each kernel call: all at once, unless the mask must be evaluated in blocks."""
         problem = self.call.problem
         whole = [slice(0, problem.q_len)]
-        if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
+        if problem.mask.kinds <= _BANDS:
             return whole
         extras = self.call.normal_form(self.tensors.q).extras
         if not extras or self._stored_mask() is not None:
@@ -340,7 +341,7 @@ class Records:
 
     def _dense(self, rows: slice) -> tuple[int, ...]:
         problem = self.call.problem
-        if self.call.mask.is_full or problem.mask.kinds <= _BANDS:
+        if problem.mask.kinds <= _BANDS:
             return _NO_DENSE
         normal = self.call.normal_form(self.tensors.q)
         if normal.exact:
@@ -359,9 +360,8 @@ class Records:
         """The record's fields from `batch_invariant` on."""
         if not self.call.problem.batch_invariant:
             return _NOT_INVARIANT
-        if self.call.mask.is_full or self.call.problem.mask.kinds <= _BANDS:
-            return (1, 0, 0)
-        first = self.call.normal_form(self.tensors.q).first_key
+        is_band = self.call.problem.mask.kinds <= _BANDS
+        first = None if is_band else self.call.normal_form(self.tensors.q).first_key
         if first is None:
             return (1, 0, 0)
         if self.table is not None and bool((first % self.tensors.k.shape[1]).any()):

@@ -22,6 +22,7 @@ from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients,
 from undivided.backends.reference.block_gradients import Accumulators
 from undivided.backends.reference.runs import find_runs
 from undivided.backends.shared.block import Block, block_slopes, distance, hide
+from undivided.backends.shared.empty_rows import result_without_keys
 from undivided.backends.shared.leaves import leaf_gradients, make_leaves, recording
 from undivided.kernels import philox
 from undivided.masks.normal_form import NormalForm
@@ -247,7 +248,7 @@ def composite(call: Call, tensors: Tensors) -> Result:
     tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
     blocks = list(_blocks(call, tensors))
     if not blocks:
-        return _empty_result(call, tensors).in_layout(problem.layout)
+        return result_without_keys(problem, tensors.q).in_layout(problem.layout)
     results = [attend(block, call, tensors, _slices(block, call, tensors)) for block in blocks]
     # blocks are ordered by batch, then heads, then rows: concatenate rows first
     for axis, start in ((2, "rows"), (1, "heads"), (0, "batch")):
@@ -270,16 +271,6 @@ def _concatenate(
     return [(torch.cat([p[0] for p in g], axis), torch.cat([p[1] for p in g], axis)) for g in joined], firsts
 
 
-def _empty_result(call: Call, tensors: Tensors) -> Result:
-    problem = call.problem
-    shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-    out = layout.empty(problem.layout, shape, tensors.q, zero=True)
-    lse = torch.full(
-        (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=out.device
-    )
-    return Result(out, lse)
-
-
 class Reference(Backend):
     """PyTorch operations, block by block; runs every problem."""
 
@@ -298,7 +289,7 @@ class Reference(Backend):
         """Attention, block by block."""
         problem = call.problem
         tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
-        result = _empty_result(call, tensors)
+        result = result_without_keys(problem, tensors.q)
         out_BHSD = result.out.transpose(1, 2)
         for block in _blocks(call, tensors):
             out, lse = attend(block, call, tensors, _slices(block, call, tensors))

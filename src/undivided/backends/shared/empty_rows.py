@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undivided.arguments import layout
 from undivided.masks import NormalForm
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
-from undivided.request.result import Result
+from undivided.request.result import Result, lse_dtype
 
 
 def has_rows_without_keys(problem: Problem) -> bool:
@@ -23,6 +24,13 @@ def has_rows_without_keys(problem: Problem) -> bool:
     if problem.mask.kinds - {"causal", "window"}:
         return True
     return (problem.align == "bottom_right" and problem.q_len > problem.kv_len) or "window" in problem.mask.kinds
+
+
+def result_without_keys(problem: Problem, like: Tensor) -> Result:
+    """A new result of rows without keys: out [B, Sq, H, D], contiguous in the problem's layout, and lse."""
+    out = layout.empty(problem.layout, (problem.batch, problem.q_len, problem.heads, problem.v_dim), like, zero=True)
+    rows = problem.batch, problem.heads, problem.q_len
+    return Result(out, torch.full(rows, -torch.inf, dtype=lse_dtype(problem.dtype), device=like.device))
 
 
 def fix_empty_rows(call: Call, tensors: Tensors, out_BSHD: Tensor, lse_BHS: Tensor) -> Result:

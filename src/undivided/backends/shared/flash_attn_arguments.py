@@ -25,6 +25,18 @@ def flash_attn_band(call: Call) -> tuple[bool, int, int]:
     return (left is None and right == 0), -1 if left is None else left, -1 if right is None else right
 
 
+def score_arguments(call: Call, causal_name: str = "causal") -> dict[str, Any]:
+    """The scale, the band and the softcap, as flash-attn 2 and 3 name them; causal_name: of the causal flag."""
+    causal, left, right = flash_attn_band(call)
+    return {
+        "softmax_scale": call.scale,
+        causal_name: causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": call.softcap or 0.0,
+    }
+
+
 def packing_arguments(call: Call, tensors: Tensors) -> dict[str, Any]:
     """Cumulative and longest lengths of packed documents, as flash-attn names them; empty for dense sequences."""
     problem = call.problem

@@ -24,6 +24,7 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import materialise
 from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared.block import Block, block_slopes, distance, hide
+from undivided.backends.shared.empty_rows import result_without_keys
 from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
 from undivided.masks import Mask
@@ -110,12 +111,8 @@ class TorchFlash(Backend):
             out, lse = _forward(q, k, v, 0.0, causal, scale=call.scale)
             # the kernel's output has q's strides in most layouts, but not in all
             return Result(layout.from_heads_first(out, problem.layout).contiguous(), lse)
-        shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
-        out_BSHD = layout.empty(problem.layout, shape, tensors.q, zero=True)
-        out_BHSD = out_BSHD.transpose(1, 2)
-        lse = torch.full(
-            (problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=lse_dtype(problem.dtype), device=q.device
-        )
+        result = result_without_keys(problem, tensors.q)
+        out_BHSD = result.out.transpose(1, 2)
         for kernel_call in _calls(call, tensors):
             block = _CallTensors(kernel_call, call, tensors, q, k, v)
             block_out, block_lse = _forward(
@@ -123,8 +120,8 @@ class TorchFlash(Backend):
             )
             rows = (kernel_call.block.batch, slice(None), kernel_call.block.rows)
             out_BHSD[rows] = block.without_empty(block_out, 0.0)
-            lse[rows] = block.without_empty(block_lse.unsqueeze(-1), -torch.inf).squeeze(-1)
-        return Result(out_BSHD, lse).in_layout(problem.layout)
+            result.lse[rows] = block.without_empty(block_lse.unsqueeze(-1), -torch.inf).squeeze(-1)
+        return result.in_layout(problem.layout)
 
     def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:
         """The CPU kernel's output if one call of it is exact; None otherwise."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
 from undivided.backends.shared import gpu_rules
-from undivided.backends.triton import chosen, forward, repeated
+from undivided.backends.triton import chosen, forward, gradients, kept_launches
 from undivided.backends.triton.blocks import all_blocks
 from undivided.backends.triton.inputs import Inputs
 from undivided.kernels.triton import config
@@ -74,7 +74,7 @@ class Triton(Backend):
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """One launch per block of rows, usually one in all, and one more if keys are split."""
         tensors = tensors.materialised()
-        if (launches := repeated.find(call, tensors)) is not None:
+        if (launches := kept_launches.find(call, tensors)) is not None:
             return launches.run(call, tensors)
         problem = call.problem
         if "blocks" in problem.mask.kinds and (result := chosen.forward(call, tensors, self.forward)) is not None:
@@ -90,20 +90,18 @@ class Triton(Backend):
                 for blocks in all_blocks(inputs, rows)
             ]
             if rows.span == slice(0, problem.q_len):
-                repeated.keep(call, inputs, launched)
+                kept_launches.keep(call, inputs, launched)
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
     def replay(self, call: Call, tensors: Tensors) -> Replay | None:
         """The forward by kept launches, for calls that have them."""
-        return repeated.replay(call, tensors, self.forward)
+        return kept_launches.replay(call, tensors, self.forward)
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         """Three passes: over rows (dq, slopes), over keys (dk, dv), over pairs (bias)."""
-        from undivided.backends.triton import gradients as _triton_backward
-
-        return _triton_backward.gradients(call, tensors, result, grad_out, grad_lse)
+        return gradients.gradients(call, tensors, result, grad_out, grad_lse)
 
 
 def _evaluated(problem: Problem) -> str:

@@ -21,13 +21,9 @@ def of_rows(tensor: Tensor, rows: int) -> Any:
     return TensorDescriptor(tensor, sizes, [*steps, 1], [1, 1, rows, sizes[-1]])
 
 
-def without_tensor(descriptor: Any) -> Any:
-    """A tensor descriptor that keeps no memory of a call."""
-    return with_tensor(descriptor, None)
-
-
 def with_tensor(descriptor: Any, tensor: Tensor | None) -> Any:
-    """The descriptor with another tensor of the same kind. Its class would check all fields again."""
+    """The descriptor with another tensor of the same kind, or without one, so that it keeps no memory of a call. Its
+    class would check all fields again."""
     other = object.__new__(type(descriptor))
     other.__dict__.update(descriptor.__dict__)
     other.base = tensor

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.backends.triton import invariant, repeated
+from undivided.backends.triton import invariant
 from undivided.backends.triton.blocks import Blocks
-from undivided.backends.triton.descriptors import without_tensor
 from undivided.backends.triton.inputs import Inputs, axis_strides, strides
+from undivided.backends.triton.kept_launches import ForwardLaunch, KeptLaunch
 from undivided.backends.triton.launches import ALIGNMENT, Launch, launch
 from undivided.backends.triton.rows import Rows
 from undivided.masks import NormalForm
@@ -25,8 +25,8 @@ MAX_TOGETHER = 8
 """Pieces of a row that the merge loads at once."""
 
 
-def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> repeated.ForwardLaunch | None:
-    """Compute out [B, H, R, Dv] and lse [B, H, R] of these blocks. Returns what a repeated call needs; None under
+def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> ForwardLaunch | None:
+    """Compute out [B, H, R, Dv] and lse [B, H, R] of these blocks. Returns what the next such call needs; None under
     Triton's interpreter."""
     return _Forward(inputs, rows, blocks, out, lse).run()
 
@@ -37,30 +37,28 @@ class _Forward:
         self.out, self.lse = out, lse
         self.in_pieces = inputs.problem.batch_invariant and blocks.splits > 1
         self.partials, self.partial_lses = (out[None], lse[None]) if blocks.splits == 1 else self._empty_partials()
-        self.descriptors = inputs.descriptors(blocks.tile, inputs.k, inputs.v, blocks.tile.block_n)
+        self.descriptors = inputs.descriptors(blocks.tile, k=inputs.k, v=inputs.v)
         self.value_steps = -(-self.problem.v_dim // blocks.steps.values)
 
-    def run(self) -> repeated.ForwardLaunch | None:
+    def run(self) -> ForwardLaunch | None:
         from undivided.kernels.triton.forward import forward_kernel
 
-        problem, blocks, descriptors = self.problem, self.blocks, self.descriptors
-        tensors = self._tensors()
+        problem, blocks, tensors = self.problem, self.blocks, self._tensors()
         launched = launch(
             forward_kernel,
             (blocks.number * self.value_steps * blocks.splits, problem.heads // blocks.group, problem.batch),
             self._facts(),
             tensors,
             lambda: self._others(forward_kernel, tensors),
-            None if descriptors is None else dict(zip("kv", descriptors, strict=True)),
+            self.descriptors,
         )
-        combined = None
+        merged = None
         if blocks.splits > 1:
-            combined = self._merge_pieces() if self.in_pieces else self._combine()
+            merged = self._merge_pieces() if self.in_pieces else self._merge_splits()
         if launched is None:
             return None
-        kept = {name: tensor for name, tensor in tensors.items() if name in ("tiles", "ranges", "places")}
-        described = None if descriptors is None else (*map(without_tensor, descriptors),)
-        return repeated.ForwardLaunch(launched, combined, self.partials.shape, kept, described, self._tensors_of())
+        kept = KeptLaunch.of(launched, tensors, self.descriptors)
+        return ForwardLaunch(kept, merged, self.partials.shape, self._tensors_of())
 
     def _tensors_of(self) -> Callable[[NormalForm], dict[str, Tensor]] | None:
         """`ForwardLaunch.tensors_of`. The function keeps nothing of this call alive."""
@@ -99,7 +97,7 @@ class _Forward:
     def _facts(self) -> tuple[Any, ...]:
         blocks = self.blocks
         of_blocks = blocks.tile, blocks.steps, blocks.group, blocks.splits, blocks.places is not None
-        return (*self.inputs.facts(self.rows), *of_blocks, self.descriptors is not None, self._latent, self._words)
+        return (*self.inputs.facts(self.rows), *of_blocks, bool(self.descriptors), self._latent, self._words)
 
     def _others(self, kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of the kernel besides its tensors, and the options of its compilation."""
@@ -133,12 +131,12 @@ class _Forward:
             "PAGE": problem.page_size or 0,
             "SPLITS": blocks.splits,
             "PLAIN": inputs.plain and not switches["DENSE"],
-            "TMA": self.descriptors is not None,
+            "TMA": bool(self.descriptors),
             "CLEAN": self._clean,
             "PLACES": blocks.places is not None,
             "INVARIANT": problem.batch_invariant,
             "PIECE": invariant.piece(),
-            "SPECIALISE": inputs.uses_warp_specialisation(blocks.tile, self.descriptors is not None),
+            "SPECIALISE": inputs.uses_warp_specialisation(blocks.tile, bool(self.descriptors)),
             "num_warps": blocks.tile.warps,
             "num_stages": inputs.stages(blocks.tile),
         }
@@ -189,7 +187,7 @@ class _Forward:
         would decide in which order numbers are added."""
         inputs, problem, steps = self.inputs, self.problem, self.blocks.steps
         one_step = steps.first == steps.values == problem.v_dim
-        return inputs.values_are_keys and one_step and self.descriptors is None and not problem.batch_invariant
+        return inputs.values_are_keys and one_step and not self.descriptors and not problem.batch_invariant
 
     @property
     def _clean(self) -> int:
@@ -199,11 +197,11 @@ class _Forward:
         one_range = not inputs.always_masked and "global" not in self.problem.mask.kinds
         return min(inputs.clean, 1) if one_document and one_range else inputs.clean
 
-    def _combine(self) -> Launch | None:
+    def _merge_splits(self) -> Launch | None:
         """Merge the partial results into out and lse; sinks enter here."""
         from undivided.kernels.triton.merging import combine_kernel
 
-        inputs, blocks, v_dim = self.inputs, self.blocks, self.problem.v_dim
+        inputs, blocks = self.inputs, self.blocks
         _, batch, heads, rows, _ = self.partials.shape
         tensors = {"partials": self.partials, "partial_lses": self.partial_lses, "out": self.out, "lse": self.lse}
         if blocks.places is not None:
@@ -216,21 +214,15 @@ class _Forward:
             (blocks.tile.block_m, blocks.group),
             tensors,
             lambda: {
-                **inputs.placeholders(combine_kernel, tensors),
+                **self._others_of_merge(combine_kernel, tensors),
                 "partial_z": self.partials.stride(0),
-                "partial_row": v_dim,
+                "partial_row": self.problem.v_dim,
                 "lse_z": self.partial_lses.stride(0),
-                **dict(zip(("out_b", "out_h", "out_s"), strides(self.out), strict=False)),
-                **dict(zip(("lse_b", "lse_h"), strides(self.lse), strict=False)),
                 "heads": heads,
                 "q_len": rows,
-                "V_DIM": v_dim,
-                "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
                 "SPLITS": blocks.splits,
-                "SINKS": inputs.sinks is not None,
                 "PLACES": blocks.places is not None,
                 "BLOCK_M": blocks.tile.block_m,
-                "GROUP": blocks.group,
             },
         )
 
@@ -238,7 +230,7 @@ class _Forward:
         """Merge the pieces of a batch-invariant call into out and lse, in their order."""
         from undivided.kernels.triton.merging import merge_pieces_kernel
 
-        inputs, blocks, v_dim = self.inputs, self.blocks, self.problem.v_dim
+        inputs = self.inputs
         number, batch, groups, rows, _ = self.partials.shape
         tops, totals = self.partial_lses
         tensors = {"pieces": self.partials, "tops": tops, "totals": totals, "out": self.out, "lse": self.lse}
@@ -247,24 +239,31 @@ class _Forward:
         return launch(
             merge_pieces_kernel,
             (batch * groups * rows, 1, 1),
-            (blocks.group,),
+            (self.blocks.group,),
             tensors,
             lambda: {
-                **inputs.placeholders(merge_pieces_kernel, tensors),
+                **self._others_of_merge(merge_pieces_kernel, tensors),
                 "piece_z": self.partials.stride(0),
                 "row_z": tops.stride(0),
-                **dict(zip(("out_b", "out_h", "out_s"), strides(self.out), strict=False)),
-                **dict(zip(("lse_b", "lse_h"), strides(self.lse), strict=False)),
                 "rows": rows,
                 "groups": groups,
                 "number": number,
-                "V_DIM": v_dim,
-                "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
-                "SINKS": inputs.sinks is not None,
-                "GROUP": blocks.group,
                 "TOGETHER": min(1 << (number - 1).bit_length(), MAX_TOGETHER),
             },
         )
+
+    def _others_of_merge(self, kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The other arguments that both merges have."""
+        v_dim = self.problem.v_dim
+        return {
+            **self.inputs.placeholders(kernel, tensors),
+            **dict(zip(("out_b", "out_h", "out_s"), strides(self.out), strict=False)),
+            **dict(zip(("lse_b", "lse_h"), strides(self.lse), strict=False)),
+            "V_DIM": v_dim,
+            "WIDTH": max(16, 1 << (v_dim - 1).bit_length()),
+            "SINKS": self.inputs.sinks is not None,
+            "GROUP": self.blocks.group,
+        }
 
 
 def _has_words(numbers: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import batch_stride, empty_rows_like, materialise, with_contiguous_rows
 from undivided.backends._base import Gradients
 from undivided.backends.shared.alibi import sum_of_sequences
-from undivided.backends.triton import repeated
-from undivided.backends.triton import tables as _triton_tables
-from undivided.backends.triton.descriptors import without_tensor
+from undivided.backends.triton import kept_launches, tables
 from undivided.backends.triton.inputs import Inputs, axis_strides
 from undivided.backends.triton.launches import launch
 from undivided.backends.triton.rows import Rows
@@ -26,14 +25,11 @@ from undivided.request.result import Result, sink_factor
 DELTA_PAIRS = 4096
 """Numbers of the gradient that a program of `delta_kernel` reads: 32 for each of its 128 threads."""
 
-_OF_THE_MASK = frozenset({"tiles", "ranges", "columns"})
-"""The tensors of a launch that belong to the mask, and are the same in the next call with it."""
-
 
 def gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     """Gradients of (q, k, v, bias, sinks, alibi_slopes); None if ``call.needs`` is False for one."""
     tensors, grad_out = tensors.materialised(), materialise(grad_out)
-    launches = repeated.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
+    launches = kept_launches.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
     if launches is not None:
         return launches.run(call, tensors, result, grad_out)
     return _Backward(Inputs(call, tensors), result, grad_out, grad_lse).run()
@@ -44,7 +40,7 @@ class _Backward:
         problem = inputs.problem
         self.inputs, self.problem = inputs, problem
         self.needs = inputs.call.needs
-        self.launches: list[repeated.BackwardLaunch | None] = []  # those that ran; None under Triton's interpreter
+        self.launches: list[kept_launches.KeptLaunch | None] = []  # those that ran; None under Triton's interpreter
         self.result, self.grad_out = result, grad_out
         self.g = with_contiguous_rows(layout.heads_first(grad_out, problem.layout))
         self.lse = result.lse.contiguous()
@@ -63,15 +59,11 @@ class _Backward:
         facts: tuple[Hashable, ...],
         tensors: Mapping[str, Tensor],
         others: Callable[[], Mapping[str, Any]],
-        descriptors: Mapping[str, Any] | None = None,
+        descriptors: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         launched = launch(kernel, grid, facts, tensors, others, descriptors)
-        if launched is None:
-            self.launches.append(None)
-            return
-        kept = {name: tensor for name, tensor in tensors.items() if name in _OF_THE_MASK}
-        described = {name: without_tensor(one) for name, one in (descriptors or {}).items()}
-        self.launches.append(repeated.BackwardLaunch(launched, kept, described))
+        kept = None if launched is None else kept_launches.KeptLaunch.of(launched, tensors, descriptors)
+        self.launches.append(kept)
 
     def _delta(self) -> Tensor:
         """The sum of gradient times output of every row, fp32 [B, H, Sq]."""
@@ -125,7 +117,7 @@ class _Backward:
         """Keep the launches for the next such call, if they read the tensors of this one and not copies of them."""
         copied = self.g.data_ptr() != self.grad_out.data_ptr() or self.out.data_ptr() != self.result.out.data_ptr()
         if len(blocks) == 1 and self.grad_lse is None and self.lse is self.result.lse and not copied:
-            repeated.keep_gradients(self.inputs.call, self.inputs, self.result, self.grad_out, self.launches)
+            kept_launches.keep_gradients(self.inputs.call, self.inputs, self.result, self.grad_out, self.launches)
 
     def _tensors(self, rows: Rows, block_m: int, block_n: int) -> dict[str, Tensor]:
         """The tensors of all three passes; q, g and the tables begin at the first of these rows."""
@@ -165,24 +157,19 @@ class _Backward:
     def _facts(self, rows: Rows, *more: Hashable) -> tuple[Hashable, ...]:
         return (*self.inputs.facts(rows), *more)
 
-    def _descriptors(self, tensors: dict[str, Tensor], tile: Config, first: str, second: str) -> dict[str, Any] | None:
-        """The two tensors that a pass loops over, as tensor descriptors if possible."""
-        descriptors = self.inputs.descriptors(tile, tensors[first], tensors[second], tile.block_n)
-        return None if descriptors is None else dict(zip((first, second), descriptors, strict=True))
-
     def _rows(self, rows: Rows, dq: Tensor) -> None:
         from undivided.kernels.triton import backward
 
         tile, problem = self.inputs.tile("rows"), self.problem
         tensors = self._tensors(rows, tile.block_m, tile.block_n)
-        descriptors = self._descriptors(tensors, tile, "k", "v")
+        descriptors = self.inputs.descriptors(tile, k=tensors["k"], v=tensors["v"])
         steps = -(-problem.qk_dim // column_step(problem.qk_dim))
         dq = dq[:, :, rows.span]
         blocks = -(-dq.shape[2] // tile.block_m)
         self._launch(
             backward.rows_kernel,
             (blocks * steps, problem.heads, problem.batch),
-            self._facts(rows, tile, descriptors is None, self.row_slopes is None),
+            self._facts(rows, tile, bool(descriptors), self.row_slopes is None),
             {**tensors, "dq": dq} | ({} if self.row_slopes is None else {"dslope": self.row_slopes}),
             lambda: {
                 **self._others(backward.rows_kernel, rows, tensors, tile, tile.block_m, tile.block_n),
@@ -190,9 +177,9 @@ class _Backward:
                 **axis_strides(dq=dq),
                 "BIAS": self.inputs.bias is not None,
                 "CLEAN": self.inputs.clean,
-                "TMA": descriptors is not None,
+                "TMA": bool(descriptors),
                 "WITH_SLOPES": self.row_slopes is not None,
-                "SPECIALISE": self.inputs.uses_warp_specialisation(tile, descriptors is not None),
+                "SPECIALISE": self.inputs.uses_warp_specialisation(tile, bool(descriptors)),
             },
             descriptors,
         )
@@ -203,14 +190,14 @@ class _Backward:
         problem, tile = self.problem, self.inputs.tile("keys")
         block_m, block_n = tile.block_n, tile.block_m  # a program keeps keys and visits rows
         tensors = self._tensors(rows, block_m, block_n)
-        descriptors = self._descriptors(tensors, tile, "q", "g")
+        descriptors = self.inputs.descriptors(tile, q=tensors["q"], g=tensors["g"])
         steps = max(-(-dim // column_step(dim)) for dim in (problem.qk_dim, problem.v_dim))
         whole = rows.span == slice(0, problem.q_len)
-        tables = self.inputs.tiles(block_m, block_n, columns=whole)
-        columns = tables.columns
+        tiles = self.inputs.tiles(block_m, block_n, columns=whole)
+        columns = tiles.columns
         if columns is None:  # not all rows: the table of these rows' blocks, numbered from 0
             first, last = rows.span.start // block_m, -(-rows.span.stop // block_m)
-            columns = _triton_tables.column_table(tables.rows[:, first:last], -(-problem.kv_len // block_n))
+            columns = tables.column_table(tiles.rows[:, first:last], -(-problem.kv_len // block_n))
         for with_k, with_v in ((True, False), (False, True)) if tile.split_gradients else ((True, True),):
             arguments = {
                 "steps": steps,
@@ -220,7 +207,7 @@ class _Backward:
                 "BIAS": self.inputs.bias is not None,
                 "GAPLESS": whole and self.inputs.gapless,
                 "CLEAN": self.inputs.clean,
-                "TMA": descriptors is not None,
+                "TMA": bool(descriptors),
             }
 
             def others(columns: Tensor = columns, arguments: dict[str, Any] = arguments) -> dict[str, Any]:
@@ -276,7 +263,7 @@ class _Backward:
     def _sinks(self) -> Tensor | None:
         if not self.needs[4] or self.factor is None:
             return None
-        return repeated.sink_gradient(self.lse, self.factor, self.delta)
+        return kept_launches.sink_gradient(self.lse, self.factor, self.delta)
 
     def _slopes(self) -> Tensor | None:
         slopes, rows = self.inputs.tensors.alibi_slopes, self.row_slopes

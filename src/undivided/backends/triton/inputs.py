@@ -71,9 +71,9 @@ def processors(device: torch.device) -> int:
     return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def precision() -> str:
-    """The precision of fp32 products: "tf32" if PyTorch's matrix products may use it, else "ieee"."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+def precision(problem: Problem) -> str:
+    """The precision of products: "tf32" for fp32 if PyTorch's matrix products may use it, else "ieee"."""
+    return "tf32" if problem.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 @functools.cache
@@ -168,7 +168,7 @@ class Inputs:
         """The blocks of rows of `rows_of`."""
         return rows_of(self.problem, self.form if self.masked else None, reads_tree)
 
-    def tiles(self, block_m: int, block_n: int, group: int = 1, columns: bool = False) -> tables.Tables:
+    def tiles(self, block_m: int, block_n: int, columns: bool = False) -> tables.Tables:
         """The mask's tables for these tile sizes."""
         problem = self.problem
         return tables.cached_tables(
@@ -178,7 +178,6 @@ class Inputs:
             block_m,
             block_n,
             self.q.device,
-            group=group,
             always_masked=self.always_masked,
             columns=columns,
         )
@@ -264,7 +263,7 @@ class Inputs:
             rows.span.start,
             self.clean,
             of_form,
-            precision() if problem.dtype == torch.float32 else "",
+            precision(problem),
         )
 
     def switches(self, rows: Rows) -> dict[str, Any]:
@@ -293,7 +292,7 @@ class Inputs:
             "SOFTCAP": call.softcap is not None,
             "SINKS": self.tensors.sinks is not None,
             "DROPOUT": dropout,
-            "PRECISION": precision() if problem.dtype == torch.float32 else "ieee",
+            "PRECISION": precision(problem),
         }
 
     @property
@@ -328,18 +327,18 @@ class Inputs:
         moved = self.problem.mask.kinds & {"documents", "document_ids", "starts", "padded"}
         return not moved and (self.form is None or self.form.key_index is None) and not self.problem.packed
 
-    def descriptors(self, tile: config.Config, first: Tensor, second: Tensor, rows: int) -> tuple[Any, Any] | None:
-        """Two tensors [B, H, S, D] (k and v, or q and the gradient) as tensor descriptors of blocks of `rows` rows,
-        which TMA loads whole, with zeros beyond the last row. None if the tile sizes do not use descriptors or TMA
-        cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
+    def descriptors(self, tile: config.Config, **looped: Tensor) -> dict[str, Any]:
+        """The two tensors [B, H, S, D] that a pass loops over (k and v, or q and the gradient) as tensor descriptors of
+        tiles, which TMA loads whole, with zeros beyond the last row. Empty if the tile sizes do not use descriptors or
+        TMA cannot read these tensors (CUDA driver API, cuTensorMapEncodeTiled)."""
         problem = self.problem
         whole = all(config.column_step(dim) == dim for dim in (problem.qk_dim, problem.v_dim))
         if not tile.descriptors or problem.page_size is not None or problem.quantized is not None or not whole:
-            return None
+            return {}
         if problem.batch_invariant:  # whether TMA can read them depends on where they lie in memory
-            return None
-        pair = descriptors.of_rows(first, rows), descriptors.of_rows(second, rows)
-        return None if None in pair else pair
+            return {}
+        found = {name: descriptors.of_rows(tensor, tile.block_n) for name, tensor in looped.items()}
+        return {} if None in found.values() else found
 
     def uses_warp_specialisation(self, tile: config.Config, has_descriptors: bool) -> bool:
         """Whether loads, products and softmax run on separate warps (warp specialisation).

@@ -11,6 +11,7 @@ by the key of a launch: facts that the caller names, and the dtypes, sizes, stri
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,7 +50,7 @@ def launch(
     facts: tuple[Hashable, ...],
     tensors: Mapping[str, Tensor],
     others: Callable[[], Mapping[str, Any]],
-    replaced: Mapping[str, Any] | None = None,
+    replaced: Mapping[str, Any] = MappingProxyType({}),
 ) -> Launch | None:
     """Launch a kernel on the current stream of the current device.
 
@@ -66,7 +67,7 @@ def launch(
     """
     key = key_of(kernel, grid, facts, tensors)
     remembered = _launches.get(key)
-    given = tensors if replaced is None else {**tensors, **replaced}
+    given = {**tensors, **replaced} if replaced else tensors
     if remembered is None:
         arguments = {**others(), **given}
         compiled = kernel[grid](**arguments)

@@ -25,7 +25,7 @@ class Rows:
     dense: Tensor | None
 
 
-def rows_of(problem: Problem, form: NormalForm | None, reads_tree: bool = False) -> Iterator[Rows]:
+def rows_of(problem: Problem, form: NormalForm | None, reads_tree: bool) -> Iterator[Rows]:
     """All rows at once if the mask is ranges or one dense tensor; otherwise blocks of at most MASK_PAIRS pairs.
 
     Args:

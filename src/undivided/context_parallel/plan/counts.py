@@ -15,7 +15,7 @@ from undivided.context_parallel._index import count
 from undivided.context_parallel._schedule import Ranks, Strategy
 from undivided.context_parallel.strategies.all_gather import head_groups
 from undivided.context_parallel.strategies.all_to_all import ShareRange
-from undivided.request.operations import training_flops
+from undivided.request.flops import training_flops
 from undivided.request.result import lse_dtype
 
 

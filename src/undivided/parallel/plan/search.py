@@ -24,7 +24,7 @@ from undivided.parallel.plan import traffic as _traffic
 from undivided.parallel.plan.cluster import Cluster
 from undivided.parallel.plan.memory import Bytes
 from undivided.parallel.plan.model import Model
-from undivided.request.operations import forward_flops, training_flops
+from undivided.request.flops import forward_flops, training_flops
 
 __all__ = ["Axis", "MeshOption", "TrainingPlan", "plan_training"]
 

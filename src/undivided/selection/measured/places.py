@@ -7,7 +7,7 @@ from typing import NamedTuple
 from undivided.arguments.tensors import dtype_name
 from undivided.kernels import cpu
 from undivided.machine import Machine
-from undivided.request.operations import forward_flops, training_flops
+from undivided.request.flops import forward_flops, training_flops
 from undivided.request.problem import Problem
 
 _SAME = frozenset("backward lse lse_grad bias_grad sinks_grad alibi_grad flipped strided some_heads".split())

@@ -1,4 +1,4 @@
-"""Launches of repeated forwards and backwards of the `triton` backend.
+"""Kept launches of forwards and backwards of the `triton` backend.
 
 There is no GPU, so Triton's interpreter runs the kernels, in place of a compiler that returns kernels to launch again.
 """
@@ -16,7 +16,7 @@ import undivided
 from undivided import masks
 from undivided.backends import triton
 from undivided.backends.shared.blocks import block_pairs
-from undivided.backends.triton import forward, gradients, launches, repeated
+from undivided.backends.triton import forward, gradients, kept_launches, launches
 from undivided.kernels.triton import config
 from undivided.request.call import Call
 from undivided.request.normalise import normalise
@@ -53,7 +53,7 @@ class Compiler:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[repeated.ForwardLaunches]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[kept_launches.ForwardLaunches]:
     """Remembered launches of interpreted kernels; the list has the launches of every forward that ran some."""
     compilers: dict[int, Compiler] = {}
 
@@ -61,10 +61,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[repeated.ForwardLaunches]:
         compiler = compilers.setdefault(id(kernel), Compiler(kernel))
         return launches.launch(compiler, *arguments, **more)
 
-    found: list[repeated.ForwardLaunches] = []
-    find = repeated.find
+    found: list[kept_launches.ForwardLaunches] = []
+    find = kept_launches.find
 
-    def noted(call: Call, tensors: Tensors) -> repeated.ForwardLaunches | None:
+    def noted(call: Call, tensors: Tensors) -> kept_launches.ForwardLaunches | None:
         kept = find(call, tensors)
         if kept is not None:
             found.append(kept)
@@ -73,23 +73,25 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[repeated.ForwardLaunches]:
     monkeypatch.setattr(launches, "_launches", {})
     monkeypatch.setattr(forward, "launch", launch)
     monkeypatch.setattr(gradients, "launch", launch)
-    monkeypatch.setattr(repeated, "find", noted)
+    monkeypatch.setattr(kept_launches, "find", noted)
     return found
 
 
 @pytest.fixture
-def backwards(runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch) -> list[repeated.BackwardLaunches]:
+def backwards(
+    runs: list[kept_launches.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
+) -> list[kept_launches.BackwardLaunches]:
     """As `runs`, with the launches of every backward that ran one."""
-    found: list[repeated.BackwardLaunches] = []
-    find = repeated.find_gradients
+    found: list[kept_launches.BackwardLaunches] = []
+    find = kept_launches.find_gradients
 
-    def noted(*arguments: Any) -> repeated.BackwardLaunches | None:
+    def noted(*arguments: Any) -> kept_launches.BackwardLaunches | None:
         kept = find(*arguments)
         if kept is not None:
             found.append(kept)
         return kept
 
-    monkeypatch.setattr(repeated, "find_gradients", noted)
+    monkeypatch.setattr(kept_launches, "find_gradients", noted)
     return found
 
 
@@ -102,7 +104,7 @@ def kinds_of_calls() -> dict[str, Any]:
         problem = call.problem
         if 0 in (problem.batch, problem.q_len, problem.kv_len) or "strided" in problem.features:
             continue
-        if repeated._kept(call) is None:
+        if kept_launches._kept(call) is None:
             chosen.setdefault("another feature", name)
             continue
         chosen.setdefault((problem.layout, problem.page_size is None), name)
@@ -112,7 +114,7 @@ def kinds_of_calls() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", kinds_of_calls())
-def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[repeated.ForwardLaunches]) -> None:
+def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[kept_launches.ForwardLaunches]) -> None:
     case = CASES[name]
     dtype = next(dtype for dtype in case.dtypes if dtype != torch.float64)
     arguments = dict(inputs.build(case, dtype).arguments)
@@ -132,7 +134,7 @@ def test_a_repeated_call_has_the_bits_of_a_first_one(name: str, runs: list[repea
         if is_part_of_k:
             arguments["v"] = arguments["k"][..., : arguments["v"].shape[-1]]
     second, given = normalise(Request.from_keywords(**arguments))
-    home = repeated._kept(second)
+    home = kept_launches._kept(second)
     with torch.no_grad():
         assert not runs
         found = triton.BACKEND.forward(second, given)
@@ -151,7 +153,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
     return out
 
 
-def test_decoding_splits_its_keys_in_kept_launches_too(runs: list[repeated.ForwardLaunches]) -> None:
+def test_decoding_splits_its_keys_in_kept_launches_too(runs: list[kept_launches.ForwardLaunches]) -> None:
     k = torch.randn(1, 600, 2, 16)
     outs = [decode(torch.full((1, 1, 4, 16), n), k) for n in (1.0, 2.0)]
     assert [launch.partial_sizes[0] for found in runs for launch in found.launches] == [2]
@@ -160,23 +162,21 @@ def test_decoding_splits_its_keys_in_kept_launches_too(runs: list[repeated.Forwa
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tensor_descriptors_of_kept_launches_are_those_of_their_call(runs: list[repeated.ForwardLaunches]) -> None:
+def test_tensor_descriptors_of_kept_launches_are_those_of_their_call(runs: list[kept_launches.ForwardLaunches]) -> None:
     with config.trial("forward", config.INTERPRETED._replace(descriptors=True)):
         for _ in range(3):
             q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
             torch.testing.assert_close(decode(q, k), undivided.attention(q, k, k, layout="bshd", backend="reference"))
     assert len(runs) == 2
-    assert all(
-        launch.descriptors is not None and launch.descriptors[0].base is None
-        for found in runs
-        for launch in found.launches
-    )
+    described = [one for found in runs for launch in found.launches for one in launch.kept.descriptors.values()]
+    assert len(described) == 2 * 2
+    assert all(one.base is None for one in described)
 
 
 @pytest.mark.parametrize(
     "change", ["scale", "softcap", "alignment of q", "alignment of k", "v is no part of k", "tile sizes", "mask"]
 )
-def test_other_calls_have_other_launches(change: str, runs: list[repeated.ForwardLaunches]) -> None:
+def test_other_calls_have_other_launches(change: str, runs: list[kept_launches.ForwardLaunches]) -> None:
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     options: dict[str, Any] = {"mask": mask, "scale": 0.5, "softcap": 2.0}
     decode(q, k, **options)
@@ -203,7 +203,7 @@ def test_other_calls_have_other_launches(change: str, runs: list[repeated.Forwar
     assert len(runs) == 1
 
 
-def test_a_mask_that_changed_keeps_no_launches(runs: list[repeated.ForwardLaunches]) -> None:
+def test_a_mask_that_changed_keeps_no_launches(runs: list[kept_launches.ForwardLaunches]) -> None:
     q, k, lengths = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.tensor([40, 40])
     mask = masks.lengths(lengths)
     for length in (30, 7):
@@ -232,7 +232,7 @@ class TestChosenPages:
         return {"k": k, "v": v, "pages": torch.randperm(8).view(2, 4).int()}
 
     def test_a_repeated_call_launches_only(
-        self, runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
+        self, runs: list[kept_launches.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Other queries, keys, scale and softcap have the same tables."""
         mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
@@ -246,7 +246,7 @@ class TestChosenPages:
         self.run(operands, mask, softcap=1.0)
         assert len(runs) == 2
 
-    def test_other_tables_have_other_launches(self, runs: list[repeated.ForwardLaunches]) -> None:
+    def test_other_tables_have_other_launches(self, runs: list[kept_launches.ForwardLaunches]) -> None:
         chosen, lengths, operands = self.chosen.clone(), self.lengths.clone(), self.operands()
         mask = masks.lengths(lengths) & masks.pages(chosen, 8)
         self.run(operands, mask)
@@ -259,7 +259,7 @@ class TestChosenPages:
         self.run(operands, mask)
         assert not runs
 
-    def test_other_strides_have_other_launches(self, runs: list[repeated.ForwardLaunches]) -> None:
+    def test_other_strides_have_other_launches(self, runs: list[kept_launches.ForwardLaunches]) -> None:
         mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
         wide = {name: x if name == "pages" else torch.cat([x, x], 2)[:, :, :2] for name, x in operands.items()}
         for given, kept in ((operands, 0), (wide, 0), (operands, 1), (wide, 2)):
@@ -267,7 +267,7 @@ class TestChosenPages:
             assert len(runs) <= kept
 
     def test_nothing_is_kept_in_a_capture(
-        self, runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
+        self, runs: list[kept_launches.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The memory of a CUDA graph holds nothing before a replay."""
         mask, operands = masks.lengths(self.lengths) & masks.pages(self.chosen, 8), self.operands()
@@ -285,7 +285,7 @@ class TestChosenPages:
 @pytest.mark.parametrize("is_paged", [True, False])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
 def test_the_layers_of_a_step_share_their_launches(
-    layout: str, is_paged: bool, quantize: str | None, runs: list[repeated.ForwardLaunches]
+    layout: str, is_paged: bool, quantize: str | None, runs: list[kept_launches.ForwardLaunches]
 ) -> None:
     """The first layer of a step makes it; the others have their own keys, values and queries, in any layout."""
     options = {"is_paged": is_paged, "page_size": 16 if is_paged else None, "qkv_format": layout, "quantize": quantize}
@@ -306,7 +306,7 @@ def test_the_layers_of_a_step_share_their_launches(
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 def test_the_steps_of_decoding_share_their_launches(
-    layout: str, quantize: str | None, mask: masks.Mask | None, runs: list[repeated.ForwardLaunches]
+    layout: str, quantize: str | None, mask: masks.Mask | None, runs: list[kept_launches.ForwardLaunches]
 ) -> None:
     """The first step makes it; the ranges and the tables of tiles are those of each step."""
     options = {"is_paged": True, "page_size": 64, "qkv_format": layout, "quantize": quantize}
@@ -331,7 +331,7 @@ def new_tokens(layout: str, counts: tuple[int, ...], heads: int, dim: int) -> to
     return torch.randn(*shapes[layout], heads, dim)
 
 
-def test_the_layers_of_quantised_caches_read_their_own_scales(runs: list[repeated.ForwardLaunches]) -> None:
+def test_the_layers_of_quantised_caches_read_their_own_scales(runs: list[kept_launches.ForwardLaunches]) -> None:
     new, q = torch.randn(3, 2, 20, 2, 32), torch.randn(3, 2, 1, 4, 32)
     for quantize in ("int8", "fp8_e4m3", "int4"):
         mask, before = masks.causal(), len(runs)
@@ -344,7 +344,7 @@ def test_the_layers_of_quantised_caches_read_their_own_scales(runs: list[repeate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_layer_has_its_own_sinks(dtype: torch.dtype, runs: list[repeated.ForwardLaunches]) -> None:
+def test_each_layer_has_its_own_sinks(dtype: torch.dtype, runs: list[kept_launches.ForwardLaunches]) -> None:
     mask, k = masks.causal("bottom_right"), torch.randn(1, 600, 2, 16)
     for n in range(3):
         q, sinks = torch.randn(1, 1, 4, 16), torch.randn(4).to(dtype) + n
@@ -354,10 +354,10 @@ def test_each_layer_has_its_own_sinks(dtype: torch.dtype, runs: list[repeated.Fo
         )
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert len(runs) == 2
-    assert all(launch.combine is not None for found in runs for launch in found.launches)  # which adds the sinks
+    assert all(launch.merge is not None for found in runs for launch in found.launches)  # which adds the sinks
 
 
-def test_a_replay_without_its_launches_keeps_them_again(runs: list[repeated.ForwardLaunches]) -> None:
+def test_a_replay_without_its_launches_keeps_them_again(runs: list[kept_launches.ForwardLaunches]) -> None:
     cache = undivided.PagedKVCache(8, 16, 2, 16, batch=2, dtype=torch.float32)
     new, q = torch.randn(2, 20, 2, 16), torch.randn(2, 1, 4, 16)
     cache.append(new, new)
@@ -370,19 +370,19 @@ def test_a_replay_without_its_launches_keeps_them_again(runs: list[repeated.Forw
 
 
 def test_kept_launches_are_bounded_and_keep_placeholders_alone(
-    runs: list[repeated.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
+    runs: list[kept_launches.ForwardLaunches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeated, "MAX_KEPT", 3)
+    monkeypatch.setattr(kept_launches, "MAX_KEPT", 3)
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     for n in range(1, 9):
         decode(q, k, mask=mask, scale=n / 8)
     call, _ = normalise(Request.from_keywords(q=q, k=k, v=k, layout="bshd", mask=mask))
-    kept = repeated._kept(call)
+    kept = kept_launches._kept(call)
     assert kept is not None
     assert 0 < len(kept) <= 3
     for found in kept.values():
-        assert isinstance(found, repeated.ForwardLaunches)
-        values = [value for launch in found.launches for value in launch.launch.arguments]
+        assert isinstance(found, kept_launches.ForwardLaunches)
+        values = [value for launch in found.launches for value in launch.kept.launch.arguments]
         assert all(value.numel() == 1 for value in values if isinstance(value, torch.Tensor))
 
 
@@ -402,7 +402,9 @@ def scaled(given: Tensors, factor: float) -> Tensors:
 
 
 @pytest.mark.parametrize("name", differentiable_cases())
-def test_a_repeated_backward_has_the_bits_of_a_first_one(name: str, backwards: list[repeated.BackwardLaunches]) -> None:
+def test_a_repeated_backward_has_the_bits_of_a_first_one(
+    name: str, backwards: list[kept_launches.BackwardLaunches]
+) -> None:
     case = CASES[name]
     dtype = next(dtype for dtype in case.dtypes if dtype != torch.float64)
     call, given = normalise(Request.from_keywords(**inputs.build(case, dtype).arguments))
@@ -414,7 +416,7 @@ def test_a_repeated_backward_has_the_bits_of_a_first_one(name: str, backwards: l
 
     gradients_of(given)
     assert not backwards
-    second, home = scaled(given, -1.5), repeated._kept(call)
+    second, home = scaled(given, -1.5), kept_launches._kept(call)
     found = gradients_of(second)
     serves = not call.mask.parts or call.normal_form(given.q).exact
     assert bool(backwards) == (home is not None and serves)
@@ -436,7 +438,7 @@ def causal_gradients(
 
 
 @pytest.mark.parametrize("change", ["strides", "no last axis", "alignment", "values"])
-def test_a_backward_reads_its_own_gradient(change: str, backwards: list[repeated.BackwardLaunches]) -> None:
+def test_a_backward_reads_its_own_gradient(change: str, backwards: list[kept_launches.BackwardLaunches]) -> None:
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     dense = torch.randn(1, 40, 4, 16)
     for _ in range(2):
@@ -455,7 +457,7 @@ def test_a_backward_reads_its_own_gradient(change: str, backwards: list[repeated
     assert len(backwards) == {"strides": 2, "no last axis": 1, "alignment": 2, "values": 3}[change]
 
 
-def test_other_gradients_have_other_launches(backwards: list[repeated.BackwardLaunches]) -> None:
+def test_other_gradients_have_other_launches(backwards: list[kept_launches.BackwardLaunches]) -> None:
     """Which of q, k and v need one decides what is launched."""
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     wanted = [(True, True), (True, False), (False, True)]
@@ -473,7 +475,7 @@ def test_other_gradients_have_other_launches(backwards: list[repeated.BackwardLa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_layer_has_the_gradient_of_its_own_sinks(
-    dtype: torch.dtype, backwards: list[repeated.BackwardLaunches]
+    dtype: torch.dtype, backwards: list[kept_launches.BackwardLaunches]
 ) -> None:
     mask = masks.causal()
     for n in range(3):
@@ -489,7 +491,7 @@ def test_each_layer_has_the_gradient_of_its_own_sinks(
     assert len(backwards) == 2
 
 
-def test_the_gradient_of_an_lse_keeps_no_launches(backwards: list[repeated.BackwardLaunches]) -> None:
+def test_the_gradient_of_an_lse_keeps_no_launches(backwards: list[kept_launches.BackwardLaunches]) -> None:
     q = torch.randn(1, 40, 2, 16, requires_grad=True)
     for _ in range(2):
         out, lse = undivided.attention(q, q, q, layout="bshd", backend="triton", return_lse=True)
@@ -497,7 +499,9 @@ def test_the_gradient_of_an_lse_keeps_no_launches(backwards: list[repeated.Backw
     assert not backwards
 
 
-def test_tensor_descriptors_of_a_backward_are_those_of_its_call(backwards: list[repeated.BackwardLaunches]) -> None:
+def test_tensor_descriptors_of_a_backward_are_those_of_its_call(
+    backwards: list[kept_launches.BackwardLaunches],
+) -> None:
     tile, mask = config.INTERPRETED._replace(descriptors=True), masks.causal()
     with config.trial("rows", tile), config.trial("keys", tile):
         for _ in range(3):
@@ -511,7 +515,7 @@ def test_tensor_descriptors_of_a_backward_are_those_of_its_call(backwards: list[
     assert all(one.base is None for one in described)
 
 
-def test_a_backward_keeps_no_memory_of_a_call(backwards: list[repeated.BackwardLaunches]) -> None:
+def test_a_backward_keeps_no_memory_of_a_call(backwards: list[kept_launches.BackwardLaunches]) -> None:
     q, k, mask = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), masks.causal()
     for _ in range(2):
         causal_gradients(q, k, torch.ones_like(q), "triton", mask)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from undivided.arguments import layout as _layout
-from undivided.request.operations import backward_flops, forward_flops
-
-Shape = Sequence[int]
+from undivided.request.flops import backward_flops, forward_flops
+from undivided.run.operator_arguments import Arguments, Spec
 
 
 def register_if_counting() -> None:
@@ -41,22 +39,22 @@ def _register() -> dict[Any, Any]:
     return {operator: flop_registry[operator] for operator in (operators.attention, operators.attention_backward)}
 
 
-def _forward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
-    """FLOPs of a forward pass. rest: as for `_pairs`."""
-    v_scale = rest[13]
-    is_int4 = v_scale is not None and len(v_scale) == len(v)  # two numbers in each byte of v
-    return int(forward_flops(_pairs(q, k, rest), q[-1], v[-1] * (2 if is_int4 else 1)))
+def _forward(*arguments: Any, **_: Any) -> int:
+    """FLOPs of a forward pass. The counter passes the operator's arguments, with shapes in place of tensors."""
+    shapes: Any = Arguments(*arguments)
+    is_int4 = shapes.v_scale is not None and len(shapes.v_scale) == len(shapes.v)  # two numbers in each byte of v
+    return int(forward_flops(_pairs(shapes), shapes.q[-1], shapes.v[-1] * (2 if is_int4 else 1)))
 
 
-def _backward(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
+def _backward(*arguments: Any, **_: Any) -> int:
     """FLOPs of a backward pass."""
-    return int(backward_flops(_pairs(q, k, rest), q[-1], v[-1]))
+    shapes: Any = Arguments(*arguments[:-4])  # without out, lse and their gradients
+    return int(backward_flops(_pairs(shapes), shapes.q[-1], shapes.v[-1]))
 
 
-def _pairs(q: Shape, k: Shape, rest: Sequence[Any]) -> int:
-    """Number of pairs of a query and a key, in all heads. rest: the operator's arguments from the bias on."""
-    pages, spec = rest[5], rest[6]
-    layout = spec.partition("|")[0]
-    batch, q_len, heads, _ = _layout.sizes(torch.Size(q), layout)
-    kv_len = _layout.sizes(torch.Size(k), layout)[1] if pages is None else pages[1] * k[1]
-    return batch * heads * q_len * kv_len
+def _pairs(shapes: Any) -> int:
+    """Number of pairs of a query and a key, in all heads."""
+    layout: Any = Spec.read(shapes.spec).layout
+    batch, q_len, heads, _ = _layout.sizes(shapes.q, layout)
+    kv_len = _layout.sizes(shapes.k, layout)[1] if shapes.pages is None else shapes.pages[1] * shapes.k[1]
+    return int(batch * heads * q_len * kv_len)

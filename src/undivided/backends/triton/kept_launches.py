@@ -1,7 +1,7 @@
-"""Repeated calls: the launches of a forward or a backward, kept for the next call with tensors of the same kind.
+"""The launches of a forward or a backward, kept for the next call with tensors of the same kind.
 
-A repeated call finds the launches in an object that such calls share: the checked mask, or the strides if there is no
-mask. It allocates the results and launches, which takes Python about a third of the time of a first call. Launches are
+The next call finds them in an object that such calls share: the checked mask, or the strides if there is no mask. It
+allocates the results and launches, which takes Python about a third of the time of a first call. Launches are
 kept for calls whose only tensors are q, k, v, their scales, a block table, sinks and the mask's ranges.
 """
 
@@ -32,38 +32,57 @@ changes)."""
 _MORE_TENSORS = frozenset({"bias", "alibi", "dropout"})
 
 
-class ForwardLaunch(NamedTuple):
-    """One launch of a forward.
+_OF_THE_MASK = frozenset({"tiles", "ranges", "columns", "places"})
+"""The tensors of a launch that belong to the mask, and are the same in the next call with it."""
 
-    launch: of the kernel; combine: of the merge of partial results, None if keys are not split.
-    partial_sizes: [splits, B, H, rows, Dv].
-    tensors: tables and ranges of the mask, which the kernels read.
-    descriptors: those of k and v, without their tensors; None if they are read through pointers.
-    tensors_of: computes `tensors` for another mask of the same structure; None if that needs a new launch.
+
+class KeptLaunch(NamedTuple):
+    """One launch of a kernel.
+
+    tensors: tables and ranges of the mask, which the kernel reads.
+    descriptors: tensor descriptors by the names of the tensors that they replace, without their tensors.
     """
 
     launch: Launch
-    combine: Launch | None
-    partial_sizes: tuple[int, ...]
     tensors: Mapping[str, Tensor]
-    descriptors: tuple[Any, Any] | None
+    descriptors: Mapping[str, Any]
+
+    @staticmethod
+    def of(launch: Launch, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> KeptLaunch:
+        """What is kept of a launch with these tensors and tensor descriptors."""
+        kept = {name: tensor for name, tensor in tensors.items() if name in _OF_THE_MASK}
+        return KeptLaunch(launch, kept, {name: descriptors.with_tensor(one, None) for name, one in described.items()})
+
+    def run(self, given: Mapping[str, Tensor]) -> None:
+        """Launch with these tensors, by name."""
+        described = {name: descriptors.with_tensor(one, given[name]) for name, one in self.descriptors.items()}
+        self.launch.run({**given, **self.tensors, **described})
+
+
+class ForwardLaunch(NamedTuple):
+    """The launches for some rows of a forward.
+
+    kept: of the kernel. merge: of partial results, None if keys are not split.
+    partial_sizes: [splits, B, H, rows, Dv].
+    tensors_of: computes the tensors of `kept` for another mask of the same structure; None if that needs a new launch.
+    """
+
+    kept: KeptLaunch
+    merge: Launch | None
+    partial_sizes: tuple[int, ...]
     tensors_of: Callable[[NormalForm], Mapping[str, Tensor]] | None
 
     def run(self, given: Mapping[str, Tensor], out: Tensor, lse: Tensor) -> None:
-        """Write the rows of this launch into `out`, in any layout, and `lse` [B, H, Sq]. Kernels take addresses, so
-        that no views are made."""
-        given, partials, partial_lses = {**given, **self.tensors}, out, lse
-        if self.combine is not None:
-            partials = torch.empty(self.partial_sizes, dtype=torch.float32, device=out.device)
-            partial_lses = torch.empty(self.partial_sizes[:-1], dtype=torch.float32, device=out.device)
-        described: dict[str, Any] = {}
-        if self.descriptors is not None:
-            first, second = self.descriptors
-            described["k"] = descriptors.with_tensor(first, given["k"])
-            described["v"] = descriptors.with_tensor(second, given["v"])
-        self.launch.run({**given, "out": partials, "lse": partial_lses, **described})
-        if self.combine is not None:
-            self.combine.run({**given, "partials": partials, "partial_lses": partial_lses, "out": out, "lse": lse})
+        """Write these rows into `out`, in any layout, and `lse` [B, H, Sq]. Kernels take addresses, so that no views
+        are made."""
+        if self.merge is None:
+            self.kept.run({**given, "out": out, "lse": lse})
+            return
+        partials = torch.empty(self.partial_sizes, dtype=torch.float32, device=out.device)
+        partial_lses = torch.empty(self.partial_sizes[:-1], dtype=torch.float32, device=out.device)
+        self.kept.run({**given, "out": partials, "lse": partial_lses})
+        results = {"partials": partials, "partial_lses": partial_lses, "out": out, "lse": lse}
+        self.merge.run({**given, **self.kept.tensors, **results})
 
 
 class ForwardLaunches(NamedTuple):
@@ -73,7 +92,11 @@ class ForwardLaunches(NamedTuple):
 
     def with_form(self, form: NormalForm) -> ForwardLaunches | None:
         """The launches for another mask of the same structure; None if they need new ones."""
-        new = [one._replace(tensors=one.tensors_of(form)) for one in self.launches if one.tensors_of is not None]
+        new = [
+            one._replace(kept=one.kept._replace(tensors=one.tensors_of(form)))
+            for one in self.launches
+            if one.tensors_of is not None
+        ]
         return ForwardLaunches(new) if len(new) == len(self.launches) else None
 
     def run(self, call: Call, tensors: Tensors) -> Result:
@@ -95,27 +118,10 @@ class ForwardLaunches(NamedTuple):
         return Result(out_BSHD, lse).in_layout(problem.layout)
 
 
-class BackwardLaunch(NamedTuple):
-    """One launch of a backward.
-
-    tensors: tables and ranges of the mask, which the kernel reads.
-    descriptors: tensor descriptors by the names of the tensors that they replace, without their tensors.
-    """
-
-    launch: Launch
-    tensors: Mapping[str, Tensor]
-    descriptors: Mapping[str, Any]
-
-    def run(self, given: Mapping[str, Tensor]) -> None:
-        """Launch with these tensors, by name."""
-        described = {name: descriptors.with_tensor(one, given[name]) for name, one in self.descriptors.items()}
-        self.launch.run({**given, **self.tensors, **described})
-
-
 class BackwardLaunches(NamedTuple):
     """The launches of a backward, in order; they read and write tensors in any layout, by address."""
 
-    launches: Sequence[BackwardLaunch]
+    launches: Sequence[KeptLaunch]
 
     def run(self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor) -> Gradients:
         """The gradients of q, k, v and the sinks that the call needs."""
@@ -209,7 +215,7 @@ def keep(call: Call, inputs: Inputs, launches: Sequence[ForwardLaunch | None]) -
 
 
 def keep_gradients(
-    call: Call, inputs: Inputs, result: Result, grad_out: Tensor, launches: Sequence[BackwardLaunch | None]
+    call: Call, inputs: Inputs, result: Result, grad_out: Tensor, launches: Sequence[KeptLaunch | None]
 ) -> None:
     """As `keep`, for a backward of all rows at once that copied none of its tensors."""
     compiled = [launch for launch in launches if launch is not None]
@@ -238,20 +244,20 @@ def _key(call: Call, tensors: Tensors) -> Hashable:
     """What launches depend on besides the object that they are kept in, which stands for dtypes, sizes, strides, device
     and mask."""
     q, k, v, _, sinks, _ = tensors
-    pages = call.pages
+    pages, k_address, v_address = call.pages, k.data_ptr(), v.data_ptr()
     return (
         call.scale,
         call.softcap,
         q.data_ptr() % ALIGNMENT == 0,
-        k.data_ptr() % ALIGNMENT == 0,
-        v.data_ptr() % ALIGNMENT == 0,
-        k.data_ptr() == v.data_ptr(),
+        k_address % ALIGNMENT == 0,
+        v_address % ALIGNMENT == 0,
+        k_address == v_address,
         pages is None or (pages.data_ptr() % ALIGNMENT == 0, pages.is_contiguous()),
         sinks is None or _is_fp32_in_order(sinks),
         call.k_scale is None or call.k_scale.data_ptr() % ALIGNMENT == 0,
         call.v_scale is None or call.v_scale.data_ptr() % ALIGNMENT == 0,
         config.revision(),
-        precision() if call.problem.dtype == torch.float32 else "",
+        precision(call.problem),
     )
 
 

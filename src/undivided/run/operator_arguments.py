@@ -1,0 +1,93 @@
+"""The arguments of the operator `undivided::attention`: its schema, and the call that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from undivided.request.request import Tensors
+
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor[] mask, "
+    "Tensor? dropout_seed, Tensor? pages, str spec, float? scale, float? softcap, float dropout_p, "
+    "SymInt[] numbers, Tensor? mask_handle"
+)
+"""The arguments of the operator without the scales, which are also the first of its backward."""
+
+
+class Arguments(NamedTuple):
+    """The arguments of the operator, and the first of its backward, in the order of the schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    mask: list[Tensor]
+    dropout_seed: Tensor | None
+    pages: Tensor | None
+    spec: str
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    numbers: Sequence[int]
+    mask_handle: Tensor | None
+    """See `shared_masks`."""
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> Tensors:
+        """Those that may have gradients."""
+        return Tensors(self.q, self.k, self.v, self.bias, self.sinks, self.alibi_slopes)
+
+    @property
+    def saved(self) -> tuple[Tensor | None, ...]:
+        """The tensors that the backward needs."""
+        return (*self.tensors, *self.mask, self.dropout_seed, self.pages, self.mask_handle)
+
+    @property
+    def constants(self) -> tuple[str, float | None, float | None, float, Sequence[int]]:
+        """The arguments that are not tensors."""
+        return self.spec, self.scale, self.softcap, self.dropout_p, self.numbers
+
+
+ANY_SWITCHES = "-"
+"""In place of PyTorch's switches, for a call that does not depend on them."""
+
+FLAGS = {str(flag): flag for flag in (None, True, False)}
+
+
+class Spec(NamedTuple):
+    """The static part of a call; the operator takes it as one string."""
+
+    layout: str
+    mask: str
+    needs: str
+    """A letter y or n for each differentiable input: what needs a gradient. The operator has what is known when a graph
+    is recorded; the backward has letters of its own, and computes the log-sum-exp if the operator did not."""
+    deterministic: str
+    return_lse: str
+    switches: str = ANY_SWITCHES
+    """PyTorch's switches when the graph was traced."""
+    batch_invariant: str = "None"
+    backend: str = ""
+    """The caller's choice, which may be any text."""
+
+    @staticmethod
+    def read(text: str) -> Spec:
+        """The inverse of ``"|".join(spec)``."""
+        return Spec(*text.split("|", len(Spec._fields) - 1))
+
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        """Which differentiable inputs need a gradient."""
+        return tuple([letter == "y" for letter in self.needs])
+
+    @property
+    def reads_lse(self) -> bool:
+        """Whether the caller or a backward reads the log-sum-exp; if not, it is a tensor without elements."""
+        return self.return_lse == "y" or "y" in self.needs
