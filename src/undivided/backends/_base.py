@@ -30,11 +30,6 @@ Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor 
 as far from the data pointer as in the call's tensors; shapes may differ (a whole pool for a slice of it, packed queries
 for a padded batch). Returns out with the axes of q. Nothing is checked."""
 
-ALL_MASKS = frozenset(
-    "causal window lengths q_lengths starts documents padded document_ids prefix global chunks dense predicate".split()
-)
-ANY_PART = ALL_MASKS | {"ranges", "tree", "blocks", "origin"}
-"""All masks, trees, and what calls of several ranks add: row ranges (`NormalForm.shard`), and the origin of dropout."""
 ALL_FEATURES = frozenset(FEATURES)
 
 _MASK_WORDS = {
@@ -56,6 +51,10 @@ _MASK_WORDS = {
     "ranges": "row ranges of a part of the sequence",
     "origin": "dropout for a part of the batch or of the heads",
 }
+ANY_PART = frozenset(_MASK_WORDS)
+"""All kinds of mask, also those of calls of several ranks: row ranges (`NormalForm.shard`), the origin of dropout."""
+ALL_MASKS = ANY_PART - {"ranges", "tree", "blocks", "origin"}
+"""The same without those, trees and chosen key blocks."""
 
 
 @dataclass(frozen=True)

@@ -64,24 +64,21 @@ def checked_scale(scale: float) -> float:
 
 def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
     """InputError unless q, k and v have the axes of the layout; pools of pages have four axes."""
-    ranks = {"q": _layout.rank(layout)} | dict.fromkeys(("k", "v"), _layout.rank(layout) if pages is None else 4)
-    axes = {"q": ", ".join(layout)} | dict.fromkeys(("k", "v"), ", ".join(layout))
-    if pages is not None:
-        axes |= dict.fromkeys(("k", "v"), "pages, page size, kv heads, head size")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != ranks[name]:
+        rank, axes = _layout.rank(layout), ", ".join(layout)
+        if pages is not None and name != "q":
+            rank, axes = 4, "pages, page size, kv heads, head size"
+        if tensor.dim() != rank:
             hint = None
-            if tensor.dim() == 3 and ranks[name] == 4 and pages is None:
+            if tensor.dim() == 3 and rank == 4 and pages is None:
                 hint = (
                     "a [batch, seq, hidden] tensor has its heads still together: "
                     "x.unflatten(-1, (heads, head_dim)), then layout='bshd'\n"
                     f"        one sequence is {name}[None]; packed tokens are layout='thd'"
                 )
-            elif tensor.dim() == 4 and ranks[name] == 3:
+            elif tensor.dim() == 4 and rank == 3:
                 hint = "thd is for packed tokens without a batch axis; a padded batch is 'bshd', 'sbhd' or 'bhsd'"
-            raise InputError(
-                name, f"have {ranks[name]} axes [{axes[name]}]", f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint
-            )
+            raise InputError(name, f"have {rank} axes [{axes}]", f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint)
 
 
 def check_float(name: str, tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 import undivided
 from undivided import masks
 from undivided.backends import triton
-from undivided.backends.shared.blocks import block_pairs
+from undivided.backends.shared.chosen import block_pairs
 from undivided.backends.triton import forward, gradients, kept_launches, launches
 from undivided.kernels.triton import config
 from undivided.request.call import Call

@@ -80,7 +80,7 @@ def _span(tensor: Tensor, is_pool: bool) -> tuple[int, int]:
     """The addresses of a tensor, from the first to one past the last.
 
     is_pool: up to the end of its storage, because a view of chosen blocks has only the first token of each page
-        (`undivided.backends.shared.blocks.pools`).
+        (`undivided.backends.shared.chosen.pools`).
     """
     storage, first = tensor.untyped_storage(), tensor.data_ptr()
     return first, storage.data_ptr() + storage.nbytes() if is_pool else first + footprint(

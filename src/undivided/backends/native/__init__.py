@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
-from undivided.backends.native import blocks, gradients
+from undivided.backends.native import chosen, gradients
 from undivided.backends.native.call import (
     Records,
     contiguous_groups,
@@ -25,7 +25,7 @@ from undivided.backends.native.call import (
     with_addresses,
 )
 from undivided.backends.native.replay import NEEDS_MORE, KernelReplay, new_output
-from undivided.backends.shared.blocks import VirtualSequences, block_pairs
+from undivided.backends.shared.chosen import VirtualSequences, block_pairs
 from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.masks.normal_form import BlockPairs
@@ -72,7 +72,7 @@ class Native(Backend):
         library = cpu.load()
         restrictions = [] if isinstance(library, str) else _restrictions(library)
         if "blocks" in call.problem.mask.kinds and call.problem.device == "cpu":
-            return restrictions + blocks.notes(call, tensors)
+            return restrictions + chosen.notes(call, tensors)
         if isinstance(library, str) or not _has_readable_pages(call, tensors):
             return restrictions
         views = _kernel_views(call, tensors)
@@ -149,7 +149,7 @@ class Native(Backend):
     ) -> Gradients:
         """One call of the kernel, or one per block of rows, summed in fp32."""
         if "blocks" in call.problem.mask.kinds and (pairs := block_pairs(call, tensors, reads_values=True)) is not None:
-            return blocks.gradients(call, tensors, pairs, result, grad_out, grad_lse)
+            return chosen.gradients(call, tensors, pairs, result, grad_out, grad_lse)
         return gradients.backward(call, tensors, result, grad_out, grad_lse)
 
 

@@ -56,7 +56,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     slices = records.slices()
     attempt: int | None = 0
     while attempt is not None:
-        gradients = _Gradients(call, tensors, grad_out, grad_lse, accumulate=len(slices) > 1, attempt=attempt)
+        gradients = _Buffers(call, tensors, grad_out, grad_lse, accumulate=len(slices) > 1, attempt=attempt)
         for rows in slices:
             following = library.backward(records.record(rows), gradients.record(rows), attempt)
             if following is not None:
@@ -138,7 +138,7 @@ def _tensor_fields(tensor_BHSD: Tensor | None) -> tuple[int, ...]:
     return _NO_TENSOR if tensor_BHSD is None else (tensor_BHSD.data_ptr(), *tensor_BHSD.stride()[:3])
 
 
-class _Gradients:
+class _Buffers:
     """The buffers that the kernel fills, the records that point to them, and the results."""
 
     def __init__(

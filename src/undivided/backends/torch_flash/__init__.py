@@ -78,10 +78,6 @@ class TorchFlash(Backend):
         },
     )
 
-    def unavailable(self, machine: Machine) -> str | None:
-        """Never: every PyTorch has it."""
-        return None
-
     def runs_on(self, device: str) -> bool:
         """Also on CUDA, within limits of its own."""
         return device in self.limits.devices | cuda.LIMITS.devices

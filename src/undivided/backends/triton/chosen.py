@@ -12,7 +12,7 @@ import torch
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
-from undivided.backends.shared.blocks import VirtualSequences, block_pairs, evaluated_note
+from undivided.backends.shared.chosen import VirtualSequences, block_pairs, evaluated_note
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result

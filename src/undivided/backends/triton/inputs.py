@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,20 +111,12 @@ def scale_rows(scale: Tensor, problem: Problem) -> Tensor:
     return scale.contiguous() if problem.quantized == "int4" and scale.stride(-1) != 1 else scale
 
 
-@dataclass(eq=False)
 class Inputs:
     """The inputs of one problem, for every kernel. Keeps its tensors alive until the launches are queued."""
 
-    call: Call
-    tensors: Tensors
-
-    @property
-    def problem(self) -> Problem:
-        """The problem of the call."""
-        return self.call.problem
-
-    def __post_init__(self) -> None:
-        call, problem, tensors = self.call, self.problem, self.tensors
+    def __init__(self, call: Call, tensors: Tensors) -> None:
+        problem = call.problem
+        self.call, self.problem, self.tensors = call, problem, tensors
         self.q = layout.heads_first(tensors.q, problem.layout)
         self.pages: Tensor | None = None
         if call.pages is None:

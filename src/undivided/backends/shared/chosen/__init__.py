@@ -11,8 +11,8 @@ import math
 
 from torch import Tensor
 
-from undivided.backends.shared.blocks.pools import common_steps, token_major
-from undivided.backends.shared.blocks.sequences import GatheredSequences, VirtualSequences
+from undivided.backends.shared.chosen.pools import common_steps, token_major
+from undivided.backends.shared.chosen.sequences import GatheredSequences, VirtualSequences
 from undivided.masks.normal_form import BlockPairs
 from undivided.request.call import Call
 from undivided.request.request import Tensors

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import is_traced, versions
-from undivided.backends.shared.blocks.pools import PoolViews, find_pools, page_size, token_major, with_padding
-from undivided.backends.shared.blocks.rows import Rows
+from undivided.backends.shared.chosen.pools import PoolViews, find_pools, page_size, token_major, with_padding
+from undivided.backends.shared.chosen.rows import BlockRows
 from undivided.masks import Mask
 from undivided.masks.normal_form import BlockPairs, NormalForm, Ranges
 from undivided.masks.normal_form.bounds import tidy
@@ -102,7 +102,7 @@ class Chosen:
     """
 
     pairs: BlockPairs
-    rows: Rows
+    rows: BlockRows
     ranges: Tensor
     pages: ChosenPages | None = None
     """Those of the last call."""
@@ -117,7 +117,7 @@ class Chosen:
         if keeps and (cached := checked.derived.get(key)) is not None:
             assert isinstance(cached, Chosen)
             return cached
-        chosen = Chosen(pairs, Rows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
+        chosen = Chosen(pairs, BlockRows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
         if keeps:
             checked.derived[key] = chosen
         return chosen
@@ -183,12 +183,12 @@ class VirtualSequences:
     def of_call(
         call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool = False, reads_values: bool = True
     ) -> VirtualSequences:
-        """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `Rows.of_call`;
+        """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `BlockRows.of_call`;
         `gathered` requires one key head per sequence, and that values may be read."""
         return VirtualSequences(call, tensors, Chosen.of_call(call, tensors, pairs, joins_heads, reads_values))
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> BlockRows:
         """The query rows as rows of query blocks."""
         return self.chosen.rows
 
@@ -214,8 +214,12 @@ class VirtualSequences:
         """`paged_call` in calls of at most so many virtual sequences, with the masks of earlier calls; None if strides
         do not allow that keys are read in place. No value is read."""
         operands = token_major(self.tensors, self.call)
-        if (pages := self._readable_pages(operands)) is None:
-            return None
+        if (pages := self._cached_pages(operands)) is None:
+            size = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
+            starts, largest = self._page_starts(operands[0], size), self._largest_starts(operands[0], size)
+            if (found := find_pools(operands, (size, self.rows.key_heads), starts, largest)) is None:
+                return None
+            pages = self._keep_pages(operands, size, *found)
         q, (k, v, *scales) = self.heads(self.tensors.q), pages.views.of(operands)
         key = (self.call.problem, at_once, q.stride())
         if (problems := pages.problems.get(key)) is None:
@@ -245,16 +249,6 @@ class VirtualSequences:
         assert call.checked_mask is not None
         strides = layout.Strides(q, k, v, "bhsd", paged=True)
         return VirtualProblem(span, call.problem, call.checked_mask, strides)
-
-    def _readable_pages(self, operands: list[Tensor]) -> ChosenPages | None:
-        """The chosen blocks as pages of these operands, found without reading a value; None if there are none."""
-        pages = self._cached_pages(operands)
-        if pages is None:
-            size = page_size(self.chosen.pairs.kv_block, self.call, operands[0])
-            starts, largest = self._page_starts(operands[0], size), self._largest_starts(operands[0], size)
-            found = find_pools(operands, (size, self.rows.key_heads), starts, largest)
-            pages = None if found is None else self._keep_pages(operands, size, *found)
-        return pages
 
     def _cached_pages(self, operands: list[Tensor]) -> ChosenPages | None:
         """What an earlier call found for the same block table and operands like these."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.backends.shared.blocks import GatheredSequences, VirtualSequences
+from undivided.backends.shared.chosen import GatheredSequences, VirtualSequences
 
 
 class BlockSums:

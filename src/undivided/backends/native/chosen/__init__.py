@@ -1,6 +1,6 @@
 """Chosen key blocks on the CPU: what `explain` says, and the gradients.
 
-The forward reads keys in place (`shared.blocks`). The backward copies the chosen keys, in parts of bounded size, and
+The forward reads keys in place (`shared.chosen`). The backward copies the chosen keys, in parts of bounded size, and
 adds each block's gradients in fp32 in the order of the table.
 """
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.backends._base import Gradients
-from undivided.backends.native.blocks.sums import BlockSums
+from undivided.backends.native.chosen.sums import BlockSums
 from undivided.backends.native.gradients import plain_fp32
-from undivided.backends.shared.blocks import VirtualSequences, block_pairs, evaluated_note
+from undivided.backends.shared.chosen import VirtualSequences, block_pairs, evaluated_note
 from undivided.masks.normal_form import BlockPairs
 from undivided.request.call import Call
 from undivided.request.request import Tensors

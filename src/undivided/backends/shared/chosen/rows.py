@@ -1,4 +1,4 @@
-"""``Rows``: the query rows of a call as rows of query blocks.
+"""``BlockRows``: the query rows of a call as rows of query blocks.
 
 Axes: N sequences, U units (groups of heads with one table row: all of them, or the smallest, which have one key head),
 A query blocks, L query rows of a sequence (a multiple of the query block), V = N * U * A virtual sequences.
@@ -21,7 +21,7 @@ from undivided.request.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class BlockRows:
     """The query rows of a call as rows of blocks: where each one lies in the caller's tensors.
 
     Args:
@@ -50,7 +50,7 @@ class Rows:
     reads_values: bool
 
     @staticmethod
-    def of_call(pairs: BlockPairs, problem: Problem, joins_heads: bool, reads_values: bool) -> Rows:
+    def of_call(pairs: BlockPairs, problem: Problem, joins_heads: bool, reads_values: bool) -> BlockRows:
         """The rows of a call. joins_heads: key heads with one table row are one unit; heads that are side by side in
         memory are then read together. If no values are read, sequences have rows up to an upper limit."""
         geometry = pairs.geometry
@@ -72,7 +72,7 @@ class Rows:
             index = index.clamp(0, problem.q_len - 1)
         group, key_heads = problem.heads // units, max(problem.kv_heads // units, 1)
         sizes = problem.batch, problem.q_len, packed, blocks, size, units, group, key_heads
-        return Rows(index, real, *sizes, geometry, reads_values)
+        return BlockRows(index, real, *sizes, geometry, reads_values)
 
     @property
     def excess(self) -> float:
