@@ -31,10 +31,10 @@ from undivided.selection import decision, policy
 
 BOUNDED: dict[str, tuple[Callable[[], Mapping[object, object]], int]] = {
     "forms of masks without tensors": (lambda: ranges._shared_forms, ranges.SHARED_FORMS),
-    "problems of requests": (lambda: normalise._problems, normalise._MAX_PROBLEMS),
-    "decisions": (lambda: decision._decisions, decision._MAX_DECISIONS),
-    "decisions of classes of problems": (lambda: decision._by_class, decision._MAX_DECISIONS),
-    "policies": (lambda: policy._policies, policy._MAX_POLICIES),
+    "problems of requests": (lambda: normalise._problems, normalise._problems.most),
+    "decisions": (lambda: decision._decisions, decision._decisions.most),
+    "decisions of classes of problems": (lambda: decision._by_class, decision._by_class.most),
+    "policies": (lambda: policy._policies, policy._policies.most),
 }
 """Maps of the process that live as long as it, and the largest number of entries of each."""
 

@@ -185,20 +185,15 @@ def test_the_number_of_threads_may_change_between_and_during_calls() -> None:
         torch.set_num_threads(before)
 
 
-class RemovedElsewhere(dict[object, tables.Tables]):
-    """A cache from which another thread removes an entry just before this one does."""
+def test_threads_share_a_bounded_number_of_tables_of_tiles() -> None:
+    def look_up(first: int) -> None:
+        for length in range(first, 3200, 16):
+            tables.cached_tables(None, length, 16, 16, 16, torch.device("cpu"))
 
-    def pop(self, key: object, *default: object) -> object:  # type: ignore[override]
-        del self[key]
-        return super().pop(key, *default)  # type: ignore[call-overload]
-
-
-def test_two_threads_may_remove_the_oldest_tables_of_tiles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_plain", RemovedElsewhere())
-    monkeypatch.setattr(tables, "MAX_PLAIN_TABLES", 2)
-    for length in (16, 32, 48):
-        tables.cached_tables(None, length, 16, 16, 16, torch.device("cpu"))
-    assert len(tables._plain) == 2
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(look_up, (16, 32, 1600, 1616)))
+    found = tables._plain_tables.cache_info()
+    assert found.currsize == found.maxsize
 
 
 def test_settings_of_a_block_hold_in_its_own_thread_only() -> None:

@@ -70,7 +70,7 @@ def test_a_mask_is_checked_anew_for_each_problem_also_if_the_cache_of_problems_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The result of the check is found by the id of the problem's entry, which must not be used again for another."""
-    monkeypatch.setattr(normalise, "_MAX_PROBLEMS", 0)
+    monkeypatch.setattr(normalise._problems, "most", 0)
     mask = masks.causal()
     for n in range(1, 60):
         x = torch.randn(1, n, 2, 8)

@@ -14,6 +14,7 @@ from selection_problems import BF16, FP32, MACHINES, PROBLEMS, TORCH
 import undivided
 from undivided import InputError, Machine, masks
 from undivided import machine as machine_module
+from undivided._bounded import Bounded
 from undivided.backends import all_backends, reference
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
@@ -91,8 +92,7 @@ def test_policies_and_machines_affect_the_decision(decided: list[Problem]) -> No
 
 
 def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_MAX_DECISIONS", 5)
-    monkeypatch.setattr(selection, "_decisions", {})
+    monkeypatch.setattr(selection, "_decisions", Bounded(5))
     for length in range(1, 20):
         q = torch.randn(1, length, 1, 4)
         undivided.attention(q, q, q, layout="bshd")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Strides:
         select, select_kv = STRIDES[layout], STRIDES["bshd" if paged else layout]  # pages are [.., page_size, N, D]
         self.q, self.k, self.v = select(q.stride()), select_kv(k.stride()), select_kv(v.stride())
         self.packed: tuple[bytes, ...] | None = None
-        self.derived: dict[Hashable, object] = {}
+        self.derived: dict[Hashable, Any] = {}
 
 
 def rank(layout: Layout) -> int:

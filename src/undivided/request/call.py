@@ -30,9 +30,9 @@ class CheckedMask:
         self.mask, self.problem = mask, problem
         self.packed: bytes | None = None
         """The fields of the native kernel's record for the form; None before its first call."""
-        self.derived: dict[Hashable, object] = {}
+        self.derived: dict[Hashable, Any] = {}
         """What backends derive from the mask, by keys of their own: launches of `triton`, block tables of `native`."""
-        self.derived_earlier: dict[Hashable, object] = {}
+        self.derived_earlier: dict[Hashable, Any] = {}
         """As `derived`, of an earlier step, whose mask has the same structure: `triton` takes over its launches."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided._bounded import Bounded
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import REQUIRED, as_type_error, check_device, check_tensor, is_finite
 from undivided.arguments.layout import LAYOUTS, Layout
@@ -234,8 +235,7 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
         )
 
 
-_page_ranges: dict[int, tuple[weakref.ref[Tensor], object, tuple[int, int]]] = {}
-_MAX_PAGE_RANGES = 1024
+_page_ranges: Bounded[int, tuple[weakref.ref[Tensor], object, tuple[int, int]]] = Bounded(1024)
 
 
 def _page_range(pages: Tensor) -> tuple[int, int]:
@@ -248,8 +248,6 @@ def _page_range(pages: Tensor) -> tuple[int, int]:
             return page_range
     lowest, highest = pages.aminmax()
     page_range = int(lowest), int(highest)
-    if len(_page_ranges) >= _MAX_PAGE_RANGES:
-        _page_ranges.clear()
     _page_ranges[id(pages)] = weakref.ref(pages), version, page_range
     return page_range
 

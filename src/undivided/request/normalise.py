@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided._bounded import Bounded
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_memory, check_tensor
 from undivided.arguments.layout import LAYOUTS, Strides
@@ -126,8 +127,6 @@ def _cached_problem(request: Request, facts: Facts) -> CachedProblem:
         cached = CachedProblem(
             problem, _footprints(q, k, v), Strides(q, k, v, options.layout, options.pages is not None)
         )
-        if len(_problems) >= _MAX_PROBLEMS:
-            _problems.clear()
         _problems[key] = cached
     return cached
 
@@ -230,8 +229,7 @@ def _with_concrete_sizes(problem: Problem) -> Problem:
     return problem._replace(**{name: int(getattr(problem, name)) for name in names})  # type: ignore[arg-type]
 
 
-_problems: dict[object, CachedProblem] = {}
-_MAX_PROBLEMS = 4096
+_problems: Bounded[object, CachedProblem] = Bounded(4096)
 _NO_GRADIENTS = (False,) * 6
 _NUMBERS = (float, int)
 _NO_NUMBERS = (bool, str, complex, list, tuple, Tensor)

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
+from undivided._bounded import Bounded
 from undivided.arguments.checks import check_type
 from undivided.backends import all_backends, has_name
 from undivided.backends._base import Backend
@@ -126,10 +126,8 @@ class Decision:
             return Verdict(backend, reasons)
         entry = _measured.nearest(self.problem, self.machine)
         estimate = _measured.estimate(entry, backend.name, self.problem)
-        if backend is self.chosen:
-            return Verdict(backend, (), "", estimate)
-        name = self.chosen.name if self.chosen else "none"
-        return Verdict(backend, (), f"can run, ranked after {name}", estimate)
+        note = f"can run, ranked after {self.chosen.name if self.chosen else 'none'}"
+        return Verdict(backend, (), "" if backend is self.chosen else note, estimate)
 
     def __str__(self) -> str:
         return self._table(self.verdicts)
@@ -180,7 +178,7 @@ def select(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     cached = _decisions.get(key)
     if cached is None:
         cached = problem, policy, machine, _select_by_class(problem, machine, policy)
-        _remember(_decisions, key, cached)
+        _decisions[key] = cached
     _last.decision = decision = cached[-1]
     return decision
 
@@ -266,16 +264,9 @@ def _maybe_class(length: int | None) -> int | None:
     return None if length is None else _length_class(length)
 
 
-_decisions: dict[object, tuple[Problem, Policy, Machine, Decision]] = {}
+_decisions: Bounded[object, tuple[Problem, Policy, Machine, Decision]] = Bounded(4096)
 """Keys are the ids of problem, policy and machine, which are kept alive here so that their ids stay unique."""
-_by_class: dict[object, Decision] = {}
-_MAX_DECISIONS = 4096
-
-
-def _remember(cache: dict[object, Any], key: object, value: object) -> None:
-    if len(cache) >= _MAX_DECISIONS:
-        cache.clear()
-    cache[key] = value
+_by_class: Bounded[object, Decision] = Bounded(4096)
 
 
 def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Decision:
@@ -288,7 +279,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
     log.log(decision, f"{name} for {problem}", policy.log)
     if decision.chosen is None:
         raise NoBackendError(decision, decision._refusal())
-    _remember(_by_class, key, decision)
+    _by_class[key] = decision
     return decision
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from undivided._bounded import Bounded
 from undivided.arguments.signature import checked_call
 from undivided.backends import names_and_families
 from undivided.errors import InputError, did_you_mean
@@ -258,8 +259,6 @@ def current_policy(
     except TypeError:  # such as a list; the check below names the argument
         cached = None
     if cached is None:
-        if len(_policies) >= _MAX_POLICIES:
-            _policies.clear()
         cached = _policies[key] = _read_policy(*arguments, setting, switches)
     return cached
 
@@ -284,9 +283,8 @@ def _plain_policy(setting: _Setting) -> Policy:
     return last[1]
 
 
-_policies: dict[object, Policy] = {}
+_policies: Bounded[object, Policy] = Bounded(256)
 _last_plain: tuple[_Setting, Policy] | None = None
-_MAX_POLICIES = 256
 
 
 def _read_policy(

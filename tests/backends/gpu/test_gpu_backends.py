@@ -22,6 +22,7 @@ from undivided.backends import flash_attn
 from undivided.backends.flash_attn import version_2, version_3, version_4
 from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
+from undivided.request.problem import Problem
 
 
 def flash_sides(causal: bool, left: int, right: int) -> fake.Band:
@@ -310,3 +311,21 @@ def test_the_flash_attn_version_follows_the_gpu(monkeypatch: pytest.MonkeyPatch)
         assert flash_attn.BACKEND._pick(call, given).number == number
     alibi = call.problem._replace(features=frozenset({"alibi"}))
     assert flash_attn.BACKEND._pick(call.with_problem(alibi), given).number == 2
+
+
+def test_the_flash_attn_version_is_chosen_once_per_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of the versions take longer than the rest of a call."""
+    asked: list[int] = []
+    reasons = flash_attn._Version.reasons
+
+    def noted(version: flash_attn._Version, problem: Problem, machine: Machine) -> list[str]:
+        asked.append(version.number)
+        return reasons(version, problem, machine)
+
+    monkeypatch.setattr(flash_attn._Version, "reasons", noted)
+    h100 = Machine.named("h100", None, {"flash_attn_3": "3.0.0"})
+    monkeypatch.setattr(Machine, "this", staticmethod(lambda device: h100))
+    q = torch.zeros(1, 23, 2, 8, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert flash_attn.BACKEND._pick(*call_of(q, q, q, layout="bshd", device="cuda")).number == 3
+    assert asked == [3]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from undivided._bounded import Bounded
 from undivided.backends import triton
 from undivided.backends.triton import forward, gradients, launches
 from undivided.request.normalise import normalise
@@ -105,7 +106,7 @@ def test_what_the_arguments_or_the_compilation_depend_on_is_not_reused(kernel: K
 
 
 def test_the_memory_is_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "MAX_LAUNCHES", 3)
+    monkeypatch.setattr(launches, "_launches", Bounded(3))
     x = torch.zeros(8, 4)
     for n in range(10):
         launch(kernel, x, x, scale=float(n))

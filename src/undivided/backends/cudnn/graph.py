@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from undivided._bounded import Bounded
 from undivided.backends.shared.documents import as_offsets, packed_documents, sequence_lengths
 from undivided.backends.shared.kernel_inputs import aligned_views, clean_tensors
 from undivided.request.call import Call
@@ -27,7 +28,6 @@ from undivided.request.request import Tensors
 # Graphs are compiled for sizes. Sizes that change at every step of packed training are rounded up, so that few graphs
 # are built: the longest document to 128 (a tile), the number of tokens to 1024 (it only sizes the workspace).
 _LONGEST_MULTIPLE, _TOTAL_MULTIPLE = 128, 1024
-_MAX_GRAPHS = 256
 
 _KEY_TENSORS = frozenset({"k", "v", "dk", "dv"})
 _TOKEN_TENSORS = frozenset({"q", "o", "stats", "do", "dq"}) | _KEY_TENSORS
@@ -139,8 +139,6 @@ class CudnnCall(NamedTuple):
         plain = self.problem._replace(q_len=0, kv_len=0, documents=None) if self.packed else self.problem
         key = (build, plain, self.scale, described, self.totals(), self.q.device)
         if key not in _graphs:
-            if len(_graphs) >= _MAX_GRAPHS:
-                _graphs.clear()
             graph = cudnn.pygraph(
                 io_data_type=_types(cudnn)[self.q.dtype],
                 intermediate_data_type=cudnn.data_type.FLOAT,
@@ -175,7 +173,7 @@ class CudnnCall(NamedTuple):
         return _round_up(self.q.shape[0], _TOTAL_MULTIPLE), _round_up(self.k.shape[0], _TOTAL_MULTIPLE)
 
 
-_graphs: dict[object, Any] = {}
+_graphs: Bounded[object, Any] = Bounded(256)
 
 
 class _Handles(threading.local):

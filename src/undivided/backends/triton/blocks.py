@@ -81,7 +81,7 @@ def _batch_invariant(inputs: Inputs, rows: Rows) -> Blocks:
     pieces, length = invariant.pieces(problem), rows.span.stop - rows.span.start
     splits = 1
     if pieces * problem.batch * problem.heads * length * problem.v_dim * 4 <= MAX_PIECE_BYTES:
-        splits = _splits(pieces * invariant.piece(), programs, tile, processors(inputs.q.device), invariant.piece())
+        splits = _splits(inputs, pieces * invariant.piece(), programs, tile, invariant.piece())
     return Blocks(tile, steps, group, number, splits, blocks.runs, blocks.places)
 
 
@@ -97,8 +97,7 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
         tile = inputs.with_rows(tile, length * group)
     count = -(-length * group // tile.block_m)
     programs = count * -(-problem.v_dim // steps.values) * (problem.heads // group) * problem.batch
-    splits = _splits(problem.kv_len, programs, tile, processors(inputs.q.device)) if decoding else 1
-
+    splits = _splits(inputs, problem.kv_len, programs, tile) if decoding else 1
     sizes, device = (problem.q_len, problem.kv_len, tile.block_m, tile.block_n), inputs.q.device
 
     def runs_of(form: NormalForm | None, always_masked: bool = False) -> Tensor:
@@ -148,7 +147,7 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
     if name == "decode":
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
         programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
-        splits = _splits(keys, programs, tile, processors(inputs.q.device))
+        splits = _splits(inputs, keys, programs, tile)
     return Blocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
 
 
@@ -164,9 +163,9 @@ def _steps(problem: Problem, name: str) -> config.Steps:
     return config.column_steps(problem.qk_dim, problem.v_dim, name == "decode" and few_bytes)
 
 
-def _splits(kv_len: int, programs: int, tile: config.Config, processors: int, fewest: int = KEYS_PER_SPLIT) -> int:
+def _splits(inputs: Inputs, kv_len: int, programs: int, tile: config.Config, fewest: int = KEYS_PER_SPLIT) -> int:
     """Number of splits of the keys, a power of two: as many programs as processors run at once, with at least so many
     keys in each."""
-    at_once = max(WARPS // tile.warps, 2) * processors
+    at_once = max(WARPS // tile.warps, 2) * processors(inputs.q.device)
     splits = min(at_once // programs, -(-kv_len // fewest), MAX_SPLITS)
     return 1 << max(splits, 1).bit_length() - 1

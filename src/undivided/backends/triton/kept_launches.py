@@ -156,12 +156,12 @@ def find(call: Call, tensors: Tensors) -> ForwardLaunches | None:
     if kept is None or not (kept or kept_earlier) or is_traced():
         return None
     key = _key(call, tensors)
-    found = kept.get(key)
-    if found is None and isinstance(earlier := kept_earlier.get(key), ForwardLaunches):
+    found: ForwardLaunches | None = kept.get(key)
+    if found is None and (earlier := kept_earlier.get(key)) is not None:
         found = earlier.with_form(call.normal_form(tensors.q))
         if found is not None:
             kept[key] = found
-    return found if isinstance(found, ForwardLaunches) else None
+    return found
 
 
 class LaunchReplay:
@@ -203,8 +203,8 @@ def find_gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tenso
     kept = _kept(call)
     if not kept or is_traced():
         return None
-    found = kept.get(_gradient_key(call, tensors, result, grad_out))
-    return found if isinstance(found, BackwardLaunches) else None
+    found: BackwardLaunches | None = kept.get(_gradient_key(call, tensors, result, grad_out))
+    return found
 
 
 def keep(call: Call, inputs: Inputs, launches: Sequence[ForwardLaunch | None]) -> None:
@@ -232,7 +232,7 @@ def _keep(call: Call, inputs: Inputs, key: Hashable, launches: ForwardLaunches |
     kept[key] = launches
 
 
-def _kept(call: Call) -> dict[Hashable, object] | None:
+def _kept(call: Call) -> dict[Hashable, Any] | None:
     """Where the launches of such calls are kept; None if they are not. Calls without `strides` have other tensors."""
     problem = call.problem
     if call.strides is None or problem.batch_invariant or not _MORE_TENSORS.isdisjoint(problem.features):

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-MAX_LAUNCHES = 1024
-"""Remembered launches: a model has a few per kind of layer and length; all are forgotten if there are more."""
+from undivided._bounded import Bounded
 
 ALIGNMENT = 16
 """Bytes: Triton compiles a kernel for pointers that are multiples of this, and another for others."""
@@ -41,7 +40,8 @@ class Launch(NamedTuple):
 
 
 Key = tuple[int, tuple[int, int, int], tuple[Hashable, ...], tuple[tuple[Hashable, ...], ...]]
-_launches: dict[Key, Launch] = {}
+_launches: Bounded[Key, Launch] = Bounded(1024)
+"""Remembered launches: a model has a few per kind of layer and length."""
 
 
 def launch(
@@ -93,7 +93,5 @@ def _remember(key: Key, kernel: Any, compiled: Any, arguments: Mapping[str, Any]
     places = tuple((place, name) for place, name in enumerate(kernel.arg_names) if name in given)
     for place, _ in places:
         values[place] = None  # keeps no memory of a call
-    if len(_launches) >= MAX_LAUNCHES:
-        _launches.clear()
     remembered = _launches[key] = Launch(compiled, key[1], values, places)
     return remembered

@@ -10,6 +10,7 @@ Nothing here waits for the device. What follows from a mask is computed once (`o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -52,10 +53,6 @@ class RowBlocks(NamedTuple):
     runs: Tensor
 
 
-MAX_PLAIN_TABLES = 64
-"""Cached tables of calls without a mask: a few lengths per kind of layer, 32 bytes per block of rows."""
-
-_plain: dict[object, Tables] = {}
 _of_masks: WeakKeyDictionary[NormalForm, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
@@ -106,17 +103,12 @@ def _tables(
 def _every_pair(
     rows: int, kv_len: int, block_m: int, block_n: int, device: torch.device, always_masked: bool, columns: bool
 ) -> Tables:
-    key = (-(-rows // block_m), -(-kv_len // block_n), 0 if always_masked else kv_len // block_n, device, columns)
-    tables = None if is_traced() else _plain.get(key)
-    if tables is None:
-        tables = _plain_tables(*key)
-        if not is_traced():
-            _plain[key] = tables
-            if len(_plain) > MAX_PLAIN_TABLES:
-                _plain.pop(next(iter(list(_plain))), None)  # another thread may have removed it
-    return tables
+    whole = 0 if always_masked else kv_len // block_n
+    compute = _plain_tables.__wrapped__ if is_traced() else _plain_tables
+    return compute(-(-rows // block_m), -(-kv_len // block_n), whole, device, columns)
 
 
+@functools.lru_cache(64)  # a few lengths per kind of layer, 32 bytes per block of rows
 def _plain_tables(blocks: int, tiles: int, whole: int, device: torch.device, columns: bool) -> Tables:
     """The tables without a mask, written on the device: copying numbers there would wait for it."""
     table = torch.zeros((1, max(blocks, 1), 8), dtype=torch.int32, device=device)

@@ -114,9 +114,9 @@ class Chosen:
         form, checked = call.normal_form(tensors.q), call.checked_mask
         assert checked is not None
         key, keeps = ("blocks", joins_heads, reads_values), reads_values or not is_traced()
-        if keeps and (cached := checked.derived.get(key)) is not None:
-            assert isinstance(cached, Chosen)
-            return cached
+        chosen: Chosen | None = checked.derived.get(key) if keeps else None
+        if chosen is not None:
+            return chosen
         chosen = Chosen(pairs, BlockRows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
         if keeps:
             checked.derived[key] = chosen
