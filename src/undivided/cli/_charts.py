@@ -6,27 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undivided.cli.demo.batch import Batch
-from undivided.masks._drawing import check_format, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OURS, THEIRS, LIGHT = "#1f5fa8", "#9aa3ad", 0.5
-
-
-def require(flag: str, path: Path | None = None) -> None:
-    """Check that pictures can be drawn.
-
-    Args:
-        flag: the flag that requests pictures.
-        path: the path of the picture; None if the command chooses the name.
-
-    Raises:
-        InputError: matplotlib is not installed, or cannot write this format.
-    """
-    require_matplotlib(flag)
-    if path is not None:
-        check_format(flag, path)
 
 
 def draw(folder: Path, batch: Batch, report: dict[str, Any]) -> list[Path]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import as_vector
-from undivided.arguments.layout import Layout, sizes
+from undivided.arguments.layout import sizes
 from undivided.cli._mask_words import parse
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -41,41 +43,26 @@ class LayoutName(StrEnum):
 
 DTYPES = {Dtype.fp16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32, Dtype.fp64: torch.float64}
 
-MASK, SHAPE, EXTRA = "Mask", "Shapes", "Attention"
+_mask, _shape, _extra, _machine = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Mask", "Shapes", "Attention", "Machine")
+)
 
 
 @dataclass(frozen=True)
 class MaskFlags:
     """The flags of a mask: an expression, parts, or both (their intersection)."""
 
-    mask: Annotated[
-        str | None, typer.Option(help="Expression as in Python: 'causal() & window(256, 0)'.", rich_help_panel=MASK)
-    ] = None
-    align: Annotated[
-        str | None, typer.Option(help="top_left or bottom_right, for all parts of the mask.", rich_help_panel=MASK)
-    ] = None
-    window: Annotated[
-        str | None, typer.Option(help="Sliding window LEFT,RIGHT; -1 is unbounded.", rich_help_panel=MASK)
-    ] = None
-    documents: Annotated[
-        str | None, typer.Option(help="Lengths of packed documents, such as 3,7,20.", rich_help_panel=MASK)
-    ] = None
-    kv_documents: Annotated[
-        str | None, typer.Option(help="Lengths of their keys, if they differ.", rich_help_panel=MASK)
-    ] = None
-    lengths: Annotated[
-        str | None, typer.Option(help="Number of real keys of each batch element.", rich_help_panel=MASK)
-    ] = None
+    mask: Annotated[str | None, _mask(help="Expression as in Python: 'causal() & window(256, 0)'.")] = None
+    align: Annotated[str | None, _mask(help="top_left or bottom_right, for all parts of the mask.")] = None
+    window: Annotated[str | None, _mask(help="Sliding window LEFT,RIGHT; -1 is unbounded.")] = None
+    documents: Annotated[str | None, _mask(help="Lengths of packed documents, such as 3,7,20.")] = None
+    kv_documents: Annotated[str | None, _mask(help="Lengths of their keys, if they differ.")] = None
+    lengths: Annotated[str | None, _mask(help="Number of real keys of each batch element.")] = None
     q_lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of real queries; default: --lengths if q and kv are equally long.", rich_help_panel=MASK
-        ),
+        str | None, _mask(help="Number of real queries; default: --lengths if q and kv are equally long.")
     ] = None
-    prefix: Annotated[int | None, typer.Option(help="Allow the first N keys.", rich_help_panel=MASK)] = None
-    chunks: Annotated[int | None, typer.Option(help="Attention within chunks of N tokens.", rich_help_panel=MASK)] = (
-        None
-    )
+    prefix: Annotated[int | None, _mask(help="Allow the first N keys.")] = None
+    chunks: Annotated[int | None, _mask(help="Attention within chunks of N tokens.")] = None
 
     def build(self, q_len: int, kv_len: int) -> masks.Mask | None:
         """The intersection of all parts; None without parts."""
@@ -102,12 +89,7 @@ class MaskFlags:
             parts.append(masks.chunks(self.chunks))
         if self.align is not None:
             parts.append(masks.window(None, None, align=self.align))  # type: ignore[arg-type]
-        if not parts:
-            return None
-        mask = parts[0]
-        for part in parts[1:]:
-            mask = mask & part
-        return mask
+        return reduce(operator.and_, parts) if parts else None
 
     def _lengths(self, text: str, is_self: bool) -> masks.Mask:
         kv = as_vector("--lengths", integers("--lengths", text))
@@ -120,51 +102,34 @@ class MaskFlags:
 class ProblemFlags(MaskFlags):
     """The flags of one attention call: shapes and options."""
 
-    q: Annotated[
-        str,
-        typer.Option(
-            "--q", help="Sizes of the query in the order of --layout, such as 2x1024x8x64.", rich_help_panel=SHAPE
-        ),
-    ] = "2x256x8x64"
-    kv: Annotated[
-        str | None, typer.Option("--kv", help="Sizes of key and value; default: those of --q.", rich_help_panel=SHAPE)
-    ] = None
-    kv_heads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of key/value heads (GQA); not together with --kv.", rich_help_panel=SHAPE),
-    ] = None
-    v_dim: Annotated[
-        int | None, typer.Option(min=1, help="Head size of the value; default: that of the key.", rich_help_panel=SHAPE)
-    ] = None
-    layout: Annotated[LayoutName, typer.Option(help="Order of the axes.", rich_help_panel=SHAPE)] = LayoutName.bshd
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of queries, keys and values.", rich_help_panel=SHAPE)] = Dtype.fp32
-    bias: Annotated[
-        str | None, typer.Option(help="Axes of an additive bias, 1 if broadcast: 1hqk, ...", rich_help_panel=EXTRA)
-    ] = None
-    alibi: Annotated[bool, typer.Option("--alibi", help="Use ALiBi slopes.", rich_help_panel=EXTRA)] = False
-    sinks: Annotated[bool, typer.Option("--sinks", help="Use one sink per head.", rich_help_panel=EXTRA)] = False
-    softcap: Annotated[float | None, typer.Option(help="Softcap c: c * tanh(score / c).", rich_help_panel=EXTRA)] = None
-    scale: Annotated[
-        float | None, typer.Option(help="Factor of the scores; default: 1/sqrt(head size).", rich_help_panel=EXTRA)
-    ] = None
-    dropout: Annotated[float, typer.Option(help="Dropout probability.", rich_help_panel=EXTRA)] = 0.0
-    lse: Annotated[bool, typer.Option("--lse", help="Also return the log-sum-exp.", rich_help_panel=EXTRA)] = False
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Require results that repeat bit for bit.", rich_help_panel=EXTRA)
-    ] = False
-    batch_invariant: Annotated[
-        bool,
-        typer.Option("--batch-invariant", help="Require rows that do not depend on the batch.", rich_help_panel=EXTRA),
-    ] = False
-    backend: Annotated[str | None, typer.Option(help="The backend or family that must run.", rich_help_panel=EXTRA)] = (
+    q: Annotated[str, _shape("--q", help="Sizes of the query in the order of --layout, such as 2x1024x8x64.")] = (
+        "2x256x8x64"
+    )
+    kv: Annotated[str | None, _shape("--kv", help="Sizes of key and value; default: those of --q.")] = None
+    kv_heads: Annotated[int | None, _shape(min=1, help="Number of key/value heads (GQA); not together with --kv.")] = (
         None
     )
+    v_dim: Annotated[int | None, _shape(min=1, help="Head size of the value; default: that of the key.")] = None
+    layout: Annotated[LayoutName, _shape(help="Order of the axes.")] = LayoutName.bshd
+    dtype: Annotated[Dtype, _shape(help="Dtype of queries, keys and values.")] = Dtype.fp32
+    bias: Annotated[str | None, _extra(help="Axes of an additive bias, 1 if broadcast: 1hqk, ...")] = None
+    alibi: Annotated[bool, _extra("--alibi", help="Use ALiBi slopes.")] = False
+    sinks: Annotated[bool, _extra("--sinks", help="Use one sink per head.")] = False
+    softcap: Annotated[float | None, _extra(help="Softcap c: c * tanh(score / c).")] = None
+    scale: Annotated[float | None, _extra(help="Factor of the scores; default: 1/sqrt(head size).")] = None
+    dropout: Annotated[float, _extra(help="Dropout probability.")] = 0.0
+    lse: Annotated[bool, _extra("--lse", help="Also return the log-sum-exp.")] = False
+    deterministic: Annotated[bool, _extra("--deterministic", help="Require results that repeat bit for bit.")] = False
+    batch_invariant: Annotated[
+        bool, _extra("--batch-invariant", help="Require rows that do not depend on the batch.")
+    ] = False
+    backend: Annotated[str | None, _extra(help="The backend or family that must run.")] = None
 
     def arguments(self, device: str, grad: bool) -> dict[str, Any]:
         """The arguments for `undivided.attention`. On the meta device nothing is allocated."""
         q_shape, k_shape, v_shape = self._shapes()
-        batch, q_len, heads, _ = sizes(torch.Size(q_shape), _layout(self.layout))
-        kv_len = sizes(torch.Size(k_shape), _layout(self.layout))[1]
+        batch, q_len, heads, _ = sizes(torch.Size(q_shape), self.layout.value)
+        kv_len = sizes(torch.Size(k_shape), self.layout.value)[1]
 
         def tensor(shape: list[int], dtype: torch.dtype = DTYPES[self.dtype]) -> Tensor:
             if device == "meta":
@@ -209,18 +174,10 @@ class MachineFlags:
     """The flags of a described machine."""
 
     device: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu, or the name of a GPU: a100, h100, ...; default: this machine.", rich_help_panel="Machine"
-        ),
+        str | None, _machine(help="cpu, or the name of a GPU: a100, h100, ...; default: this machine.")
     ] = None
-    cudnn: Annotated[str | None, typer.Option(help="Version of cuDNN on that machine.", rich_help_panel="Machine")] = (
-        None
-    )
-    package: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VERSION of an installed package; may be repeated.", rich_help_panel="Machine"),
-    ] = None
+    cudnn: Annotated[str | None, _machine(help="Version of cuDNN on that machine.")] = None
+    package: Annotated[list[str] | None, _machine(help="NAME=VERSION of an installed package; may be repeated.")] = None
 
     def machine(self) -> Machine | None:
         """The described machine; None is this machine."""
@@ -262,10 +219,6 @@ def _offsets(flag: str, text: str) -> list[int]:
     if min(lengths) < 0:
         raise InputError(flag, "be lengths of at least 0", repr(text))
     return [0, *accumulate(lengths)]
-
-
-def _layout(name: LayoutName) -> Layout:
-    return name.value
 
 
 def _bias_axes(text: str) -> str:

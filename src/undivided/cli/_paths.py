@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from undivided.errors import InputError
@@ -52,7 +53,7 @@ def reason_of(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
-def refuse_together(flag: str, others: dict[str, object]) -> None:
+def refuse_together(flag: str, others: Mapping[str, object]) -> None:
     """Refuse flags that have no meaning together with another flag.
 
     Args:

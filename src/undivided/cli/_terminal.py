@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, TextIO, cast
 
@@ -121,6 +121,17 @@ def print_text(screen: Console, text: str | Text, style: str = "", before: int =
     screen.print(Padding(body, (before, INDENT, after, INDENT), expand=False))
 
 
+def print_title(screen: Console, text: str) -> None:
+    """Print the title of a section, after an empty line."""
+    screen.print()
+    screen.print(Text(text, "bold"))
+
+
+def mark(is_right: bool) -> Text:
+    """The sign of a right or of a wrong result."""
+    return Text("✓", "green") if is_right else Text("✗", "bold red")
+
+
 def table(*columns: str, right: Sequence[str] = (), title: str | None = None, header: bool = True) -> Table:
     """An empty table in the common style, for `print_table`; the columns named in `right` are right-aligned."""
     result = Table(
@@ -134,6 +145,14 @@ def table(*columns: str, right: Sequence[str] = (), title: str | None = None, he
     )
     for column in columns:
         result.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return result
+
+
+def pairs(rows: Iterable[tuple[str | Text, str | Text]], style: str = "dim") -> Table:
+    """A table of names and texts without a header; names that are not a `Text` have this style."""
+    result = table("", "", header=False)
+    for name, text in rows:
+        result.add_row(name if isinstance(name, Text) else Text(name, style), text)
     return result
 
 

@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import typer
 
+from undivided._files import read_json
 from undivided.benchmarking import suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.competitors import selectable_backends
@@ -35,13 +36,6 @@ SAME = ("processor", "threads", "isa", "native", "python", "torch", "undivided")
 """What the parts of one report have in common, by the names in `suites.machine`."""
 
 
-class Outcome(NamedTuple):
-    """The new rates, and the exit code: 1 if a result was wrong or no problem could be measured."""
-
-    table: Table
-    exit_code: int
-
-
 def measure_levels(
     path: Path,
     flag: str,
@@ -50,8 +44,11 @@ def measure_levels(
     filter: str,
     report: Path | None = None,
     resume: bool = False,
-) -> Outcome:
+) -> tuple[Table, int]:
     """Measure at these levels and put the rates into the table at `path`, which is replaced as a whole or not at all.
+
+    Returns:
+        The new rates, and the exit code: 1 if a result was wrong or no problem could be measured.
 
     Raises:
         InputError: a bad option, a file that is not a table or cannot be written, or fewer than two backends.
@@ -82,10 +79,10 @@ def measure_levels(
             raise typer.Exit(INTERRUPTED) from None
     if not new:
         complain(f"no problem was measured: {path} is as it was")
-        return Outcome(new, 1)
+        return new, 1
     _measured.write(path, replaced(old, new, filter))
     complain(f"written {path}: {sum(map(len, new.values()))} places; selection uses them from the next process on")
-    return Outcome(new, code)
+    return new, code
 
 
 def _levels(names: Sequence[str]) -> tuple[str, ...]:
@@ -133,7 +130,7 @@ def _cases_to_continue(report: Path) -> list[dict[str, Any]]:
         InputError: it is not a report, or it was measured with another processor, level, version or thread count.
     """
     try:
-        earlier = json.loads(report.read_text(encoding="utf-8"))
+        earlier = read_json(report)
         machine, cases = earlier["machine"], earlier["cases"]
         theirs = {name: machine[name] for name in SAME}
         names = [case["name"] for case in cases]

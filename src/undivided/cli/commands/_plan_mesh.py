@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from undivided._units import human
-from undivided.cli._terminal import console, print_json, print_table, print_text, table
+from undivided.cli._terminal import console, print_table, print_text, table
 from undivided.errors import InputError
-from undivided.masks import Mask
-from undivided.parallel.plan import (
-    PRESETS,
-    Cluster,
-    MeshOption,
-    Model,
-    TrainingPlan,
-    bytes_in,
-    bytes_per_second,
-    plan_training,
-)
+from undivided.parallel.plan import PRESETS, Cluster, MeshOption, Model, TrainingPlan, bytes_in, bytes_per_second
 
-CLUSTER, MODEL = "Cluster (with --nodes or --gpus)", "Model (with --nodes or --gpus)"
 ROWS = 10
+
+_cluster = partial(typer.Option, rich_help_panel="Cluster (with --nodes or --gpus)")
+_model = partial(typer.Option, rich_help_panel="Model (with --nodes or --gpus)")
 
 
 @dataclass(frozen=True)
 class ClusterFlags:
     """The flags of a cluster."""
 
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", rich_help_panel=CLUSTER)] = None
-    gpus: Annotated[int | None, typer.Option(help="GPUs per node; default: 8.", rich_help_panel=CLUSTER)] = None
-    link: Annotated[
-        str | None, typer.Option(help="Network rate per GPU; default: 400gbit.", rich_help_panel=CLUSTER)
-    ] = None
-    intra: Annotated[
-        str | None, typer.Option(help="Rate per GPU within a node; default: 450GB/s.", rich_help_panel=CLUSTER)
-    ] = None
-    memory: Annotated[str | None, typer.Option(help="Memory per GPU; default: 80GB.", rich_help_panel=CLUSTER)] = None
+    nodes: Annotated[int | None, _cluster(help="Number of nodes.")] = None
+    gpus: Annotated[int | None, _cluster(help="GPUs per node; default: 8.")] = None
+    link: Annotated[str | None, _cluster(help="Network rate per GPU; default: 400gbit.")] = None
+    intra: Annotated[str | None, _cluster(help="Rate per GPU within a node; default: 450GB/s.")] = None
+    memory: Annotated[str | None, _cluster(help="Memory per GPU; default: 80GB.")] = None
     reserve: Annotated[
-        str | None,
-        typer.Option(help="Memory per GPU for driver, buffers, fragmentation; default: 6GB.", rich_help_panel=CLUSTER),
+        str | None, _cluster(help="Memory per GPU for driver, buffers, fragmentation; default: 6GB.")
     ] = None
 
     @property
@@ -68,23 +55,16 @@ class ClusterFlags:
 class ModelFlags:
     """The flags of a model, which change the sizes of a preset, and of the meshes to try."""
 
-    model: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}; default: 8b.", rich_help_panel=MODEL)] = None
-    layers: Annotated[int | None, typer.Option(help="Number of layers.", rich_help_panel=MODEL)] = None
-    hidden: Annotated[int | None, typer.Option(help="Features of the hidden states.", rich_help_panel=MODEL)] = None
-    ffn: Annotated[int | None, typer.Option(help="Feed-forward features.", rich_help_panel=MODEL)] = None
-    vocabulary: Annotated[int | None, typer.Option(help="Number of tokens.", rich_help_panel=MODEL)] = None
-    gated: Annotated[
-        bool | None, typer.Option("--gated/--plain", help="Gated feed-forward blocks.", rich_help_panel=MODEL)
-    ] = None
-    recompute: Annotated[
-        bool | None,
-        typer.Option("--recompute/--keep", help="Recompute activations; default: both.", rich_help_panel=MODEL),
-    ] = None
-    data: Annotated[int | None, typer.Option(help="Only meshes with this data axis.", rich_help_panel=MODEL)] = None
-    context: Annotated[int | None, typer.Option(help="Only meshes with this context axis.", rich_help_panel=MODEL)] = (
-        None
-    )
-    tensor: Annotated[int | None, typer.Option(help="Only meshes with this tensor axis.", rich_help_panel=MODEL)] = None
+    model: Annotated[str | None, _model(help=f"{', '.join(PRESETS)}; default: 8b.")] = None
+    layers: Annotated[int | None, _model(help="Number of layers.")] = None
+    hidden: Annotated[int | None, _model(help="Features of the hidden states.")] = None
+    ffn: Annotated[int | None, _model(help="Feed-forward features.")] = None
+    vocabulary: Annotated[int | None, _model(help="Number of tokens.")] = None
+    gated: Annotated[bool | None, _model("--gated/--plain", help="Gated feed-forward blocks.")] = None
+    recompute: Annotated[bool | None, _model("--recompute/--keep", help="Recompute activations; default: both.")] = None
+    data: Annotated[int | None, _model(help="Only meshes with this data axis.")] = None
+    context: Annotated[int | None, _model(help="Only meshes with this context axis.")] = None
+    tensor: Annotated[int | None, _model(help="Only meshes with this tensor axis.")] = None
 
     def flags(self) -> dict[str, object]:
         """The flags that were given."""
@@ -96,17 +76,9 @@ class ModelFlags:
         if name not in PRESETS:
             raise InputError("--model", f"be one of {', '.join(PRESETS)}", repr(name), hint="or give the sizes")
         preset = PRESETS[name]
-        changes = {
-            "layers": self.layers,
-            "hidden": self.hidden,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "ffn": self.ffn,
-            "vocabulary": self.vocabulary,
-            "gated": self.gated,
-        }
-        changed: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        sizes = {name: getattr(self, name) for name in ("layers", "hidden", "ffn", "vocabulary", "gated")}
+        sizes |= {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        changed: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
         if heads is not None and kv_heads is None and heads % preset.kv_heads:
             changed["kv_heads"] = heads
         if head_dim is None and (self.hidden is not None or heads is not None):
@@ -117,41 +89,8 @@ class ModelFlags:
         return replace(preset, **changed)
 
 
-def show_meshes(
-    cluster: Cluster,
-    sizes: Model,
-    flags: ModelFlags,
-    seq_len: int,
-    batch: int | None,
-    mask: Mask | None,
-    dtype: torch.dtype,
-    strategy: str | None,
-    placement: str | None,
-    as_json: bool,
-) -> int:
-    """Print the plan; the exit code is 1 if no mesh fits."""
-    plan = plan_training(
-        sizes,
-        cluster,
-        seq_len,
-        batch,
-        mask,
-        dtype,
-        recompute=flags.recompute,
-        data=flags.data,
-        context=flags.context,
-        tensor=flags.tensor,
-        strategy=strategy,  # type: ignore[arg-type]
-        placement=placement or "zigzag",  # type: ignore[arg-type]
-    )
-    if as_json:
-        print_json(_facts(plan))
-    else:
-        _show(plan)
-    return 0 if plan.best else 1
-
-
-def _show(plan: TrainingPlan) -> None:
+def show_meshes(plan: TrainingPlan) -> None:
+    """Print the table of meshes and the recommendation."""
     screen, cluster, model = console(), plan.cluster, plan.model
     screen.print(
         Text(
@@ -247,7 +186,8 @@ def _memory(best: MeshOption) -> Table:
     return rows
 
 
-def _facts(plan: TrainingPlan) -> dict[str, Any]:
+def mesh_facts(plan: TrainingPlan) -> dict[str, Any]:
+    """The plan as plain values for JSON."""
     options = [
         {
             "mesh": {"data": one.data, "context": one.context, "tensor": one.tensor},

@@ -23,6 +23,7 @@ from undivided.cli.demo.training import train_and_generate
 from undivided.cli.demo.training_step import FORMATS, training_steps
 from undivided.errors import InputError
 from undivided.functional import explain
+from undivided.masks._drawing import require_matplotlib
 from undivided.selection.decision import Decision
 from undivided.verification.budget import FACTOR
 
@@ -79,7 +80,7 @@ def demo(
         file_to_write("--checkpoint", checkpoint)
     start = time.perf_counter()
     if out is not None:
-        _charts.require("--out")
+        require_matplotlib("--out")
         folder_to_write("--out", out)
     chosen = collect(documents, min(48, longest), longest)
     batch = embed(chosen, DTYPES[dtype])
@@ -134,7 +135,7 @@ def _budget(plain: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
 def _runs(
     ways: list[comparison.Way],
     batch: Batch,
-    truth: comparison.Outcome,
+    truth: comparison.Results,
     budget: dict[str, float],
     step: Callable[[str], None],
 ) -> tuple[list[Report], bool]:

@@ -9,11 +9,10 @@ import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.syntax import Syntax
-from rich.table import Table
 from rich.text import Text
 
 from undivided.cli._paths import refuse_together
-from undivided.cli._terminal import console, print_json, print_table, print_text, table
+from undivided.cli._terminal import console, pairs, print_json, print_table, print_text, table
 from undivided.diagnosis import Diagnosis, Finding
 from undivided.diagnosis import diagnose as look_up
 from undivided.diagnosis._report import HELPFUL
@@ -65,10 +64,7 @@ def _list(as_json: bool) -> None:
     screen = console()
     for area, entries in AREAS.items():
         screen.print(Text(area, "bold"))
-        rows = table("", "", header=False)
-        for entry in entries:
-            rows.add_row(Text(entry.id, "cyan"), entry.title)
-        print_table(screen, rows, after=1)
+        print_table(screen, pairs(((entry.id, entry.title) for entry in entries), "cyan"), after=1)
 
 
 def _show(screen: Console, answer: Diagnosis) -> None:
@@ -77,7 +73,7 @@ def _show(screen: Console, answer: Diagnosis) -> None:
     else:
         screen.print(Text("This attention error is unknown.", "bold red"))
         screen.print("This information would help to find the cause:\n")
-        print_table(screen, _points(HELPFUL), after=1)
+        print_table(screen, pairs((("-", Text(line)) for line in HELPFUL), ""), after=1)
     if answer.findings[1:]:
         rows = table("also in this text", "")
         for finding in answer.findings[1:]:
@@ -91,17 +87,10 @@ def _show(screen: Console, answer: Diagnosis) -> None:
 def _finding(screen: Console, finding: Finding) -> None:
     entry = finding.entry
     screen.print(Text(entry.title, "bold") + Text(f"  {entry.id}", "cyan"))
-    rows = table("", "", header=False)
-    for heading, prose in finding.parts().items():
-        rows.add_row(Text(heading, "yellow" if heading == "here" else "dim"), Text(prose))
-    print_table(screen, rows, after=1)
+    parts = (
+        (Text(name, "yellow" if name == "here" else "dim"), Text(prose)) for name, prose in finding.parts().items()
+    )
+    print_table(screen, pairs(parts), after=1)
     code = Syntax("", "python", background_color="default").highlight(entry.snippet.rstrip())
     screen.print(Padding(code, (0, 2, 1, 4), expand=False))
     print_text(screen, f"source: {entry.source}", "dim", after=1)
-
-
-def _points(lines: tuple[str, ...]) -> Table:
-    rows = table("", "", header=False)
-    for line in lines:
-        rows.add_row("-", Text(line))
-    return rows

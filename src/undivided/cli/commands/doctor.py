@@ -18,7 +18,7 @@ from undivided import masks
 from undivided._version import __version__
 from undivided.backends import native
 from undivided.backends._table import backends as table_of_backends
-from undivided.cli._terminal import console, print_json, print_table, print_text, table
+from undivided.cli._terminal import console, mark, pairs, print_json, print_table, print_text, table
 from undivided.functional import attention, explain
 from undivided.kernels.cpu import _install
 from undivided.machine import Machine, processor_name
@@ -173,32 +173,24 @@ def _self_check() -> dict[str, Any]:
 
 
 def _show(screen: Console, findings: dict[str, Any]) -> None:
-    _section(screen, "This machine", _pairs(findings["machine"].items()))
+    _section(screen, "This machine", pairs(findings["machine"].items()))
     backends = table("backend", "family", "", "description, or why it cannot run")
     for row in findings["backends"]:
-        mark = Text("✓", "green") if row["available"] else Text("✗", "dim")
+        sign = Text("✓", "green") if row["available"] else Text("✗", "dim")
         words = f"{row['summary']} ({row['version']})" if row["available"] else row["why_not"]
         how = f"\nto install: {row['how_to_get']}" if row["how_to_get"] and not row["available"] else ""
-        backends.add_row(row["name"], row["family"], mark, Text(words + how, "" if row["available"] else "dim"))
+        backends.add_row(row["name"], row["family"], sign, Text(words + how, "" if row["available"] else "dim"))
     _section(screen, "Backends", backends)
     _section(screen, "Measured ranks", Text(_rank_words(findings["ranks"])))
     if findings["environment"]:
         rows = [(f"{entry['name']}={entry['value']}", entry["meaning"]) for entry in findings["environment"]]
-        _section(screen, "Environment", _pairs(rows))
+        _section(screen, "Environment", pairs(rows))
     else:
         _section(screen, "Environment", Text("none of the variables that undivided reads is set (UNDIVIDED_*, NVTE_*)"))
     check = findings["self_check"]
     words = f"{check['backend']}: relative error {check['error']:.1e} against fp64 (allowed: {check['budget']:.1e})"
-    mark = Text("✓ ", "green") if check["ok"] else Text("✗ ", "bold red")
-    _section(screen, "Self-check", mark + Text(words))
-    _section(screen, "Try next", _pairs(NEXT.items()))
-
-
-def _pairs(rows: Any) -> Table:
-    pairs = table("", "", header=False)
-    for name, value in rows:
-        pairs.add_row(Text(name, "dim"), value)
-    return pairs
+    _section(screen, "Self-check", mark(check["ok"]) + Text(f" {words}"))
+    _section(screen, "Try next", pairs(NEXT.items()))
 
 
 def _section(screen: Console, title: str, body: Table | Text) -> None:

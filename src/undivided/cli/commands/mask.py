@@ -10,13 +10,12 @@ import typer
 from rich.text import Text
 
 from undivided import masks
-from undivided.cli import _charts
 from undivided.cli._flags import flags
 from undivided.cli._options import MaskFlags
 from undivided.cli._paths import file_to_write
 from undivided.cli._terminal import console, print_json, shaded
 from undivided.errors import InputError
-from undivided.masks._drawing import LARGEST_PICTURE, natural_sizes
+from undivided.masks._drawing import LARGEST_PICTURE, check_format, natural_sizes, require_matplotlib
 
 SIZED = frozenset({"lengths", "documents", "document_ids", "dense"})
 """The parts from which the lengths of the sequences follow."""
@@ -44,7 +43,9 @@ def mask(
     Example: undivided mask 'window(3, 0) | sinks(1)' --q-len 12
     """
     if out is not None:
-        _charts.require("--out", file_to_write("--out", out))
+        file_to_write("--out", out)
+        require_matplotlib("--out")
+        check_format("--out", out)
     built, sizes = _build(mask_flags, expression, q_len, kv_len, batch)
     rows, queries, keys = sizes
     if as_json:

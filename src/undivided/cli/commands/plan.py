@@ -16,10 +16,11 @@ from undivided.cli._flags import flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._paths import refuse_together
 from undivided.cli._terminal import console, print_json, print_table, print_text, table
-from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, show_meshes
+from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, mesh_facts, show_meshes
 from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, CachedStep, Plan, cached_step, cells
 from undivided.context_parallel.plan import plan as make_plan
 from undivided.errors import InputError
+from undivided.parallel.plan import plan_training
 
 WORLD, HEADS, HEAD_DIM = 8, 32, 128
 MAX_WORLD = 1024
@@ -78,33 +79,29 @@ def plan(
     Example: undivided plan 32768 --nodes 16 --gpus 8 --link 400gbit --memory 141GB --model 70b
     """
     if cluster.is_cluster:
-        refuse_together(
-            "--nodes, --gpus",
-            {
-                "--world": world,
-                "--kv-len": kv_len,
-                "--value-dim": value_dim,
-                "--cached": cached,
-                "--page-size": page_size,
-                "--by-rank": by_rank,
-            },
-        )
+        of_attention = {"--world": world, "--kv-len": kv_len, "--value-dim": value_dim, "--cached": cached}
+        refuse_together("--nodes, --gpus", of_attention | {"--page-size": page_size, "--by-rank": by_rank})
         length = 8192 if seq_len is None else seq_len
         mask = mask_flags.build(length, length)
-        raise typer.Exit(
-            show_meshes(
-                cluster.cluster(tflops * 1e12),
-                model.sizes(heads, kv_heads, head_dim),
-                model,
-                length,
-                batch,
-                masks.causal() if mask is None and mask_flags.mask is None else mask,
-                DTYPES[dtype],
-                strategy,
-                placement,
-                as_json,
-            )
+        meshes = plan_training(
+            model.sizes(heads, kv_heads, head_dim),
+            cluster.cluster(tflops * 1e12),
+            length,
+            batch,
+            masks.causal() if mask is None and mask_flags.mask is None else mask,
+            DTYPES[dtype],
+            recompute=model.recompute,
+            data=model.data,
+            context=model.context,
+            tensor=model.tensor,
+            strategy=strategy,  # type: ignore[arg-type]
+            placement=placement or "zigzag",  # type: ignore[arg-type]
         )
+        if as_json:
+            print_json(mesh_facts(meshes))
+        else:
+            show_meshes(meshes)
+        raise typer.Exit(0 if meshes.best else 1)
     _refuse_cluster_options(cluster, model)
     if seq_len is None:
         hint = "undivided plan 1048576 --world 8, or undivided plan --nodes 2 --gpus 8"
@@ -115,25 +112,15 @@ def plan(
     if world > MAX_WORLD:
         hint = f"undivided plan --nodes {-(-world // 8)} --gpus 8 plans the mesh of a cluster"
         raise InputError("--world", f"be at most {MAX_WORLD}: every pair of ranks is counted", world, hint)
-    batch = 1 if batch is None else batch
+    sizes: dict[str, Any] = {"kv_heads": kv_heads, "value_dim": value_dim, "dtype": DTYPES[dtype]}
+    sizes["batch"] = 1 if batch is None else batch
     if cached is not None:
         refuse_together(
             "--cached", {"--kv-len": kv_len, "--strategy": strategy, "--placement": placement, "--by-rank": by_rank}
         )
+        page = 64 if page_size is None else page_size
         steps = [
-            cached_step(
-                seq_len,
-                cached,
-                heads,
-                head_dim,
-                world,
-                kv_heads=kv_heads,
-                value_dim=value_dim,
-                batch=batch,
-                dtype=DTYPES[dtype],
-                page_size=64 if page_size is None else page_size,
-                sharded=sharded,
-            )
+            cached_step(seq_len, cached, heads, head_dim, world, page_size=page, sharded=sharded, **sizes)
             for sharded in (False, True)
         ]
         _show_cached(steps, seq_len, cached, as_json)
@@ -149,12 +136,9 @@ def plan(
         strategy,  # type: ignore[arg-type]
         placement,  # type: ignore[arg-type]
         kv_len=kv_len,
-        kv_heads=kv_heads,
-        value_dim=value_dim,
-        batch=batch,
-        dtype=DTYPES[dtype],
         flops=tflops * 1e12,
         bandwidth=gigabytes * 1e9,
+        **sizes,
     )
     if as_json:
         print_json(_facts(result, by_rank))

@@ -80,9 +80,9 @@ def ranks(
         raise InputError("--resume", "be given together with --report", "no report")
     if measure:
         refuse_together("--measure", {"REPORT": reports})
-        new = measure_levels(path, path_name, seconds, level or [], filter, report, resume)
-        _print(dict(sorted(new.table.items())), as_json)
-        raise typer.Exit(new.exit_code)
+        new, code = measure_levels(path, path_name, seconds, level or [], filter, report, resume)
+        _print(dict(sorted(new.items())), as_json)
+        raise typer.Exit(code)
     if reports:
         refuse_together("REPORT", {"--filter": filter, "--json": as_json})
         _add(reports, path)

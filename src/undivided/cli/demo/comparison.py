@@ -22,7 +22,7 @@ from undivided.verification.budget import relative_error
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Outcome(NamedTuple):
+class Results(NamedTuple):
     """The output and gradients of the real tokens, packed."""
 
     out: Tensor
@@ -105,7 +105,7 @@ def _each_document(batch: Batch, one_document: AttentionFunction) -> AttentionFu
     return call
 
 
-def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Outcome:
+def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Results:
     """The outcome of PyTorch's plain softmax(q k^T) v in `dtype`, one document at a time, without our code."""
     outcomes: list[tuple[Tensor, ...]] = []
     for q, k, v, grad in zip(*(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True):
@@ -115,10 +115,10 @@ def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: 
             out = _sdpa_one_document(*leaves)
             outcomes.append((out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))))
     out, dq, dk, dv = (torch.cat(ranks) for ranks in zip(*outcomes, strict=True))
-    return Outcome(out, dq, dk, dv)
+    return Results(out, dq, dk, dv)
 
 
-def run(way: Way, batch: Batch) -> tuple[Outcome, bool]:
+def run(way: Way, batch: Batch) -> tuple[Results, bool]:
     """The outcome of one run, and whether output and gradients are exactly 0 in the padding."""
     leaves = [batch.arrange(x, way.layout, way.poison).requires_grad_() for x in (batch.q, batch.k, batch.v)]
     out = way.call(*leaves)
@@ -126,16 +126,16 @@ def run(way: Way, batch: Batch) -> tuple[Outcome, bool]:
     results = (out.detach(), *gradients)
     is_clean = not any(bool((batch.padding(x, way.layout) != 0).any()) for x in results)
     out, dq, dk, dv = (batch.pack(x, way.layout) for x in results)
-    return Outcome(out, dq, dk, dv), is_clean
+    return Results(out, dq, dk, dv), is_clean
 
 
-def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
+def errors(outcome: Results, truth: Results) -> dict[str, float]:
     """The relative errors ``|x - truth| / |truth|`` of the output and of each gradient."""
-    pairs = zip(Outcome._fields, outcome, truth, strict=True)
+    pairs = zip(Results._fields, outcome, truth, strict=True)
     return {name: relative_error(x, y) for name, x, y in pairs}
 
 
-def leak(batch: Batch, truth: Outcome) -> float:
+def leak(batch: Batch, truth: Results) -> float:
     """The relative error of the output if the packed documents run as one long causal sequence."""
     with torch.no_grad():
         q, k, v = (x[None] for x in (batch.q, batch.k, batch.v))

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from undivided._units import human
 from undivided.arguments.tensors import dtype_name
-from undivided.cli._terminal import decision_table, print_table, print_text, shaded, table
+from undivided.cli._terminal import decision_table, mark, print_table, print_text, print_title, shaded, table
 from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, Batch
 from undivided.cli.demo.documents import Document
 from undivided.selection.decision import Decision
@@ -21,7 +21,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
     """Print the documents and the mask, before the work starts."""
     screen.print(Text("Undivided: one call, any layout, any mask, and the same answer from every kernel", "bold"))
-    _title(screen, "The documents")
+    print_title(screen, "The documents")
     bars = "".join(_BARS[min(7, 8 * length // (batch.longest + 1))] for length in batch.lengths)
     print_text(
         screen,
@@ -31,7 +31,7 @@ def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
         f"{KV_HEADS} key/value heads "
         f"of {HEAD_DIM}, {dtype_name(batch.q.dtype)}.",
     )
-    _title(screen, "The mask, packed")
+    print_title(screen, "The mask, packed")
     print_text(
         screen, f"Causal within each document, {batch.tokens} packed tokens. Rows are queries, columns are keys."
     )
@@ -48,13 +48,13 @@ def show(screen: Console, report: Report, decision: Decision) -> None:
         _times(screen, report)
     _training(screen, report)
     if report.get("files"):
-        _title(screen, "Pictures")
+        print_title(screen, "Pictures")
         print_text(screen, "\n".join(report["files"]))
     _summary(screen, report)
 
 
 def _agreement(screen: Console, report: Report) -> None:
-    _title(screen, "Do they agree?")
+    print_title(screen, "Do they agree?")
     print_text(
         screen,
         "Relative error of the output and of the gradients, compared with an fp64 oracle (PyTorch's plain softmax, one "
@@ -64,8 +64,7 @@ def _agreement(screen: Console, report: Report) -> None:
     rows = table("way", *names, "", right=names)
     for run in report["runs"]:
         errors = [f"{run['errors'][name]:.1e}" for name in names]
-        mark = Text("✓", "green") if run["ok"] else Text("✗", "bold red")
-        rows.add_row(Text(run["name"], "" if run["ours"] else "dim"), *errors, mark)
+        rows.add_row(Text(run["name"], "" if run["ours"] else "dim"), *errors, mark(run["ok"]))
     rows.add_row(
         Text("allowed: 2 x plain + 1 rounding", "dim"),
         *(Text(f"{report['budget'][name]:.1e}", "dim") for name in names),
@@ -74,7 +73,7 @@ def _agreement(screen: Console, report: Report) -> None:
 
 
 def _savings(screen: Console, report: Report) -> None:
-    _title(screen, "What packing saves")
+    print_title(screen, "What packing saves")
     rows = table("", "packed", "padded", "packed / padded", right=("packed", "padded", "packed / padded"))
     for label, key, unit in (
         ("tokens", "tokens", ""),
@@ -87,7 +86,7 @@ def _savings(screen: Console, report: Report) -> None:
     rows.add_row("dense mask that SDPA needs", "none", human(report["bytes"]["dense_mask"], "B"), "")
     print_table(screen, rows)
     leak = report["leak"]
-    _title(screen, "What goes wrong without document boundaries")
+    print_title(screen, "What goes wrong without document boundaries")
     print_text(
         screen,
         f"The same tokens as one long causal sequence: no error is raised, {leak['share_of_pairs']:.0%} of the pairs "
@@ -96,7 +95,7 @@ def _savings(screen: Console, report: Report) -> None:
 
 
 def _decision(screen: Console, decision: Decision) -> None:
-    _title(screen, "Which kernel, and why not the others")
+    print_title(screen, "Which kernel, and why not the others")
     print_text(screen, f"{decision.problem}\non {decision.machine}")
     print_table(screen, decision_table(decision), before=1)
 
@@ -104,7 +103,7 @@ def _decision(screen: Console, decision: Decision) -> None:
 def _times(screen: Console, report: Report) -> None:
     rounds = report["times"][0]["rounds"]
     machine = report["machine"]
-    _title(screen, "How long")
+    print_title(screen, "How long")
     print_text(
         screen,
         f"Median of {rounds} round{'s' * (rounds > 1)}, in which all ways alternate, on {machine['threads']} "
@@ -120,7 +119,7 @@ def _times(screen: Console, report: Report) -> None:
 
 
 def _training(screen: Console, report: Report) -> None:
-    _title(screen, "One training step through DotProductAttention")
+    print_title(screen, "One training step through DotProductAttention")
     print_text(
         screen,
         "A small next-byte model on the same documents, with the module and arguments of TransformerEngine; only "
@@ -129,14 +128,13 @@ def _training(screen: Console, report: Report) -> None:
     right = ("loss", "after the step", "gradients differ by")
     rows = table("qkv_format", *right, "", right=right)
     for row in report["training"]:
-        mark = Text("✓", "green") if row["ok"] else Text("✗", "bold red")
         figures = [f"{row['loss']:.6f}", f"{row['loss_after']:.6f}", f"{row['gradient_difference']:.1e}"]
-        rows.add_row(row["format"], *figures, mark)
+        rows.add_row(row["format"], *figures, mark(row["ok"]))
     print_table(screen, rows, before=1)
 
 
 def _summary(screen: Console, report: Report) -> None:
-    _title(screen, "What you saw")
+    print_title(screen, "What you saw")
     ours = [run for run in report["runs"] if run["ours"]]
     worst = max(max(run["errors"].values()) for run in ours)
     pairs, bytes_ = report["pairs"], report["bytes"]
@@ -170,8 +168,3 @@ def _speed(times: list[Report]) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.1f} ms"
-
-
-def _title(screen: Console, text: str) -> None:
-    screen.print()
-    screen.print(Text(text, "bold"))

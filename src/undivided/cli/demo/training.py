@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from undivided.cli._terminal import print_table, print_text, progress, table
+from undivided.cli._terminal import mark, print_table, print_text, print_title, progress, table
 from undivided.cli.byte_model import Size, generate
 from undivided.cli.byte_training import Corpus, Recipe, Training, bigram_loss, train
 
@@ -78,8 +78,7 @@ def _draw(path: Path, losses: list[float], bigrams: float, held_out: float) -> P
 def show(screen: Console, report: Report) -> None:
     """Print the model, its losses and its text."""
     loss = report["loss"]
-    screen.print()
-    screen.print(Text("A model trained on packed documents", "bold"))
+    print_title(screen, "A model trained on packed documents")
     resumed = f", continued from step {report['resumed_at']}" if report["resumed_at"] else ""
     print_text(
         screen,
@@ -89,12 +88,10 @@ def show(screen: Console, report: Report) -> None:
         f"{report['threads']} threads.",
     )
     rows = table("nats per byte, held-out files", "loss", "", right=("loss",))
-    mark = Text("✓", "green") if report["ok"] else Text("✗", "bold red")
-    rows.add_row("this model", f"{loss['held_out']:.3f}", mark)
+    rows.add_row("this model", f"{loss['held_out']:.3f}", mark(report["ok"]))
     rows.add_row(Text("bigram model", "dim"), f"{loss['bigrams']:.3f}")
     print_table(screen, rows, before=1)
-    screen.print()
-    screen.print(Text("Generated text: three sequences in one pool of pages", "bold"))
+    print_title(screen, "Generated text: three sequences in one pool of pages")
     for text in report["texts"]:
         print_text(screen, text, "cyan", after=1)
     if "picture" in report:
