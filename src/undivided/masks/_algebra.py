@@ -1,8 +1,8 @@
-"""Intersection, union and removal of parts, on the fields of masks."""
+"""Intersection, union and removal of parts of masks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -12,11 +12,13 @@ from undivided.masks._fields import MaskFields
 from undivided.masks._parts import Dense, Documents, GlobalBand, Lengths, Origin, Part, Prefix
 from undivided.masks._predicate import Predicate
 
+M = TypeVar("M", bound=MaskFields)
+
 _FIRST_KEYS = ((None, None), (None, 0))  # the bands of prefix(n) and of sinks(n)
 
 
-def intersection(a: MaskFields, b: object) -> MaskFields:
-    """The fields of ``a & b``."""
+def intersection(a: M, b: object) -> M:
+    """The mask ``a & b``."""
     b = _operand("&", b)
     both = a.parts + tuple(part for part in b.parts if not any(part is mine for mine in a.parts))
     if sum(isinstance(part, Lengths | Documents) for part in both) > 1:
@@ -25,7 +27,8 @@ def intersection(a: MaskFields, b: object) -> MaskFields:
         )
     if sum(isinstance(part, Origin) for part in both) > 1:
         raise InputError("mask", "have one first head", f"{a!r} & {b!r}", "call with_first_head on the joined mask")
-    return MaskFields(_common_align(a, b, "&"), _smaller(a.left, b.left), _smaller(a.right, b.right), both)
+    align, left, right = _common_align(a, b, "&"), _smaller(a.left, b.left), _smaller(a.right, b.right)
+    return type(a)(align, left, right, both)
 
 
 def _union_hint(a: MaskFields, b: MaskFields) -> str:
@@ -36,8 +39,8 @@ def _union_hint(a: MaskFields, b: MaskFields) -> str:
     return "`&` restricts causal to documents; a union of other masks is masks.dense(a.to_dense(...) | b.to_dense(...))"
 
 
-def union(a: MaskFields, b: object) -> MaskFields:
-    """The fields of ``a | b``: one of the two is a band, the other a prefix or sinks."""
+def union(a: M, b: object) -> M:
+    """The mask ``a | b``: one of the two is a band, the other a prefix or sinks."""
     b = _operand("|", b)
     band, first = (b, a) if b.is_band else (a, b)
     bare = len(first.parts) == 1 and isinstance(first.parts[0], Prefix) and first.band in _FIRST_KEYS
@@ -47,26 +50,26 @@ def union(a: MaskFields, b: object) -> MaskFields:
         )
     align = _common_align(a, b, "|")
     if band.left is None and first.right == 0:  # the causal band contains the sinks
-        return MaskFields(align, None, band.right)
+        return type(a)(align, None, band.right)
     if band.is_full:
-        return MaskFields(align)
+        return type(a)(align)
     length = first.parts[0].fields()[0]
     assert isinstance(length, int | Tensor)
     # Sinks after the query's own key are in the window or nowhere: the right side of the band bounds both.
     right = band.right if first.right == 0 else None
-    return MaskFields(align, None, right, (GlobalBand(band.left, band.right, length),))
+    return type(a)(align, None, right, (GlobalBand(band.left, band.right, length),))
 
 
-def split(mask: MaskFields, name: str) -> tuple[Any, MaskFields]:
-    """The part called ``name`` (None if there is none), and the fields that remain without it."""
+def split(mask: M, name: str) -> tuple[Any, M]:
+    """The part called ``name`` (None if there is none), and the mask without it."""
     if name in ("causal", "window", "band"):
         if (mask.left is None and mask.right is None) or (name != "band" and name not in mask.kinds):
             return None, mask
-        return (True if name == "causal" else mask.band), MaskFields(mask.align, None, None, mask.parts)
+        return (True if name == "causal" else mask.band), type(mask)(mask.align, None, None, mask.parts)
     taken = tuple(part for part in mask.parts if part.name == name)
     if not taken:
         return None, mask
-    rest = MaskFields(mask.align, mask.left, mask.right, tuple(part for part in mask.parts if part.name != name))
+    rest = type(mask)(mask.align, mask.left, mask.right, tuple(part for part in mask.parts if part.name != name))
     if isinstance(taken[0], Lengths | Documents):
         return taken[0], rest
     return tuple(_content(part) for part in taken), rest

@@ -13,7 +13,7 @@ from undivided.arguments.tensors import has_dispatch, is_captured, is_traced, ve
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
 from undivided.masks._memory import DerivedValues, TensorIdentities
-from undivided.masks._parts import Documents, Part
+from undivided.masks._parts import Documents, Part, find_part
 from undivided.masks._predicate import Predicate
 from undivided.masks._structure import Structure, mask_kinds, part_detail
 
@@ -119,10 +119,10 @@ class MaskFields(DerivedValues):
     @property
     def document_sizes(self) -> tuple[int, int | None, int | None] | None:
         """``(documents, longest query, longest key)``; a length is None if only a GPU knows it. None: no documents."""
-        for part in self.parts:
-            if isinstance(part, Documents):
-                return part.cu_seqlens_q.shape[0] - 1, part.longest("q"), part.longest("kv")
-        return None
+        documents = find_part(self.parts, Documents)
+        if documents is None:
+            return None
+        return documents.cu_seqlens_q.shape[0] - 1, documents.longest("q"), documents.longest("kv")
 
     def state(self) -> object:
         """A value that changes whenever a tensor of the mask, or one that its predicates capture, changes in place.

@@ -23,7 +23,7 @@ from undivided.errors import InputError
 from undivided.masks import _algebra, _drawing, _spec
 from undivided.masks._alignment import resolve
 from undivided.masks._fields import MaskFields
-from undivided.masks._parts import Blocks, CallSizes, Chunk, Dense, Documents, GlobalBand, Origin
+from undivided.masks._parts import Blocks, CallSizes, Chunk, Dense, Documents, GlobalBand, Origin, find_part
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form import NormalForm, ranges
 
@@ -85,7 +85,7 @@ class Mask(MaskFields):
         causal() & heads from 4
         """
         first_head = as_integer("first_head", first_head, 0)
-        origin = next((part for part in self.parts if isinstance(part, Origin)), Origin(0, 0))
+        origin = find_part(self.parts, Origin) or Origin(0, 0)
         if first_head == origin.head:
             return self
         return self.cached(("first_head", first_head), self._with_origin, Origin(origin.sequence, first_head))
@@ -110,14 +110,13 @@ class Mask(MaskFields):
         >>> window_, rest
         ((4, 0), prefix(9))
         """
-        taken, rest = _algebra.split(self, name)
-        return taken, self if rest is self else _mask(rest)
+        return _algebra.split(self, name)
 
     def __and__(self, other: Mask) -> Mask:
-        return _mask(_algebra.intersection(self, other))
+        return _algebra.intersection(self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return _mask(_algebra.union(self, other))
+        return _algebra.union(self, other)
 
     def check(
         self,
@@ -391,7 +390,3 @@ class Mask(MaskFields):
             as_integer(argument, size, 0)
         self.check(batch, heads, q_len, kv_len, packed=False, device=as_device("device", device))
         return self.normal_form(batch, heads, q_len, kv_len, device)
-
-
-def _mask(fields: MaskFields) -> Mask:
-    return Mask(fields.align, fields.left, fields.right, fields.parts)

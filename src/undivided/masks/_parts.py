@@ -7,8 +7,9 @@ tensors, and again after a tensor was changed in place. ``check_call`` compares 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,8 +36,9 @@ class CallSizes(NamedTuple):
     argument: str
 
 
+@dataclass(frozen=True, eq=False)
 class Part(DerivedValues):
-    """One description of a set of pairs. Subclasses are frozen dataclasses."""
+    """One description of a set of pairs."""
 
     name: ClassVar[str]
     __match_args__: ClassVar[tuple[str, ...]]
@@ -341,6 +343,14 @@ class Origin(Part):
     name: ClassVar[str] = "origin"
     sequence: int
     head: int
+
+
+P = TypeVar("P", bound=Part)
+
+
+def find_part(parts: Iterable[Part], kind: type[P]) -> P | None:
+    """The first part of a kind; None if there is none."""
+    return next((part for part in parts if isinstance(part, kind)), None)
 
 
 def check_entries(call: CallSizes, what: str, value: Field, count: int, unit: str) -> None:

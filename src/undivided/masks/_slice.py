@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from undivided.masks._mask import Mask
-from undivided.masks._parts import Blocks, Chunk, Dense, DocumentIds, GlobalBand, Lengths, Origin, Part, Prefix, Tree
+from undivided.masks._parts import Blocks, Dense, Documents, Origin, Part, find_part
 from undivided.masks._predicate import Predicate, PredicateFunction, register_predicate
 
 
@@ -54,7 +54,7 @@ def slice_mask(mask: Mask, kept: CallSlice, with_origin: bool) -> Mask:
 def _build(mask: Mask, kept: CallSlice, with_origin: bool) -> Mask:
     parts = [_select(part, kept) for part in mask.parts if not isinstance(part, Origin)]
     if with_origin:
-        whole = next((part for part in mask.parts if isinstance(part, Origin)), Origin(0, 0))
+        whole = find_part(mask.parts, Origin) or Origin(0, 0)
         parts.append(Origin(whole.sequence + kept.sequences[0], whole.head + kept.own_heads[0]))
     return dataclasses.replace(mask, parts=tuple(parts))
 
@@ -69,9 +69,7 @@ def _select(part: Part, kept: CallSlice) -> Part:
         return Dense(dense if dense.shape[1] == 1 else dense[:, slice(*kept.own_heads)])
     if isinstance(part, Blocks):
         return dataclasses.replace(part, table=_table(_rows(part.table, kept), kept))
-    if not isinstance(part, Lengths | DocumentIds | Prefix | GlobalBand | Chunk | Tree):
-        return part
-    if (start, stop) == (0, kept.batch):
+    if isinstance(part, Documents) or (start, stop) == (0, kept.batch):
         return part
     sliced: dict[int, Tensor] = {}  # one tensor for both sides stays one: alignments are compared by it
     changes: dict[str, Any] = {}

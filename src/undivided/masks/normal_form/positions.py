@@ -71,10 +71,19 @@ class Geometry:
     @cached_property
     def q_sequence(self) -> Tensor:
         """The batch element of each row, int64 ``[B, Sq]``; packed: the document, ``[1, Sq]``."""
-        if self.q_slot_ends is None:
-            rows = torch.arange(self.batch, device=self.device)[:, None]
-            return rows.expand(self.batch, self.q_len)
-        return _token_slots(self.q_slot_ends, self.q_len)
+        return self._sequences(self.q_slot_ends, self.q_len)
+
+    @cached_property
+    def kv_sequence(self) -> Tensor:
+        """The batch element of each key, int64 ``[B, Sk]``; packed: the document, ``[1, Sk]``."""
+        return self._sequences(self.kv_slot_ends, self.kv_len)
+
+    def _sequences(self, slot_ends: Tensor | None, length: int) -> Tensor:
+        """The sequence of each token; packed tokens after all slots are in the last one."""
+        if slot_ends is None:
+            return torch.arange(self.batch, device=self.device)[:, None].expand(self.batch, length)
+        tokens = torch.arange(length, device=self.device)
+        return torch.searchsorted(slot_ends, tokens, right=True).clamp(max=slot_ends.numel() - 1)[None]
 
     def per_row(self, value: Size) -> Size:
         """A value per sequence (int or ``[N]``) as a value per row: int, ``[B, 1]`` or ``[1, Sq]``."""
@@ -83,6 +92,11 @@ class Geometry:
         if self.q_slot_ends is None:
             return value[:, None]
         return value[self.q_sequence] if value.numel() else 0
+
+    def _per_key(self, value: Size) -> Size:
+        if not isinstance(value, Tensor):
+            return value
+        return value[:, None] if self.kv_slot_ends is None else value[self.kv_sequence]
 
     @cached_property
     def q_position(self) -> Tensor:
@@ -93,17 +107,7 @@ class Geometry:
     @cached_property
     def kv_position(self) -> Tensor:
         """j' of each key, int64 ``[B|1, Sk]``."""
-        keys = torch.arange(self.kv_len, device=self.device)[None]
-        if self.kv_slot_ends is None or not isinstance(self.kv_start, Tensor):
-            return keys - (self.kv_start[:, None] if isinstance(self.kv_start, Tensor) else self.kv_start)
-        return keys - self.kv_start[_token_slots(self.kv_slot_ends, self.kv_len)]
-
-    @cached_property
-    def kv_sequence(self) -> Tensor:
-        """The batch element of each key, int64 ``[B, Sk]``; packed: the document, ``[1, Sk]``."""
-        if self.kv_slot_ends is None:
-            return torch.arange(self.batch, device=self.device)[:, None].expand(self.batch, self.kv_len)
-        return _token_slots(self.kv_slot_ends, self.kv_len)
+        return torch.arange(self.kv_len, device=self.device)[None] - self._per_key(self.kv_start)
 
     @cached_property
     def anchor(self) -> Tensor:
@@ -123,9 +127,7 @@ class Geometry:
         """Whether each key belongs to a sequence, bool ``[B|1, Sk]``; None if all do."""
         if not isinstance(self.kv_size, Tensor):
             return None
-        ends = self.kv_slot_ends
-        size = self.kv_size[:, None] if ends is None else self.kv_size[_token_slots(ends, self.kv_len)]
-        return (self.kv_position >= 0) & (self.kv_position < size)
+        return (self.kv_position >= 0) & (self.kv_position < self._per_key(self.kv_size))
 
 
 def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,9 +137,3 @@ def _slots(cu_seqlens: Tensor, padded: Tensor | None, device: torch.device) -> t
     if real.numel() == 1:
         return offsets, torch.zeros_like(offsets), offsets
     return offsets[:-1], real.diff(), offsets[1:].contiguous()
-
-
-def _token_slots(ends: Tensor, length: int) -> Tensor:
-    """The slot of each token, int64 ``[1, length]``; the last slot for tokens after all slots."""
-    tokens = torch.arange(length, device=ends.device)
-    return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.numel() - 1)[None]

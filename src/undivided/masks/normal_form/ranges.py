@@ -28,6 +28,7 @@ from undivided.masks._parts import (
     Prefix,
     Size,
     Tree,
+    find_part,
 )
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form.block_pairs import BlockPairs
@@ -91,9 +92,8 @@ def build(
 ) -> NormalForm:
     """The normal form of an intersection of parts and a band, for sizes ``(batch, heads, q_len, kv_len)``."""
     batch, heads, q_len, kv_len = sizes
-    for part in parts:
-        if isinstance(part, Ranges):
-            return part.form
+    if (finished := find_part(parts, Ranges)) is not None:
+        return finished.form
     geometry = Geometry.from_parts(parts, bottom_right, batch, q_len, kv_len, device)
     keys: Range = (0, geometry.per_row(geometry.kv_size))
     base = _within(keys, *_band(geometry, *band))
