@@ -6,7 +6,7 @@ import re
 import textwrap
 
 from undivided.diagnosis._entry import PRELUDE, Entry
-from undivided.diagnosis._report import HELPFUL
+from undivided.diagnosis._report import HELPFUL, wrap
 from undivided.diagnosis.entries import AREAS, TABLE
 
 _REFERENCE = re.compile(r"\b([\w.-]+/[\w.-]+)#(\d+)")
@@ -27,7 +27,7 @@ def page() -> str:
     for area, entries in AREAS.items():
         parts += [f"## {area}", *(_section(entry) for entry in entries)]
     parts += ["## An error that is not here", "This information would help to find the cause:"]
-    parts.append("\n".join(_fill(line, "- ", "  ") for line in HELPFUL))
+    parts.append("\n".join(wrap(line, "- ", "  ", _WIDTH) for line in HELPFUL))
     parts.append("*This page is generated: `python -m undivided.diagnosis > docs/troubleshooting.md`.*")
     return "\n\n".join(parts) + "\n"
 
@@ -44,7 +44,7 @@ def _section(entry: Entry) -> str:
             f"### {entry.id}",
             f"**{entry.title}.**",
             f"```text\n{entry.example}\n```",
-            *(_fill(f"*{heading}.* {_escape(words)}") for heading, words in prose.items()),
+            *(wrap(f"*{heading}.* {_escape(words)}", width=_WIDTH) for heading, words in prose.items()),
             f"```python\n{entry.call}\n```",
             f"Source: {_link(entry.source)}",
         ]
@@ -58,9 +58,3 @@ def _escape(prose: str) -> str:
 
 def _link(source: str) -> str:
     return _REFERENCE.sub(r"[\1#\2](https://github.com/\1/issues/\2)", source)
-
-
-def _fill(prose: str, first: str = "", rest: str = "") -> str:
-    return textwrap.fill(
-        prose, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    )

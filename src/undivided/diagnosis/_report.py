@@ -87,30 +87,31 @@ class Diagnosis:
         if self.findings[1:]:
             blocks.append("Also in this text:")
             blocks += [
-                _wrap(f"{finding.entry.title} ({finding.entry.id})", "  ", "    ") for finding in self.findings[1:]
+                wrap(f"{finding.entry.title} ({finding.entry.id})", "  ", "    ") for finding in self.findings[1:]
             ]
         if self.observed:
             values = "; ".join(f"{name} {value}" for name, value in self.observed)
-            blocks.append(_wrap(f"Found in the text: {values}", "", "  "))
+            blocks.append(wrap(f"Found in the text: {values}", "", "  "))
         return "\n".join(blocks)
 
 
 def _format(finding: Finding) -> str:
     entry = finding.entry
-    lines = [_wrap(f"{entry.title} ({entry.id})", "", "  ")]
+    lines = [wrap(f"{entry.title} ({entry.id})", "", "  ")]
     for heading, prose in finding.parts().items():
-        lines.append(_wrap(prose, f"  {heading:<9}", " " * 11))
+        lines.append(wrap(prose, f"  {heading:<9}", " " * 11))
     lines += ["", *(f"      {line}".rstrip() for line in entry.snippet.splitlines()), ""]
-    lines.append(_wrap(entry.source, "  source   ", " " * 11))
+    lines.append(wrap(entry.source, "  source   ", " " * 11))
     return "\n".join(lines)
 
 
 def _unknown() -> str:
     lines = ["This attention error is unknown. This information would help to find the cause:"]
-    return "\n".join(lines + [_wrap(line, "  - ", "    ") for line in HELPFUL])
+    return "\n".join(lines + [wrap(line, "  - ", "    ") for line in HELPFUL])
 
 
-def _wrap(prose: str, first: str, rest: str) -> str:
+def wrap(prose: str, first: str = "", rest: str = "", width: int = WIDTH) -> str:
+    """The prose in lines of at most `width` characters; `first` and `rest` begin the first line and the others."""
     return textwrap.fill(
-        prose, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        prose, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

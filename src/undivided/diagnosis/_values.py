@@ -74,15 +74,11 @@ def alignment(match: re.Match[str], text: str) -> list[str]:
         facts.append(
             f"Length {length} is {rest} over a multiple of 64 (the next is {length + 64 - rest}): {consequence}"
         )
-    return facts + _per_rank(text) + debug_log(match, text)
+    return facts + ranks(match, text) + debug_log(match, text)
 
 
 def ranks(match: re.Match[str], text: str) -> list[str]:
     """Whether lengths are multiples of twice the number of ranks."""
-    return _per_rank(text)
-
-
-def _per_rank(text: str) -> list[str]:
     sizes = [int(n) for n in _RANKS.findall(text) if int(n) > 1]
     return [
         f"Length {length} is not a multiple of 2 * {size} ranks = {2 * size}; the next is "

@@ -151,25 +151,21 @@ def generation_layers(numbers: Numbers) -> list[Tensor]:
     return results
 
 
-def cache_contiguous(numbers: Numbers) -> list[Tensor]:
+def cache_contiguous(numbers: Numbers, quantize: str | None = None) -> list[Tensor]:
     """A contiguous cache: prompts of different lengths, then one token each."""
-    return _cached(KVCache, numbers, quantize=None)
-
-
-def cache_int8(numbers: Numbers) -> list[Tensor]:
-    """The same with int8."""
-    return _cached(KVCache, numbers, quantize="int8")
-
-
-def _cached(kind: type[KVCache], numbers: Numbers, quantize: str | None) -> list[Tensor]:
     k, v, q = numbers(2, 9, 2, 32), numbers(2, 9, 2, 32), numbers(2, 9, 8, 32)
-    cache = kind(2, 64, 2, 32, dtype=k.dtype, device=k.device, quantize=quantize)
+    cache = KVCache(2, 64, 2, 32, dtype=k.dtype, device=k.device, quantize=quantize)
     cache.append(k[:, :6], v[:, :6], lengths=[6, 3])
     results = [cache.attend(q[:, :6])]
     for t in (6, 7, 8):
         cache.append(k[:, t : t + 1], v[:, t : t + 1])
         results.append(cache.attend(q[:, t : t + 1], mask=masks.window(3, 0)))
     return results
+
+
+def cache_int8(numbers: Numbers) -> list[Tensor]:
+    """The same with int8."""
+    return cache_contiguous(numbers, "int8")
 
 
 def cache_paged(numbers: Numbers) -> list[Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from undivided._version import __version__
 from undivided.errors import InputError
+from undivided.report import EXPLORER
 from undivided.report.plots import THEMES, charts
 
 FOLDER = Path(__file__).parent
@@ -54,7 +55,7 @@ def render(
         lstrip_blocks=True,
     )
     # Files of this package. "</" would end the element, so that it is written as an escape of the same text.
-    script = Markup((FOLDER / "mask_explorer.js").read_text(encoding="utf-8").replace("</", "<\\/"))
+    script = Markup(EXPLORER.read_text(encoding="utf-8").replace("</", "<\\/"))
     style = Markup((FOLDER / "report.css").read_text(encoding="utf-8"))
     return environment.get_template("report.html.jinja").render(
         version=__version__,

@@ -151,6 +151,7 @@ def _ratios(report: BenchmarkReport, theme: str) -> Chart | None:
     panels = figure.subplots(1, len(by_name), squeeze=False)[0]
     texts = []
     for (name, groups), axes, colour in zip(by_name.items(), panels, COLOURS[theme] * len(by_name), strict=False):
+        every = [value for values in groups.values() for value in values]
         means = [geometric_mean(values) for values in groups.values()]
         low = [max(mean - min(values), 0.0) for mean, values in zip(means, groups.values(), strict=True)]
         high = [max(max(values) - mean, 0.0) for mean, values in zip(means, groups.values(), strict=True)]
@@ -164,11 +165,10 @@ def _ratios(report: BenchmarkReport, theme: str) -> Chart | None:
             offset = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
             axes.annotate(f"{mean:.2f} x", (end, row), fontsize=7, color=ink, **offset)
         axes.axvline(1, color=ink, linewidth=1)
-        _scale_ratios(axes, [value for values in groups.values() for value in values])
+        _scale_ratios(axes, every)
         axes.set_ylim(max(map(len, by_name.values())) - 0.4, -0.6)
         axes.set_xlabel("its time / our time")
         _plain(axes, theme, name)
-        every = [value for values in groups.values() for value in values]
         texts.append(f"{name} {geometric_mean(every):.2f} ({min(every):.2f} to {max(every):.2f})")
     alternative = f"Time of each competitor divided by ours, geometric mean and range: {', '.join(texts)}."
     return Chart("ratios", "Ratios to the other implementations", alternative, figure)

@@ -21,10 +21,8 @@ PROBLEMS: tuple[tuple[str, masks.Mask, int, int], ...] = (
 )
 """The verified problems: name, mask, queries, keys; GQA with 4 heads on 2."""
 
-Step = Callable[[str], None]
 
-
-def verifications(step: Step) -> list[tuple[str, Report]]:
+def verifications(step: Callable[[str], None]) -> list[tuple[str, Report]]:
     """The verification of every problem on this machine's CPU."""
     verified = []
     for name, mask, q_len, kv_len in PROBLEMS:
@@ -40,7 +38,7 @@ def quick_plan() -> Any:
     return plan(("forward", "decode"), ("fp32", "bf16"), "", quick=True)
 
 
-def quick_benchmark(step: Step) -> dict[str, Any]:
+def quick_benchmark(step: Callable[[str], None]) -> dict[str, Any]:
     """The report of a quick benchmark against PyTorch."""
     settings = Settings(("native",), ("sdpa", "math"), "cpu").hurried()
     return execute(quick_plan(), settings, None, step)

@@ -36,6 +36,9 @@ TASK_SECONDS = 240.0
 
 _attend: Callable[..., Tensor] = attention
 
+MaskAndChange = tuple[masks.Mask | None, Callable[[], None]]
+"""A mask, and a function that writes new values into its memory."""
+
 
 class StaticProblem(NamedTuple):
     """A problem in fixed memory: the arguments of `attention`, the leaves to differentiate, the gradient of the output.
@@ -49,22 +52,26 @@ class StaticProblem(NamedTuple):
     change: Callable[[], None]
 
 
+def _nothing() -> None:
+    pass
+
+
 def _static_problem(
     device: str,
     *,
-    q_len: int,
-    kv_len: int,
+    q_len: int = 256,
+    kv_len: int = 256,
     layout: str = "bshd",
-    batch: int = 2,
     train: bool = True,
-    mask: Callable[[], tuple[Any, Callable[[], None]]],
+    mask: Callable[[str], MaskAndChange] = lambda device: (None, _nothing),
     page_size: int | None = None,
     **more: Tensor,
 ) -> StaticProblem:
-    """A problem with 4 query and 2 key/value heads of size 64, in bf16.
+    """A problem with 2 sequences, 4 query and 2 key/value heads of size 64, in bf16.
 
     page_size: tokens per page, of which the keys are a whole number; None: keys are not paged. more: other arguments.
     """
+    batch = 2
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int, heads: int) -> Tensor:
@@ -77,8 +84,9 @@ def _static_problem(
         count = batch * kv_len // page_size
         pools = (torch.randn(count, page_size, 2, 64, generator=generator) for _ in "kv")
         leaves = leaves[0], *(pool.to(device, torch.bfloat16) for pool in pools)
-        more["pages"] = torch.randperm(count, generator=generator).view(batch, -1).to(device, torch.int32)
-    mask_value, change_mask = mask()
+        more["pages"] = torch.randperm(count, generator=generator).view(batch, -1).int()
+    mask_value, change_mask = mask(device)
+    others = {name: tensor.to(device) for name, tensor in more.items()}
 
     def change() -> None:
         with torch.no_grad():
@@ -86,15 +94,15 @@ def _static_problem(
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
         change_mask()
 
-    arguments = dict(zip("qkv", leaves, strict=True)) | {"layout": layout, "mask": mask_value} | more
+    arguments = dict(zip("qkv", leaves, strict=True)) | {"layout": layout, "mask": mask_value} | others
     return StaticProblem(arguments, tuple(leaf.requires_grad_() for leaf in leaves) if train else (), grad, change)
 
 
-def _nothing() -> None:
-    pass
+def _causal(device: str) -> MaskAndChange:
+    return masks.causal(), _nothing
 
 
-def _lengths(device: str, new: int = 1, other: masks.Mask | None = None) -> tuple[Any, Callable[[], None]]:
+def _lengths(device: str, new: int = 1, other: masks.Mask | None = None) -> MaskAndChange:
     """Two sequences with `new` queries each, and their mask: causal, or another one."""
     lengths = torch.tensor([300, 17], dtype=torch.int32, device=device)
     mask = masks.causal("bottom_right") if other is None else other
@@ -109,12 +117,12 @@ def _lengths(device: str, new: int = 1, other: masks.Mask | None = None) -> tupl
     return mask, change
 
 
-def _documents(device: str) -> tuple[Any, Callable[[], None]]:
+def _documents(device: str) -> MaskAndChange:
     offsets = torch.tensor([0, 70, 200, 256], dtype=torch.int32, device=device)
     return masks.documents(offsets, max_q=256, max_kv=256) & masks.causal(), _nothing
 
 
-def _packed_steps(device: str) -> tuple[Any, Callable[[], None]]:
+def _packed_steps(device: str) -> MaskAndChange:
     q_ends, kv_ends = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ([0, 1, 70], [0, 300, 500]))
 
     def change() -> None:
@@ -123,38 +131,24 @@ def _packed_steps(device: str) -> tuple[Any, Callable[[], None]]:
     return masks.documents(q_ends, kv_ends, max_q=69, max_kv=320) & masks.causal("bottom_right"), change
 
 
-PROBLEMS: dict[str, Callable[[str], StaticProblem]] = {
-    "full": lambda device: _static_problem(device, q_len=200, kv_len=300, mask=lambda: (None, _nothing)),
-    "causal": lambda device: _static_problem(device, q_len=256, kv_len=256, mask=lambda: (masks.causal(), _nothing)),
-    "window-global": lambda device: _static_problem(
-        device, q_len=256, kv_len=256, mask=lambda: (masks.window(32, 0) | masks.prefix(4), _nothing)
-    ),
-    "documents": lambda device: _static_problem(
-        device, q_len=256, kv_len=256, layout="thd", mask=lambda: _documents(device)
-    ),
-    "alibi": lambda device: _static_problem(
-        device,
-        q_len=256,
-        kv_len=256,
-        mask=lambda: (masks.causal(), _nothing),
-        alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.05], device=device),
-    ),
-    "sinks": lambda device: _static_problem(
-        device, q_len=256, kv_len=256, mask=lambda: (masks.causal(), _nothing), sinks=torch.zeros(4, device=device)
-    ),
-    "decode-lengths": lambda device: _static_problem(
-        device, q_len=1, kv_len=320, train=False, mask=lambda: _lengths(device)
-    ),
-    "decode-pages": lambda device: _static_problem(
-        device, q_len=1, kv_len=320, page_size=64, train=False, mask=lambda: _lengths(device)
-    ),
-    "decode-tree": lambda device: _static_problem(
-        device, q_len=4, kv_len=320, train=False, mask=lambda: _lengths(device, 4, masks.tree([-1, 0, 0, 1]))
-    ),
-    "packed-steps": lambda device: _static_problem(
-        device, q_len=70, kv_len=320, layout="thd", page_size=64, train=False, mask=lambda: _packed_steps(device)
-    ),
-}
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "full": {"q_len": 200, "kv_len": 300},
+    "causal": {"mask": _causal},
+    "window-global": {"mask": lambda device: (masks.window(32, 0) | masks.prefix(4), _nothing)},
+    "documents": {"layout": "thd", "mask": _documents},
+    "alibi": {"mask": _causal, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
+    "sinks": {"mask": _causal, "sinks": torch.zeros(4)},
+    "decode-lengths": {"q_len": 1, "kv_len": 320, "train": False, "mask": _lengths},
+    "decode-pages": {"q_len": 1, "kv_len": 320, "train": False, "mask": _lengths, "page_size": 64},
+    "decode-tree": {
+        "q_len": 4, "kv_len": 320, "train": False,
+        "mask": lambda device: _lengths(device, 4, masks.tree([-1, 0, 0, 1])),
+    },
+    "packed-steps": {
+        "q_len": 70, "kv_len": 320, "layout": "thd", "train": False, "mask": _packed_steps, "page_size": 64,
+    },
+}  # fmt: skip
+"""The arguments of `_static_problem` by name."""
 
 
 def _step(problem: StaticProblem, backend: str | None) -> tuple[Tensor, ...]:
@@ -236,7 +230,7 @@ def task_lines(task: Task) -> list[Line]:
 
 def _verdict(check: str, problem: str, name: str, device: str) -> tuple[str, tuple[str, ...]]:
     try:
-        CHECKS[check](PROBLEMS[problem](device), None if name == CHOSEN else name)
+        CHECKS[check](_static_problem(device, **PROBLEMS[problem]), None if name == CHOSEN else name)
     except NoBackendError as refused:
         return "refused", tuple(refused.decision.reasons.get(name, ())) or (str(refused),)
     except Exception as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from undivided._files import replace_text
+from undivided._files import read_json, replace_text
 from undivided.verification import workers
 
 __all__ = ["Line", "Lines", "Task", "command_parser", "in_processes", "pending", "run"]
@@ -92,7 +92,7 @@ class Lines:
 
     def __init__(self, path: Path | None = None, resume: bool = False) -> None:
         self.path, self._written = path, 0.0
-        rows = json.loads(path.read_text()) if resume and path is not None and path.exists() else []
+        rows = read_json(path) if resume and path is not None and path.exists() else []
         self.lines = [Line(**{**row, "detail": tuple(row["detail"])}) for row in rows]
 
     def add(self, line: Line) -> None:

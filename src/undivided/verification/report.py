@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Report", "Row"]
+__all__ = ["Report", "Row", "finite"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Report:
                 {
                     "backend": row.backend,
                     "quantity": row.quantity,
-                    "error": _finite(row.error),
-                    "budget": _finite(row.budget),
+                    "error": finite(row.error),
+                    "budget": finite(row.budget),
                     "ok": row.ok,
                     "undecided": row.undecided,
                     "note": row.note,
@@ -171,5 +171,6 @@ def _format_reasons(name: str, width: int, label: str, reasons: Iterable[str]) -
     return [f"  {name:<{width}}  {label}: {first}", *(f"{indent}{reason}" for reason in rest)]
 
 
-def _finite(number: float) -> float | None:
+def finite(number: float) -> float | None:
+    """The number, or None in place of an infinity or NaN, which JSON does not have."""
     return number if math.isfinite(number) else None
