@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from undivided._files import replace_text
+from undivided._files import read_json, replace_text
 from undivided.benchmarking import markdown, plan
 from undivided.benchmarking.catalogue import GPU_SUITES, SUITES
-from undivided.benchmarking.competitors import selectable_backends
+from undivided.benchmarking.competitors import selectable_backends, wrong_entries
 from undivided.benchmarking.overhead import HostTime, host_times
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.suites import empty_report
@@ -88,7 +88,9 @@ def main() -> int:
             print(f"FAILED {task.suite}/{task.name}: {' '.join(done.failure.split())[-600:]}", flush=True)
         else:
             report["cases"].append(done.value)
-            _print_wrong(done.value)
+            for entry in wrong_entries(done.value):
+                text = entry.get("note") or entry["errors"]
+                print(f"WRONG {task.suite}/{task.name} {entry['name']}: {text}", flush=True)
         _write(options.json, report)
     left = len(tasks) + len(done_before) - len(report["cases"]) - len(report["failed"])
     report["interrupted"] = left > 0
@@ -99,7 +101,7 @@ def main() -> int:
     print(markdown(report))
     if left:
         print(f"not run: {left} (time limit; --resume runs the rest)")
-    return 1 if report["failed"] or any(map(_is_wrong, report["cases"])) else 2 if left else 0
+    return 1 if report["failed"] or any(map(wrong_entries, report["cases"])) else 2 if left else 0
 
 
 def _host(device: str, path: Path | None) -> int:
@@ -128,7 +130,7 @@ def _report(options: argparse.Namespace, fresh: dict[str, Any]) -> dict[str, Any
     """The report to continue with --resume, otherwise the fresh one."""
     if not options.resume or options.json is None or not options.json.exists():
         return fresh
-    report: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(options.json)
     return report | {"failed": {}}
 
 
@@ -136,21 +138,6 @@ def _write(path: Path | None, report: Mapping[str, Any]) -> None:
     """Replace the file, if there is one."""
     if path is not None:
         replace_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
-
-
-def _ours(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [entry for entry in case["entries"] if entry["name"] not in OTHERS]
-
-
-def _is_wrong(case: Mapping[str, Any]) -> bool:
-    return any(not entry["ok"] for entry in _ours(case))
-
-
-def _print_wrong(case: Mapping[str, Any]) -> None:
-    for entry in _ours(case):
-        if not entry["ok"]:
-            text = entry.get("note") or entry["errors"]
-            print(f"WRONG {case['suite']}/{case['name']} {entry['name']}: {text}", flush=True)
 
 
 if __name__ == "__main__":

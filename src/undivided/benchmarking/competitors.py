@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from undivided import masks
 from undivided.arguments import layout as _layout
 from undivided.benchmarking.catalogue import Benchmark
+from undivided.benchmarking.catalogue.benchmark import Absent
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.machine import Machine
@@ -35,7 +36,17 @@ from undivided.verification.cases import Case
 from undivided.verification.contract import available
 from undivided.verification.inputs import Inputs, build
 
-__all__ = ["OTHERS", "Absent", "Competitor", "Prepared", "competitors", "make_all", "prepare", "selectable_backends"]
+__all__ = [
+    "OTHERS",
+    "Absent",
+    "Competitor",
+    "Prepared",
+    "competitors",
+    "make_all",
+    "prepare",
+    "selectable_backends",
+    "wrong_entries",
+]
 
 OTHERS = ("sdpa", "math", "onnxruntime", "flex", "vllm")
 """Competitors that are not backends of this library; "flex" compiles for seconds and is timed only if requested, and
@@ -45,10 +56,6 @@ _attend: Callable[..., Tensor] = scaled_dot_product_attention  # typed for calls
 
 MAX_SCORE_BYTES = 1 << 29
 """Largest score matrix of PyTorch's math path in bytes; it holds a few of them at a time."""
-
-
-class Absent(Exception):
-    """The reason why a competitor does not take part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +165,11 @@ def make_all(
         else:
             participants.append(competitor)
     return participants, absent
+
+
+def wrong_entries(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The entries of a reported case in which a result of this library is wrong."""
+    return [entry for entry in case["entries"] if not entry["ok"] and entry["name"] not in OTHERS]
 
 
 def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> Competitor:
@@ -347,10 +359,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
     extras = problem.features - {"backward"}
     if (problem.mask.kinds and not is_causal) or extras or problem.packed or problem.q_len != problem.kv_len:
         raise Absent("its MultiHeadAttention is timed only on plain and causal problems")
-    try:
-        attend = onnx.multi_head_attention(prepared.call, prepared.tensors, is_causal)
-    except onnx.Unavailable as why:
-        raise Absent(str(why)) from None
+    attend = onnx.multi_head_attention(prepared.call, prepared.tensors, is_causal)
     return Competitor("onnxruntime", attend.label, prepared, attend.call, lambda: {"out": attend.out()})
 
 

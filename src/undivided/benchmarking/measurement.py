@@ -8,7 +8,6 @@ thread is timed by its processor time, which leaves out the time in which other 
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import time
 from collections import defaultdict
@@ -87,7 +86,7 @@ def measure(
         coverage() if groups is None else groups, filter, earlier, _Clock(start + seconds), step
     )
     after = peak.arithmetic(torch.float32).measure()
-    report = _report(cases)
+    report = {**suites.provenance(), "cases": cases}
     measured = ranks(report, source)
     for reason, names in measured.left_out.items():
         left_out["the backends' order changed between turns" if reason == "disturbed" else reason] += names
@@ -171,7 +170,8 @@ def order_is_steady(times: Mapping[str, Sequence[float]]) -> bool:
     >>> order_is_steady({"a": [1.0, 1.0, 1.0, 1.0], "b": [0.5, 0.5, 2.0, 2.0]})
     False
     """
-    fastest = min(times, key=lambda name: statistics.median(times[name]))
+    medians = timing.medians(times)
+    fastest = min(medians, key=lambda name: medians[name])
     for name, others in times.items():
         if name != fastest:
             ratios = [other / own for other, own in zip(others, times[fastest], strict=True)]
@@ -246,13 +246,4 @@ def _race(competitors: Sequence[Competitor], clock: _Clock) -> tuple[dict[str, f
     if not order_is_steady(times) and clock.left() > turns.number * turns.seconds:
         more = timing.turn_times(calls, turns.number, turns.calls, watch)
         times = {name: [*times[name], *more[name]] for name in times}
-    return {name: statistics.median(each) for name, each in times.items()}, order_is_steady(times)
-
-
-def _report(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": suites.machine(),
-        "commit": suites.commit(),
-        "cases": cases,
-    }
+    return timing.medians(times), order_is_steady(times)

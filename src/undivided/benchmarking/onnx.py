@@ -9,23 +9,21 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import dtype_name
+from undivided.benchmarking.catalogue.benchmark import Absent
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 
-__all__ = ["Attend", "Unavailable", "group_query_attention", "multi_head_attention"]
+__all__ = ["Attend", "group_query_attention", "multi_head_attention"]
 
 OPSET = 17
 """Version of the standard operators, of which the model uses none; onnxruntime has it since 1.12."""
-
-
-class Unavailable(Exception):
-    """The reason why onnxruntime cannot take part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +41,11 @@ def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Atten
     Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0), which would slow the next competitor.
 
     Raises:
-        Unavailable: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
+        Absent: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
     """
     problem = call.problem
-    model = _require(problem.dtype, problem.device, lambda: _model(problem.heads, call.scale, is_causal))
-    session, version = _session(model)
+    model = partial(_model, problem.heads, call.scale, is_causal)
+    session, version = _session(problem.dtype, problem.device, model)
     feed = {
         name: x.detach().transpose(1, 2).flatten(2).contiguous().numpy()
         for name, x in zip(("query", "key", "value"), tensors.heads_first(call.problem.layout), strict=True)
@@ -63,24 +61,19 @@ def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Atten
     return Attend(f"onnxruntime {version} MultiHeadAttention", run, out)
 
 
-def _require(dtype: torch.dtype, device: str, build: Callable[[], bytes]) -> bytes:
-    """The model that `build` makes; Unavailable if onnxruntime is missing, or not timed in this dtype."""
+def _session(dtype: torch.dtype, device: str, model: Callable[[], bytes]) -> tuple[Any, str]:
+    """A session of a model with the threads of torch, and the version of onnxruntime; Absent if it cannot be timed."""
     for package in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
-            raise Unavailable(f"{package} is not installed (pip install 'undivided[bench]')")
+            raise Absent(f"{package} is not installed (pip install 'undivided[bench]')")
     if dtype != torch.float32 or device != "cpu":
-        raise Unavailable(f"{dtype_name(dtype)} on {device} (it is timed only in fp32 on a CPU)")
-    return build()
-
-
-def _session(model: bytes) -> tuple[Any, str]:
-    """A session of the model with the threads of torch, and the version of onnxruntime."""
+        raise Absent(f"{dtype_name(dtype)} on {device} (it is timed only in fp32 on a CPU)")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(model(), options, providers=["CPUExecutionProvider"])
     return session, onnxruntime.__version__
 
 
@@ -93,12 +86,11 @@ def group_query_attention(scale: float, q: Tensor, k: Sequence[Tensor], v: Seque
         k, v: one [L, N, D] per sequence.
 
     Raises:
-        Unavailable: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
+        Absent: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
     """
     batch, new, heads, dim = q.shape
     kv_heads, longest = k[0].shape[1], max(map(len, k))
-    model = _require(q.dtype, q.device.type, lambda: _group_query_model(heads, kv_heads, scale))
-    session, version = _session(model)
+    session, version = _session(q.dtype, q.device.type, partial(_group_query_model, heads, kv_heads, scale))
     from onnxruntime import OrtValue
 
     def last(tensors: Sequence[Tensor]) -> Tensor:

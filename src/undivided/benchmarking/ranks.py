@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from undivided.benchmarking.catalogue.benchmark import BACKWARD
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.request.problem import Problem
@@ -20,8 +21,6 @@ from undivided.selection.measured import Entry, Place, Run, Table
 __all__ = ["Ranks", "add", "describe_place", "ranks"]
 
 TimedCase = Mapping[str, Any]
-BACKWARD = "-backward"
-"""The suffix of the names of cases that time a backward alone."""
 
 
 class Ranks(NamedTuple):

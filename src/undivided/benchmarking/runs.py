@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +18,11 @@ from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import Competitor, Prepared
 from undivided.benchmarking.peak import Probe
 from undivided.benchmarking.ranks import describe_place
-from undivided.benchmarking.timing import Steady, Stopwatch
+from undivided.benchmarking.timing import Steady
 from undivided.machine import Machine
 from undivided.request.flops import backward_flops, forward_flops
 from undivided.verification.budget import UNDECIDED
+from undivided.verification.report import finite
 from undivided.verification.sample import Sample, sample_of
 
 __all__ = ["Settings", "describe", "run", "run_small", "verify"]
@@ -42,7 +42,6 @@ class Settings:
         patience: seconds of timing per benchmark.
         small_patience: seconds of timing per benchmark of the suite "small".
         attempts: largest number of attempts if a run is disturbed.
-        watch: the stopwatch; None is that of the device, with `clock`.
         clock: of the stopwatch and the probes on a CPU; `time.process_time`, for one thread, leaves out the time in
             which other processes have the core.
         best: the largest rate of each probe so far.
@@ -54,7 +53,6 @@ class Settings:
     patience: float = 1.0
     small_patience: float = 0.1
     attempts: int = timing.ATTEMPTS
-    watch: Stopwatch | None = None
     clock: timing.Clock = time.perf_counter
     best: dict[str, float] = field(default_factory=dict)
 
@@ -70,12 +68,8 @@ class Settings:
 
     def race(self, competitors: Mapping[str, timing.Function], patience: float) -> timing.Race:
         """The times of alternating competitors."""
-        return timing.race(competitors, patience, self.stopwatch, self.witness, self.attempts)
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        """`watch`, or the stopwatch of the device."""
-        return self.watch or timing.stopwatch(self.device, self.clock)
+        watch = timing.stopwatch(self.device, self.clock)
+        return timing.race(competitors, patience, watch, self.witness, self.attempts)
 
 
 def run(benchmark: Benchmark, settings: Settings) -> TimedCase:
@@ -198,8 +192,8 @@ def _judge(competitor: Competitor, sample: Sample) -> Entry:
         return {"ok": False, "errors": {}, "note": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
     errors = {
         name: {
-            "error": _finite(error),
-            "budget": _finite(sample.max_errors[name]),
+            "error": finite(error),
+            "budget": finite(sample.max_errors[name]),
             "ok": name not in sample.undecided and error <= sample.max_errors[name],
         }
         for name, error in measured.items()
@@ -316,7 +310,3 @@ def _goal(what: str, target: float, measured: float, at_most: bool = False) -> d
         "met": short <= 0,
         "short": max(short, 0.0),
     }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -161,9 +161,7 @@ def empty_report(planned: Plan, settings: Settings) -> dict[str, Any]:
     """A report without cases: the time, the machine, the commit and the settings."""
     return {
         "schema": SCHEMA,
-        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(settings.device),
-        "commit": commit(),
+        **provenance(settings.device),
         "quick": planned.quick,
         "settings": {name: getattr(settings, name) for name in ("backends", "others", "patience", "attempts")}
         | {"clock": "processor time" if settings.clock is time.process_time else "wall time"},
@@ -171,6 +169,12 @@ def empty_report(planned: Plan, settings: Settings) -> dict[str, Any]:
         "failed": {},
         "cases": [],
     }
+
+
+def provenance(device: str = "cpu") -> dict[str, Any]:
+    """When, on which machine and at which commit a report is measured."""
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"when": when, "machine": machine(device), "commit": commit()}
 
 
 def _fill(report: dict[str, Any], planned: Plan, settings: Settings, step: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -93,7 +93,7 @@ def interleaved(competitors: Mapping[str, Function], turns: int, calls: int) -> 
     """
     for function in competitors.values():
         function()  # the first call fills caches and starts threads
-    return _run_turns(competitors, turns, dict.fromkeys(competitors, calls), _by_clock)
+    return medians(turn_times(competitors, turns, dict.fromkeys(competitors, calls)))
 
 
 class Witness:
@@ -145,7 +145,7 @@ def race(
     races: list[tuple[float, Race]] = []
     while True:
         before = witness.slowness() if witness else 1.0
-        seconds = _run_turns(competitors, turns, calls, watch)
+        seconds = medians(turn_times(competitors, turns, calls, watch))
         slowness = max(before, witness.slowness()) if witness else before
         races.append((slowness, Race(seconds, turns, slowness > SLOWER)))
         if slowness <= SLOWER or len(races) == attempts:
@@ -175,13 +175,6 @@ def plan_turns(
     return Turns(most if seconds * most <= patience else max(int(patience / seconds), least), calls, seconds)
 
 
-def _run_turns(
-    competitors: Mapping[str, Function], turns: int, calls: Mapping[str, int], watch: Stopwatch
-) -> dict[str, float]:
-    times = turn_times(competitors, turns, calls, watch)
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
 def turn_times(
     competitors: Mapping[str, Function], turns: int, calls: Mapping[str, int], watch: Stopwatch = _by_clock
 ) -> dict[str, list[float]]:
@@ -196,6 +189,11 @@ def turn_times(
         for name, function in competitors.items():
             seconds[name].append(watch(function, calls[name]) / calls[name])
     return seconds
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each competitor's times."""
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 class Reading(NamedTuple):

@@ -7,7 +7,6 @@ a wrong result is never measured.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from undivided import masks
 from undivided.arguments.tensors import dtype_name
 from undivided.backends.triton import BACKEND
 from undivided.backends.triton.inputs import architecture
+from undivided.benchmarking.timing import stopwatch
 from undivided.kernels.triton import config
 from undivided.kernels.triton.config import Config
 from undivided.request.call import Call
@@ -66,6 +66,11 @@ def tune(
         turns: timings per candidate; the median counts.
         step: called with the name of each pass before it starts.
     """
+    watch = stopwatch(device)
+
+    def median_seconds(run: Callable[[], object]) -> float:
+        return statistics.median(watch(run, 1) for _ in range(turns))
+
     for dtype in dtypes:
         for width in widths:
             for one_pass in _passes(device, dtype, width, length):
@@ -73,7 +78,7 @@ def tune(
                 tiles = candidates
                 if tiles is None:
                     tiles = config.candidates(one_pass.name, architecture(torch.device(device)))
-                yield _fastest(one_pass, dtype.itemsize, width, tiles, turns)
+                yield _fastest(one_pass, dtype.itemsize, width, tiles, median_seconds)
 
 
 def _passes(device: str, dtype: torch.dtype, width: int, length: int) -> Iterator[Pass]:
@@ -107,9 +112,15 @@ def _runner(call: Call, tensors: Tensors, grad: bool) -> Callable[[], tuple[Tens
 
 
 @torch.no_grad()
-def _fastest(one_pass: Pass, itemsize: int, width: int, candidates: tuple[Config, ...], turns: int) -> TuneResult:
+def _fastest(
+    one_pass: Pass,
+    itemsize: int,
+    width: int,
+    candidates: tuple[Config, ...],
+    median_seconds: Callable[[Callable[[], object]], float],
+) -> TuneResult:
     right = one_pass.run()
-    before = _seconds(one_pass.run, turns)
+    before = median_seconds(one_pass.run)
     best, best_seconds, tried = one_pass.tile, before, 0
     for tile in candidates:
         with config.trial(one_pass.name, tile):
@@ -120,7 +131,7 @@ def _fastest(one_pass: Pass, itemsize: int, width: int, candidates: tuple[Config
             if not all(_are_close(a, b) for a, b in zip(result, right, strict=True)):
                 continue
             tried += 1
-            seconds = _seconds(one_pass.run, turns)
+            seconds = median_seconds(one_pass.run)
         if seconds < best_seconds:
             best, best_seconds = tile, seconds
     return TuneResult(one_pass.name, itemsize, width, best, best_seconds, before, tried)
@@ -130,17 +141,3 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
     """Whether two results agree within a few roundings: other tiles sum in another order."""
     scale = b.float().abs().max().clamp(min=1e-6)
     return bool((a.float() - b.float()).abs().max() <= 8 * torch.finfo(b.dtype).eps * scale)
-
-
-def _seconds(run: Callable[[], object], turns: int) -> float:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    times = []
-    for _ in range(turns):
-        if device is not None:
-            torch.accelerator.synchronize()
-        start = time.perf_counter()
-        run()
-        if device is not None:
-            torch.accelerator.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

@@ -1,10 +1,11 @@
-"""`Benchmark`, one problem to time, and `Goal`, its targets."""
+"""`Benchmark`, one problem to time, `Goal`, its targets, and `Absent`, why a competitor does not take part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -13,6 +14,10 @@ from undivided.verification.cases import Case
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": FLOAT, "bf16": BFLOAT, "fp16": HALF})
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Absent(Exception):
+    """The reason why a competitor does not take part in a benchmark."""
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,18 @@ class Benchmark:
     def name(self) -> str:
         """The dtype and the name of the case, such as ``bf16-d128-2048-causal``."""
         return f"{_NAMES[self.dtype]}-{self.case.name}"
+
+
+BACKWARD = "-backward"
+"""The suffix of the names of cases that time a backward alone."""
+
+
+def backward_of(case: Case) -> Case:
+    """The same problem, named as a backward, in which every tensor that can have a gradient needs one."""
+    return replace(case, name=f"{case.name}{BACKWARD}", needs=None)
+
+
+def decoding(name: str, batch: int, keys: int, **rest: Any) -> Case:
+    """One query per sequence over a cache, with 32 heads on 8, of size 128, if `rest` does not change them."""
+    sizes: dict[str, Any] = {"batch": batch, "q_len": 1, "kv_len": keys, "heads": 32, "kv_heads": 8, "qk_dim": 128}
+    return Case(name, needs=(), **{**sizes, **rest})

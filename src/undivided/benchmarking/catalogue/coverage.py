@@ -8,14 +8,13 @@ limit may end the list anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
 from undivided import masks
-from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark
+from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark, backward_of, decoding
 from undivided.verification.cases import Case
 
 __all__ = ["coverage"]
@@ -36,16 +35,16 @@ def coverage() -> Iterator[tuple[Benchmark, ...]]:
     """
     for dtype, width in product((FLOAT, BFLOAT), (64, 128)):
         yield _square("causal", 512, width, dtype, backward=True, mask=masks.causal)
-        yield _decoding("gqa", 4096, 4, width, dtype, kv_heads=8)
+        yield _decoding("gqa", 4096, 4, width, dtype)
     for (name, options), dtype, width in product(_STRUCTURES, (FLOAT, BFLOAT), (64, 128)):
         yield _square(name, 2048, width, dtype, **options)
         yield _square(name, 128, width, dtype, backward=True, **options)
         if name != "causal":
             yield _square(name, 512, width, dtype, backward=True, **options)
     for dtype, width in product((FLOAT, BFLOAT), (64, 128)):
-        yield _decoding("gqa", 1024, 16, width, dtype, kv_heads=8)
-        yield _decoding("gqa", 16384, 1, width, dtype, kv_heads=8)
-        yield _decoding("gqa-lengths", 4096, 4, width, dtype, kv_heads=8, mask=_halves)
+        yield _decoding("gqa", 1024, 16, width, dtype)
+        yield _decoding("gqa", 16384, 1, width, dtype)
+        yield _decoding("gqa-lengths", 4096, 4, width, dtype, mask=_halves)
         yield _square("window", 2048, width, dtype, mask=lambda: masks.window(255, 0))
     for length, heads, dtype, width in product((16, 32), (8, 64), (FLOAT, BFLOAT), (64, 128)):
         yield _square(f"causal-h{heads}", length, width, dtype, backward=True, mask=masks.causal, heads=heads)
@@ -57,7 +56,7 @@ def coverage() -> Iterator[tuple[Benchmark, ...]]:
     for dtype, width in ((HALF, 64), (HALF, 128), (FLOAT, 32), (BFLOAT, 32), (FLOAT, 256), (BFLOAT, 256)):
         for length in (128, 512, 2048):
             yield _square("causal", length, width, dtype, backward=length == 512, mask=masks.causal)
-        yield _decoding("gqa", 4096, 4, width, dtype, kv_heads=8)
+        yield _decoding("gqa", 4096, 4, width, dtype)
 
 
 def _halves() -> masks.Mask:
@@ -75,23 +74,9 @@ def _square(
     forward = Benchmark("ranks", case, dtype)
     if not backward:
         return (forward,)
-    return forward, Benchmark("ranks", replace(case, name=f"{case.name}-backward", needs=None), dtype, backward=True)
+    return forward, Benchmark("ranks", backward_of(case), dtype, backward=True)
 
 
-def _decoding(
-    name: str, keys: int, batch: int, width: int, dtype: torch.dtype, kv_heads: int, **rest: Any
-) -> tuple[Benchmark]:
-    """One query per sequence over a cache, with 32 heads."""
-    case = Case(
-        f"decode-{name}-{keys}-d{width}",
-        layout="bshd",
-        batch=batch,
-        q_len=1,
-        kv_len=keys,
-        heads=32,
-        kv_heads=kv_heads,
-        qk_dim=width,
-        needs=(),
-        **rest,
-    )
+def _decoding(name: str, keys: int, batch: int, width: int, dtype: torch.dtype, **rest: Any) -> tuple[Benchmark]:
+    case = decoding(f"decode-{name}-{keys}-d{width}", batch, keys, layout="bshd", qk_dim=width, **rest)
     return (Benchmark("ranks", case, dtype, reads=True),)

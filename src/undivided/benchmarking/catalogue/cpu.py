@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from undivided import masks
-from undivided.arguments.layout import Layout
-from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark, Goal
+from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark, Goal, backward_of, decoding
 from undivided.masks import Mask
 from undivided.verification.cases import Case
 
-_FULL, _CAUSAL = None, masks.causal
 _FORWARD_GOALS = {  # (dtype, head size): (full, causal)
     (FLOAT, 128): (0.90, 0.87),
     (FLOAT, 64): (0.87, 0.84),
@@ -30,9 +29,14 @@ _HEADS = {512: 8, 2048: 4, 8192: 1}
 """Heads per sequence length, so that a call takes between a few milliseconds and a few tenths of a second."""
 
 
-def _square(name: str, length: int, heads: int, dim: int, **rest: object) -> Case:
-    """One sequence with as many keys as queries."""
-    return Case(name, layout="bhsd", batch=1, q_len=length, heads=heads, qk_dim=dim, needs=(), **rest)  # type: ignore[arg-type]
+def _square(name: str, length: int, heads: int, dim: int, *, batch: int = 1, **rest: Any) -> Case:
+    """As many keys as queries; one sequence by default."""
+    return Case(name, layout="bhsd", batch=batch, q_len=length, heads=heads, qk_dim=dim, needs=(), **rest)
+
+
+def _causal_or_full(length: int, heads: int, dim: int, causal: bool) -> Case:
+    kind = "causal" if causal else "full"
+    return _square(f"d{dim}-{length}-{kind}", length, heads, dim, mask=masks.causal if causal else None)
 
 
 def forward() -> Iterator[Benchmark]:
@@ -41,18 +45,11 @@ def forward() -> Iterator[Benchmark]:
         for length, heads in _HEADS.items():
             short = length == 512
             for causal in (False, True):
-                case = _square(
-                    f"d{dim}-{length}-{'causal' if causal else 'full'}",
-                    length,
-                    heads,
-                    dim,
-                    mask=_CAUSAL if causal else _FULL,
-                )
+                case = _causal_or_full(length, heads, dim, causal)
                 fraction = (_SHORT_GOALS[dtype] if short else goals)[causal]
                 goal = Goal(fraction, () if short else _FASTER[dtype])
-                yield Benchmark(
-                    "forward", case, dtype, goal=goal, quick=dim == 128 and length == 2048 and dtype != HALF
-                )
+                quick = dim == 128 and length == 2048 and dtype != HALF
+                yield Benchmark("forward", case, dtype, goal=goal, quick=quick)
 
 
 def backward() -> Iterator[Benchmark]:
@@ -60,22 +57,10 @@ def backward() -> Iterator[Benchmark]:
     for dtype in (FLOAT, BFLOAT, HALF):
         for dim in (128,) if dtype == HALF else (128, 64):
             for causal in (False, True):
-                case = _square(
-                    f"d{dim}-2048-{'causal' if causal else 'full'}-backward",
-                    2048,
-                    4,
-                    dim,
-                    mask=_CAUSAL if causal else _FULL,
-                )
+                case = backward_of(_causal_or_full(2048, 4, dim, causal))
                 goal = Goal(_BACKWARD_GOALS[dtype][causal], (("sdpa", _BACKWARD_FASTER[dtype]),))
-                yield Benchmark(
-                    "backward",
-                    replace(case, needs=None),
-                    dtype,
-                    backward=True,
-                    goal=goal,
-                    quick=dim == 128 and causal and dtype != HALF,
-                )
+                quick = dim == 128 and causal and dtype != HALF
+                yield Benchmark("backward", case, dtype, backward=True, goal=goal, quick=quick)
 
 
 @functools.cache
@@ -138,29 +123,10 @@ def decode() -> Iterator[Benchmark]:
     for dtype in (FLOAT, BFLOAT):
         for kind, layout, page in (("bhsd", "bhsd", None), ("bshd", "bshd", None), ("paged16", "bshd", 16)):
             for batch in (1, 8):
-                case = _decoding(f"{kind}-batch{batch}", layout, batch, page)  # type: ignore[arg-type]
+                lengths = functools.partial(masks.lengths, _LENGTHS[:batch]) if batch > 1 or page else None
+                case = decoding(f"{kind}-batch{batch}", batch, 16384, layout=layout, page_size=page, mask=lengths)
                 goal = Goal(0.85 if kind == "bhsd" else 0.75)
                 yield Benchmark("decode", case, dtype, goal=goal, reads=True, quick=batch == 1 and kind != "bshd")
-
-
-def _decoding(name: str, layout: Layout, batch: int, page_size: int | None) -> Case:
-    """One query per sequence, 32 heads and 8 key heads, up to 16384 keys."""
-    lengths: Callable[[], Mask] | None = (lambda: masks.lengths(_LENGTHS)) if batch > 1 else None
-    if page_size is not None and lengths is None:
-        lengths = lambda: masks.lengths([16384])  # noqa: E731
-    return Case(
-        name,
-        layout=layout,
-        batch=batch,
-        q_len=1,
-        kv_len=16384,
-        heads=32,
-        kv_heads=8,
-        qk_dim=128,
-        mask=lengths,
-        page_size=page_size,
-        needs=(),
-    )
 
 
 SMALL_LIMIT = 1 << 31
@@ -177,15 +143,7 @@ def small() -> Iterator[Benchmark]:
                     for length in (1, 16, 100, 256, 1024):
                         if batch * heads * length * length * dim * 2 > SMALL_LIMIT:
                             continue
-                        direction = "-backward" if backward else ""
-                        case = Case(
-                            f"b{batch}-h{heads}-{length}-d{dim}{direction}",
-                            layout="bhsd",
-                            batch=batch,
-                            q_len=length,
-                            heads=heads,
-                            qk_dim=dim,
-                            needs=None if backward else (),
-                        )
+                        case = _square(f"b{batch}-h{heads}-{length}-d{dim}", length, heads, dim, batch=batch)
+                        case = backward_of(case) if backward else case
                         quick = dim == 64 and dtype != HALF and heads == 8 and length in (1, 100)
                         yield Benchmark("small", case, dtype, backward=backward, goal=goal, quick=quick)

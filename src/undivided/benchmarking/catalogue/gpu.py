@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from undivided import masks
-from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark, Goal
+from undivided.benchmarking.catalogue.benchmark import BFLOAT, FLOAT, HALF, Benchmark, Goal, backward_of, decoding
 from undivided.benchmarking.catalogue.cpu import packed_documents
 from undivided.masks import Mask
 from undivided.verification.cases import Case
@@ -91,7 +91,7 @@ def _forward_and_backward(
             pairs=1.15 if pairs else None,
             kernel_faster=(("flex", 1.0),),
         )
-        directed = replace(case, name=f"{case.name}-backward", needs=None) if backward else replace(case, needs=())
+        directed = backward_of(case) if backward else replace(case, needs=())
         without = replace(directed, mask=None) if pairs else None
         yield Benchmark("gpu", directed, dtype, backward, without, goal, quick=quick)
 
@@ -102,31 +102,12 @@ def gpu_decode() -> Iterator[Benchmark]:
     for batch in (1, 64):
         for length in (8192, 32768, 131072):
             if batch * length <= 64 * 32768:
-                case = Case(
-                    f"decode-batch{batch}-{length}",
-                    batch=batch,
-                    q_len=1,
-                    kv_len=length,
-                    heads=32,
-                    kv_heads=8,
-                    qk_dim=128,
-                    needs=(),
-                )
+                case = decoding(f"decode-batch{batch}-{length}", batch, length)
                 yield Benchmark("gpu-decode", case, BFLOAT, goal=goal, reads=True, quick=length == 8192)
     for batch, length in ((64, 8192), (8, 32768)):
         for name, page in (("lengths", None), ("paged16", 16), ("paged256", 256)):
-            case = Case(
-                f"{name}-batch{batch}-{length}",
-                batch=batch,
-                q_len=1,
-                kv_len=length,
-                heads=32,
-                kv_heads=8,
-                qk_dim=128,
-                mask=functools.partial(_spread_lengths, batch, length),
-                page_size=page,
-                needs=(),
-            )
+            lengths = functools.partial(_spread_lengths, batch, length)
+            case = decoding(f"{name}-batch{batch}-{length}", batch, length, mask=lengths, page_size=page)
             yield Benchmark("gpu-decode", case, BFLOAT, goal=goal, reads=True)
 
 

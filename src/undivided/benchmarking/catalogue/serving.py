@@ -26,7 +26,7 @@ PAGE = 128
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """One step of an engine: the new tokens and the cached tokens, new ones included, of each sequence.
 
     Attributes:
@@ -88,36 +88,38 @@ class Step:
         return Case(name, needs=(), **{**sizes, **packed, **self.options})
 
 
-def _decode(**fields: Any) -> Step:
+def _decode(**fields: Any) -> EngineStep:
     """16 sequences decode over 3072 keys."""
-    return Step((1,) * 16, (3072,) * 16, **fields)
+    return EngineStep((1,) * 16, (3072,) * 16, **fields)
 
 
 _TREE = (-1, 0, 0, 1, 1, 2, 2, 3)
 _LATENTS = {"heads": 16, "kv_heads": 1, "qk_dim": 576, "v_dim": 512, "memory": "latent"}
 """DeepSeek V2 Lite's."""
-STEPS: Mapping[str, Step] = MappingProxyType(
+STEPS: Mapping[str, EngineStep] = MappingProxyType(
     {
         "decode-16x3k": _decode(quick=True),
-        "decode-16-mixed": Step((1,) * 16, tuple(range(256, 256 * 17, 256))),
-        "decode-32x128": Step((1,) * 32, (128,) * 32),
-        "mixed-4x256-after-2k-16-decode": Step((256,) * 4 + (1,) * 16, (2304,) * 4 + (3072,) * 16),
-        "mixed-512-after-0-31-decode": Step((512,) + (1,) * 31, (512,) + (1024,) * 31),
-        "drafts-2-8x4k": Step((2,) * 8, (4096,) * 8),
-        "drafts-4-8x4k": Step((4,) * 8, (4096,) * 8),
-        "drafts-8-8x4k": Step((8,) * 8, (4096,) * 8),
-        "prefill-8x512": Step((512,) * 8, (512,) * 8, page_size=None),
-        "tree-8-8x4k": Step((8,) * 8, (4096,) * 8, tree=_TREE, within=1.05),
+        "decode-16-mixed": EngineStep((1,) * 16, tuple(range(256, 256 * 17, 256))),
+        "decode-32x128": EngineStep((1,) * 32, (128,) * 32),
+        "mixed-4x256-after-2k-16-decode": EngineStep((256,) * 4 + (1,) * 16, (2304,) * 4 + (3072,) * 16),
+        "mixed-512-after-0-31-decode": EngineStep((512,) + (1,) * 31, (512,) + (1024,) * 31),
+        "drafts-2-8x4k": EngineStep((2,) * 8, (4096,) * 8),
+        "drafts-4-8x4k": EngineStep((4,) * 8, (4096,) * 8),
+        "drafts-8-8x4k": EngineStep((8,) * 8, (4096,) * 8),
+        "prefill-8x512": EngineStep((512,) * 8, (512,) * 8, page_size=None),
+        "tree-8-8x4k": EngineStep((8,) * 8, (4096,) * 8, tree=_TREE, within=1.05),
         "chosen-6-of-24-pages-16x3k": _decode(within=0.3, chosen=(0, 5, 10, 15, 22, 23)),
-        "latents-4x2k": Step((1,) * 4, (2048,) * 4, options=_LATENTS, reads=1 / 1.15),
-        "latents-64-after-1k-3-decode": Step((64,) + (1,) * 3, (1088,) + (2048,) * 3, options=_LATENTS),
+        "latents-4x2k": EngineStep((1,) * 4, (2048,) * 4, options=_LATENTS, reads=1 / 1.15),
+        "latents-64-after-1k-3-decode": EngineStep((64,) + (1,) * 3, (1088,) + (2048,) * 3, options=_LATENTS),
         "int8-16x3k": _decode(within=0.6, options={"quantized": "int8"}),
         "fp8_e4m3-16x3k": _decode(within=0.6, options={"quantized": "fp8_e4m3"}),
         "fp8_e5m2-16x3k": _decode(within=0.6, options={"quantized": "fp8_e5m2"}),
         "int4-16x3k": _decode(within=0.4, options={"quantized": "int4"}),
-        "shared-2k-of-32x2.25k": Step((1,) * 32, (2304,) * 32, within=0.25, options={"shared_pages": 2048 // PAGE}),
+        "shared-2k-of-32x2.25k": EngineStep(
+            (1,) * 32, (2304,) * 32, within=0.25, options={"shared_pages": 2048 // PAGE}
+        ),
         "batch-invariant-16x3k": _decode(within=1.25, batch_invariant=True),
-        "batch-invariant-4x256-after-2k-16-decode": Step(
+        "batch-invariant-4x256-after-2k-16-decode": EngineStep(
             (256,) * 4 + (1,) * 16, (2304,) * 4 + (3072,) * 16, within=1.25, batch_invariant=True
         ),
     }
@@ -125,7 +127,7 @@ STEPS: Mapping[str, Step] = MappingProxyType(
 
 
 def serving() -> Iterator[Benchmark]:
-    """Packed batches of sequences in different phases; those with a feature of `Step` are timed in bf16 alone."""
+    """Packed batches of sequences in different phases; those with a feature of `EngineStep` are timed in bf16 alone."""
     for dtype in (FLOAT, BFLOAT):
         for name, step in STEPS.items():
             if dtype == BFLOAT or step.tree or (step.within is None and not step.options):

@@ -19,7 +19,7 @@ from undivided.benchmarking.competitors import Absent, Competitor, Prepared
 from undivided.benchmarking.serving import vllm
 from undivided.cache import PagedKVCache
 from undivided.functional import attention
-from undivided.masks._parts import Blocks, Tree
+from undivided.masks._parts import Blocks, Tree, find_part
 
 __all__ = ["MAKERS", "Group", "groups"]
 
@@ -57,7 +57,7 @@ def groups(prepared: Prepared) -> list[Group]:
     """
     q, (k, v) = prepared.tensors.q.detach(), prepared.floating_keys
     documents, _ = prepared.call.mask.take("documents")
-    trees = next((part.parents.flatten() for part in prepared.call.mask.parts if isinstance(part, Tree)), None)
+    tree = find_part(prepared.call.mask.parts, Tree)
     new, cached = (offsets.diff().tolist() for offsets in (documents.cu_seqlens_q, documents.cu_seqlens_kv))
     if (pages := prepared.call.pages) is None:
         keys, values = list(k.split(cached)), list(v.split(cached))
@@ -70,15 +70,16 @@ def groups(prepared: Prepared) -> list[Group]:
     for count, run in groupby(new):
         size = len(list(run))
         rows, tokens = slice(first, first + size), slice(first_token, first_token + size * count)
-        tree = None if trees is None else trees[tokens].view(size, count)
-        result.append(Group(q[tokens].unflatten(0, (size, count)), keys[rows], values[rows], first, tree))
+        parents = None if tree is None else tree.parents.flatten()[tokens].view(size, count)
+        result.append(Group(q[tokens].unflatten(0, (size, count)), keys[rows], values[rows], first, parents))
         first_token, first = tokens.stop, rows.stop
     return result
 
 
 def _chosen_pages(prepared: Prepared) -> Tensor | None:
     """The pages that the queries of each sequence see, [B, n]; None if all."""
-    return next((part.table[:, 0, 0] for part in prepared.call.mask.parts if isinstance(part, Blocks)), None)
+    blocks = find_part(prepared.call.mask.parts, Blocks)
+    return None if blocks is None else blocks.table[:, 0, 0]
 
 
 def _visible_groups(prepared: Prepared) -> list[Group]:
@@ -190,10 +191,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
         follows = 1 < group.q.shape[1] < min(group.lengths)
         for rows in range(len(group.k)) if follows else [slice(None)]:
             rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
-            try:
-                attend = onnx.group_query_attention(prepared.call.scale, group.q[rows], group.k[rows], group.v[rows])
-            except onnx.Unavailable as why:
-                raise Absent(str(why)) from None
+            attend = onnx.group_query_attention(prepared.call.scale, group.q[rows], group.k[rows], group.v[rows])
             calls.append(attend.out)
             label = attend.label
     return _competitor("onnxruntime", label, prepared, calls)
@@ -202,16 +200,13 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
 def _vllm(prepared: Prepared) -> Competitor:
     """vLLM's operator for CPUs on the packed batch, with pages of its own format."""
     all_groups = _causal_groups(prepared)
-    try:
-        attend = vllm.attention(
-            torch.cat([group.q.flatten(0, 1) for group in all_groups]),
-            [k for group in all_groups for k in group.k],
-            [v for group in all_groups for v in group.v],
-            [group.q.shape[1] for group in all_groups for _ in group.k],
-            prepared.call.scale,
-        )
-    except vllm.Unavailable as why:
-        raise Absent(str(why)) from None
+    attend = vllm.attention(
+        torch.cat([group.q.flatten(0, 1) for group in all_groups]),
+        [k for group in all_groups for k in group.k],
+        [v for group in all_groups for v in group.v],
+        [group.q.shape[1] for group in all_groups for _ in group.k],
+        prepared.call.scale,
+    )
     return _competitor("vllm", "vLLM cpu_attention_with_kv_cache", prepared, [lambda: attend()[None]])
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LIBRARY", "Unavailable", "attention"]
+from undivided.benchmarking.catalogue.benchmark import Absent
+
+__all__ = ["LIBRARY", "attention"]
 
 LIBRARY = "UNDIVIDED_VLLM_LIBRARY"
 """The environment variable with the path of a library that registers csrc/cpu/cpu_attn.cpp's three operators in the
@@ -26,17 +28,13 @@ HEAD_DIM = 128
 """The only head size that the library has to be compiled for."""
 
 
-class Unavailable(Exception):
-    """The reason why vLLM cannot take part."""
-
-
 @functools.cache
 def _operators() -> Any:
     path = os.environ.get(LIBRARY, "")
     if not path:
-        raise Unavailable(f"{LIBRARY} is not set (the path of a library with vLLM's CPU attention operators)")
+        raise Absent(f"{LIBRARY} is not set (the path of a library with vLLM's CPU attention operators)")
     if not Path(path).is_file():
-        raise Unavailable(f"{LIBRARY}={path} is not a file")
+        raise Absent(f"{LIBRARY}={path} is not a file")
     torch.ops.load_library(path)
     return torch.ops.vllm_cpu_attention
 
@@ -56,11 +54,11 @@ def attention(
         scale: factor of the scores.
 
     Raises:
-        Unavailable: the library is not available, or lacks this head size.
+        Absent: the library is not available, or lacks this head size.
     """
     operators = _operators()
     if q.shape[2] != HEAD_DIM:
-        raise Unavailable(f"head size {q.shape[2]} (it is timed only with {HEAD_DIM})")
+        raise Absent(f"head size {q.shape[2]} (it is timed only with {HEAD_DIM})")
     lengths = [len(x) for x in k]
     counts = [-(-length // PAGE) for length in lengths]
     heads, kv_heads, dim = q.shape[1], k[0].shape[1], q.shape[2]

@@ -16,7 +16,7 @@ from undivided._files import read_json
 from undivided.backends import get
 from undivided.benchmarking import DTYPES, SUITES, Plan, execute, markdown, plan, tables
 from undivided.benchmarking.catalogue import GPU_SUITES
-from undivided.benchmarking.competitors import OTHERS, selectable_backends
+from undivided.benchmarking.competitors import OTHERS, selectable_backends, wrong_entries
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
@@ -146,7 +146,7 @@ def bench(
         complain(f"{name}: {why}")
     if report["interrupted"]:
         raise typer.Exit(INTERRUPTED)
-    if _wrong(report) or report["failed"]:
+    if report["failed"] or any(map(wrong_entries, report["cases"])):
         raise typer.Exit(1)
 
 
@@ -249,8 +249,3 @@ def _show_table(figures: Table) -> None:
     print_table(screen, rows, before=1)
     for note in figures.notes:
         print_text(screen, note, "dim")
-
-
-def _wrong(report: dict[str, Any]) -> bool:
-    """Whether any result of the library is wrong."""
-    return any(not entry["ok"] for case in report["cases"] for entry in case["entries"] if entry["name"] not in OTHERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -197,19 +198,17 @@ def _decide(batch: Batch) -> Decision:
     return explain(*leaves, layout="thd", mask=batch.packed_mask())
 
 
-def _times(times: dict[str, comparison.Times]) -> list[Report]:
+def _times(times: dict[str, list[tuple[float, float]]]) -> list[Report]:
     """The median times, and their ratios to those of the first way."""
-    rows = []
-    base = sum(next(iter(times.values())).medians)
-    for name, measured in times.items():
-        forward, backward = measured.medians
-        rows.append(
-            {
-                "name": name,
-                "forward_seconds": forward,
-                "backward_seconds": backward,
-                "ratio": (forward + backward) / base,
-                "rounds": len(measured.forward),
-            }
-        )
-    return rows
+    medians = {name: [statistics.median(one) for one in zip(*rounds, strict=True)] for name, rounds in times.items()}
+    base = sum(next(iter(medians.values())))
+    return [
+        {
+            "name": name,
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "ratio": (forward + backward) / base,
+            "rounds": len(times[name]),
+        }
+        for name, (forward, backward) in medians.items()
+    ]

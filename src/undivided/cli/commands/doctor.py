@@ -133,15 +133,14 @@ def _origin() -> str:
 
 def _environment() -> list[dict[str, str]]:
     """The variables with our prefixes that are set, including those that have no effect."""
-    ours = {name for name in os.environ if name.startswith("UNDIVIDED_")}
-    nvte = {name for name in os.environ if name.startswith("NVTE_")}
+    names = sorted(name for name in os.environ if name.startswith(("UNDIVIDED_", "NVTE_")))
     return [
         {
             "name": name,
             "value": os.environ[name],
             "meaning": VARIABLES.get(name, "unknown to undivided, ignored") + _missing_file(name),
         }
-        for name in sorted(ours | nvte)
+        for name in names
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,15 +88,14 @@ def _build(
     mask_flags: MaskFlags, expression: str | None, q_len: int | None, kv_len: int | None, batch: int | None
 ) -> tuple[masks.Mask, tuple[int, int, int]]:
     """The mask, and (batch, queries, keys): as given, otherwise sizes that show its structure."""
-    parts = [MaskFlags(mask=expression).build(0, 0)] if expression else []
-    rest = mask_flags.build(0, 0) if q_len is None or kv_len is None else mask_flags.build(q_len, kv_len)
-    parts += [rest] if rest is not None else []
+    of_flags = mask_flags.build(0, 0) if q_len is None or kv_len is None else mask_flags.build(q_len, kv_len)
+    parts = (MaskFlags(mask=expression).build(0, 0) if expression else None, of_flags)
     present = [part for part in parts if part is not None]
     if not present:
         raise InputError(
             "mask", "be given", "none", hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0"
         )
-    built = present[0] if len(present) == 1 else present[0] & present[1]
+    built = reduce(operator.and_, present)
     natural = natural_sizes(built)
     has_own = bool(built.kinds & SIZED)
     queries = q_len or (natural[2] if has_own or kv_len is None else kv_len)

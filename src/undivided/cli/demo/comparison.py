@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,19 +39,6 @@ class Way:
     call: AttentionFunction
     poison: float = 0.0
     is_ours: bool = True
-
-
-@dataclass
-class Times:
-    """The seconds of every round, forward and backward."""
-
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-
-    @property
-    def medians(self) -> tuple[float, float]:
-        """The median seconds (forward, backward)."""
-        return statistics.median(self.forward), statistics.median(self.backward)
 
 
 def our_ways(batch: Batch) -> list[Way]:
@@ -146,13 +132,15 @@ MAX_SECONDS = 20.0
 """Seconds after which no new round starts; there is at least one round."""
 
 
-def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]) -> dict[str, Times]:
-    """The times of all ways, which alternate in every round, so that other load affects all of them alike."""
+def race(
+    ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]
+) -> dict[str, list[tuple[float, float]]]:
+    """The seconds (forward, backward) of every round by way; ways alternate, so that other load affects all alike."""
     ready = {}
     for way in ways:
         leaves = [batch.arrange(x, way.layout).requires_grad_() for x in (batch.q, batch.k, batch.v)]
         ready[way.name] = leaves, batch.arrange(batch.grad, way.layout)
-    times = {way.name: Times() for way in ways}
+    times: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
     start = time.perf_counter()
     for _ in range(rounds):
         if time.perf_counter() - start > MAX_SECONDS:
@@ -164,6 +152,5 @@ def race(ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], N
             out = way.call(*leaves)
             middle = time.perf_counter()
             torch.autograd.grad(out, leaves, grad)
-            times[way.name].forward.append(middle - forward_start)
-            times[way.name].backward.append(time.perf_counter() - middle)
+            times[way.name].append((middle - forward_start, time.perf_counter() - middle))
     return times
