@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,45 +258,34 @@ def _add_figures(case: TimedCase, seconds: Mapping[str, float], benchmark: Bench
     case["goals"] = list(_goals(case, benchmark)) if ours else []
 
 
-def _goals(case: TimedCase, benchmark: Benchmark) -> list[dict[str, Any]]:
-    goal, results = benchmark.goal, []
+def _goals(case: TimedCase, benchmark: Benchmark) -> Iterator[dict[str, Any]]:
+    goal = benchmark.goal
     entries = {entry["name"]: entry for entry in case["entries"] if "seconds" in entry}
     ours = entries["undivided"]
     if goal.fraction is not None:
-        what = "reads" if benchmark.reads else "peak"
-        results.append(_goal(what, goal.fraction, ours["fraction"]))
+        yield _goal("reads" if benchmark.reads else "peak", goal.fraction, ours["fraction"])
     for name, factor in goal.faster:
         if name in entries and factor * (entries[name].get("fraction") or 0) <= 1:
-            results.append(_goal(f"x {name}", factor, entries[name]["of_ours"]))
+            yield _goal(f"x {name}", factor, entries[name]["of_ours"])
     if goal.within is not None and "without" in entries:
-        results.append(
-            _goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True)
-        )
-    results += _kernel_goals(entries, benchmark)
+        yield _goal("x without it", goal.within, ours["seconds"] / entries["without"]["seconds"], at_most=True)
+    # our own GPU kernel, whether it was chosen or timed in addition
+    kernel = ours if ours["label"] == "triton" else entries.get("triton")
+    if kernel is not None:
+        if goal.kernel is not None:
+            yield _goal("peak by triton", goal.kernel, kernel["fraction"])
+        for name, factor in goal.kernel_faster:
+            if name in entries:
+                yield _goal(f"x {name} by triton", factor, entries[name]["seconds"] / kernel["seconds"])
     if goal.pairs is not None and case.get("share_of_pairs") and "without" in entries:
         predicted = entries["without"]["seconds"] * case["share_of_pairs"]
-        results.append(_goal("x its pairs", goal.pairs, ours["seconds"] / predicted, at_most=True))
+        yield _goal("x its pairs", goal.pairs, ours["seconds"] / predicted, at_most=True)
     others = [entry["of_ours"] for name, entry in entries.items() if name not in ("undivided", "without")]
     if goal.best is not None and others:
-        results.append(_goal("x the best other", goal.best, 1 / min(others), at_most=True))
+        yield _goal("x the best other", goal.best, 1 / min(others), at_most=True)
     if goal.allowance is not None and "sdpa" in entries:
         limit = goal.allowance[0] * entries["sdpa"]["seconds"] + goal.allowance[1]
-        results.append(_goal("seconds", limit, ours["seconds"], at_most=True))
-    return results
-
-
-def _kernel_goals(entries: Mapping[str, Entry], benchmark: Benchmark) -> list[dict[str, Any]]:
-    """The goals of our own GPU kernel, whether it was chosen or timed in addition."""
-    goal, chosen = benchmark.goal, entries["undivided"]
-    kernel = chosen if chosen["label"] == "triton" else entries.get("triton")
-    if kernel is None:
-        return []
-    results = [] if goal.kernel is None else [_goal("peak by triton", goal.kernel, kernel["fraction"])]
-    for name, factor in goal.kernel_faster:
-        if name in entries:
-            ratio = entries[name]["seconds"] / kernel["seconds"]
-            results.append(_goal(f"x {name} by triton", factor, ratio))
-    return results
+        yield _goal("seconds", limit, ours["seconds"], at_most=True)
 
 
 def _goal(what: str, target: float, measured: float, at_most: bool = False) -> dict[str, Any]:

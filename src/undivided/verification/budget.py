@@ -92,7 +92,12 @@ def relative_error(value: Tensor, right: Tensor) -> float:
     >>> relative_error(torch.zeros(3), torch.ones(3))
     1.0
     """
-    return distance(value, right) / (float(right[right.isfinite()].double().norm()) or 1.0)
+    return distance(value, right) / (norm(right) or 1.0)
+
+
+def norm(right: Tensor) -> float:
+    """The norm of the finite entries, in fp64."""
+    return float(right[right.isfinite()].double().norm())
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +176,8 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
             )
         errors = _plain_errors(call, tensors, upstream, right)
         right = {name: x for name, x in right.items() if name in errors}
-        norms = {name: float(x[x.isfinite()].norm()) for name, x in right.items()}
-    scale = {name: norm if norm > errors[name] else 1.0 for name, norm in norms.items()}
+        norms = {name: norm(x) for name, x in right.items()}
+    scale = {name: size if size > errors[name] else 1.0 for name, size in norms.items()}
     max_errors = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))

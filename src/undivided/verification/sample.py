@@ -19,7 +19,7 @@ from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.verification import oracle
-from undivided.verification.budget import FACTOR, distance, undecided_quantities
+from undivided.verification.budget import FACTOR, distance, norm, undecided_quantities
 from undivided.verification.pieces import Piece, Quantities, Upstream, kv_span
 from undivided.verification.plain_attention import orders, plain_piece
 
@@ -55,7 +55,7 @@ class Sample:
         """The relative error of "out", "dq", "dk" or "dv" in the sample, from the full tensor [B, heads, S, D]."""
         right = self.right[name]
         sampled = torch.cat([value[_slices(name, piece, self.problem)].flatten() for piece in self.pieces])
-        return distance(sampled, right, self.zero[name]) / (_norm(right) or 1.0)
+        return distance(sampled, right, self.zero[name]) / (norm(right) or 1.0)
 
     def met(self, name: str, value: Tensor) -> bool:
         """Whether the sample of a quantity is within its budget; False if it is undecided."""
@@ -97,14 +97,10 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
             plain = gather(plain_values)
             worst = {name: max(worst[name], distance(plain[name], right[name])) for name in names}
     eps = torch.finfo(problem.dtype).eps
-    norms = {name: _norm(right[name]) for name in names}
+    norms = {name: norm(right[name]) for name in names}
     max_errors = {name: FACTOR * worst[name] / (norms[name] or 1.0) + eps for name in names}
     zero = {name: reached[name] == 0 for name in names}
     return Sample(problem, pieces, right, zero, max_errors, undecided_quantities(worst, norms))
-
-
-def _norm(right: Tensor) -> float:
-    return float(right[right.isfinite()].norm())
 
 
 def _pieces(problem: Problem, whole_heads: bool) -> tuple[Piece, ...]:

@@ -59,30 +59,31 @@ class Batch:
             return packed.clone()
         size = {"b": len(self.lengths), "s": self.longest, "h": packed.shape[1], "d": packed.shape[2]}
         padded = packed.new_full([size[axis] for axis in layout], fill)
-        view = padded.permute([layout.index(axis) for axis in "bshd"])
-        view[self._document(), self._position()] = packed
+        _as_bshd(padded, layout)[self._document(), self._position()] = packed
         return padded
 
     def pack(self, tensor: Tensor, layout: str) -> Tensor:
         """The real tokens of an arranged tensor, [T, X, D]."""
         if layout == "thd":
             return tensor
-        packed: Tensor = tensor.permute([layout.index(axis) for axis in "bshd"])[self._document(), self._position()]
-        return packed
+        return _as_bshd(tensor, layout)[self._document(), self._position()]
 
     def padding(self, tensor: Tensor, layout: str) -> Tensor:
         """The padding of an arranged tensor."""
         if layout == "thd":
             return tensor[:0]
         is_real = torch.arange(self.longest) < torch.tensor(self.lengths).unsqueeze(-1)
-        padding: Tensor = tensor.permute([layout.index(axis) for axis in "bshd"])[~is_real]
-        return padding
+        return _as_bshd(tensor, layout)[~is_real]
 
     def _document(self) -> Tensor:
         return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
 
     def _position(self) -> Tensor:
         return torch.cat([torch.arange(length) for length in self.lengths])
+
+
+def _as_bshd(tensor: Tensor, layout: str) -> Tensor:
+    return tensor.permute([layout.index(axis) for axis in "bshd"])
 
 
 def embed(documents: Sequence[Document], dtype: torch.dtype, seed: int = 0) -> Batch:
