@@ -257,8 +257,9 @@ class _SavedArguments(NamedTuple):
     def read(ctx: Any) -> _SavedArguments:
         saved: Sequence[Any] = ctx.saved_tensors
         end = _TENSOR_COUNT + ctx.mask_tensors
-        seed, pages, *others = saved[end:]
-        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], list(saved[_TENSOR_COUNT:end]), seed, pages, *ctx.constants)
+        seed, pages, handle, *others = saved[end:]
+        mask = list(saved[_TENSOR_COUNT:end])
+        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], mask, seed, pages, *ctx.constants, handle)
         return _SavedArguments(Arguments(*first), others)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from undivided._bounded import Bounded
 from undivided.arguments.tensors import versions
 from undivided.masks import Mask
 from undivided.masks._predicate import Predicate
@@ -29,9 +30,8 @@ _library = torch.library.Library("undivided", "FRAGMENT")
 _library.define("mask(Tensor[] tensors, str spec, SymInt[] numbers) -> Tensor")
 _ATTRIBUTE = "_undivided_mask"
 
-_recent: dict[object, tuple[Sequence[Tensor], Mask]] = {}
+_recent: Bounded[object, tuple[Sequence[Tensor], Mask]] = Bounded(16)
 """An entry holds its tensors, so that no others can have their ids."""
-_MAX_RECENT = 16
 
 
 def handle(spec: str, tensors: list[Tensor], numbers: list[int]) -> Tensor:
@@ -61,8 +61,6 @@ def read(handle: Tensor | None, spec: str, tensors: Sequence[Tensor], numbers: S
     mask = Mask.unflatten(spec, tensors, numbers)
     contents = versions(mask.tensors)
     if contents is not None and all(type(content) is bytes for content in contents) and Predicate.name not in spec:
-        if len(_recent) >= _MAX_RECENT:
-            _recent.clear()
         _recent[key] = tensors, mask
     return mask
 

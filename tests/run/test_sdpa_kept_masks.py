@@ -1,0 +1,101 @@
+"""scaled_dot_product_attention analyses a boolean mask once for all layers that get the same tensor."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import undivided
+from undivided import sdpa
+from undivided.masks.normal_form import ranges
+
+sdp = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Filled with an entry for each mask whose ranges are computed."""
+    seen: list[object] = []
+    build = ranges.build
+
+    def counted(*arguments: object) -> object:
+        seen.append(arguments[0])
+        return build(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ranges, "build", counted)
+    return seen
+
+
+def inputs(length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.randn(3, 2, 4, length, 16)
+    return q, k, v
+
+
+def random_mask(*shape: int) -> Tensor:
+    return (torch.rand(shape) < 0.6) | torch.eye(shape[-1], dtype=torch.bool)[: shape[-2]]
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (4, 9, 9), (2, 1, 9, 9), (1, 1, 1, 9)])
+def test_a_mask_is_analysed_once(builds: list[object], shape: tuple[int, ...]) -> None:
+    mask = random_mask(*shape)
+    for _ in range(3):
+        q, k, v = inputs()
+        torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
+    assert len(builds) == 1
+
+
+def set_one(mask: Tensor) -> None:
+    mask[0, 3] = ~mask[0, 3]
+
+
+def write_through_data(mask: Tensor) -> None:
+    mask.data[2] = True
+
+
+def replace_memory(mask: Tensor) -> None:
+    mask.data = random_mask(*mask.shape)
+
+
+def replace_strides(mask: Tensor) -> None:
+    mask.data = mask.data.t()
+
+
+@pytest.mark.parametrize("change", [set_one, write_through_data, replace_memory, replace_strides])
+def test_a_mask_that_changes_counts_with_its_new_values(change: Callable[[Tensor], None]) -> None:
+    (q, k, v), mask = inputs(), random_mask(9, 9)
+    undivided.scaled_dot_product_attention(q, k, v, mask)
+    change(mask)
+    torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
+
+
+def test_a_large_mask_in_memory_of_numpy_counts_with_its_new_values() -> None:
+    (q, k, v), array = inputs(160), random_mask(160, 160).numpy().copy()
+    mask = torch.from_numpy(array)
+    undivided.scaled_dot_product_attention(q, k, v, mask)
+    array[7] = True
+    torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
+
+
+def test_is_causal_is_another_mask() -> None:
+    (q, k, v), mask = inputs(), torch.ones(9, 9, dtype=torch.bool)
+    full = undivided.scaled_dot_product_attention(q, k, v, mask)
+    causal = undivided.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    torch.testing.assert_close(causal, sdp(q, k, v, is_causal=True))
+    torch.testing.assert_close(full, sdp(q, k, v))
+
+
+def test_masks_go_with_their_tensors() -> None:
+    gc.collect()
+    before = len(sdpa._kept_masks)
+    mask = random_mask(9, 9)
+    undivided.scaled_dot_product_attention(*inputs(), mask)
+    assert len(sdpa._kept_masks) == before + 1
+    del mask
+    assert len(sdpa._kept_masks) == before
+    for _ in range(20):  # their ids repeat
+        (q, k, v), mask = inputs(), random_mask(9, 9)
+        torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
