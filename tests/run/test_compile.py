@@ -292,6 +292,23 @@ def test_dropout_without_a_seed_draws_a_new_pattern_at_every_call_and_repeats_un
     torch.testing.assert_close(layer(q), first)
 
 
+def test_compiled_calls_and_vmap_draw_the_seeds_of_eager_calls() -> None:
+    """Seeds differed in their highest bit: half of the calls had another pattern."""
+    q = torch.randn(1, 16, 2, 8)
+
+    def layer(q: Tensor) -> Tensor:
+        return undivided.attention(q, q, q, layout="bshd", dropout_p=0.5)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    batched = torch.vmap(layer, randomness="same")
+    for seed in range(8):
+        found = []
+        for call in (layer, compiled, lambda q: batched(q[None])[0]):
+            torch.manual_seed(seed)
+            found.append(call(q))
+        torch.testing.assert_close(found, [found[0]] * 3)
+
+
 def test_autocast_inside_the_graph_casts_as_in_eager_mode() -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

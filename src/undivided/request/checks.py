@@ -301,11 +301,10 @@ def checked_seed(seed: int | Tensor, device: torch.device) -> int | Tensor:
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A 0-d int64 seed from the generator of the device; recomputation in activation checkpointing draws it again."""
-    # vmap(randomness="different") writes to no shared memory
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return torch.randint(2**63 - 1, (), device=device)
-    return torch.empty((), dtype=torch.int64, device=device).random_()
+    """A 0-d int64 seed from the generator of the device; recomputation in activation checkpointing draws it again.
+
+    The operation writes to no memory, so that compiled calls and vmap draw the same seeds."""
+    return torch.randint(2**62, (), device=device)
 
 
 def check_seed(seed: object, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.quantization import head_size
 from undivided.request.call import Call
-from undivided.request.checks import check_seed, checked_mask
+from undivided.request.checks import check_seed, checked_mask, draw_seed
 from undivided.request.normalise import check_types
 from undivided.request.request import OPTIONAL_TENSORS, Options, Request, Tensors
 from undivided.request.result import lse_dtype
@@ -102,7 +102,7 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
     if isinstance(seed, Tensor):
         return seed
     # an int is a constant of the graph; None is drawn inside the graph at every call
-    return torch.randint(2**62, (), device=device) if seed is None else torch.tensor(seed, device=device)
+    return draw_seed(device) if seed is None else torch.tensor(seed, device=device)
 
 
 def _call_operator(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
