@@ -155,6 +155,20 @@ def test_dropout_drops_what_one_process_drops(strategy: str) -> None:
     assert differences(one, other), "another seed drops others, so that the test can fail"
 
 
+@pytest.mark.parametrize("strategy", WORLDS)
+def test_a_batch_of_incoming_gradients_is_one_gradient_after_the_other(strategy: str) -> None:
+    def rank(group: SimulatedGroup) -> None:
+        cp = undivided.ContextParallel(group, strategy).bind(11)  # type: ignore[arg-type]
+        q = cp.shard(torch.randn(1, 11, 4, 8), "bshd").requires_grad_()
+        out = undivided.attention(q, q, q, layout="bshd", mask=masks.causal(), context_parallel=cp)
+        incoming = torch.randn(3, *out.shape)
+        (batched,) = torch.autograd.grad(out, q, incoming, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(out, q, gradient, retain_graph=True)[0] for gradient in incoming]
+        assert torch.equal(batched, torch.stack(each))
+
+    simulate(WORLDS[strategy], rank)
+
+
 def test_the_same_backends_run_forward_and_backward() -> None:
     inputs = build(Case("", q_len=24, heads=4, mask=masks.causal), torch.float32)
 

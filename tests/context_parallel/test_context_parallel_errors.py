@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 import undivided
 from undivided import masks
@@ -39,6 +41,38 @@ def test_different_arguments_are_an_error_on_each_rank(what: str) -> None:
         return "raised"
 
     assert simulate(3, rank, timeout=20) == ["raised"] * 3
+
+
+def _layer(cp: undivided.ContextParallel, **options: Any) -> undivided.DotProductAttention:
+    layer = undivided.DotProductAttention(2, 4, qkv_format="bshd", **options)
+    layer.set_context_parallel_group(cp)
+    return layer
+
+
+OTHER_CALLS: dict[str, tuple[Callable[[undivided.ContextParallel], undivided.DotProductAttention], str]] = {
+    "train-and-eval": (
+        lambda cp: _layer(cp, attention_dropout=0.1).train(cp.rank == 1),
+        r"attention on ranks 0, 2; ContextParallel.seed\(\), for dropout in training mode on rank 1",
+    ),
+    "largest-scores": (
+        lambda cp: _layer(cp, return_max_logit=cp.rank == 1),
+        r"attention on ranks 0, 2; ContextParallel.max_logit\(\) on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_a_rank_with_another_mode_of_a_layer_is_an_error_on_each_rank(name: str) -> None:
+    """gloo ended the process: a seed is a message of another size than the comparison of arguments."""
+    build, message = OTHER_CALLS[name]
+
+    def rank(group: SimulatedGroup) -> None:
+        cp = undivided.ContextParallel(group).bind(12)
+        q = cp.shard(torch.randn(1, 12, 2, 4), "bshd")
+        with pytest.raises(undivided.InputError, match=f"the call must be the same on every rank, got {message}"):
+            build(cp)(q, q, q)
+
+    simulate(3, rank, timeout=20)
 
 
 def test_different_strategies_are_an_error_on_each_rank() -> None:
@@ -91,16 +125,43 @@ def test_a_mask_changed_between_forward_and_backward_is_an_error() -> None:
     simulate(2, rank)
 
 
-def test_create_graph_is_refused_and_not_silently_wrong() -> None:
+@pytest.mark.parametrize("loss", [torch.sum, lambda out: out.square().sum()], ids=["linear", "quadratic"])
+def test_create_graph_is_refused_and_not_silently_wrong(loss: Callable[[Tensor], Tensor]) -> None:
+    """A penalty on the gradients of a linear loss had no gradient of its own."""
+
     def rank(group: SimulatedGroup) -> None:
         q = torch.randn(1, 6, 2, 4, requires_grad=True)
         cp = undivided.ContextParallel(group).bind(12)
         out = undivided.attention(q, q, q, layout="bshd", context_parallel=cp)
-        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+        with pytest.raises(undivided.InputError, match="create_graph must be False under context parallelism"):
+            torch.autograd.grad(loss(out), q, create_graph=True)
 
     simulate(2, rank)
+
+
+def _forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(x, x))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "grad": lambda function, x: torch.func.grad(lambda x: function(x).sum())(x),
+    "vmap": lambda function, x: torch.func.vmap(function)(x[None]),
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+    "forward-mode": _forward_mode,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused(name: str) -> None:
+    """On one rank, because forward mode is a state of the whole process."""
+
+    def rank(group: SimulatedGroup) -> None:
+        arguments = shards(undivided.ContextParallel(group), 12)
+        with pytest.raises(undivided.InputError, match=r"context_parallel must be None under torch\.func, vmap and"):
+            TRANSFORMS[name](lambda q: undivided.attention(**arguments | {"q": q}), arguments["q"])  # type: ignore[arg-type, return-value]
+
+    simulate(1, rank)
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +12,9 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.context_parallel import Placement
-from undivided.context_parallel.sharding import balanced, imbalance, row_pairs
+from undivided.context_parallel import Placement, simulate
+from undivided.context_parallel.exchange.simulate import SimulatedGroup
+from undivided.context_parallel.sharding import _named_owner, balanced, imbalance, row_pairs
 from undivided.masks import Mask
 
 NAMES = st.sampled_from(["zigzag", "contiguous", "balanced"])
@@ -139,3 +142,50 @@ def test_sharding_and_gathering_are_differentiable() -> None:
     weights = torch.randn(7, 2)
     (ranks[0].unshard([cp.shard(x, dim=0) for cp in ranks], dim=0) * weights).sum().backward()
     assert torch.equal(x.grad, weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced"])
+def test_ranks_that_were_used_in_inference_mode_serve_training(name: Any) -> None:
+    """Autograd cannot save tensors of inference mode."""
+
+    def rank(group: SimulatedGroup) -> None:
+        cp, x = undivided.ContextParallel(group, placement=name), torch.randn(1, 38, 2, 4)
+        bound = cp.bind(38, mask=masks.causal())
+        ranks = [bound] if name == "balanced" else [cp, bound]
+        for evaluates in (True, False):
+            for cp in ranks:
+                with torch.inference_mode(evaluates):
+                    whole = x.clone().requires_grad_()
+                    q = cp.shard(whole, "bshd")
+                    out = undivided.attention(q, q, q, layout="bshd", mask=masks.causal(), context_parallel=cp)
+                    loss = cp.unshard(out, "bshd").square().sum()
+                if not evaluates:
+                    assert torch.autograd.grad(loss, whole)[0].any()
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.causal(), masks.documents(torch.tensor([0, 7, 19])) & masks.causal()], ids=["causal", "packed"]
+)
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced"])
+def test_the_default_device_changes_no_placement(name: Any, mask: Mask) -> None:
+    """As ``torch.set_default_device("cuda")``, or a model that is built on the meta device."""
+
+    def rank(group: SimulatedGroup) -> list[int]:
+        q = torch.randn(1, 19, 2, 4, device="cpu")
+        with torch.device("meta"):
+            cp = undivided.ContextParallel(group, placement=name).bind(19, mask=mask)
+            own = cp.shard(q, "bshd")
+            undivided.attention(own, own, own, layout="bshd", mask=mask, context_parallel=cp)
+            return cp.positions().tolist()
+
+    _named_owner.cache_clear()
+    found = simulate(2, rank)
+    ranks = [undivided.ContextParallel(rank=r, world=2, placement=name).bind(19, mask=mask) for r in range(2)]
+    assert found == [cp.positions().tolist() for cp in ranks]
+
+
+def test_a_mask_of_no_batch_elements_is_bound() -> None:
+    mask = masks.dense(torch.ones(0, 1, 6, 6, dtype=torch.bool))
+    assert undivided.ContextParallel(rank=0, world=2, placement="balanced").bind(6, mask=mask).positions().numel() == 3

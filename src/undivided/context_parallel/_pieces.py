@@ -87,7 +87,7 @@ def needed_keys(form: NormalForm, rows: Tensor, keys: Tensor) -> Tensor:
 def union_of_rows(shares: Sequence[Share]) -> Tensor:
     """The rows of all shares, ascending, without duplicates."""
     if not shares:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     return shares[0].rows if len(shares) == 1 else torch.cat([share.rows for share in shares]).unique()
 
 

@@ -25,6 +25,7 @@ from undivided.request.checks import check_kinds, check_layout, check_optional_t
 from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
 from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
+from undivided.run.autograd import has_tangent
 from undivided.selection.decision import select
 from undivided.selection.policy import Policy, current_policy
 
@@ -110,6 +111,10 @@ def check_local(request: Request) -> None:
     for name, tensor in zip(Tensors._fields, request.tensors, strict=True):
         if tensor is not None or name not in OPTIONAL_TENSORS:
             check_tensor(name, tensor)
+    if torch._C._functorch.peek_interpreter_stack() is not None or has_tangent(request.tensors):
+        must = "be None under torch.func, vmap and forward-mode differentiation: the exchanges have no such derivative"
+        hint = "loss.backward() or torch.autograd.grad over ranks, torch.func in one process"
+        raise InputError("context_parallel", must, "ranks", hint=hint)
     if any(tensor.is_meta for tensor in checked_mask(options.mask).tensors):
         raise InputError(
             "mask",
@@ -187,7 +192,7 @@ def agree_on_bias_rows(request: GlobalRequest, axes: Sequence[Communicator]) -> 
         return request.bias_has_rows is not False
     if not single_row_is_ambiguous(request.placement):
         return bool(request.bias_has_rows)
-    return bool(torch.cat(gather_all(axes, torch.tensor([bool(request.bias_has_rows)]))).any())
+    return bool(torch.cat(gather_all(axes, torch.tensor([bool(request.bias_has_rows)], device="cpu"))).any())
 
 
 def single_row_is_ambiguous(placement: Placement) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from undivided.arguments import layout as _layout
 from undivided.context_parallel._backward import Backward
@@ -27,8 +26,10 @@ from undivided.context_parallel._index import count
 from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.exchange.profiles import profiled_round
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
+from undivided.errors import InputError
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
 from undivided.run import autograd
+from undivided.run.batches import over_hidden_batch
 
 
 def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -58,10 +59,17 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            hint = "attention without context_parallel has second derivatives"
+            must = "be False under context parallelism, whose gradients have no derivative"
+            raise InputError("create_graph", must, True, hint=hint)
         autograd.check_unchanged(ctx.call.whole, ctx.state)
-        return (None, *Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(grad_out, grad_lse))
+
+        def gradients(*upstream: Tensor | None) -> Sequence[Tensor | None]:
+            return Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(*upstream)
+
+        return (None, *over_hidden_batch(gradients, grad_out, grad_lse))
 
 
 def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:

@@ -125,7 +125,7 @@ class Ranks:
     @property
     def key_heads(self) -> Tensor:
         """The number of key heads of each member of a group, int64 [A]."""
-        return torch.tensor([count(self.kv_span(member)) for member in range(self.group_size)])
+        return torch.tensor([count(self.kv_span(member)) for member in range(self.group_size)], device="cpu")
 
     def kv_span(self, member: int) -> slice:
         """The key heads of a member, the same in every group."""

@@ -103,7 +103,7 @@ class ShardedTokens:
         documents = None if self._documents is None else self._documents.take("documents")[0]
         if not within_documents or not isinstance(documents, Documents):
             return rows
-        starts = torch.tensor(document_edges(self._documents, of, self._bound_placement().length(of)))
+        starts = torch.tensor(document_edges(self._documents, of, self._bound_placement().length(of)), device="cpu")
         return rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
 
     def placed(self, q_len: int, kv_len: int, mask: Mask = masks.FULL) -> Placement:

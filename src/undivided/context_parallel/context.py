@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Self
 
 import torch
@@ -28,8 +29,8 @@ from undivided.context_parallel._request import (
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._sharded import ShardedTokens
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
-from undivided.context_parallel.exchange.collectives import CountingCommunicator, ProcessGroup, Traffic, gather_all
-from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
+from undivided.context_parallel.exchange.collectives import CountingCommunicator, ProcessGroup, Traffic
+from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, agree_on_seed, prepare_on_all_ranks
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
@@ -122,7 +123,11 @@ class ContextParallel(ShardedTokens):
         All ranks must call it. One process would draw the same from a generator of the same state.
 
         Returns:
-            An int from 0 to 2**63 - 1.
+            An int from 0 to 2**62 - 1.
+
+        Raises:
+            InputError: another rank makes another call.
+            RankError: another rank refused its arguments, or failed.
 
         >>> import undivided
         >>> from undivided.context_parallel import simulate
@@ -131,7 +136,7 @@ class ContextParallel(ShardedTokens):
         True
         """
         drawn = draw_seed(torch.device("cpu"))
-        return int(drawn if self._axes is None else gather_all(self._axes, drawn[None])[0])
+        return int(drawn) if self._axes is None else agree_on_seed(self._axes, int(drawn))
 
     @outside_of_graphs
     def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
@@ -193,7 +198,8 @@ class ContextParallel(ShardedTokens):
         """
         options = Options(layout, mask, scale, softcap)
         request = Request(Tensors(q, k, k, bias, None, alibi_slopes), options)
-        prepared = prepare_on_all_ranks(self._group_axes(), self.check, lambda: self._checked_request(request))
+        prepare = functools.partial(self._checked_request, request, "ContextParallel.max_logit()")
+        prepared = prepare_on_all_ranks(self._group_axes(), self.check, prepare)
         tensors = with_four_bias_axes(request.tensors)._replace(v=k[..., :0])
         return head_maxima(self._rank_call(prepared, ()), prepared.problems, tensors)
 
@@ -320,11 +326,11 @@ class ContextParallel(ShardedTokens):
             )
         return self._axes
 
-    def _checked_request(self, request: Request) -> tuple[GlobalRequest, SharedArguments]:
+    def _checked_request(self, request: Request, call: str) -> tuple[GlobalRequest, SharedArguments]:
         """The request over all ranks' tokens, and the values that must be the same on all ranks."""
         check_values(request.tensors.q)
         global_request = self._request(request)
-        return global_request, shared_arguments(global_request, self.strategy)
+        return global_request, {CALL: call, **shared_arguments(global_request, self.strategy)}
 
     def _request(self, request: Request, device: str | None = None) -> GlobalRequest:
         check_local(request)
@@ -337,7 +343,7 @@ class ContextParallel(ShardedTokens):
         self, request: Request, policy: Policy
     ) -> tuple[tuple[GlobalRequest, tuple[tuple[Run, ...], ...]], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""
-        global_request, shared = self._checked_request(request)
+        global_request, shared = self._checked_request(request, "attention")
         return (global_request, global_request.runs(Machine.this(request.tensors.q.device), policy)), shared
 
     def _rank_call(self, request: GlobalRequest, runs: tuple[tuple[Run, ...], ...]) -> RankCall:

@@ -38,6 +38,7 @@ from undivided.context_parallel._request import (
 )
 from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven
 from undivided.context_parallel.exchange.handshake import (
+    CALL,
     SharedArguments,
     describe_mask,
     describe_queries,
@@ -92,6 +93,7 @@ def prepare_step(
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), own_form, mask)
     local = _local_work(request.tensors, piece, whole, policy) if count else None
     shared: SharedArguments = {
+        CALL: "ContextParallel.decode()",
         "q": describe_queries(problem),
         "k": describe_sizes(heads=problem.kv_heads, value_size=problem.v_dim),
         "kv_len": kv_len,

@@ -103,15 +103,16 @@ class Placement:
             check_type("mask", mask, Mask, "an undivided.masks.Mask or None")
         if form is not None or name == "balanced":
             check_type("form", form, NormalForm, "a NormalForm, which placement 'balanced' needs")
-        if name == "balanced":
-            assert form is not None
-            q_owner = balanced(row_pairs(form), world)
-            return Placement(world, q_owner, q_owner if kv_len is None else contiguous(kv_len, world))
-        place = functools.partial(_named_owner, name, world)
-        q_owner = place(q_len, document_edges(mask, "q", q_len))
-        if kv_len is None:
-            return Placement(world, q_owner, q_owner)
-        return Placement(world, q_owner, place(kv_len, document_edges(mask, "kv", kv_len)))
+        with torch.inference_mode(False):  # a placement is cached, and autograd saves its indices
+            if name == "balanced":
+                assert form is not None
+                q_owner = balanced(row_pairs(form), world)
+                return Placement(world, q_owner, q_owner if kv_len is None else contiguous(kv_len, world))
+            place = functools.partial(_named_owner, name, world)
+            q_owner = place(q_len, document_edges(mask, "q", q_len))
+            if kv_len is None:
+                return Placement(world, q_owner, q_owner)
+            return Placement(world, q_owner, place(kv_len, document_edges(mask, "kv", kv_len)))
 
     @cached_property
     def q(self) -> tuple[Tensor, ...]:
@@ -151,12 +152,13 @@ class Placement:
     def order(self) -> dict[Side, Tensor]:
         """For each side, the index of each global position in the concatenated shards: the inverse of sharding."""
         sides: tuple[Side, Side] = ("q", "kv")
-        return {side: torch.cat(self.rows(side)).argsort() for side in sides}
+        with torch.inference_mode(False):
+            return {side: torch.cat(self.rows(side)).argsort() for side in sides}
 
     @cached_property
     def digest(self) -> int:
         """A hash of the placement."""
-        total = torch.zeros((), dtype=torch.int64)
+        total = torch.zeros((), dtype=torch.int64, device=self.q_owner.device)
         for owner in (self.q_owner, self.kv_owner):
             total = total * HASH_FACTOR + hash_entries(owner) + owner.numel()
         return int(total)
@@ -176,7 +178,7 @@ def contiguous(length: int, world: int) -> Tensor:
     >>> contiguous(5, 2).tolist()
     [0, 0, 1, 1, 1]
     """
-    return _chunk_index(torch.arange(length), torch.tensor(length), world)
+    return _chunk_index(torch.arange(length, device="cpu"), length, world)
 
 
 def zigzag(length: int, world: int, edges: Sequence[int]) -> Tensor:
@@ -193,9 +195,9 @@ def zigzag(length: int, world: int, edges: Sequence[int]) -> Tensor:
     >>> zigzag(8, 2, [0, 8]).tolist(), zigzag(8, 2, [0, 4, 8]).tolist()
     ([0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 0, 1, 1, 0])
     """
-    cuts = torch.tensor(edges)
+    cuts = torch.tensor(edges, device="cpu")
     sizes = cuts.diff()
-    token = torch.arange(length)
+    token = torch.arange(length, device="cpu")
     document = torch.searchsorted(cuts, token, right=True) - 1
     chunk = _chunk_index(token - cuts[document], sizes[document], 2 * world)
     rank = torch.where(chunk < world, chunk, 2 * world - 1 - chunk)
@@ -222,10 +224,11 @@ def balanced(pairs: Tensor, world: int) -> Tensor:
     cumulative = torch.nn.functional.pad(pairs.to(torch.float64).cumsum(0), (1, 0))
     chunks = 1
     while chunks <= MAX_CHUNKS and (best is None or chunks * world <= length):
-        chunk = _chunk_index(torch.arange(length), torch.tensor(length), chunks * world)
-        edges = torch.searchsorted(chunk, torch.arange(chunks * world + 1))
-        owner = torch.tensor(_assign_chunks(cumulative[edges].diff().tolist(), world))[chunk]
-        spread = imbalance(torch.zeros(world, dtype=torch.float64).index_add_(0, owner, pairs.to(torch.float64)))
+        chunk = _chunk_index(torch.arange(length, device="cpu"), length, chunks * world)
+        edges = torch.searchsorted(chunk, torch.arange(chunks * world + 1, device="cpu"))
+        owner = torch.tensor(_assign_chunks(cumulative[edges].diff().tolist(), world), device="cpu")[chunk]
+        work = torch.zeros(world, dtype=torch.float64, device="cpu")
+        spread = imbalance(work.index_add_(0, owner, pairs.to(torch.float64)))
         if best is None or spread < best[0]:
             best = spread, owner
         if spread <= MAX_IMBALANCE:
@@ -298,21 +301,23 @@ def document_edges(mask: Mask | None, side: Side, length: int) -> tuple[int, ...
 
 def mask_sizes(mask: Mask) -> tuple[int, int]:
     """The numbers of batch elements and of heads between which the mask differs."""
-    batch, heads = 1, 1
+    batches, heads = [1], 1
     for part in mask.parts:
         if isinstance(part, Lengths):
-            batch = max(batch, part.kv.shape[0])
+            batches.append(part.kv.shape[0])
         elif isinstance(part, DocumentIds):
-            batch = max(batch, part.ids_q.shape[0])
+            batches.append(part.ids_q.shape[0])
         elif isinstance(part, Dense):
-            batch, heads = max(batch, part.tensor.shape[0]), max(heads, part.tensor.shape[1])
+            batches.append(part.tensor.shape[0])
+            heads = max(heads, part.tensor.shape[1])
         elif isinstance(part, Blocks):
             # heads come in groups: any common multiple of the numbers of groups is enough
             heads = math.lcm(heads, part.table.shape[1])
-            batch = batch if "documents" in mask.kinds else max(batch, part.table.shape[0])
+            if "documents" not in mask.kinds:
+                batches.append(part.table.shape[0])
         elif "documents" not in mask.kinds:
-            batch = max([batch, *(t.shape[0] for t in part.tensors if t.dim() == 1)])
-    return batch, heads
+            batches += [t.shape[0] for t in part.tensors if t.dim() == 1]
+    return 0 if 0 in batches else max(batches), heads
 
 
 @functools.lru_cache(64)
@@ -320,11 +325,12 @@ def _named_owner(name: PlacementName, world: int, length: int, edges: tuple[int,
     return zigzag(length, world, edges) if name == "zigzag" and length else contiguous(length, world)
 
 
-def _chunk_index(index: Tensor, size: Tensor, chunks: int) -> Tensor:
+def _chunk_index(index: Tensor, size: Tensor | int, chunks: int) -> Tensor:
     """The chunk of each index, if chunk c of ``chunks`` is [c * size // chunks, (c + 1) * size // chunks)."""
     return ((index + 1) * chunks - 1).div(size, rounding_mode="floor") if index.numel() else index
 
 
 def _tokens_by_owner(owner: Tensor, world: int) -> tuple[Tensor, ...]:
-    order = owner.argsort(stable=True)
-    return tuple(order.split(torch.bincount(owner, minlength=world).tolist()))
+    with torch.inference_mode(False):
+        order = owner.argsort(stable=True)
+        return tuple(order.split(torch.bincount(owner, minlength=world).tolist()))

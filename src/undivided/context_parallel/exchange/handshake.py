@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,14 @@ from undivided.request.problem import Problem
 TEXT_BYTES = 480
 """Length of each text that a rank sends if the ranks differ; longer texts are cut."""
 
+_PREPARED, _REFUSED, _SEED = range(3)
+"""The first number that a rank sends: whether a hash of arguments, nothing valid, or a seed follows."""
+
 SharedArguments = Mapping[str, object]
 """The values that must be the same on all ranks, by the name of the argument that they come from."""
+
+CALL = "the call"
+"""The name of the first of them: calls over different exchanges must not be taken for each other."""
 
 T = TypeVar("T")
 
@@ -84,10 +90,37 @@ def compare_ranks(
         RankError: another rank refused its arguments.
     """
     texts = {} if shared is None else {name: str(value) for name, value in shared.items()}
-    sent = torch.tensor([0 if error is None else 1, _hash("\0".join(itertools.chain(*texts.items())))])
-    rows = [row.tolist() for row in gather_all(axes, sent, step)]
-    if not rows[0][0] and all(row == rows[0] for row in rows):
+    state = _PREPARED if error is None else _REFUSED
+    rows = _gather_numbers(axes, state, _hash("\0".join(itertools.chain(*texts.items()))), step)
+    if rows[0][0] == _PREPARED and all(row == rows[0] for row in rows):
         return
+    _raise_difference(axes, texts, error, step)
+
+
+def agree_on_seed(axes: Sequence[Communicator], seed: int) -> int:
+    """The seed of rank 0.
+
+    Raises:
+        InputError: another rank makes another call.
+        RankError: another rank refused its arguments.
+    """
+    step = "the exchange of the dropout's seed"
+    rows = _gather_numbers(axes, _SEED, seed, step)
+    if any(state != _SEED for state, _ in rows):
+        _raise_difference(axes, {CALL: "ContextParallel.seed(), for dropout in training mode"}, None, step)
+    return rows[0][1]
+
+
+def _gather_numbers(axes: Sequence[Communicator], state: int, number: int, step: str) -> list[list[int]]:
+    """The state and the number of every rank."""
+    sent = torch.tensor([state, number], dtype=torch.int64, device="cpu")
+    return [row.tolist() for row in gather_all(axes, sent, step)]
+
+
+def _raise_difference(
+    axes: Sequence[Communicator], texts: Mapping[str, str], error: Exception | None, step: str
+) -> NoReturn:
+    """Exchange texts with the other ranks, which do the same, and raise the errors of `compare_ranks`."""
     refusal = None if error is None else str(error)[:TEXT_BYTES]
     described = {name: (_hash(text), text[:TEXT_BYTES]) for name, text in texts.items()}
     answers = [json.loads(text) for text in _gather_texts(axes, json.dumps([refusal, described]), step)]
@@ -124,8 +157,8 @@ def _difference(described: Sequence[Mapping[str, tuple[int, str]]], hint: str | 
 def _gather_texts(axes: Sequence[Communicator], text: str, step: str) -> list[str]:
     """The text of every rank."""
     data = text.encode()
-    lengths = [int(n) for n in gather_all(axes, torch.tensor(len(data)), step)]
-    padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8)
+    lengths = [int(n) for n in gather_all(axes, torch.tensor(len(data), device="cpu"), step)]
+    padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8, device="cpu")
     return [bytes(row[:n].tolist()).decode() for row, n in zip(gather_all(axes, padded, step), lengths, strict=True)]
 
 

@@ -23,6 +23,7 @@ from undivided.context_parallel._request import policy_over_ranks
 from undivided.context_parallel.decode import MergeMethod, check_merge_method, merge_ranks
 from undivided.context_parallel.exchange.collectives import Communicator
 from undivided.context_parallel.exchange.handshake import (
+    CALL,
     SharedArguments,
     describe_mask,
     describe_queries,
@@ -75,8 +76,8 @@ class _Keys(NamedTuple):
 
     def positions(self, device: torch.device) -> Tensor:
         """The positions in a sequence of the keys in this rank's pages, int64 [width * page_size]."""
-        pages = torch.arange(self.width) * self.world + self.rank
-        return (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten().to(device)
+        pages = torch.arange(self.width, device=device) * self.world + self.rank
+        return (pages[:, None] * self.page_size + torch.arange(self.page_size, device=device)).flatten()
 
 
 def held_tokens(length: int, page_size: int, rank: int, world: int) -> int:
@@ -136,6 +137,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
         partial = problem.batch * q_len * heads * (problem.v_dim + 1) * 4
         by = "ring" if partial >= RING_BYTES else "all_gather"
     shared: SharedArguments = {
+        CALL: "attention over a cache",
         "q": describe_queries(problem),
         "cache": f"lengths {cached.lengths}, pages {cached.digest:016x}",
         "q_lengths": call.q_counts,

@@ -58,7 +58,7 @@ class RankStorage(Storage):
     def _split(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The rank of each row, and its number there, int64 on the host."""
         size = self.k.shape[1]
-        numbers = torch.tensor(rows, dtype=torch.int64)
+        numbers = torch.tensor(rows, dtype=torch.int64, device="cpu")
         pages = numbers // size
         return pages % self._world, pages // self._world * size + numbers % size
 
