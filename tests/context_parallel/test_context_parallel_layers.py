@@ -227,3 +227,25 @@ def test_the_largest_score_of_each_head_is_that_of_one_process(name: str, comm: 
     for found, largest in simulate(WORLDS[comm], rank):
         torch.testing.assert_close(found, out)
         torch.testing.assert_close(largest, right)
+
+
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_all_ranks_drop_the_paths_of_the_same_sequences(format: str) -> None:
+    layer = TransformerLayer(32, 16, 4, hidden_dropout=0.0, drop_path_rate=0.5, attn_input_format=format)
+    layer.self_attn_mask_type = "padding_causal" if format == "thd" else "causal"
+    x = tokens({"qkv_format": format}).float()
+    offsets = {"cu_seqlens_q": OFFSETS} if format == "thd" else {}
+
+    def rank(group: SimulatedGroup) -> list[list[Tensor]]:
+        cp = bound(group, "p2p", {"qkv_format": format})
+        mine, axis = copy.deepcopy(layer), AXIS[format]
+        mine.set_context_parallel_group(cp)
+        found = []
+        for _ in range(6):
+            changed = cp.unshard((mine(own := cp.shard(x, dim=axis), **offsets) != own).any(-1), dim=axis)
+            found.append(list(changed.tensor_split(OFFSETS[1:-1].tolist()) if format == "thd" else changed))
+        return found
+
+    draws = simulate(3, rank)[0]
+    assert all(sequence.all() or not sequence.any() for sequences in draws for sequence in sequences)
+    assert len({tuple(bool(sequence.any()) for sequence in sequences) for sequences in draws}) > 1

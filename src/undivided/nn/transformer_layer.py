@@ -370,8 +370,8 @@ class TransformerLayer(DividedModule):
             dropout = functional.dropout if ranks is None else ranks.dropout
             out = dropout(out, self.hidden_dropout)
         if drop_path and self.training and self.drop_path_rate:
-            first = 0 if ranks is None or ranks.sequence is None else ranks.rank * out.shape[ranks.sequence]
-            out = out * drop_path_scale(out, self.drop_path_rate, self.attn_input_format, cu_seqlens, first)
+            cp = self.self_attention.core_attention.context_parallel
+            out = out * drop_path_scale(out, self.drop_path_rate, self.attn_input_format, cu_seqlens, ranks, cp)
         return residual + out
 
     def _agree_on_dropout(self, x: Tensor) -> None:
