@@ -107,6 +107,38 @@ def test_layers_that_the_ranks_do_not_divide_are_refused(mesh: Any, changes: dic
     assert all(type(p) is torch.nn.Parameter for p in layer.parameters())
 
 
+def _share(layers: torch.nn.Sequential) -> None:
+    layers[1].layernorm_mlp.fc1_weight = layers[0].layernorm_mlp.fc1_weight
+
+
+LOST: dict[str, tuple[Callable[[torch.nn.Sequential], object], str]] = {
+    "shared": (
+        _share,
+        r"have each parameter of its layers in one place, got the same one as 0\..*fc1_weight and 1\..*fc1_weight",
+    ),
+    "hook": (
+        lambda layers: layers[1].proj.bias.register_hook(print),
+        r"have no hooks on .*, got hooks on 1\.proj\.bias",
+    ),
+    "accumulation-hook": (
+        lambda layers: layers[1].proj.bias.register_post_accumulate_grad_hook(print),
+        r"have no hooks on .*, got hooks on 1\.proj\.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_parameters_with_what_their_replacements_would_lose_are_refused(mesh: Any, name: str) -> None:
+    """Two layers were no longer tied, and hooks were not called any more."""
+    change, message = LOST[name]
+    attention = undivided.MultiheadAttention(HIDDEN, 4, qkv_format="bshd")
+    model = torch.nn.Sequential(make_layer({}, "bshd"), make_layer({}, "bshd") if name == "shared" else attention)
+    change(model)
+    with pytest.raises(InputError, match=f"module must {message}"):
+        parallelize(model, mesh)
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+
+
 def test_a_layer_is_divided_in_one_way_only(mesh: Any) -> None:
     layer = TransformerLayer(HIDDEN, 64, 4, attn_input_format="bshd", tp_size=2, set_parallel_mode=True)
     with pytest.raises(InputError, match="tp_size must be 1 for parallelize, got 2"):

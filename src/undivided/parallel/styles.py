@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from undivided.nn import DotProductAttention
 from undivided.nn.arguments.formats import Heads
+from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 
 class Replicated(ParallelStyle):
@@ -76,29 +78,23 @@ class DividedSinks(Replicated):
 class OwnScores:
     """A hook before the attention of a call: this rank's heads of the slopes, the bias and the mask of all heads."""
 
-    def __init__(self, mesh: DeviceMesh, heads: int) -> None:
-        self.mesh, self.heads = mesh, heads
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
 
     def __call__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+        self, module: DotProductAttention, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, of this rank's heads."""
-        own = {
-            "alibi_slopes": self._own(options.get("alibi_slopes"), -1),
-            "core_attention_bias": self._own(options.get("core_attention_bias"), -3),
-            "attention_mask": self._own(options.get("attention_mask"), -3),
-        }
+        axes = {"alibi_slopes": -1, "core_attention_bias": -3, "attention_mask": -3}
+        ranks = module.tensor_parallel.ranks
+        own = {name: self._own(options.get(name), axis, ranks) for name, axis in axes.items()}
         return args, {**options, **own}
 
-    def _own(self, value: Any, axis: int) -> Any:
+    def _own(self, value: Any, axis: int, ranks: TensorRanks | None) -> Any:
         """The part of a tensor whose axis has all heads; anything else unchanged. Ranks have different heads, so the
         gradient is the sum over ranks."""
-        if not isinstance(value, Tensor) or value.dim() < -axis:
+        if not isinstance(value, Tensor) or value.dim() < -axis or ranks is None:
             return value
         if value.requires_grad:
-            shared = DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
-            value = shared.to_local(grad_placements=[Partial()])
-        if value.shape[axis] != self.heads:
-            return value
-        count = self.heads // self.mesh.size()
-        return value.narrow(axis, self.mesh.get_local_rank() * count, count)
+            value = ranks.shared(value)
+        return ranks.own(value, axis) if value.shape[axis] == self.heads else value

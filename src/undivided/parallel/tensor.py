@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from undivided.arguments.checks import check_type, checked_flag
@@ -46,7 +48,8 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
 
     Raises:
         InputError: the mesh has more than one axis, the module has no layer, the ranks do not divide the heads or the
-            features, or an option of a layer is not supported. The module is unchanged.
+            features, an option of a layer is not supported, or a parameter has hooks or belongs to two modules. The
+            module is unchanged.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism.
 
@@ -68,6 +71,7 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         raise InputError("module", "contain a layer of undivided", type(module).__name__, hint=hint)
     for layer in layers:
         _check(layer, mesh)
+    _check_parameters(module, layers)
     with rank_errors("parallelize", mesh):
         for layer in layers:
             if isinstance(layer, TransformerLayer):
@@ -98,8 +102,9 @@ def _divide_feed_forward(layer: TransformerLayer, mesh: DeviceMesh) -> None:
     from undivided.parallel.styles import DividedMLP, Replicated
 
     ranks = layer.tensor_parallel.ranks
-    parallelize_module(layer.layernorm_mlp, mesh, DividedMLP())
-    layer.layernorm_mlp.ranks, layer.layernorm_mlp.has_consecutive_rows = ranks, True
+    if not layer.layernorm_mlp.has_consecutive_rows:  # otherwise a layer before this one has the same block
+        parallelize_module(layer.layernorm_mlp, mesh, DividedMLP())
+        layer.layernorm_mlp.ranks, layer.layernorm_mlp.has_consecutive_rows = ranks, True
     if layer.output_layernorm:
         parallelize_module(layer.layernorm, mesh, Replicated())
         layer.layernorm.ranks = None if layer.tensor_parallel.sequence is None else ranks
@@ -124,7 +129,7 @@ def _divide_attention(layer: MultiheadAttention, mesh: DeviceMesh) -> None:
         block.ranks = layer.tensor_parallel.ranks
     parallelize_module(core, mesh, DividedSinks())
     layer.heads = core.heads = heads._replace(q=heads.q // mesh.size(), kv=max(1, heads.kv // mesh.size()))
-    core.register_forward_pre_hook(OwnScores(mesh, heads.q), with_kwargs=True)
+    core.register_forward_pre_hook(OwnScores(heads.q), with_kwargs=True)
 
 
 def _used_rows(heads: Heads, mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
@@ -171,6 +176,23 @@ def _check(layer: MultiheadAttention | TransformerLayer, mesh: DeviceMesh) -> No
     if layer.return_bias:
         raise InputError("return_bias", "be False for tensor parallelism", True)
     _check_heads(layer.heads, ranks, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
+
+
+def _check_parameters(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+    """Raise InputError if a parameter of a layer has what its replacement would lose: another owner, or hooks."""
+    places: dict[Tensor, list[str]] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(prefix, recurse=False):
+            places.setdefault(parameter, []).append(name)
+    for parameter in {parameter: None for layer in layers for parameter in layer.parameters()}:
+        first, *others = places[parameter]
+        if others:
+            hint = "share the module that has it: parallelize replaces each parameter by a new one"
+            got = f"the same one as {first} and {others[0]}"
+            raise InputError("module", "have each parameter of its layers in one place", got, hint=hint)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            hint = "register hooks after parallelize, which replaces each parameter by a new one"
+            raise InputError("module", "have no hooks on the parameters of its layers", f"hooks on {first}", hint=hint)
 
 
 def _check_heads(heads: Heads, ranks: int, fused: bool, interleaved: bool) -> None:

@@ -7,16 +7,14 @@ two pieces, where a gather of all features would send 2 (n - 1).
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
 from undivided.context_parallel.exchange.collectives import ProcessGroup
-from undivided.nn.blocks.rank_calls import running_call
+from undivided.nn.blocks.exchanged import exchanged
 from undivided.nn.blocks.tensor_ranks import TensorRanks
-
-_STEP = "the exchange of gated features"
 
 
 def both_halves(x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -30,8 +28,8 @@ def both_halves(x: Tensor, ranks: TensorRanks) -> Tensor:
         [.., 2 f / ranks]: features ``f / ranks * rank`` and the following ones, then the same of the second half.
     """
     if not torch.compiler.is_compiling():
-        exchanged: Tensor = _PieceExchange.apply(x, ranks, f"{_STEP} in {running_call()}", False)  # type: ignore[no-untyped-call]
-        return exchanged
+        exchanges = (functools.partial(_exchange_pieces, ranks, back) for back in (False, True))
+        return exchanged(x, "the exchange of gated features", *exchanges)
     whole, width = ranks.gather_features(x), x.shape[-1] // 2
     pieces = (whole.narrow(-1, piece * width, width) for piece in _used_pieces(ranks.rank, ranks.size))
     return torch.cat(list(pieces), -1)
@@ -47,25 +45,14 @@ def _used_pieces(rank: int, size: int) -> tuple[int, int]:
     return rank, rank + size
 
 
-class _PieceExchange(torch.autograd.Function):
-    """The used pieces from the held ones, or the held ones from the used ones: each is the gradient of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks, step: str, back: bool) -> Tensor:
-        """The pieces of this rank after the exchange, [.., 2 f / ranks]."""
-        ctx.ranks, ctx.step, ctx.back = ranks, step, back
-        before, after = (_used_pieces, _held_pieces) if back else (_held_pieces, _used_pieces)
-        group = ProcessGroup(ranks.group)
-        pieces = dict(zip(before(group.rank, group.world), (part.contiguous() for part in x.chunk(2, -1)), strict=True))
-        arrived = {piece: torch.empty_like(next(iter(pieces.values()))) for piece in after(group.rank, group.world)}
-        others = [rank for rank in range(group.world) if rank != group.rank]
-        sends = {rank: [pieces[p] for p in after(rank, group.world) if p in pieces] for rank in others}
-        receives = {rank: [arrived[p] for p in before(rank, group.world) if p in arrived] for rank in others}
-        group.exchange(sends, receives, step)()
-        return torch.cat([pieces.get(piece, arrived[piece]) for piece in arrived], -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient of the pieces before the exchange."""
-        step = f"the gradient of {ctx.step.removeprefix('the gradient of ')}"
-        return _PieceExchange.apply(gradient, ctx.ranks, step, not ctx.back), None, None, None  # type: ignore[no-untyped-call]
+def _exchange_pieces(ranks: TensorRanks, back: bool, x: Tensor, step: str) -> Tensor:
+    """The used pieces from the held ones, or back the held ones from the used ones, [.., 2 f / ranks]."""
+    before, after = (_used_pieces, _held_pieces) if back else (_held_pieces, _used_pieces)
+    group = ProcessGroup(ranks.group)
+    pieces = dict(zip(before(group.rank, group.world), (part.contiguous() for part in x.chunk(2, -1)), strict=True))
+    arrived = {piece: torch.empty_like(next(iter(pieces.values()))) for piece in after(group.rank, group.world)}
+    others = [rank for rank in range(group.world) if rank != group.rank]
+    sends = {rank: [pieces[p] for p in after(rank, group.world) if p in pieces] for rank in others}
+    receives = {rank: [arrived[p] for p in before(rank, group.world) if p in arrived] for rank in others}
+    group.exchange(sends, receives, step)()
+    return torch.cat([pieces.get(piece, arrived[piece]) for piece in arrived], -1)

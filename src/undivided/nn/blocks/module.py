@@ -121,10 +121,13 @@ def local_parameter(name: str, parameter: Any, axis: int | None, ranks: TensorRa
         ranks: the ranks of the block; None: it is not divided.
 
     Raises:
-        InputError: a DTensor is placed otherwise. Its local part would have another meaning.
+        InputError: a DTensor is placed otherwise. Its local part would have another meaning. Or torch.func is active.
     """
     if not _is_dtensor(parameter):
         return parameter
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        hint = "a layer that is built with tp_group has plain parameters"
+        raise InputError("module", "have plain parameters under torch.func and vmap", f"a DTensor, {name}", hint=hint)
     placements = parameter.placements
     if any(placement.is_partial() for placement in placements):
         hint = "remove_parametrizations of torch.nn.utils.parametrize, before parallelize"

@@ -7,6 +7,7 @@ the same on every rank; with sequence parallelism each rank has its consecutive 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from undivided.context_parallel.exchange.groups import check_exists
 from undivided.context_parallel.exchange.handshake import SharedArguments, compare_ranks
 from undivided.context_parallel.exchange.timeouts import adopt_timeout
 from undivided.errors import InputError
+from undivided.nn.blocks.exchanged import exchanged
 from undivided.nn.blocks.rank_calls import running_call
 from undivided.request.checks import draw_seed
 
@@ -138,21 +140,22 @@ class TensorRanks:
     def _move(self, x: Tensor, what: str, forward: Move, backward: Move) -> Tensor:
         """x after a move, its gradient after another one; DTensor does the communication."""
         if not torch.compiler.is_compiling():
-            moved: Tensor = _MoveWithGradient.apply(x, self, f"{what} in {running_call()}", forward, backward)  # type: ignore[no-untyped-call]
-            return moved
+            exchanges = (functools.partial(self.redistribute, move) for move in (forward, backward))
+            return exchanged(x, what, *exchanges)
         from torch.distributed.tensor import DTensor
 
         placed = DTensor.from_local(x, self._mesh(x.device.type), [forward[0]], run_check=False)
         return placed.redistribute(placements=[forward[1]]).to_local(grad_placements=[backward[0]])
 
-    def redistribute(self, x: Tensor, move: Move) -> Tensor:
-        """This rank's tensor after a move, without gradient."""
+    def redistribute(self, move: Move, x: Tensor, step: str) -> Tensor:
+        """This rank's tensor after a move, without gradient. step: what is moved, for errors."""
         from torch.distributed.tensor import DTensor
 
         if move[0] == move[1]:
             return x.view_as(x)
-        placed = DTensor.from_local(x, self._mesh(x.device.type), [move[0]], run_check=False)
-        return placed.redistribute(placements=[move[1]]).to_local()
+        with rank_errors(step, self.group):
+            placed = DTensor.from_local(x, self._mesh(x.device.type), [move[0]], run_check=False)
+            return placed.redistribute(placements=[move[1]]).to_local()
 
     def _placement(self) -> Any:
         from torch.distributed.tensor import Replicate, Shard
@@ -166,23 +169,6 @@ class TensorRanks:
         if kind not in self._meshes:
             self._meshes[kind] = DeviceMesh.from_group(self.group, kind)
         return self._meshes[kind]
-
-
-class _MoveWithGradient(torch.autograd.Function):
-    """A move whose gradient is another move; failures of both name the step. DTensor's own would name nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorRanks, step: str, move: Move, back: Move) -> Tensor:
-        """The tensor after the move."""
-        ctx.ranks, ctx.step, ctx.moves = ranks, step, (back, move)
-        with rank_errors(step, ranks.group):
-            return ranks.redistribute(x, move)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """The gradient after the other move."""
-        step = f"the gradient of {ctx.step.removeprefix('the gradient of ')}"
-        return _MoveWithGradient.apply(gradient, ctx.ranks, step, *ctx.moves), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def _no_ranks() -> None:
