@@ -75,6 +75,39 @@ def test_a_rank_with_another_mode_of_a_layer_is_an_error_on_each_rank(name: str)
     simulate(3, rank, timeout=20)
 
 
+OTHER_PARTS: dict[str, tuple[Callable[[int], Tensor], str]] = {
+    "dtype": (
+        lambda rank: torch.ones(2, 4, dtype=torch.float16 if rank == 1 else torch.bfloat16),
+        "bfloat16 on ranks 0",
+    ),
+    "shape": (lambda rank: torch.ones(2 + rank, 4), r"\[2, 12\] in all, .* on rank 0; \[3, 12\] in all"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_PARTS)
+def test_different_parts_of_a_whole_are_an_error_on_each_rank(what: str) -> None:
+    """The numbers of another dtype were read as those of the rank's own; gloo ended ranks that sent more bytes."""
+    build, message = OTHER_PARTS[what]
+
+    def rank(group: SimulatedGroup) -> None:
+        cp = undivided.ContextParallel(group).bind(12)
+        with pytest.raises(undivided.InputError, match=f"shards must be the same on every rank, got .*{message}"):
+            cp.unshard(build(cp.rank), dim=1)
+
+    simulate(3, rank, timeout=20)
+
+
+def test_a_rank_whose_part_has_another_length_is_an_error_on_each_rank() -> None:
+    def rank(group: SimulatedGroup) -> None:
+        cp = undivided.ContextParallel(group).bind(12)
+        with pytest.raises(
+            undivided.InputError if cp.rank == 1 else RankError, match="shards must have rank 1's 4 tokens"
+        ):
+            cp.unshard(torch.ones(3 if cp.rank == 1 else 4), dim=0)
+
+    simulate(3, rank, timeout=20)
+
+
 def test_different_strategies_are_an_error_on_each_rank() -> None:
     def rank(group: SimulatedGroup) -> None:
         cp = undivided.ContextParallel(group, "ring" if group.rank else "all_gather")

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_type, checked_flag
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.context_parallel._schedule import Mesh
 from undivided.context_parallel._shards import GatherShards, checked_side, sequence_axis
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
+from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, prepare_on_all_ranks
 from undivided.context_parallel.sharding import Placement, PlacementName, Side, check_length, document_edges, mask_sizes
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -27,6 +29,8 @@ _MAX_PLACEMENTS = 64
 
 class ShardedTokens:
     """The ranks of a mesh and the tokens that each of them holds; the part of `ContextParallel` that needs no group."""
+
+    check = True
 
     def __init__(
         self, mesh: Mesh, placement: PlacementName, axes: tuple[CountingCommunicator, CountingCommunicator] | None
@@ -171,7 +175,9 @@ class ShardedTokens:
 
         Raises:
             InputError: neither or both of layout and dim are given, a part lacks the axis, the number of parts or a
-                length does not fit the placement, or there is no group to gather from.
+                length does not fit the placement, the parts of two ranks differ otherwise, or there is no group to
+                gather from.
+            RankError: another rank refused its part, or failed.
 
         >>> import torch, undivided
         >>> ranks = [undivided.ContextParallel(rank=r, world=3).bind(7) for r in range(3)]
@@ -179,12 +185,7 @@ class ShardedTokens:
         [0, 1, 2, 3, 4, 5, 6]
         """
         if isinstance(shards, Tensor):
-            axis = sequence_axis("shards", shards, layout, dim)
-            placement = self.bound or self._placement_for_length(self.world * shards.shape[axis], of, layout)
-            if self._axes is None:
-                raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
-            counts = [rows.numel() for rows in placement.rows(checked_side(of))]
-            all_shards = list(GatherShards.apply(self._axes, self.rank, counts, axis, shards))  # type: ignore[no-untyped-call]
+            axis, placement, all_shards = self._gathered(shards, layout, of, dim)
         else:
             all_shards = self._checked_shards(shards)
             for number, shard in enumerate(all_shards):
@@ -200,6 +201,28 @@ class ShardedTokens:
         return torch.cat(all_shards, axis).index_select(
             axis, placement.order[checked_side(of)].to(all_shards[0].device)
         )
+
+    @outside_of_graphs
+    def _gathered(
+        self, own: Tensor, layout: Layout | None, of: Side, dim: int | None
+    ) -> tuple[int, Placement, list[Tensor]]:
+        """The axis of the tokens, their placement, and the parts of all ranks, of which this rank has its own."""
+        if self._axes is None:
+            raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
+
+        def prepare() -> tuple[tuple[int, Placement, list[int]], SharedArguments]:
+            axis = sequence_axis("shards", own, layout, dim)
+            placement = self.bound or self._placement_for_length(self.world * own.shape[axis], of, layout)
+            counts = [rows.numel() for rows in placement.rows(checked_side(of))]
+            if own.shape[axis] != counts[self.rank]:
+                raise InputError("shards", f"have rank {self.rank}'s {counts[self.rank]} tokens", list(own.shape))
+            sizes = [*own.shape[:axis], sum(counts), *own.shape[axis + 1 :]]
+            shared = {"shards": f"{sizes} in all, {own.dtype}", "placement": f"{placement.digest:x}", "of": of}
+            return (axis, placement, counts), {CALL: "ContextParallel.unshard()", **shared}
+
+        axis, placement, counts = prepare_on_all_ranks(self._axes, self.check, prepare)
+        parts = GatherShards.apply(self._axes, self.rank, counts, axis, own)  # type: ignore[no-untyped-call]
+        return axis, placement, list(parts)
 
     def _checked_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The parts of all ranks, as a list; raises InputError unless there is one for each rank."""
