@@ -111,11 +111,16 @@ def _share(layers: torch.nn.Sequential) -> None:
     layers[1].layernorm_mlp.fc1_weight = layers[0].layernorm_mlp.fc1_weight
 
 
+def _share_within(layers: torch.nn.Sequential) -> None:
+    layers[1].qkv.key_weight = layers[1].qkv.query_weight
+
+
 LOST: dict[str, tuple[Callable[[torch.nn.Sequential], object], str]] = {
     "shared": (
         _share,
         r"have each parameter of its layers in one place, got the same one as 0\..*fc1_weight and 1\..*fc1_weight",
     ),
+    "shared-in-a-module": (_share_within, r"have each parameter .*, got the same one as 1\..*_weight and 1\..*_weight"),
     "hook": (
         lambda layers: layers[1].proj.bias.register_hook(print),
         r"have no hooks on .*, got hooks on 1\.proj\.bias",

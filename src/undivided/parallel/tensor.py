@@ -182,7 +182,7 @@ def _check_parameters(module: torch.nn.Module, layers: Sequence[torch.nn.Module]
     """Raise InputError if a parameter of a layer has what its replacement would lose: another owner, or hooks."""
     places: dict[Tensor, list[str]] = {}
     for prefix, owner in module.named_modules():
-        for name, parameter in owner.named_parameters(prefix, recurse=False):
+        for name, parameter in owner.named_parameters(prefix, recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append(name)
     for parameter in {parameter: None for layer in layers for parameter in layer.parameters()}:
         first, *others = places[parameter]
