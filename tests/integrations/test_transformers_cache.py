@@ -90,3 +90,27 @@ def test_wrong_formats_are_refused() -> None:
     cache = {cache_name(model): Cache(quantize="int8")}
     with pytest.raises(InputError, match="require"):
         model(**prompts(), **cache)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_compiled_model_has_the_cache_in_its_graphs(quantize: str | None) -> None:
+    """Each layer left its graph to look at storages; only the mask does, as with a DynamicCache."""
+    model = model_of("Llama")
+    name, tokens = cache_name(model), torch.randint(1, 64, (2, 95), generator=torch.Generator().manual_seed(1))
+
+    def logits(network: Any) -> list[torch.Tensor]:
+        cache = Cache(quantize=quantize)
+        pieces = tokens.split([21, 1, 73], dim=1)  # the memory grows for the last one
+        return [network(piece, **{name: cache}).logits for piece in pieces]
+
+    with torch.no_grad():
+        expected, breaks = logits(model), []
+        for cache in (transformers.DynamicCache(), Cache(quantize=quantize)):
+            torch._dynamo.reset()
+            breaks.append(torch._dynamo.explain(model)(tokens, **{name: cache}).graph_break_count)
+        torch._dynamo.reset()
+        found = logits(torch.compile(model, backend="eager"))
+    torch._dynamo.reset()
+    assert breaks[0] == breaks[1]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()

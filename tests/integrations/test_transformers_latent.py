@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -185,3 +188,16 @@ def test_adapters_of_the_projection_are_refused() -> None:
     last.kv_b_proj = Adapted(plain)
     with pytest.raises(InputError, match="merge_and_unload"), torch.no_grad():
         model(prompts()[0][:, :1])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_model_attend_to_their_own_latents(duplicate: Callable[[Any], Any]) -> None:
+    """Its layers could not be pickled, so that it could be neither saved whole nor sent to a process."""
+    model = model_of("DeepseekV3")
+    use_latents(model)
+    with torch.no_grad():
+        expected = logits(model)
+        copied = duplicate(model)
+        for weight in model.parameters():
+            weight.zero_()
+        assert torch.equal(logits(copied), expected)

@@ -293,7 +293,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are in the same storage."""
+    """Whether two tensors are in the same storage. torch.compile copies before it writes, and knows no storages."""
+    if torch.compiler.is_compiling():
+        return False
     try:
         same: bool = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     except NotImplementedError:  # tensors of torch.func have no storage

@@ -13,7 +13,7 @@ Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 
 from __future__ import annotations
 
-import types
+import functools
 from typing import Any, cast
 
 import torch
@@ -64,7 +64,7 @@ def use_latents(model: nn.Module) -> int:
     for layer in layers:
         _checked_weight(layer)
     for layer in layers:
-        layer.expand_kv = types.MethodType(_latents, layer)  # type: ignore[assignment]
+        layer.expand_kv = functools.partial(_latents, layer)  # a method of this name could not be pickled
     return len(layers)
 
 
