@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="the transformers library is not inst
 pytest.importorskip("transformers.generation.continuous_batching", reason="this transformers has none")
 
 import transformers_models as models  # beside this file; it imports transformers
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
 from undivided.errors import InputError
 from undivided.integrations.transformers import _continuous_batching, register
@@ -98,6 +98,35 @@ def test_a_cache_with_few_pages_gives_the_same_tokens() -> None:
     """Requests wait or start again if there are no free pages."""
     network = models.build("llama", "undivided")
     assert batched(network, prompts(), num_blocks=20) == one_by_one("llama", prompts())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma-3"])
+def test_compiled_steps_are_padded_to_static_sizes(name: str) -> None:
+    """Padding behind the tokens of all requests, and behind the keys that a step gathers, was refused."""
+    compiled = CompileConfig(backend="eager", fullgraph=False)
+    network = models.build(name, "undivided")
+    found = batched(network, prompts(), varlen_compile_config=compiled, kv_padding_interval_size=64)
+    torch._dynamo.reset()
+    assert found == one_by_one(name, prompts())
+
+
+def test_a_pass_that_is_repeated_for_a_graph_reads_its_lengths_again(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph is captured after a pass with the same tensors: what follows from their values must be in it."""
+    from transformers.generation.continuous_batching import model_runner
+
+    once = model_runner.ModelRunner._forward_process_and_sample
+
+    def twice(*arguments: Any) -> None:
+        once(*arguments)
+        once(*arguments)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_forward_process_and_sample", twice)
+    assert batched(models.build("llama", "undivided"), prompts()) == one_by_one("llama", prompts())
+    steps = [options["mask"] for options in calls]
+    assert all(first is second for first, second in zip(steps[::2], steps[1::2], strict=True)), "one mask per pass"
+    assert all(warm_up is not captured for warm_up, captured in zip(steps[::4], steps[2::4], strict=True))
 
 
 def test_an_unknown_cache_is_refused() -> None:

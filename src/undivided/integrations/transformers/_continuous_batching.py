@@ -31,11 +31,14 @@ class Step(NamedTuple):
 
     Args:
         offsets: the library's ``cu_seq_lens_q``; a new tensor object begins a new pass.
+        layer: the first layer of this type; it begins a new pass, too: a CUDA graph is captured with the tensors of the
+            pass before, and must contain what follows from their values.
         mask: causal or a window, within each request.
         pages: block table, int32 [B, P]; None if the keys are not read from pages.
     """
 
     offsets: Tensor
+    layer: int
     mask: Mask
     pages: Tensor | None
 
@@ -63,41 +66,50 @@ def attention(
             "block_table", "be None", "a tensor", hint="ContinuousBatchingConfig(max_blocks_per_request=0)"
         )
     allocator = cache.layer_to_allocator[layer]
-    step = _step(cache, allocator, arguments)
     new = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    write_index = arguments["write_index"][allocator.index]
-    if step.pages is None:
-        k, v = allocator.update(*new, layer, arguments["read_index"][allocator.index], write_index)
-    else:
-        no_index = write_index[:0]  # with nothing to read, `update` only writes
-        allocator.update(*new, layer, no_index, write_index)
+    read_index, write_index = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
+    if _window(allocator) is None and len(read_index):
+        allocator.update(*new, layer, read_index[:0], write_index)  # with nothing to read, `update` only writes
         k, v = allocator.get_cache_for_block_table(layer)
+        step = _step(cache, allocator, layer, arguments, query.shape[2], None)
+    else:
+        k, v = allocator.update(*new, layer, read_index, write_index)
+        step = _step(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
     out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=step.mask, pages=step.pages, **options)
     return out[None]
 
 
-def _step(cache: Any, allocator: Any, arguments: Any) -> Step:
-    """The mask and block table of this forward pass, computed by the first layer of each attention type."""
+def _window(allocator: Any) -> int | None:
+    """The tokens that a query sees, its own included; None if they are all."""
+    return getattr(allocator, "sliding_window", None)
+
+
+def _step(cache: Any, allocator: Any, layer: int, arguments: Any, total_q: int, total_kv: int | None) -> Step:
+    """The mask and block table of this forward pass, computed by the first layer of each attention type.
+
+    Both totals count the padding behind the tokens of the last request. There are no keys but pages if `total_kv` is
+    None.
+    """
     steps: dict[str, Step] = cache.__dict__.setdefault("_undivided_steps", {})
     step = steps.get(allocator.layer_type)
-    if step is None or step.offsets is not arguments["cu_seq_lens_q"]:
-        step = steps[allocator.layer_type] = _new_step(allocator, arguments)
+    if step is None or step.offsets is not arguments["cu_seq_lens_q"] or step.layer == layer:
+        step = steps[allocator.layer_type] = _new_step(allocator, layer, arguments, total_q, total_kv)
     return step
 
 
-def _new_step(allocator: Any, arguments: Any) -> Step:
+def _new_step(allocator: Any, layer: int, arguments: Any, total_q: int, total_kv: int | None) -> Step:
     offsets, kind = arguments["cu_seq_lens_q"], allocator.layer_type
-    max_q, max_kv = arguments["max_length_q"], arguments["max_length_k"][kind]
+    longest = {"max_q": arguments["max_length_q"], "max_kv": arguments["max_length_k"][kind]}
     with torch.inference_mode(False):  # the tensors of a mask have version counters
         cu_q, cu_kv = offsets.clone(), arguments["cu_seq_lens_k"][kind].to(torch.int32, copy=True)
-        documents = masks.documents(cu_q, cu_kv, max_q=max_q, max_kv=max_kv)
-        window = getattr(allocator, "sliding_window", None)
-        read_index = arguments["read_index"][allocator.index]
+        documents = masks.documents(cu_q, cu_kv, **longest, total_q=total_q, total_kv=total_kv)
+        window = _window(allocator)
         mask = CAUSAL if window is None else masks.window(window - 1, 0, align="bottom_right")
         pages = None
-        if window is None and len(read_index):
-            pages = _block_table(read_index, cu_kv, allocator.tokens_per_page, max_kv)
-    return Step(offsets, mask & documents, pages)
+        if total_kv is None:
+            rows = arguments["read_index"][allocator.index]
+            pages = _block_table(rows, cu_kv, allocator.tokens_per_page, longest["max_kv"])
+    return Step(offsets, layer, mask & documents, pages)
 
 
 def _block_table(rows: Tensor, cu_kv: Tensor, page_size: int, longest: int) -> Tensor:
