@@ -64,7 +64,8 @@ def use_latents(model: nn.Module) -> int:
     for layer in layers:
         _checked_weight(layer)
     for layer in layers:
-        layer.expand_kv = functools.partial(_latents, layer)  # a method of this name could not be pickled
+        # not a method: it could not be pickled under this name
+        layer.expand_kv = functools.partial(_latents, layer)  # type: ignore[assignment]
     return len(layers)
 
 
