@@ -55,3 +55,52 @@ def test_exported_models_without_a_padding_mask(name: str) -> None:
         ids = models.tokens()[:1, :5].expand(3, 5)
         found, expected = program(input_ids=ids, **constants)[0], network(input_ids=ids, **constants)[0]
     torch.testing.assert_close(found, expected)
+
+
+class FirstOutput(torch.nn.Module):
+    """The first output of a model, of its ids and its padding mask."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        constants = {} if self.network.config.model_type == "bert" else {"use_cache": False}
+        found: Tensor = self.network(input_ids=ids, attention_mask=mask, **constants)[0]
+        return found
+
+
+def traced(network: Any, *inputs: Tensor) -> Any:
+    """The network as a TorchScript program, for servers that run no Python."""
+    return torch.jit.trace(FirstOutput(network), inputs, check_trace=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma-2", "llama-4", "bert", "modernbert"])
+def test_traced_models_take_other_sizes_and_paddings(name: str) -> None:
+    """Sizes are tensors while a graph is recorded, which the mask refused."""
+    register()
+    network = models.build(name, "undivided").eval()
+    with torch.no_grad():
+        program = traced(network, models.tokens(), models.real_tokens("left"))
+        for rows, length in ((3, 11), (2, 7), (3, 16)):
+            ids, mask = models.tokens(rows, length, seed=1), models.real_tokens("right", rows, length)
+            expected = network(input_ids=ids, attention_mask=mask)[0]
+            torch.testing.assert_close(program(ids, mask)[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_traced_models_without_a_padding_mask(name: str) -> None:
+    register()
+    network = models.build(name, "undivided").eval()
+    with torch.no_grad():
+        program, ids = traced(network, models.tokens()), models.tokens(seed=1)
+        torch.testing.assert_close(program(ids), network(input_ids=ids)[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "llama-4"])
+def test_models_on_the_meta_device_are_not_asked_for_their_padding(name: str) -> None:
+    """As with eager; it is how a server finds the sizes of results before it has the weights."""
+    register()
+    network = models.build(name, "undivided").to("meta")
+    text, real = models.tokens().to("meta"), models.real_tokens("left").to("meta")
+    assert network(text, attention_mask=real).logits.shape == (3, 11, 50)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import as_device, as_integer, check_tensor, check_type, checked_flag
-from undivided.arguments.tensors import is_traced, values_are_traced
+from undivided.arguments.tensors import is_traced, jit_trace
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import active_batch
 from undivided.integrations.transformers._model_mask import ModelMask, Sizes
-from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, read
+from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, is_recorded, read
 from undivided.masks import FULL, Mask
 
 MANY_PAIRS = 1 << 22
@@ -103,10 +103,10 @@ def model_mask(
 
 
 def _as_size(argument: str, value: int | Tensor, at_least: int | None = None) -> int:
-    """A size as an int, or as the symbol that torch.export has for it."""
+    """A size as an int, or as the symbol that torch.export has for it; torch.jit.trace has tensors."""
     if isinstance(value, torch.SymInt):
         return value
-    if isinstance(value, Tensor) and value.numel() == 1 and at_least is None:
+    if isinstance(value, Tensor) and value.numel() == 1 and (at_least is None or jit_trace() is not None):
         return int(value)
     return as_integer(argument, value, at_least)
 
@@ -164,13 +164,13 @@ def to_mask(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     mask = _opaque(pattern, sizes, device)
     if pattern.packed is not None:
         return mask & _documents(pattern, pattern.packed) & _band(pattern) & _key_map(pattern, sizes)
-    is_recorded = values_are_traced()  # by torch.export: which keys are real, and the sizes, are known at run time
+    at_run_time = is_recorded() or device.type == "meta"  # which keys are real, and the sizes, are known then
     stop = sizes.end if pattern.right == 0 else sizes.kv_len  # the last query attends to no key from there on
-    if not is_recorded:
+    if not at_run_time:
         pattern = _without_redundant_limits(pattern, sizes)
     shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
     real = _real_keys(pattern.padding, sizes)
-    if real is not None and is_recorded:
+    if real is not None and at_run_time:
         mask, real = mask & masks.dense(real[:, None, None, :]), None
     if real is not None and not bool(real[:, :stop].all()):
         mask = mask & _padding(real, stop, shaped, device)
@@ -240,7 +240,7 @@ def _opaque(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     mask = FULL
     for fn in pattern.rest:
         of_rows = _with_offsets(fn, sizes)
-        mask = mask & (masks.dense(_pairs(of_rows, sizes, device)) if values_are_traced() else masks.predicate(of_rows))
+        mask = mask & (masks.dense(_pairs(of_rows, sizes, device)) if is_recorded() else masks.predicate(of_rows))
     return mask
 
 
@@ -279,7 +279,9 @@ def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
     """The real keys of the call, bool ``[B, Sk]``, from masks that start at position 0; None if all are real."""
     real = None
     for key_mask in padding:
-        part = key_mask[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len].to(torch.bool)
+        part = key_mask.to(torch.bool)
+        if sizes.kv_offset or part.shape[1] > sizes.kv_len:  # torch.jit.trace would record the length of a slice
+            part = part[:, sizes.kv_offset : sizes.kv_offset + sizes.kv_len]
         if part.shape[1] < sizes.kv_len:
             part = torch.nn.functional.pad(part, (0, sizes.kv_len - part.shape[1]))
         real = part if real is None else real & part

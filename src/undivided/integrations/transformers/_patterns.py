@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import values_are_traced
+from undivided.arguments.tensors import jit_trace, values_are_traced
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``fn(batch, head, q, k) -> bool tensor`` over indices that broadcast, q and k in absolute positions."""
@@ -101,6 +101,11 @@ def _smaller(a: int | None, b: int | None) -> int | None:
     return min((side for side in (a, b) if side is not None), default=None)
 
 
+def is_recorded() -> bool:
+    """Whether torch.export or torch.jit.trace records a graph, in which what is read from values is a constant."""
+    return values_are_traced() or jit_trace() is not None
+
+
 def read(fn: MaskFunction) -> Pattern:
     """The pattern of a mask function; an unknown function becomes `Pattern.rest`.
 
@@ -148,9 +153,9 @@ def _read_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:
 
 def _read_ids(closure: Closure) -> Pattern | None:
     """Documents by the ids of their tokens; None if a document may be in several parts, or has a negative id, and while
-    torch.export records, which knows no ids."""
+    a graph is recorded, which knows no ids."""
     ids: Tensor = closure["packed_sequence_mask"]
-    if ids.is_floating_point() or ids.dtype == torch.bool or values_are_traced():
+    if ids.is_floating_point() or ids.dtype == torch.bool or is_recorded():
         return None
     if not bool((ids[:, 1:] >= ids[:, :-1]).all() & (ids >= 0).all()):
         return None
