@@ -83,9 +83,32 @@ def test_beams_are_reordered() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_models_with_an_encoder_that_build_their_cross_attention_cache(beams: int, quantize: str | None) -> None:
+    """T5Gemma builds one of the class that it got, with the keywords of DynamicCache."""
+    register()
+    part = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    part |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 8, "eos_token_id": None}
+    config = transformers.T5GemmaConfig(encoder=part, decoder=part, vocab_size=64, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    model = transformers.T5GemmaForConditionalGeneration(config).eval()
+    model.set_attn_implementation("undivided")
+    options = {"max_new_tokens": 14, "num_beams": beams, "do_sample": False, "decoder_start_token_id": 1}
+    expected = model.generate(**prompts(), **options)
+    caches = Cache(config=config, quantize=quantize), Cache(quantize=quantize)
+    cache = transformers.EncoderDecoderCache(*caches)
+    found = model.generate(**prompts(), **options, **{cache_name(model): cache})
+    assert found.shape == expected.shape
+    assert quantize is not None or torch.equal(found, expected)
+    assert caches[0].get_seq_length() == 14
+
+
 def test_wrong_formats_are_refused() -> None:
     with pytest.raises(InputError, match="quantize must be one of"):
         Cache(quantize="int2")
+    with pytest.raises(InputError, match="offloading must be False"):
+        Cache(offloading=True)
     model = model_of("Llama")
     cache = {cache_name(model): Cache(quantize="int8")}
     with pytest.raises(InputError, match="require"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import cache_utils
 
-from undivided.arguments.checks import as_integer
+from undivided.arguments.checks import as_integer, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.cache._storage import Memory, check_quantize
 from undivided.errors import InputError
@@ -30,6 +30,7 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
             model's dtype.
         max_len: tokens per sequence to make room for at the start. The memory grows beyond it, by half, when it is
             full.
+        offloading: must be False, as models pass it that build a cache of the class that they got (T5Gemma).
 
     Raises:
         InputError: the format is unknown, or the model has layers whose keys and values it cannot quantise. A model
@@ -55,8 +56,12 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
     layers: Any
     layer_class_to_replicate: Any
 
-    def __init__(self, config: Any = None, *, quantize: str | None = None, max_len: int | None = None) -> None:
+    def __init__(
+        self, config: Any = None, *, quantize: str | None = None, max_len: int | None = None, offloading: bool = False
+    ) -> None:
         check_quantize(quantize)
+        if checked_flag("offloading", offloading):
+            raise InputError("offloading", "be False", offloading, hint="DynamicCache(config, offloading=True)")
         room = 0 if max_len is None else as_integer("max_len", max_len, 1)
         if config is not None and not hasattr(config, "get_text_config"):
             raise InputError("config", "be the configuration of a model, or None", type(config).__name__)
