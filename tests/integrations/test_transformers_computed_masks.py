@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from undivided.errors import InputError
-from undivided.integrations.transformers import attention, model_mask, register
+from undivided.integrations.transformers import ModelMask, attention, model_mask, register
 from undivided.integrations.transformers._masks import within_documents
 
 masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
@@ -86,9 +86,10 @@ def test_a_model_that_computes_with_its_mask_gets_what_the_dense_mask_gives(name
         lambda mask: mask.to("cpu"),
         lambda mask: mask.to(torch.device("cpu"), non_blocking=True),
         lambda mask: mask.to(dtype=torch.bool),
+        lambda mask: mask.to(torch.zeros(1, dtype=torch.bool)),
         lambda mask: mask.contiguous().detach(),
     ],
-    ids=["whole-slice", "whole", "device", "device-not-blocking", "dtype", "memory"],
+    ids=["whole-slice", "whole", "device", "device-not-blocking", "dtype", "tensor", "memory"],
 )
 def test_operations_that_do_not_change_the_mask_keep_its_structure(passed_on: Callable[[Any], Any]) -> None:
     mask = model_mask(1, 3, 3, mask_function=masking_utils.causal_mask_function)
@@ -99,6 +100,32 @@ def test_operations_that_do_not_change_the_mask_keep_its_structure(passed_on: Ca
         mask._made_up  # noqa: B018
     assert mask in {mask}
     assert copy.deepcopy(mask).shape == mask.shape
+
+
+def test_a_mask_that_moves_to_another_device_keeps_its_structure() -> None:
+    """A model whose layers are on several GPUs gave every layer of the others a dense mask."""
+    real, positions = torch.ones(2, 6), torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+    real[1, :2] = 0
+    functions = {
+        "window": masking_utils.sliding_window_causal_mask_function(3),
+        "documents": masking_utils.and_masks(
+            masking_utils.packed_sequence_mask_function((positions == 0).cumsum(1) - 1),
+            masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, positions),
+        ),
+        "chunks": masking_utils.chunked_causal_mask_function(2, torch.tensor([0, 1])),
+    }
+    for name, function in functions.items():
+        mask: Any = model_mask(2, 6, 6, mask_function=function, attention_mask=None if name == "documents" else real)
+        moved = mask.to("meta", non_blocking=True)
+        assert isinstance(moved, ModelMask)
+        assert repr(moved.mask.structure) == repr(mask.mask.structure)
+        assert {tensor.device.type for tensor in moved.mask.tensors} <= {"meta"}
+        assert moved is mask.to(torch.device("meta")), "one copy for all layers of a device"
+        assert moved.to("meta") is moved
+        assert "dense" not in vars(mask)
+    function = model_mask(2, 6, 6, mask_function=lambda b, h, q, k: k <= q + real[b, k])
+    assert function.to("meta").device.type == "meta"  # type: ignore[attr-defined]
+    assert mask.to("cpu", torch.float32).dtype == torch.float32
 
 
 def test_a_slice_of_the_mask_is_accepted_as_a_tensor() -> None:

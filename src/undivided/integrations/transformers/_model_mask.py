@@ -72,6 +72,7 @@ class ModelMask(TensorLike):
         self.mask, self.pattern, self.sizes, self.device, self.dtype = mask, pattern, sizes, device, dtype
         self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
         self.documents: tuple[Tensor, Tensor, Mask] | None = None
+        self._copies: dict[torch.device, ModelMask] = {}
 
     @functools.cached_property
     def dense(self) -> Tensor:
@@ -104,6 +105,16 @@ class ModelMask(TensorLike):
             )
         sizes = self.sizes
         return self.mask.to_dense(sizes.batch, 1, sizes.q_len, sizes.kv_len, self.device)
+
+    def _moved(self, device: torch.device) -> ModelMask | Tensor:
+        """The mask on another device, cached: with the layers of a model on several GPUs, each layer asks for it."""
+        if self.context is not None or "predicate" in self.mask.structure.kinds:  # what a function captures stays
+            return self.dense.to(device)
+        copy = self._copies.get(device)
+        if copy is None:
+            copy = ModelMask(self.mask.to(device), self.pattern.to(device), self.sizes, device, self.dtype)
+            self._copies[device] = copy
+        return copy
 
     def __repr__(self) -> str:
         return f"<ModelMask {list(self.shape)}: {self.mask!r}>"

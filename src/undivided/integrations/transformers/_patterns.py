@@ -76,6 +76,16 @@ class Pattern:
             self.rest + other.rest,
         )
 
+    def to(self, device: torch.device) -> Pattern:
+        """The same pattern with its tensors on a device; what functions capture is not moved."""
+        packed = self.packed
+        if packed is not None:
+            positions = packed.positions
+            packed = Packed(packed.ids.to(device), None if positions is None else positions.to(device))
+        chunks = tuple(Chunked(chunk.size, chunk.start.to(device)) for chunk in self.chunks)
+        padding = tuple(real.to(device) for real in self.padding)
+        return dataclasses.replace(self, chunks=chunks, packed=packed, padding=padding)
+
     def allows(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Whether the query at position q may attend to the key at position k; defines the fields."""
         allowed = torch.ones((), dtype=torch.bool, device=q.device)

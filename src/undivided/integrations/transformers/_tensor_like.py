@@ -42,11 +42,19 @@ class TensorLike(ABC):
             args, options: as for ``Tensor.to``.
 
         Returns:
-            This object if device and dtype are its own; otherwise the dense tensor, converted.
+            This object if device and dtype are its own, its structure on another device if it has one there; otherwise
+            the dense tensor, converted.
         """
-        own = (self.dtype, self.device, str(self.device), None)
-        stays = all(value in own for value in (*args, *options.values()) if not isinstance(value, bool))
-        return self if stays else self.dense.to(*args, **options)
+        device, dtype = _target(args, options)
+        if dtype is not None and dtype != self.dtype:
+            return self.dense.to(*args, **options)
+        if device is None or device == self.device or torch.empty(0, device=device).device == self.device:
+            return self
+        return self._moved(device)
+
+    def _moved(self, device: torch.device) -> Any:
+        """This object on another device; the dense tensor if it cannot be moved."""
+        return self.dense.to(device)
 
     def dim(self) -> int:
         """The number of axes.
@@ -93,6 +101,19 @@ class TensorLike(ABC):
 
     def __hash__(self) -> int:
         return id(self)
+
+
+def _target(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None]:
+    """The device and dtype of the arguments of ``Tensor.to``, None for those that stay."""
+    device = dtype = None
+    for value in (*args, *options.values()):
+        if isinstance(value, Tensor | TensorLike):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, torch.device | str | int) and not isinstance(value, bool):
+            device = torch.device(value)
+    return device, dtype
 
 
 def _dense(value: object) -> object:
