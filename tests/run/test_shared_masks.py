@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -122,6 +124,21 @@ def test_a_mask_from_outside_of_the_graph_follows_changes_of_its_tensor(backend:
     torch.testing.assert_close(compiled(x, mask), layers(x, mask))
     mask.tensors[0][1] = 4
     torch.testing.assert_close(compiled(x, mask), layers(x, mask))
+
+
+def test_no_large_memory_is_kept_for_a_small_view_of_it() -> None:
+    x, table = torch.randn(2, 9, 2, 16), torch.full((2, 1 << 16), 5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(x: Tensor, lengths: Tensor) -> Tensor:
+        return undivided.attention(x, x, x, layout="bshd", mask=masks.lengths(lengths))
+
+    with torch.no_grad():
+        layer(x, table[:, 0])
+    storage = weakref.ref(table.untyped_storage())
+    del table
+    gc.collect()  # a cycle of the compiler's
+    assert storage() is None
 
 
 def test_a_mask_inside_of_a_compiled_vmap_has_the_lengths_of_each_element() -> None:
