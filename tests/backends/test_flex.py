@@ -11,6 +11,7 @@ from adapter_check import check, expected, tensors
 from calls import call_of, problem_of
 from torch import Tensor
 
+import undivided
 from undivided import masks
 from undivided.backends import flex
 from undivided.machine import Machine
@@ -83,6 +84,14 @@ def test_flex_on_the_cpu_with_one_query(name: str, kv_len: int) -> None:
         result = flex.BACKEND.forward(call, given)
     want, _, _ = expected(call, given, torch.ones(2, 1, 4, 8))
     torch.testing.assert_close(result.out, want, atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+def test_flex_on_the_cpu_takes_parameters_under_no_grad() -> None:
+    q, k, v = (t.float().requires_grad_() for t in tensors(1, 9))
+    with torch.no_grad():
+        out = undivided.attention(q, k, v, layout="bshd", backend="flex")
+        torch.testing.assert_close(out, undivided.attention(q, k, v, layout="bshd", backend="reference"))
 
 
 def test_flex_on_the_cpu_gives_reasons() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from undivided import DotProductAttention
+from undivided.nn.arguments import sequences
 
 Q = torch.randn(2, 6, 4, 8)
 
@@ -189,3 +191,20 @@ def test_data_parallel_and_sharded_training_equal_one_process() -> None:
         assert list(found) == list(WRAPPERS)
         for name, out in found.items():
             torch.testing.assert_close(torch.tensor(out), want[rank : rank + 1], msg=name)
+
+
+def test_layers_share_the_mask_of_an_attention_mask_which_goes_with_it() -> None:
+    layers = [DotProductAttention(4, 8, attn_mask_type="arbitrary", qkv_format="bshd") for _ in range(2)]
+    attention_mask = torch.rand(6, 6) < 0.3
+    first, second = (layer(Q, Q, Q, attention_mask=attention_mask) for layer in layers)
+    assert torch.equal(first, second)
+    (shared,) = {entry.mask for entry in sequences._recent.values() if entry.tensors[0]() is attention_mask}
+    attention_mask[:, 1] = ~attention_mask[:, 1]
+    changed = layers[0](Q, Q, Q, attention_mask=attention_mask)
+    assert not torch.equal(first, changed)
+    torch.testing.assert_close(changed, layers[0](Q, Q, Q, attention_mask=attention_mask.clone()))
+    (other,) = {entry.mask for entry in sequences._recent.values() if entry.tensors[0]() is attention_mask}
+    assert other is not shared
+    memory = weakref.ref(other.tensors[0])
+    del other, shared, attention_mask
+    assert memory() is None

@@ -104,6 +104,8 @@ class Flex(Backend):
     def forward(self, call: Call, tensors: Tensors) -> Result:
         """Attention by compiled FlexAttention."""
         problem, tensors = call.problem, tensors.materialised()
+        # FlexAttention refuses tensors that require a gradient on the CPU, also under no_grad
+        tensors = Tensors._make(None if tensor is None else tensor.detach() for tensor in tensors)
         form = call.normal_form(tensors.q)
         inputs, settings = _inputs(call, tensors, form), _settings(call, tensors, form)
         if problem.device == "cpu":

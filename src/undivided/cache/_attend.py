@@ -7,6 +7,7 @@ T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import gt
 from typing import Any, NamedTuple, cast
 
@@ -167,6 +168,8 @@ def _prepare(call: CachedCall, mask: Mask, policy: Policy, kind: object) -> Prep
         prepared = _with_lengths(before, call, mask)
     else:
         q, k, v, options = _arguments(call, mask)
+        if options.get("mask") is mask:  # a copy, because what a mask caches must not keep it alive
+            options["mask"] = replace(mask)
         prepared = Prepared.of(Request.from_keywords(q, k, v, **options), policy)
     if latest is not None:
         latest.prepared = prepared

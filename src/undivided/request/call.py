@@ -26,8 +26,11 @@ class CheckedMask:
     form: NormalForm | None = None
     """Set once, by `keep`."""
 
-    def __init__(self, mask: Mask, problem: Problem, key: object = None) -> None:
-        self.mask, self.problem = mask, problem
+    def __init__(self, mask: Mask | None, problem: Problem, key: object = None) -> None:
+        self.mask = mask
+        """None: the mask that keeps this object. A reference to it would keep both alive until the garbage collector
+        runs, and the memory of their tensors."""
+        self.problem = problem
         self.packed: bytes | None = None
         """The fields of the native kernel's record for the form; None before its first call."""
         self.derived: dict[Hashable, Any] = {}

@@ -96,8 +96,11 @@ def normalise(
         _check_optional_memory(request)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
-        checked = _mask_for_problem(cached, checked_mask(mask), q, k, slopes, pages)
-        mask, problem = checked.mask, checked.problem
+        mask = checked_mask(mask)
+        checked = _mask_for_problem(cached, mask, q, k, slopes, pages)
+        problem = checked.problem
+        if checked.mask is not None:
+            mask = checked.mask
     if bias is not None and bias.dim() < 4:
         tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
     if slopes is not None and slopes.dim() == 2 and slopes.shape[0] == 0:
@@ -149,10 +152,10 @@ def _mask_for_problem(
     # the key is the id of `cached`: hashing the signature costs five times as much; the mask keeps `cached` alive
     checked = mask.cached(id(cached), _with_mask, cached, mask, q.device, slopes, pages)
     if "dense" in checked.problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
-        for tensor in checked.mask.take("dense")[0]:
+        for tensor in mask.take("dense")[0]:
             check_memory("mask", tensor)
     if pages is not None:
-        _check_pages_once(checked, pages, k.shape[0])
+        _check_pages_once(checked, mask, pages, k.shape[0])
     return checked
 
 
@@ -208,13 +211,14 @@ def check_types(request: Request) -> None:
         check_scalars(options)
 
 
-def _check_pages_once(checked: CheckedMask, pages: Tensor, pool: int) -> None:
+def _check_pages_once(checked: CheckedMask, mask: Mask, pages: Tensor, pool: int) -> None:
     """Check the page numbers, once for all layers of a model that share a block table."""
     version = versions((pages,))
     last = checked.pages
     if last is not None and version is not None and last[0] is pages and last[1:] == (version, pool):
         return
-    check_page_numbers(checked.mask, pages, pool, checked.problem.page_size or 1)
+    mask = mask if checked.mask is None else checked.mask
+    check_page_numbers(mask, pages, pool, checked.problem.page_size or 1)
     checked.pages = None if version is None else (pages, version, pool)
 
 
@@ -358,6 +362,7 @@ def _with_mask(
             hint="mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents "
             "cannot see each other",
         )
+    given = mask
     if pages is not None:
         mask = _paged_mask(mask, problem, pages)
     mask.check(problem.batch, problem.heads, problem.q_len, problem.kv_len, packed=problem.packed, device=device)
@@ -367,7 +372,8 @@ def _with_mask(
         check_slopes(slopes, problem.heads, documents[0] if documents else problem.batch)
     if "dropout" in problem.features and any(origin.head for origin in mask.take("origin")[0] or ()):
         problem = problem._replace(features=problem.features | {"some_heads"})
-    return CheckedMask(mask, problem._replace(mask=mask.structure, align=align, documents=documents), cached)
+    problem = problem._replace(mask=mask.structure, align=align, documents=documents)
+    return CheckedMask(None if mask is given else mask, problem, cached)
 
 
 def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:

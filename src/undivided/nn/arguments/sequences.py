@@ -6,12 +6,14 @@ In attention_mask, True means masked out, the opposite of `masks.dense`.
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided._bounded import Bounded
 from undivided.arguments.checks import as_integer, check_tensor, checked_flag
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable, versions
@@ -151,22 +153,28 @@ def differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.device.type == b.device.type == "cpu" and not torch.equal(a.long(), b.long())
 
 
-# All layers of a model receive the same tensors, so the masks of the last few calls are cached. An entry holds its
-# tensors, so that no other tensor can have their ids; `versions` detects changes.
-_recent: dict[object, tuple[tuple[Tensor, ...], Mask]] = {}
-_MAX_RECENT = 8
+class _Recent(NamedTuple):
+    """A mask of an earlier call, which goes with its tensors: that of an attention_mask is as large as it."""
+
+    tensors: list[weakref.ref[Tensor]]
+    state: tuple[object, ...]
+    """`versions` of the tensors then."""
+    mask: Mask
+
+
+_recent: Bounded[object, _Recent] = Bounded(8)
+"""Masks of the last few calls, because all layers of a model receive the same tensors."""
 
 
 def mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str, diagonal: Mask) -> Mask:
-    """`diagonal`, restricted to the real tokens of each sequence if the mask type has padding."""
+    """`diagonal`, restricted to the real tokens of each sequence and to the pairs of an arbitrary mask."""
     tensors = arguments.tensors
-    state = versions(tensors) if kind.padding else None
+    state = versions(tensors) if kind.padding or kind.name == "arbitrary" else None
     if state is None:
         sequences = _sequence_mask(arguments, kind, inputs, attention_type)
         return diagonal if sequences is None else diagonal & sequences
     key = (
         tuple([id(t) for t in tensors]),
-        state,
         tuple(t is not None for t in arguments),
         arguments[5:],
         kind.name,
@@ -177,14 +185,18 @@ def mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention
         diagonal.align,
         diagonal.band,
     )
-    entry = _recent.get(key)
-    if entry is None:
+    recent = _recent.get(key)
+    if (
+        recent is None
+        or recent.state != state
+        or any(ref() is not t for ref, t in zip(recent.tensors, tensors, strict=True))
+    ):
         sequences = _sequence_mask(arguments, kind, inputs, attention_type)
         assert sequences is not None
-        if len(_recent) >= _MAX_RECENT:
-            _recent.clear()
-        entry = _recent[key] = (tensors, diagonal & sequences)
-    return entry[1]
+        forget = lambda _: _recent.pop(key, None)  # noqa: E731
+        recent = _Recent([weakref.ref(tensor, forget) for tensor in tensors], state, diagonal & sequences)
+        _recent[key] = recent
+    return recent.mask
 
 
 def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> Mask | None:
