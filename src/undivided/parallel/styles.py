@@ -1,12 +1,13 @@
 """Where `parallelize` places the parameters of the layers' blocks, as styles for PyTorch's `parallelize_module`.
 
 PyTorch's ColwiseParallel and RowwiseParallel accept torch.nn.Linear only, and communicate by DTensor's operators. The
-blocks hold several weights with TransformerEngine's names. These styles distribute them as DTensors in the same way;
-the blocks compute with a rank's parts, and communicate by `TensorRanks`.
+blocks hold several weights with TransformerEngine's names. `Divided` distributes them as DTensors in the same way; the
+blocks compute with a rank's parts, and communicate by `TensorRanks`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,63 +17,39 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_mod
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from undivided.nn import DotProductAttention
-from undivided.nn.arguments.formats import Heads
+from undivided.nn.blocks.linear import Linear
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 
-class Replicated(ParallelStyle):
-    """Every rank has the whole parameters."""
+class Divided(ParallelStyle):
+    """The parameters of a block as DTensors: those with a placement are divided, every rank has the others whole."""
+
+    def __init__(self, placements: Mapping[str, Placement]) -> None:
+        super().__init__()
+        self.placements = placements
 
     def _apply(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         return distribute_module(module, mesh, self._partition)
 
     def _partition(self, name: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
-            value = distribute_tensor(parameter, mesh, [self.placement(key, mesh)])
+            value = distribute_tensor(parameter, mesh, [self.placements.get(key, Replicate())])
             module.register_parameter(key, torch.nn.Parameter(value, parameter.requires_grad))
 
-    def placement(self, name: str, mesh: DeviceMesh) -> Placement:
-        """The placement of a parameter."""
-        return Replicate()
+
+REPLICATED = Divided({})
+OUTPUT = Divided({"weight": Shard(1)})
+"""The output projection: its input features are divided, and the output is summed."""
+MLP = Divided({"fc1_weight": Shard(0), "fc1_bias": Shard(0), "fc2_weight": Shard(1)})
+"""The feed-forward block: the features between its maps are divided, and the output is summed."""
+SINKS = Divided({"softmax_offset": Shard(0)})
+"""The attention: the heads of learnable sinks are divided."""
 
 
-class DividedHeads(Replicated):
-    """Query, key and value projections: output features over ranks; too few key heads are replicated."""
-
-    def __init__(self, heads: Heads) -> None:
-        super().__init__()
-        self.heads = heads
-
-    def placement(self, name: str, mesh: DeviceMesh) -> Placement:
-        """The placement of a parameter."""
-        if name.startswith("layer_norm_"):
-            return Replicate()
-        replicated = name.startswith(("key_", "value_")) and self.heads.kv % mesh.size()
-        return Replicate() if replicated else Shard(0)
-
-
-class DividedOutput(Replicated):
-    """The output projection: input features over ranks, the output summed."""
-
-    def placement(self, name: str, mesh: DeviceMesh) -> Placement:
-        """The placement of a parameter."""
-        return Shard(1) if name == "weight" else Replicate()
-
-
-class DividedMLP(Replicated):
-    """The feed-forward block: the features between its maps over ranks, the output summed."""
-
-    def placement(self, name: str, mesh: DeviceMesh) -> Placement:
-        """The placement of a parameter."""
-        return {"fc1_weight": Shard(0), "fc1_bias": Shard(0), "fc2_weight": Shard(1)}.get(name, Replicate())
-
-
-class DividedSinks(Replicated):
-    """Learnable sinks of the attention: heads over ranks."""
-
-    def placement(self, name: str, mesh: DeviceMesh) -> Placement:
-        """The placement of a parameter."""
-        return Shard(0)
+def divided_heads(projection: Linear, kv_heads: int, ranks: int) -> Divided:
+    """The style of a projection to queries, keys and values: output features are divided, too few key heads are not."""
+    whole = ("layer_norm_", "key_", "value_") if kv_heads % ranks else ("layer_norm_",)
+    return Divided({name: Shard(0) for name, _ in projection.named_parameters() if not name.startswith(whole)})
 
 
 class OwnScores:

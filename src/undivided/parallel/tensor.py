@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.signature import checked_call
@@ -20,6 +21,7 @@ from undivided.nn.arguments.tensor_parallel import TensorArguments, checked_tens
 from undivided.nn.blocks.linear import Linear
 from undivided.nn.blocks.normalization import Normalization
 from undivided.parallel.state import check_not_parametrized
+from undivided.parallel.styles import MLP, OUTPUT, REPLICATED, SINKS, OwnScores, divided_heads
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -97,37 +99,30 @@ def _check_mesh(mesh: object) -> None:
 
 def _divide_feed_forward(layer: TransformerLayer, mesh: DeviceMesh) -> None:
     """Divide what a layer has besides its attentions."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from undivided.parallel.styles import DividedMLP, Replicated
-
     ranks = layer.tensor_parallel.ranks
     if not layer.layernorm_mlp.has_consecutive_rows:  # otherwise a layer before this one has the same block
-        parallelize_module(layer.layernorm_mlp, mesh, DividedMLP())
+        parallelize_module(layer.layernorm_mlp, mesh, MLP)
         layer.layernorm_mlp.ranks, layer.layernorm_mlp.has_consecutive_rows = ranks, True
     if layer.output_layernorm:
-        parallelize_module(layer.layernorm, mesh, Replicated())
+        parallelize_module(layer.layernorm, mesh, REPLICATED)
         layer.layernorm.ranks = None if layer.tensor_parallel.sequence is None else ranks
 
 
 def _divide_attention(layer: MultiheadAttention, mesh: DeviceMesh) -> None:
     """Divide the projections, the norms of heads and the sinks of an attention."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from undivided.parallel.styles import DividedHeads, DividedOutput, DividedSinks, OwnScores, Replicated
-
     heads, core = layer.heads, layer.core_attention
     core.tensor_parallel = layer.tensor_parallel
-    for projection in _projections(layer):
-        parallelize_module(projection, mesh, DividedHeads(heads))
+    projections = _projections(layer)
+    for projection in projections:
+        parallelize_module(projection, mesh, divided_heads(projection, heads.kv, mesh.size()))
         projection.used_rows = _used_rows(heads, mesh)
-    parallelize_module(layer.proj, mesh, DividedOutput())
+    parallelize_module(layer.proj, mesh, OUTPUT)
     norms = [norm for norm in (layer.q_norm, layer.k_norm) if isinstance(norm, Normalization)]
     for norm in norms:
-        parallelize_module(norm, mesh, Replicated())
-    for block in (*_projections(layer), layer.proj, *norms):
+        parallelize_module(norm, mesh, REPLICATED)
+    for block in (*projections, layer.proj, *norms):
         block.ranks = layer.tensor_parallel.ranks
-    parallelize_module(core, mesh, DividedSinks())
+    parallelize_module(core, mesh, SINKS)
     layer.heads = core.heads = heads._replace(q=heads.q // mesh.size(), kv=max(1, heads.kv // mesh.size()))
     core.register_forward_pre_hook(OwnScores(heads.q), with_kwargs=True)
 
