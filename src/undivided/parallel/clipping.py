@@ -26,7 +26,7 @@ Groups = tuple[Any, ...]
 """Process groups, each of which has parts of a tensor."""
 
 
-class _Part(NamedTuple):
+class _GradientPart(NamedTuple):
     """This rank's part of a parameter's gradient.
 
     memory: the local tensor, which is scaled in place. values: what counts in the norm: `memory`, with partial sums
@@ -93,7 +93,7 @@ def _number_or_inf(argument: str, value: object, least: float, words: str) -> fl
     return checked_number(argument, value, least, math.inf, words)
 
 
-def _parts(module: torch.nn.Module) -> Iterator[_Part]:
+def _parts(module: torch.nn.Module) -> Iterator[_GradientPart]:
     """What this rank holds of the gradients; the same groups in the same order on every rank."""
     # by parameter: wrappers such as that of recomputation change the names of named_parameters()
     tensor_groups = {id(module.get_parameter(name)): ranks.group for name, _, _, ranks in divisions(module)}
@@ -110,10 +110,10 @@ def _parts(module: torch.nn.Module) -> Iterator[_Part]:
             if isinstance(memory, DTensor):
                 values = memory.redistribute(placements=parameter.placements).to_local()
                 memory = memory.to_local()
-        yield _Part(memory, values, groups, parameter.device)
+        yield _GradientPart(memory, values, groups, parameter.device)
 
 
-def _norm(parts: list[_Part], norm_type: float) -> Tensor:
+def _norm(parts: list[_GradientPart], norm_type: float) -> Tensor:
     """The norm of all gradients."""
     sums: dict[tuple[Groups, torch.device], Tensor] = {}
     wide = any(part.values is not None and part.values.dtype == torch.float64 for part in parts)

@@ -42,7 +42,7 @@ class Division(NamedTuple):
 
 
 _RECOMPUTED = "_checkpoint_wrapped_module"
-_WRAPPED = (_RECOMPUTED, "_orig_mod")
+WRAPPED = (_RECOMPUTED, "_orig_mod")
 """Names under which a recomputed and a compiled module have the original one."""
 
 _OwnDivision = tuple[str, int, tuple[int, ...]]
@@ -78,8 +78,7 @@ def own_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor]) -> dict
     >>> dist.destroy_process_group()
     """
     _check_not_parallelized(module)
-    if not isinstance(state, Mapping):
-        raise InputError("state", "be a mapping of names to tensors", type(state).__name__)
+    check_type("state", state, Mapping, "a mapping of names to tensors")
     own = dict(state)
     for long_name, axis, sizes, ranks in divisions(module):
         name = _name_in_state(long_name)
@@ -148,14 +147,11 @@ def divisions(module: torch.nn.Module) -> Iterator[Division]:
         if layer.tensor_parallel.size > 1:
             check_not_parametrized(layer)
         own = list(_own_divisions(layer))
-        if not own:
-            continue
-        layer.tensor_parallel.check_ranks()
-        ranks = layer.tensor_parallel.ranks
-        if ranks is None:
-            continue
-        for name, axis, sizes in own:
-            yield Division(f"{prefix}{name}", axis, sizes, ranks)
+        if own:
+            layer.tensor_parallel.check_ranks()
+        if (ranks := layer.tensor_parallel.ranks) is not None:
+            for name, axis, sizes in own:
+                yield Division(f"{prefix}{name}", axis, sizes, ranks)
 
 
 def check_not_parametrized(layer: torch.nn.Module) -> None:
@@ -236,6 +232,6 @@ def _mlp_divisions(layer: TransformerLayer) -> Iterator[_OwnDivision]:
 def _blocks(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The blocks of a layer by name, inside of their wrappers."""
     for name, block in layer.named_children():
-        while wrapper := next((wrapper for wrapper in _WRAPPED if wrapper in block._modules), None):
+        while wrapper := next((wrapper for wrapper in WRAPPED if wrapper in block._modules), None):
             name, block = f"{name}.{wrapper}", block.get_submodule(wrapper)
         yield name, block

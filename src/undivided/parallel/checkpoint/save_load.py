@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from undivided.arguments.checks import check_type
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.errors import InputError
@@ -207,12 +208,10 @@ def _checked_step(step: object) -> int:
     return step
 
 
-def _check_training(model: object, optimizer: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise InputError("model", "be a torch.nn.Module", type(model).__name__)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError("optimizer", "be a torch.optim.Optimizer or None", type(optimizer).__name__)
+def _check_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
     if optimizer is not None:
+        check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         check_optimizer(optimizer)
         own = set(map(id, model.parameters()))
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):

@@ -17,12 +17,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from undivided.errors import InputError
 from undivided.parallel.checkpoint.optimizer_state import without_gradients
-from undivided.parallel.state import Division, divisions
+from undivided.parallel.state import WRAPPED, Division, divisions
 
 HEADER = "undivided"
 MODEL, STATE = "model.", "optimizer.state."
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of names that compiled and recomputed modules add, and state dicts leave out."""
 
 
 class Header(NamedTuple):
@@ -118,8 +116,9 @@ def checked_values(values: object) -> dict[str, Any]:
 
 
 def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
+    """The name without the parts that compiled and recomputed modules add, which state dicts leave out."""
+    for wrapper in WRAPPED:
+        name = name.replace(f"{wrapper}.", "")
     return name
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from undivided.arguments.checks import as_integer
 from undivided.errors import InputError
+from undivided.parallel.plan.model import check_count
 
-__all__ = ["Cluster", "Group", "bytes_in", "bytes_per_second"]
+__all__ = ["Cluster", "AxisGroup", "bytes_in", "bytes_per_second"]
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kmgtKMGT]?i?)(bit|B)(/s|ps)?\s*")
@@ -53,7 +54,7 @@ def _amount(quantity: re.Match[str]) -> float:
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroup:
     """The ranks of one axis of a mesh.
 
     size: number of ranks. per_node: how many of them are on the same node. Ranks on one node are consecutive.
@@ -109,9 +110,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 20:
-                raise InputError(name, f"be an integer from 1 to {1 << 20}", repr(value))
+            check_count(name, getattr(self, name), 1 << 20)
         for name in ("link", "intra", "memory", "flops"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -126,11 +125,11 @@ class Cluster:
         """The number of GPUs."""
         return self.nodes * self.gpus
 
-    def group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> AxisGroup:
         """The group of an axis; `stride` is the product of the sizes of the axes inside it, which divides `gpus` or is
         a multiple of it."""
         size, stride = as_integer("size", size, 1), as_integer("stride", stride, 1)
-        return Group(size, min(size, max(self.gpus // stride, 1)))
+        return AxisGroup(size, min(size, max(self.gpus // stride, 1)))
 
     def seconds(self, sent: float, share: float) -> float:
         """The time in which a rank sends this number of bytes, of which a share crosses the network; both links at

@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
+from undivided.arguments.checks import checked_flag
 from undivided.errors import InputError
 
 __all__ = ["PRESETS", "Model"]
 
 _LARGEST = 1 << 40
+
+
+def check_count(argument: str, value: object, most: int) -> None:
+    """InputError unless it is an integer from 1 to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise InputError(argument, f"be an integer from 1 to {most}", repr(value))
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,9 @@ class Model:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool":
-                if not isinstance(value, bool):
-                    raise InputError(field.name, "be True or False", repr(value))
-            elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
-                raise InputError(field.name, f"be an integer from 1 to {_LARGEST - 1}", repr(value))
+                checked_flag(field.name, value)
+            else:
+                check_count(field.name, value, _LARGEST - 1)
         if self.heads % self.kv_heads:
             raise InputError("kv_heads", f"divide heads ({self.heads})", self.kv_heads)
 

@@ -8,7 +8,7 @@ There is no pipeline axis. Bytes equal those of runs (`traffic`); memory and tim
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,7 +23,7 @@ from undivided.parallel.plan import memory as _memory
 from undivided.parallel.plan import traffic as _traffic
 from undivided.parallel.plan.cluster import Cluster
 from undivided.parallel.plan.memory import Bytes
-from undivided.parallel.plan.model import Model
+from undivided.parallel.plan.model import Model, check_count
 from undivided.request.flops import forward_flops, training_flops
 
 __all__ = ["Axis", "MeshOption", "TrainingPlan", "plan_training"]
@@ -180,13 +180,12 @@ def plan_training(
     checked_choice("placement", placement, PLACEMENTS)
     sequences = cluster.ranks if batch is None else batch
     for name, number, largest in (("seq_len", seq_len, MAX_LENGTH), ("batch", sequences, 1 << 32)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= largest:
-            raise InputError(name, f"be an integer from 1 to {largest}", repr(number))
-    for name, value in (("data", data), ("context", context), ("tensor", tensor)):
+        check_count(name, number, largest)
+    requested = {"data": data, "context": context, "tensor": tensor}
+    for name, value in requested.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(name, "be a positive integer or None", repr(value))
     planner = _Planner(model, cluster, seq_len, sequences, mask, dtype, strategy, placement)
-    requested = {"data": data, "context": context, "tensor": tensor}
     meshes = [
         mesh
         for mesh in planner.meshes()
@@ -200,23 +199,19 @@ def plan_training(
     return TrainingPlan(tuple(options), model, cluster, seq_len, planner.batch)
 
 
+@dataclass
 class _Planner:
     """The arguments that all meshes of a plan share, and the plans of attention that some of them share."""
 
-    def __init__(
-        self,
-        model: Model,
-        cluster: Cluster,
-        seq_len: int,
-        batch: int,
-        mask: Mask | None,
-        dtype: torch.dtype,
-        strategy: Strategy | None,
-        placement: PlacementName,
-    ) -> None:
-        self.model, self.cluster, self.seq_len, self.batch = model, cluster, seq_len, batch
-        self.mask, self.dtype, self.strategy, self.placement = mask, dtype, strategy, placement
-        self._attention: dict[tuple[int, int], Option] = {}
+    model: Model
+    cluster: Cluster
+    seq_len: int
+    batch: int
+    mask: Mask | None
+    dtype: torch.dtype
+    strategy: Strategy | None
+    placement: PlacementName
+    attention: dict[tuple[int, int], Option] = field(default_factory=dict)
 
     def meshes(self) -> Iterator[tuple[int, int, int]]:
         """(data, context, tensor) that divide ranks, heads, features, tokens and batch."""
@@ -227,19 +222,18 @@ class _Planner:
                 continue
             for context in _divisors(ranks // tensor):
                 data = ranks // tensor // context
-                fits = context <= MAX_CONTEXT and context * tensor <= self.seq_len and self.batch % data == 0
-                if fits and self._is_aligned(context * tensor) and self._has_strategy(context, tensor):
+                step = context * tensor
+                # groups of consecutive ranks lie within a node, or cover whole nodes
+                is_aligned = self.cluster.gpus % step == 0 or step % self.cluster.gpus == 0
+                fits = context <= MAX_CONTEXT and step <= self.seq_len and self.batch % data == 0
+                if fits and is_aligned and self._has_strategy(context, tensor):
                     yield data, context, tensor
 
     def _has_strategy(self, context: int, tensor: int) -> bool:
         """Whether the requested strategy has a mesh for these ranks."""
-        if self.strategy not in STRATEGIES or context == 1:
+        if self.strategy is None or context == 1:
             return True
         return mesh_shape(self.strategy, context, max(self.model.kv_heads // tensor, 1)) is not None
-
-    def _is_aligned(self, ranks: int) -> bool:
-        """Whether groups of consecutive ranks lie within a node, or cover whole nodes."""
-        return self.cluster.gpus % ranks == 0 or ranks % self.cluster.gpus == 0
 
     def refuse(self, requested: dict[str, int]) -> None:
         """Raise InputError: there is no mesh."""
@@ -294,11 +288,11 @@ class _Planner:
     def _attention_option(self, context: int, tensor: int) -> Option:
         """Context parallelism of one layer with one sequence."""
         key = context, tensor
-        if key not in self._attention:
+        if key not in self.attention:
             model, cluster = self.model, self.cluster
             share = cluster.group(context, tensor).peer_share()
             bandwidth = 1 / cluster.seconds(1.0, share) if context > 1 else cluster.intra
-            self._attention[key] = plan_attention(
+            self.attention[key] = plan_attention(
                 self.seq_len,
                 model.heads // tensor,
                 model.head_dim,
@@ -311,7 +305,7 @@ class _Planner:
                 flops=cluster.flops,
                 bandwidth=bandwidth,
             ).best
-        return self._attention[key]
+        return self.attention[key]
 
     def _axis(self, name: str, size: int, sent: float, share: float) -> Axis:
         return Axis(name, size, sent, sent * share, self.cluster.seconds(sent, share))
