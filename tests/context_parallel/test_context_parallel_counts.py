@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from undivided import masks
 from undivided.context_parallel import Placement
-from undivided.context_parallel._schedule import Ranks
+from undivided.context_parallel._schedule import MeshRanks
 from undivided.context_parallel.plan.arrivals import OwnerRuns, count_arrivals, disjoint_ranges
 
 
@@ -28,7 +28,7 @@ def test_ranges_give_what_pairs_give(lengths: list[int], ring: int, members: int
     mask = of if kind == "window" else masks.documents(offsets) & of
     form = mask.normal_form(1, members, length, length, "cpu")
     placed = Placement.of(name, ring * members, length, None, mask, form)  # type: ignore[arg-type]
-    ranks = Ranks(form, placed, (ring, members), members, members)
+    ranks = MeshRanks(form, placed, (ring, members), members, members)
     pairs = mask.to_dense(1, members, length, length).any(0).any(0)
     slow = [
         [int(pairs[rows][:, keys].any(0).sum()) * (a != b) for b, keys in enumerate(ranks.group_keys)]

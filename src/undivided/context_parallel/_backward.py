@@ -19,17 +19,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
-from undivided.context_parallel._call import (
-    RankCall,
-    Run,
-    ShareTensors,
-    arrivals,
-    heads_in_share,
-    kv_heads_in_round,
-    piece_call,
-    piece_tensors,
-    round_heads,
-)
+from undivided.context_parallel._call import RankCall, Run, ShareTensors, arrivals, piece_call, piece_tensors
 from undivided.context_parallel._index import (
     Index,
     add,
@@ -38,6 +28,7 @@ from undivided.context_parallel._index import (
     take,
     take_unless_broadcast,
     with_own_storage,
+    within,
 )
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel.exchange.collectives import Wait
@@ -152,7 +143,8 @@ class Backward:
     ) -> None:
         """Run the backward of one piece on its backend, and add its gradients to the sums."""
         backend, problem = run
-        share, heads = self.shares[piece.share], heads_in_share(self.call, piece)
+        share = self.shares[piece.share]
+        heads = within(piece.heads, self.call.schedule.shares[piece.share].heads)
         tensors = piece_tensors(self.call, share, round_, piece, *keys)
         grad, (out, lse), grad_lse = upstream
         gradients = autograd.backward(
@@ -164,7 +156,7 @@ class Backward:
             None if grad_lse is None else grad_lse[:, heads, piece.rows],
         )
         dq, dk, dv, dbias, _, dslopes = gradients
-        kv_heads = kv_heads_in_round(round_, piece)
+        kv_heads = within(piece.kv_heads, round_.kv_heads)
         for gradient_sum, gradient, rows, piece_heads in (
             (self.dq[piece.share], dq, piece.rows, heads),
             (key_sums[0], dk, piece.keys, kv_heads),
@@ -180,7 +172,7 @@ class Backward:
 
     def _return_key_gradients(self, round_: Round, dk_r: GradientSum | None, dv_r: GradientSum | None) -> Wait:
         """Send gradients of keys to the ranks that own the keys; the result waits for those of this rank's own keys."""
-        heads = round_heads(self.call, round_)
+        heads = within(round_.kv_heads, self.call.schedule.kv_heads)
         pairs = [(src, dst) for src, dst in ((dk_r, self.dk), (dv_r, self.dv)) if src is not None and dst is not None]
         own_slots, *peer_slots = round_.slots if round_.own is not None else (slice(0, 0), *round_.slots)
         dtype = self.call.problem.dtype
@@ -269,7 +261,7 @@ class GradientSum:
     def buffer(self, rows: int, heads: slice, dtype: torch.dtype) -> Tensor:
         """An empty buffer for a gradient of that many rows."""
         batch, _, _, size = self._shape
-        return self._like.new_empty((batch, rows, heads.stop - heads.start, size), dtype=dtype)
+        return self._like.new_empty((batch, rows, count(heads), size), dtype=dtype)
 
     def value(self) -> Tensor:
         """The sum; zeros if nothing has been added."""

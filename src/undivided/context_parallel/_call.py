@@ -15,7 +15,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.tensors import with_contiguous_rows
 from undivided.backends._base import Backend
-from undivided.context_parallel._index import count, join, take, take_unless_broadcast
+from undivided.context_parallel._index import count, join, take, take_unless_broadcast, within
 from undivided.context_parallel._pieces import Piece, Round
 from undivided.context_parallel._schedule import Schedule
 from undivided.context_parallel.exchange.collectives import CountingCommunicator
@@ -25,6 +25,8 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 
 Run = tuple[Backend, Problem]
+Runs = tuple[tuple[Run, ...], ...]
+"""For every round and piece, the backend and the problem that it gets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +34,12 @@ class RankCall:
     """One rank's call.
 
     whole: the call over the tokens of all ranks, validated.
-    runs: for every round and piece, the backend and the problem that it gets.
     bias_has_rows: whether the bias has one row per query of this rank, instead of one row for all.
     """
 
     whole: Call
     schedule: Schedule
-    runs: tuple[tuple[Run, ...], ...]
+    runs: Runs
     ring: CountingCommunicator
     heads: CountingCommunicator
     bias_has_rows: bool
@@ -98,7 +99,7 @@ def arrivals(call: RankCall, k: Tensor, v: Tensor) -> Iterator[tuple[int, Round,
 def _post_exchange(call: RankCall, index: int, k: Tensor, v: Tensor) -> Callable[[], list[Tensor]]:
     """Post the exchange of a round; the result waits and returns the keys and values, in ascending order."""
     round_ = call.schedule.rounds[index]
-    own = [t[:, :, round_heads(call, round_)] for t in (k, v)]
+    own = [t[:, :, within(round_.kv_heads, call.schedule.kv_heads)] for t in (k, v)]
     received = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in own] for peer, n in round_.receives}
     wait = call.ring.exchange(
         {peer: [take(t, 1, keys).contiguous() for t in own] for peer, keys in round_.sends},
@@ -118,24 +119,6 @@ def _post_exchange(call: RankCall, index: int, k: Tensor, v: Tensor) -> Callable
     return keys_and_values
 
 
-def round_heads(call: RankCall, round_: Round) -> slice:
-    """The round's key heads, numbered within those of this rank."""
-    first = call.schedule.kv_heads.start
-    return slice(round_.kv_heads.start - first, round_.kv_heads.stop - first)
-
-
-def heads_in_share(call: RankCall, piece: Piece) -> slice:
-    """The piece's query heads, numbered within those of its share."""
-    first = call.schedule.shares[piece.share].heads.start
-    return slice(piece.heads.start - first, piece.heads.stop - first)
-
-
-def kv_heads_in_round(round_: Round, piece: Piece) -> slice:
-    """The piece's key heads, numbered within those of the round."""
-    first = round_.kv_heads.start
-    return slice(piece.kv_heads.start - first, piece.kv_heads.stop - first)
-
-
 def piece_call(call: RankCall, piece: Piece, problem: Problem) -> Call:
     """The call of a backend for one piece, without its tensors."""
     needs = call.whole.needs
@@ -147,7 +130,8 @@ def piece_tensors(
     call: RankCall, share: ShareTensors, round_: Round, piece: Piece, k_r: Tensor, v_r: Tensor
 ) -> Tensors:
     """The tensors of one piece, [B, S, H, D]: views of the share's tensors and of the round's keys and values."""
-    heads, kv_heads = heads_in_share(call, piece), kv_heads_in_round(round_, piece)
+    heads = within(piece.heads, call.schedule.shares[piece.share].heads)
+    kv_heads = within(piece.kv_heads, round_.kv_heads)
     bias = share.bias
     if bias is not None:
         bias = take_unless_broadcast(take_unless_broadcast(bias, 1, heads), 2, piece.rows)

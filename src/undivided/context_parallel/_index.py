@@ -59,6 +59,15 @@ def count(index: Index) -> int:
     return index.stop - index.start if isinstance(index, slice) else index.numel()
 
 
+def within(part: slice, whole: slice) -> slice:
+    """A range in a larger one, numbered from the start of that one.
+
+    >>> within(slice(6, 8), slice(4, 8))
+    slice(2, 4, None)
+    """
+    return slice(part.start - whole.start, part.stop - whole.start)
+
+
 def merged_slots(chunks: Sequence[Tensor]) -> tuple[Index, ...]:
     """For each chunk, where its ascending positions land in the sorted union of all chunks.
 

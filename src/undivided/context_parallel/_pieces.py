@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.context_parallel._index import Index, as_index
+from undivided.context_parallel._index import Index, as_index, count
 from undivided.masks import Mask, NormalForm
 from undivided.masks.normal_form import Ranges
 
@@ -110,7 +110,7 @@ def build_pieces(
         piece_keys = _bounding_slice(untrimmed.keys_allowed)
         if piece_rows.stop > piece_rows.start:
             piece_form = form.shard(rows[piece_rows], keys[piece_keys], heads[0])
-            mask = Mask(parts=(Ranges(piece_form),)) if with_positions else simplest_mask(piece_form)
+            mask = piece_mask(piece_form, with_positions)
             pieces.append(Piece(number, *heads, piece_rows, piece_keys, piece_form, mask))
     return tuple(pieces)
 
@@ -120,7 +120,7 @@ def _common_heads(share: Share, kv_heads: slice) -> tuple[slice, slice] | None:
     start, stop = max(share.kv_heads.start, kv_heads.start), min(share.kv_heads.stop, kv_heads.stop)
     if stop <= start:
         return None
-    group = (share.heads.stop - share.heads.start) // (share.kv_heads.stop - share.kv_heads.start)
+    group = count(share.heads) // count(share.kv_heads)
     first = share.heads.start + (start - share.kv_heads.start) * group
     return slice(first, first + (stop - start) * group), slice(start, stop)
 
@@ -131,20 +131,20 @@ def _bounding_slice(flags: Tensor) -> slice:
     return slice(int(where[0]), int(where[-1]) + 1) if where.numel() else slice(0, 0)
 
 
-def simplest_mask(form: NormalForm) -> Mask:
+def piece_mask(form: NormalForm, with_positions: bool) -> Mask:
     """The mask with the same allowed pairs that most kernels run: full or a band, otherwise the ranges themselves.
 
-    Positions are lost, so this is only for attention that depends on nothing but the allowed pairs.
+    with_positions: ALiBi or dropout depend on positions, which only the ranges keep.
 
     >>> from undivided import masks
     >>> whole = masks.causal().normal_form(1, 1, 8, 8, "cpu")
     >>> first, second = torch.arange(4), torch.arange(4, 8)
-    >>> [simplest_mask(whole.shard(rows, keys)) for rows, keys in ((first, first), (second, first))]
+    >>> [piece_mask(whole.shard(rows, keys), False) for rows, keys in ((first, first), (second, first))]
     [causal(align='bottom_right'), every pair]
     """
     ranges = form.ranges
     general = Mask(parts=(Ranges(form),))
-    if not form.exact or tuple(ranges.shape[::2]) != (1, 2):
+    if with_positions or not form.exact or tuple(ranges.shape[::2]) != (1, 2):
         return general
     start, stop = ranges[0, :, 0], ranges[0, :, 1]
     offset = form.kv_len - form.q_len

@@ -12,7 +12,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.context_parallel import _schedule
-from undivided.context_parallel._call import Run, piece_problem
+from undivided.context_parallel._call import Run, Runs, piece_problem
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
 from undivided.context_parallel.exchange.collectives import Communicator, gather_all
 from undivided.context_parallel.exchange.handshake import describe_mask, describe_queries, describe_sizes
@@ -58,7 +58,7 @@ class GlobalRequest(NamedTuple):
         """The problem over the tokens of all ranks."""
         return self.call.problem
 
-    def runs(self, machine: Machine, policy: Policy) -> tuple[tuple[Run, ...], ...]:
+    def runs(self, machine: Machine, policy: Policy) -> Runs:
         """The backend of every piece, which runs both its forward and its backward; raises NoBackendError."""
         return tuple(
             tuple(select_backend(problem, machine, policy) for problem in problems) for problems in self.problems
@@ -81,21 +81,15 @@ def build_global_request(
     Raises:
         InputError: as for `undivided.attention`, or a length is not that of this rank's part of the placement.
     """
-    (q, k, v, bias, *_), layout = request.tensors, request.options.layout
+    (q, k, _, bias, *_), layout = request.tensors, request.options.layout
     rank = mesh.rank
     rows = placement.q[rank].numel()
     _check_length("q", q, layout, placement, "q", rank)
     _check_length("k", k, layout, placement, "kv", rank)
     bias_has_rows = _bias_has_rows(bias, rows, placement)
     q_len, kv_len = placement.length("q"), placement.length("kv")
-    axis = SEQUENCE_AXIS[layout]
-    whole = [resized_meta(t, axis, n) for t, n in ((q, q_len), (k, kv_len), (v, kv_len))]
-    whole_bias, sinks, slopes = (None if t is None else torch.empty_like(t, device="meta") for t in request.tensors[3:])
-    if bias is not None and bias_has_rows is not False:
-        whole_bias = bias.new_empty((*bias.shape[:-2], q_len, bias.shape[-1]), device="meta")
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in request.tensors)
-    tensors = Tensors._make((*whole, whole_bias, sinks, slopes))
-    call, _ = normalise(request._replace(tensors=tensors), device or q.device.type, needs)
+    call = whole_call(request, q_len, kv_len, needs, device, resize_bias=bias_has_rows is not False)
     problem = call.problem
     form_device = torch.device("cpu") if q.is_meta else q.device  # the ranges of a mask have values
     schedule = _cached_schedule(problem, call.mask, strategy, mesh, placement, form_device)
@@ -201,7 +195,23 @@ def single_row_is_ambiguous(placement: Placement) -> bool:
     return 1 in counts and max(counts) > 1
 
 
-def resized_meta(tensor: Tensor, axis: int, length: int) -> Tensor:
+def whole_call(
+    request: Request, q_len: int, kv_len: int, needs: tuple[bool, ...], device: str | None = None, *, resize_bias: bool
+) -> Call:
+    """The call over the tokens of all ranks, validated on tensors without contents.
+
+    needs, device: as for `normalise`. resize_bias: the bias has one row per query of this rank.
+    """
+    (q, k, v, *optional), axis = request.tensors, SEQUENCE_AXIS[request.options.layout]
+    q_meta, k_meta, v_meta = (_resized_meta(t, axis, n) for t, n in ((q, q_len), (k, kv_len), (v, kv_len)))
+    bias, sinks, slopes = (None if t is None else torch.empty_like(t, device="meta") for t in optional)
+    if bias is not None and resize_bias:
+        bias = _resized_meta(bias, -2, q_len)
+    request = request._replace(tensors=Tensors(q_meta, k_meta, v_meta, bias, sinks, slopes))
+    return normalise(request, device or q.device.type, needs)[0]
+
+
+def _resized_meta(tensor: Tensor, axis: int, length: int) -> Tensor:
     """A meta tensor of the same dtype and shape, but with `length` entries along an axis."""
     shape = list(tensor.shape)
     shape[axis] = length
@@ -213,17 +223,8 @@ def _cached_schedule(
 ) -> Schedule:
     """The schedule, cached on the mask."""
     with_positions = bool(problem.features & {"alibi", "dropout"})
-    key = (
-        "schedule",
-        problem.batch,
-        problem.heads,
-        problem.kv_heads,
-        strategy,
-        mesh,
-        placement,
-        device,
-        with_positions,
-    )
+    sizes = problem.batch, problem.heads, problem.kv_heads
+    key = ("schedule", sizes, strategy, mesh, placement, device, with_positions)
 
     def build() -> Schedule:
         with torch.inference_mode(False), torch.no_grad():

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.context_parallel._backward import Backward
-from undivided.context_parallel._call import RankCall, arrivals, heads_in_share, piece_call, piece_tensors, to_shares
-from undivided.context_parallel._index import count
+from undivided.context_parallel._call import RankCall, arrivals, piece_call, piece_tensors, to_shares
+from undivided.context_parallel._index import count, within
 from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.exchange.profiles import profiled_round
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
@@ -109,7 +109,7 @@ class _ShareResult:
     """
 
     def __init__(self, call: RankCall, number: int, q: Tensor) -> None:
-        self._call, self._number, self._q = call, number, q
+        self._call, self._heads, self._q = call, call.schedule.shares[number].heads, q
         pieces = [p for round_ in call.schedule.rounds for p in round_.pieces if p.share == number]
         heads = {piece.heads.start for piece in pieces}
         self._is_one_piece = len(pieces) == 1 and (count(pieces[0].heads), count(pieces[0].rows)) == q.shape[2:0:-1]
@@ -122,7 +122,7 @@ class _ShareResult:
         if self._is_one_piece:
             self._total = partial
             return
-        heads, (out, lse) = heads_in_share(self._call, piece), self._result()
+        heads, (out, lse) = within(piece.heads, self._heads), self._result()
         target = Result(out[:, piece.rows, heads], lse[:, heads, piece.rows])
         if heads.start in self._written_heads:
             merge_into(target, partial)

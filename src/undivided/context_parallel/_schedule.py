@@ -70,13 +70,8 @@ class Schedule:
     kv_heads: slice
     rounds: tuple[Round, ...]
 
-    @property
-    def pairs(self) -> int:
-        """Allowed pairs that this rank computes, over batch elements and heads."""
-        return sum(piece.pairs for round_ in self.rounds for piece in round_.pieces)
 
-
-class Ranks:
+class MeshRanks:
     """What every rank of a mesh [ring, heads] holds and computes, in global positions.
 
     rows, keys: of every rank. group_rows, group_keys: of all ranks at one ring position together, ascending.
@@ -145,7 +140,7 @@ def build(
 
     form: of the mask of the whole. with_positions: ALiBi or dropout depend on positions.
     """
-    ranks = Ranks(form, placement, (mesh.ring_world, mesh.heads_world), heads, kv_heads)
+    ranks = MeshRanks(form, placement, (mesh.ring_world, mesh.heads_world), heads, kv_heads)
     members = range(mesh.heads_world)
     group, group_keys = ranks.group(mesh.ring), ranks.group_keys[mesh.ring]
     group_shares = [ranks.shares(mesh.ring, member) for member in members]

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.arguments.checks import check_type, checked_flag
+from undivided.arguments.checks import as_integer, check_tensor, check_type, checked_choice, checked_flag
 from undivided.arguments.graphs import outside_of_graphs
-from undivided.arguments.layout import Layout
+from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.context_parallel._schedule import Mesh
-from undivided.context_parallel._shards import GatherShards, checked_side, sequence_axis
-from undivided.context_parallel.exchange.collectives import CountingCommunicator
+from undivided.context_parallel.exchange.collectives import Communicator, CountingCommunicator, gather_rows
 from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, prepare_on_all_ranks
-from undivided.context_parallel.sharding import Placement, PlacementName, Side, check_length, document_edges, mask_sizes
+from undivided.context_parallel.sharding import (
+    SIDES,
+    Placement,
+    PlacementName,
+    Side,
+    check_length,
+    document_edges,
+    mask_sizes,
+)
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._parts import Documents
-from undivided.request.checks import checked_mask
+from undivided.request.checks import check_layout, checked_mask
 
 _MAX_PLACEMENTS = 64
 """Unbound placements that one object caches."""
@@ -65,11 +72,10 @@ class ShardedTokens:
         >>> cp.bind(8, mask=masks.causal()).positions().tolist()
         [0, 1, 6, 7]
         """
-        for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-            if name == "q_len" or length is not None:
-                check_length(name, length)
-        mask = checked_mask(mask)
-        form = None
+        check_length("q_len", q_len)
+        if kv_len is not None:
+            check_length("kv_len", kv_len)
+        mask, form = checked_mask(mask), None
         keys = q_len if kv_len is None else kv_len
         batch, heads = mask_sizes(mask)
         mask.check(batch, heads, q_len, keys, packed=False, device=torch.device("cpu"))
@@ -103,7 +109,7 @@ class ShardedTokens:
         ([1, 2, 1, 2], [1, 2, 5, 6])
         """
         checked_flag("within_documents", within_documents)
-        rows = self._bound_placement().rows(checked_side(of))[self.rank]
+        rows = self._bound_placement().rows(_checked_side(of))[self.rank]
         documents = None if self._documents is None else self._documents.take("documents")[0]
         if not within_documents or not isinstance(documents, Documents):
             return rows
@@ -153,9 +159,9 @@ class ShardedTokens:
         >>> cp.shard(torch.arange(8), dim=0).tolist()
         [0, 1, 6, 7]
         """
-        axis = sequence_axis("tensor", tensor, layout, dim)
+        axis = _sequence_axis("tensor", tensor, layout, dim)
         placement = self._placement_for_length(tensor.shape[axis], of, layout)
-        return tensor.index_select(axis, placement.rows(checked_side(of))[self.rank].to(tensor.device))
+        return tensor.index_select(axis, placement.rows(_checked_side(of))[self.rank].to(tensor.device))
 
     def unshard(
         self, shards: Tensor | Sequence[Tensor], layout: Layout | None = None, *, of: Side = "q", dim: int | None = None
@@ -185,22 +191,10 @@ class ShardedTokens:
         [0, 1, 2, 3, 4, 5, 6]
         """
         if isinstance(shards, Tensor):
-            axis, placement, all_shards = self._gathered(shards, layout, of, dim)
+            axis, placement, parts = self._gathered(shards, layout, of, dim)
         else:
-            all_shards = self._checked_shards(shards)
-            for number, shard in enumerate(all_shards):
-                axis = sequence_axis(f"shards[{number}]", shard, layout, dim)
-                self._check_like_first(number, shard, all_shards[0], axis)
-            placement = self.bound or self._placement_for_length(
-                sum(shard.shape[axis] for shard in all_shards), of, layout
-            )
-            for rank, rows in enumerate(placement.rows(checked_side(of))):
-                if all_shards[rank].shape[axis] != rows.numel():
-                    must = f"have rank {rank}'s {rows.numel()} tokens"
-                    raise InputError(f"shards[{rank}]", must, list(all_shards[rank].shape))
-        return torch.cat(all_shards, axis).index_select(
-            axis, placement.order[checked_side(of)].to(all_shards[0].device)
-        )
+            axis, placement, parts = self._checked_parts(shards, layout, of, dim)
+        return torch.cat(parts, axis).index_select(axis, placement.order[of].to(parts[0].device))
 
     @outside_of_graphs
     def _gathered(
@@ -211,9 +205,9 @@ class ShardedTokens:
             raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
 
         def prepare() -> tuple[tuple[int, Placement, list[int]], SharedArguments]:
-            axis = sequence_axis("shards", own, layout, dim)
+            axis = _sequence_axis("shards", own, layout, dim)
             placement = self.bound or self._placement_for_length(self.world * own.shape[axis], of, layout)
-            counts = [rows.numel() for rows in placement.rows(checked_side(of))]
+            counts = [rows.numel() for rows in placement.rows(_checked_side(of))]
             if own.shape[axis] != counts[self.rank]:
                 raise InputError("shards", f"have rank {self.rank}'s {counts[self.rank]} tokens", list(own.shape))
             sizes = [*own.shape[:axis], sum(counts), *own.shape[axis + 1 :]]
@@ -221,24 +215,30 @@ class ShardedTokens:
             return (axis, placement, counts), {CALL: "ContextParallel.unshard()", **shared}
 
         axis, placement, counts = prepare_on_all_ranks(self._axes, self.check, prepare)
-        parts = GatherShards.apply(self._axes, self.rank, counts, axis, own)  # type: ignore[no-untyped-call]
+        parts = _GatherShards.apply(self._axes, self.rank, counts, axis, own)  # type: ignore[no-untyped-call]
         return axis, placement, list(parts)
 
-    def _checked_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of all ranks, as a list; raises InputError unless there is one for each rank."""
+    def _checked_parts(
+        self, shards: Sequence[Tensor], layout: Layout | None, of: Side, dim: int | None
+    ) -> tuple[int, Placement, list[Tensor]]:
+        """The axis of the tokens, their placement, and the parts of all ranks; raises InputError if they do not fit."""
         if not isinstance(shards, Sequence) or len(shards) != self.world:
             got = f"{len(shards)} parts" if isinstance(shards, Sequence) else type(shards).__name__
             raise InputError("shards", f"be a tensor, or the parts of all {self.world} ranks", got)
-        return list(shards)
-
-    @staticmethod
-    def _check_like_first(number: int, shard: Tensor, first: Tensor, axis: int) -> None:
-        """InputError unless a part differs from the first one in its number of tokens only."""
-        shape = list(shard.shape)
-        shape[axis : axis + 1] = first.shape[axis : axis + 1]
-        if shape != list(first.shape) or (shard.dtype, shard.device) != (first.dtype, first.device):
-            must = f"be like shards[0] except along axis {axis}, {list(first.shape)} {first.dtype} on {first.device}"
-            raise InputError(f"shards[{number}]", must, f"{list(shard.shape)} {shard.dtype} on {shard.device}")
+        for number, shard in enumerate(shards):
+            axis, first, shape = _sequence_axis(f"shards[{number}]", shard, layout, dim), shards[0], list(shard.shape)
+            shape[axis : axis + 1] = first.shape[axis : axis + 1]
+            if shape != list(first.shape) or (shard.dtype, shard.device) != (first.dtype, first.device):
+                like = f"{list(first.shape)} {first.dtype} on {first.device}"
+                got = f"{list(shard.shape)} {shard.dtype} on {shard.device}"
+                raise InputError(f"shards[{number}]", f"be like shards[0] except along axis {axis}, {like}", got)
+        length = sum(shard.shape[axis] for shard in shards)
+        placement = self.bound or self._placement_for_length(length, of, layout)
+        for rank, rows in enumerate(placement.rows(_checked_side(of))):
+            if shards[rank].shape[axis] != rows.numel():
+                must = f"have rank {rank}'s {rows.numel()} tokens"
+                raise InputError(f"shards[{rank}]", must, list(shards[rank].shape))
+        return axis, placement, list(shards)
 
     def _bound_placement(self) -> Placement:
         if self.bound is None:
@@ -248,7 +248,7 @@ class ShardedTokens:
     def _placement_for_length(self, length: int, of: Side, layout: Layout | None) -> Placement:
         """The bound placement, or one of this many tokens; raises InputError if the length does not fit it."""
         if self.bound is not None:
-            if length != self.bound.length(checked_side(of)):
+            if length != self.bound.length(_checked_side(of)):
                 raise InputError("tensor", f"have the {self.bound.length(of)} tokens that were bound", length)
             return self.bound
         if length % self.world or layout == "thd":
@@ -277,3 +277,45 @@ class ShardedTokens:
             same = (q_len, edges[0]) == (kv_len, edges[1])
             self._placements[key] = Placement.of(self.placement, self.world, q_len, None if same else kv_len, mask)
         return self._placements[key]
+
+
+class _GatherShards(torch.autograd.Function):
+    """The parts of all ranks of a tensor; the gradient of this rank's part is its part of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axes: Sequence[Communicator], rank: int, counts: Sequence[int], axis: int, own: Tensor
+    ) -> tuple[Tensor, ...]:
+        """counts: tokens of every rank along the axis."""
+        ctx.rank, ctx.axis = rank, axis
+        gathered = gather_rows(axes, own.movedim(axis, 0).contiguous(), counts)
+        return tuple(rows.movedim(0, axis) for rows in gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Nothing is sent: every rank computes the same loss."""
+        return None, None, None, None, grads[ctx.rank]
+
+
+def _sequence_axis(argument: str, tensor: Tensor, layout: Layout | None, dim: int | None) -> int:
+    """The axis of the tokens, from the layout or from `dim`; raises InputError unless exactly one is given, and unless
+    the tensor, which errors call `argument`, has that axis."""
+    if (layout is None) == (dim is None):
+        raise InputError("layout", "be given, or dim instead of it", f"layout={layout!r}, dim={dim!r}")
+    check_tensor(argument, tensor)
+    if dim is not None:
+        axis, rank = as_integer("dim", dim), tensor.dim()
+        if not -rank <= axis < rank:
+            raise InputError("dim", f"be an axis of the tensor, {-rank} to {rank - 1}", axis)
+        return axis % rank
+    check_layout(layout)
+    axis = SEQUENCE_AXIS[str(layout)]
+    if axis >= tensor.dim():
+        must = f"have an axis {axis}, that of the tokens in layout {layout!r}"
+        raise InputError(argument, must, list(tensor.shape))
+    return axis
+
+
+def _checked_side(of: Side) -> Side:
+    checked_choice("of", of, SIDES)
+    return of

@@ -14,7 +14,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import checked_methods
 from undivided.context_parallel import _run
-from undivided.context_parallel._call import RankCall, Run
+from undivided.context_parallel._call import RankCall, Runs
 from undivided.context_parallel._groups import group_axes, rank_mesh
 from undivided.context_parallel._request import (
     GlobalRequest,
@@ -29,7 +29,7 @@ from undivided.context_parallel._request import (
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._sharded import ShardedTokens
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
-from undivided.context_parallel.exchange.collectives import CountingCommunicator, ProcessGroup, Traffic
+from undivided.context_parallel.exchange.collectives import CountingCommunicator, Traffic, process_groups
 from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, agree_on_seed, prepare_on_all_ranks
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
@@ -295,8 +295,7 @@ class ContextParallel(ShardedTokens):
         >>> simulate(1, lambda group: undivided.ContextParallel(group).process_groups())
         [[]]
         """
-        communicators = [axis.comm for axis in self._group_axes()]
-        return [comm.ranks for comm in communicators if isinstance(comm, ProcessGroup)]
+        return process_groups(self._group_axes())
 
     def page_ranks(self) -> RanksOfPages:
         """The ranks as owners of pages, for ``InferenceParams(context_parallel=)`` and `ContextPagedKVCache`.
@@ -339,13 +338,11 @@ class ContextParallel(ShardedTokens):
         placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(options.mask))
         return build_global_request(request, self.strategy, self.mesh, placement, device)
 
-    def _request_and_runs(
-        self, request: Request, policy: Policy
-    ) -> tuple[tuple[GlobalRequest, tuple[tuple[Run, ...], ...]], SharedArguments]:
+    def _request_and_runs(self, request: Request, policy: Policy) -> tuple[tuple[GlobalRequest, Runs], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""
         global_request, shared = self._checked_request(request, "attention")
         return (global_request, global_request.runs(Machine.this(request.tensors.q.device), policy)), shared
 
-    def _rank_call(self, request: GlobalRequest, runs: tuple[tuple[Run, ...], ...]) -> RankCall:
+    def _rank_call(self, request: GlobalRequest, runs: Runs) -> RankCall:
         axes = self._group_axes()
         return RankCall(request.call, request.schedule, runs, *axes, agree_on_bias_rows(request, axes))

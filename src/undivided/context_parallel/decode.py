@@ -28,15 +28,15 @@ from undivided.arguments.tensors import with_contiguous_rows
 from undivided.backends._base import Backend
 from undivided.context_parallel._call import piece_problem
 from undivided.context_parallel._index import take_unless_broadcast
-from undivided.context_parallel._pieces import Piece, simplest_mask
+from undivided.context_parallel._pieces import Piece, piece_mask
 from undivided.context_parallel._request import (
     check_local,
     check_values,
-    resized_meta,
     select_backend,
+    whole_call,
     with_four_bias_axes,
 )
-from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven
+from undivided.context_parallel.exchange.collectives import Communicator, gather_uneven, swap
 from undivided.context_parallel.exchange.handshake import (
     CALL,
     SharedArguments,
@@ -47,10 +47,7 @@ from undivided.context_parallel.exchange.handshake import (
 from undivided.context_parallel.sharding import check_length
 from undivided.errors import InputError
 from undivided.machine import Machine
-from undivided.masks import Mask
-from undivided.masks.normal_form import Ranges
 from undivided.request.call import Call
-from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
 from undivided.request.request import Request, Tensors
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
@@ -60,7 +57,7 @@ from undivided.selection.policy import Policy
 MergeMethod = Literal["all_gather", "ring"]
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     """One rank's part of a step of generation.
 
     problem: over the keys of all ranks. local: what this rank computes over its own keys; None if it has none.
@@ -74,20 +71,21 @@ class Step(NamedTuple):
 
 def prepare_step(
     request: Request, positions: Tensor, kv_len: int, policy: Policy, by: MergeMethod
-) -> tuple[Step, SharedArguments]:
+) -> tuple[DecodeStep, SharedArguments]:
     """This rank's part, validated, and the values that all ranks must share; see `ContextParallel.decode`."""
     (q, k, _, _, sinks, slopes), layout = request.tensors, request.options.layout
     check_values(q)
     check_local(request)
     check_merge_method(by)
     check_length("kv_len", kv_len)
-    _check_positions(positions, k.shape[SEQUENCE_AXIS[layout]], kv_len)
-    whole = _global_call(request, kv_len)
+    axis = SEQUENCE_AXIS[layout]
+    _check_positions(positions, k.shape[axis], kv_len)
+    whole = whole_call(request, q.shape[axis], kv_len, (False,) * 6, resize_bias=False)
     problem = whole.problem
     form = whole.mask.normal_form(problem.batch, problem.heads, problem.q_len, kv_len, q.device)
     rows = torch.arange(problem.q_len, device=q.device)
     own_form = form.shard(rows, positions.to(q.device))
-    mask = Mask(parts=(Ranges(own_form),)) if slopes is not None else simplest_mask(own_form)
+    mask = piece_mask(own_form, slopes is not None)
     count = positions.numel()
     heads, kv_heads = slice(0, problem.heads), slice(0, problem.kv_heads)
     piece = Piece(0, heads, kv_heads, slice(0, problem.q_len), slice(0, count), own_form, mask)
@@ -103,7 +101,7 @@ def prepare_step(
         "by": by,
         "features": sorted(problem.features),
     }
-    return Step(problem, _layout.canonical(q, layout), sinks, local), shared
+    return DecodeStep(problem, _layout.canonical(q, layout), sinks, local), shared
 
 
 def check_merge_method(by: object) -> None:
@@ -111,7 +109,7 @@ def check_merge_method(by: object) -> None:
     checked_choice("by", by, ("all_gather", "ring"))
 
 
-def decode(axes: Sequence[Communicator], step: Step, by: MergeMethod) -> tuple[Tensor, Tensor]:
+def decode(axes: Sequence[Communicator], step: DecodeStep, by: MergeMethod) -> tuple[Tensor, Tensor]:
     """(out, lse) over all keys, merged from the partial results of all ranks."""
     problem, (batch, rows, heads, _) = step.problem, step.q.shape
     if step.local is None:
@@ -167,10 +165,8 @@ def _merge_ranks(comm: Communicator, partial: Tensor, by: MergeMethod) -> Tensor
 def _merge_own_rows(comm: Communicator, chunks: Sequence[Tensor]) -> Tensor:
     """This rank's chunk of [.., Dv + 1], merged over all ranks; chunk r goes to rank r."""
     own = chunks[comm.rank]
-    others = [rank for rank in range(comm.world) if rank != comm.rank]
     packed = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
-    received = {rank: [packed[rank]] for rank in others}
-    comm.exchange({rank: [chunks[rank]] for rank in others}, received, "the exchange of partial results")()
+    swap(comm, chunks, packed, "the exchange of partial results")
     return _merge([result.flatten(0, -2) for result in packed]).view(own.shape)
 
 
@@ -195,15 +191,6 @@ def _local_work(tensors: Tensors, piece: Piece, whole: Call, policy: Policy) -> 
     backend, problem = select_backend(piece_problem(whole.problem, piece), Machine.this(q.device), policy)
     call = whole.with_problem(problem, mask=piece.mask, checked_mask=None)
     return backend, call, Tensors(q, k, v, bias, None, tensors.alibi_slopes)
-
-
-def _global_call(request: Request, kv_len: int) -> Call:
-    """The call over the keys of all ranks, validated on tensors without contents."""
-    axis, (q, k, v, *optional) = SEQUENCE_AXIS[request.options.layout], request.tensors
-    sized = [resized_meta(tensor, axis, n) for tensor, n in ((q, q.shape[axis]), (k, kv_len), (v, kv_len))]
-    optional_meta = [None if t is None else torch.empty_like(t, device="meta") for t in optional]
-    call, _ = normalise(request._replace(tensors=Tensors(*sized, *optional_meta)), q.device.type, (False,) * 6)
-    return call
 
 
 def _check_positions(positions: Tensor, keys: int, kv_len: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from undivided.arguments.checks import check_type
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
@@ -22,7 +23,6 @@ from undivided.context_parallel.context import ContextParallel
 from undivided.context_parallel.decode import MergeMethod
 from undivided.context_parallel.pages.attend import held_tokens
 from undivided.context_parallel.pages.ranks import RanksOfPages
-from undivided.errors import InputError
 from undivided.masks import Mask
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class ContextPagedKVCache(SequencesOnPages):
         quantize: str | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        if not isinstance(context, ContextParallel):
-            raise InputError("context", "be an undivided.ContextParallel", type(context).__name__)
+        check_type("context", context, ContextParallel, "an undivided.ContextParallel")
         self.context, self._ranks = context, context.page_ranks()
         heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
         super().__init__(heads, num_pages, page_size, batch, device, layout)
@@ -132,7 +131,6 @@ class ContextPagedKVCache(SequencesOnPages):
             NoBackendError: no allowed backend can run this rank's part.
             RankError: another rank refused its arguments, or failed.
         """
-
         options = {
             "bias": bias,
             "scale": scale,

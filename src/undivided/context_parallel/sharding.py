@@ -108,11 +108,10 @@ class Placement:
                 assert form is not None
                 q_owner = balanced(row_pairs(form), world)
                 return Placement(world, q_owner, q_owner if kv_len is None else contiguous(kv_len, world))
-            place = functools.partial(_named_owner, name, world)
-            q_owner = place(q_len, document_edges(mask, "q", q_len))
+            q_owner = _named_owner(name, world, q_len, document_edges(mask, "q", q_len))
             if kv_len is None:
                 return Placement(world, q_owner, q_owner)
-            return Placement(world, q_owner, place(kv_len, document_edges(mask, "kv", kv_len)))
+            return Placement(world, q_owner, _named_owner(name, world, kv_len, document_edges(mask, "kv", kv_len)))
 
     @cached_property
     def q(self) -> tuple[Tensor, ...]:
@@ -151,9 +150,8 @@ class Placement:
     @cached_property
     def order(self) -> dict[Side, Tensor]:
         """For each side, the index of each global position in the concatenated shards: the inverse of sharding."""
-        sides: tuple[Side, Side] = ("q", "kv")
         with torch.inference_mode(False):
-            return {side: torch.cat(self.rows(side)).argsort() for side in sides}
+            return {side: torch.cat(self.rows(side)).argsort() for side in SIDES}
 
     @cached_property
     def digest(self) -> int:

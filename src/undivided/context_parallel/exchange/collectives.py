@@ -10,8 +10,9 @@ Messages between two ranks are matched by order alone, so both must post the sam
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -206,7 +207,7 @@ class ProcessGroup:
         check_exists(self._group)
         own = (tensor if self._on_cpu else tensor.cuda()).contiguous()
         gathered = own.new_empty((self.world, *own.shape))
-        with self._rank_errors(step, others, collective=True):
+        with self._rank_errors(step, others, is_collective=True):
             if self._on_cpu:
                 sent = own.reshape(-1).view(torch.uint8).repeat(self.world)
                 self._dist.all_to_all_single(gathered.view(-1).view(torch.uint8), sent, group=self._group)
@@ -214,54 +215,51 @@ class ProcessGroup:
                 self._dist.all_gather(list(gathered), own, group=self._group)
         return list(gathered if self._on_cpu else gathered.cpu())
 
-    def _rank_errors(self, step: str, peers: Sequence[int], collective: bool = False) -> _RankErrors:
-        return _RankErrors(self, self._group, self.ranks, step, sorted(set(peers)), collective)
+    @contextlib.contextmanager
+    def _rank_errors(self, step: str, peers: Sequence[int], is_collective: bool = False) -> Iterator[None]:
+        """A context that raises failures of torch.distributed as RankError.
 
+        is_collective: all ranks take part, and the error of torch.distributed does not say which one failed.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._rank_error(step, sorted(set(peers)), is_collective, first_line(error)) from error
 
-@dataclass(frozen=True)
-class _RankErrors:
-    """A context that raises failures of torch.distributed as RankError.
-
-    is_collective: all ranks take part, and the error of torch.distributed does not say which one failed.
-    """
-
-    comm: Communicator
-    group: Any
-    processes: Sequence[int]
-    step: str
-    peers: Sequence[int]
-    is_collective: bool
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, RankError):
-            return
-        rank, world = self.comm.rank, self.comm.world
-        peers, why, reported = self.peers, first_line(error), None
-        if self.is_collective:
-            peers = failed_ranks(self.group, rank, world, f"rank {rank} of {world}: {self.step} failed: {why}") or peers
-        text = f"rank {rank} of {world}: {self.step} with {rank_names(peers, rank)} failed: {why}"
-        if not self.is_collective:
-            reported = find_cause(self.group, rank, peers, text)
-        cause = (
-            "" if reported is None else f"\n  CAUSE: rank {reported[0]}, by the report of another rank: {reported[1]}"
-        )
+    def _rank_error(self, step: str, peers: list[int], is_collective: bool, why: str) -> RankError:
+        """The error of this rank, with the rank that the others wait for, as far as it can be found."""
+        start, reported = f"rank {self.rank} of {self.world}: {step}", None
+        if is_collective:
+            peers = failed_ranks(self._group, self.rank, self.world, f"{start} failed: {why}") or peers
+        text = f"{start} with {rank_names(peers, self.rank)} failed: {why}"
+        if not is_collective:
+            reported = find_cause(self._group, self.rank, peers, text)
+        cause = "" if reported is None else _cause("rank", *reported)
         waited_for = peers if reported is None else [reported[0]]
-        process, *others = (self.processes[peer] for peer in (rank, *waited_for))
+        process, *others = (self.ranks[peer] for peer in (self.rank, *waited_for))
         if (further := find_process(process, others, text)) is not None:
-            cause = f"\n  CAUSE: process {further[0]}, by the report of another process: {further[1]}"
-        raise RankError(
+            cause = _cause("process", *further)
+        return RankError(
             f"{text}{cause}\n"
             "  HINT: a rank ended, or did not make the same call within the group's timeout; the ranks of the group "
-            f"are the processes {list(self.processes)}"
-        ) from error
+            f"are the processes {self.ranks}"
+        )
+
+
+def _cause(kind: str, number: int, report: str) -> str:
+    return f"\n  CAUSE: {kind} {number}, by the report of another {kind}: {report}"
 
 
 def first_line(error: RuntimeError) -> str:
     """The first line of an error's text, without gloo's source line and advice; the repr if there is no text."""
     line = str(error).splitlines()[0] if str(error) else repr(error)
     return re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", line).partition(". This is typically caused")[0]
+
+
+def process_groups(axes: Sequence[Communicator]) -> list[list[int]]:
+    """The processes of each axis that is a group of torch.distributed, by rank; none of simulated and single ranks."""
+    communicators = [axis.comm if isinstance(axis, CountingCommunicator) else axis for axis in axes]
+    return [comm.ranks for comm in communicators if isinstance(comm, ProcessGroup)]
 
 
 def gather_all(axes: Sequence[Communicator], tensor: Tensor, step: str = GATHER) -> list[Tensor]:
@@ -280,11 +278,16 @@ def gather_rows(axes: Sequence[Communicator], tensor: Tensor, counts: Sequence[i
     return [chunk for rows, sizes in zip(groups, group_counts, strict=True) for chunk in rows.split(list(sizes))]
 
 
-def gather_uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
+def gather_uneven(comm: Communicator, tensor: Tensor, counts: Sequence[int], step: str = GATHER) -> list[Tensor]:
     """The tensor of every rank, in order; rank r has ``counts[r]`` rows."""
     gathered = [
         tensor if rank == comm.rank else tensor.new_empty((n, *tensor.shape[1:])) for rank, n in enumerate(counts)
     ]
-    others = [rank for rank in range(comm.world) if rank != comm.rank]
-    comm.exchange({rank: [tensor] for rank in others}, {rank: [gathered[rank]] for rank in others}, GATHER)()
+    swap(comm, [tensor] * comm.world, gathered, step)
     return gathered
+
+
+def swap(comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor], step: str) -> None:
+    """Send ``sent[r]`` to every other rank r, and wait until ``received[r]`` has what that rank sends."""
+    others = [rank for rank in range(comm.world) if rank != comm.rank]
+    comm.exchange({rank: [sent[rank]] for rank in others}, {rank: [received[rank]] for rank in others}, step)()

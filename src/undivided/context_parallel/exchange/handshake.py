@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from undivided.context_parallel._index import hash_entries
-from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, RankError, gather_all
+from undivided.context_parallel.exchange.collectives import Communicator, RankError, gather_all, process_groups
+from undivided.context_parallel.exchange.reports import rank_names
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.request.problem import Problem
@@ -134,7 +135,7 @@ def _raise_difference(
 
 def _processes(axes: Sequence[Communicator]) -> str | None:
     """The hint that says which processes the ranks of a single group are; None if they have the same numbers."""
-    groups = [comm.ranks for comm in (getattr(axis, "comm", axis) for axis in axes) if isinstance(comm, ProcessGroup)]
+    groups = process_groups(axes)
     if len(groups) != 1 or groups[0] == list(range(len(groups[0]))):
         return None
     return f"the ranks of the group are the processes {groups[0]}"
@@ -147,10 +148,7 @@ def _difference(described: Sequence[Mapping[str, tuple[int, str]]], hint: str | 
     ranks_by_text: dict[str, list[int]] = {}
     for rank, texts in enumerate(described):
         ranks_by_text.setdefault(texts[name][1] if name in texts else "nothing", []).append(rank)
-    values = "; ".join(
-        f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for text, ranks in ranks_by_text.items()
-    )
+    values = "; ".join(f"{text} on {rank_names(ranks)}" for text, ranks in ranks_by_text.items())
     return InputError(name, "be the same on every rank", values, hint=hint)
 
 

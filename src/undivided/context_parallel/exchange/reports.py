@@ -26,7 +26,7 @@ _PROBE_TAG = 0x7FFF0001
 T = TypeVar("T")
 
 
-class Report(NamedTuple):
+class FailureReport(NamedTuple):
     """What a rank writes after a failure: the ranks that it knows to have failed, and its error."""
 
     failed: list[int]
@@ -44,7 +44,21 @@ def find_cause(group: Any, rank: int, peers: Sequence[int], text: str) -> tuple[
     Returns:
         (rank, text of the report); None if the peer has reported nothing, or the store of the group cannot be read.
     """
-    return _with_store(group, lambda store: _follow(store, rank, peers, text), None)
+
+    def follow(store: Any) -> tuple[int, str] | None:
+        store.set(_key(rank), json.dumps(FailureReport(list(peers), text)))
+        deadline = time.monotonic() + (PATIENCE if "imed out" in text else CLOSED_PATIENCE)
+        seen, next_peers, cause = {rank}, list(peers), None
+        while len(next_peers) == 1 and next_peers[0] not in seen:
+            seen.add(next_peers[0])
+            report = _read(store, next_peers[0], deadline)
+            if report is None:
+                return cause
+            next_peers = report.failed
+            cause = (next_peers[0], report.text) if len(next_peers) == 1 else None
+        return None
+
+    return _with_store(group, follow, None)
 
 
 def find_process(process: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
@@ -72,15 +86,15 @@ def find_process(process: int, peers: Sequence[int], text: str) -> tuple[int, st
     return _with_store(distributed.group.WORLD, follow, None)
 
 
-def _write_report(group: Any, rank: int, report: Report) -> None:
+def _write_report(group: Any, rank: int, report: FailureReport) -> None:
     """Write the report of a rank for the others."""
     _with_store(group, lambda store: store.set(_key(rank), json.dumps(report)), None)
 
 
-def _read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int, Report]:
+def _read_reports(group: Any, ranks: Sequence[int], patience: float) -> dict[int, FailureReport]:
     """The reports that these ranks have written, after waiting for all of them at most so many seconds."""
 
-    def read(store: Any) -> dict[int, Report]:
+    def read(store: Any) -> dict[int, FailureReport]:
         deadline = time.monotonic() + patience
         reports = {rank: _read(store, rank, deadline) for rank in ranks}
         return {rank: report for rank, report in reports.items() if report is not None}
@@ -114,22 +128,22 @@ def failed_ranks(group: Any, rank: int, world: int, text: str) -> list[int]:
     peers = [peer for peer in range(world) if peer != rank]
     timed_out = "imed out" in text or "imeout" in text
     candidates = peers if timed_out else [peer for peer in peers if _is_closed(group, peer)]
-    _write_report(group, rank, Report([], text))
+    _write_report(group, rank, FailureReport([], text))
     reports = _read_reports(group, candidates or peers, PATIENCE if timed_out else CLOSED_PATIENCE)
     failed = [peer for peer in candidates if peer not in reports]
     if not failed:  # those that it cannot reach have met the failure of another one
         failed = _failed_by_reports(group, candidates or peers)
-    _write_report(group, rank, Report(failed, text))
+    _write_report(group, rank, FailureReport(failed, text))
     return failed
 
 
-def rank_names(ranks: Sequence[int], rank: int) -> str:
+def rank_names(ranks: Sequence[int], own: int | None = None) -> str:
     """Ranks as an error names them, and which of them is this one.
 
     >>> rank_names([1, 2], 2)
     'ranks 1, 2 (this one)'
     """
-    names = ", ".join(f"{peer} (this one)" if peer == rank else str(peer) for peer in ranks)
+    names = ", ".join(f"{rank} (this one)" if rank == own else str(rank) for rank in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
@@ -159,27 +173,13 @@ def _with_store(group: Any, function: Callable[[Any], T], default: T) -> T:
     return results[0] if results else default
 
 
-def _follow(store: Any, rank: int, peers: Sequence[int], text: str) -> tuple[int, str] | None:
-    store.set(_key(rank), json.dumps(Report(list(peers), text)))
-    deadline = time.monotonic() + (PATIENCE if "imed out" in text else CLOSED_PATIENCE)
-    seen, cause, report = {rank}, None, ""
-    while len(peers) == 1 and peers[0] not in seen:
-        seen.add(peers[0])
-        answer = _read(store, peers[0], deadline)
-        if answer is None:
-            return None if cause is None else (cause, report)
-        peers, report = answer.failed, answer.text
-        cause = peers[0] if len(peers) == 1 else None
-    return None
-
-
-def _read(store: Any, rank: int, deadline: float) -> Report | None:
+def _read(store: Any, rank: int, deadline: float) -> FailureReport | None:
     """The report of a rank; None if there is none until the deadline."""
     while not store.check([_key(rank)]):
         if time.monotonic() >= deadline:
             return None
         time.sleep(_POLL_SECONDS)
-    return Report(*json.loads(store.get(_key(rank))))
+    return FailureReport(*json.loads(store.get(_key(rank))))
 
 
 def _process_key(process: int) -> str:

@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from undivided.arguments.signature import checked_call
-from undivided.context_parallel.exchange.collectives import EXCHANGE, GATHER, Communicator, Messages, RankError, Wait
+from undivided.context_parallel.exchange.collectives import (
+    EXCHANGE,
+    GATHER,
+    Communicator,
+    Messages,
+    RankError,
+    Wait,
+    gather_uneven,
+)
 from undivided.errors import InputError
 
 T = TypeVar("T")
@@ -58,16 +66,18 @@ def simulate(
         raise InputError("function", "be a function of a group", repr(function))
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise InputError("timeout", "be a positive number of seconds", repr(timeout))
-    mailboxes = _Mailboxes(rows * columns, timeout)
-    results: list[Any] = [None] * (rows * columns)
+    ranks = range(rows * columns)
+    mailboxes = _Mailboxes(len(ranks), timeout)
+    results: list[Any] = [None] * len(ranks)
 
     def work(rank: int) -> None:
         try:
-            results[rank] = function(SimulatedGroup(mailboxes, rank, (rows, columns), isinstance(world, tuple)))
+            shape = (rows, columns) if isinstance(world, tuple) else None
+            results[rank] = function(SimulatedGroup(mailboxes, ranks, rank, shape))
         except BaseException as error:
-            mailboxes.record_failure(rank, error)
+            mailboxes.failures.append((rank, error))
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(rows * columns)]
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -93,12 +103,6 @@ class _Mailboxes:
         }
         self.timeout = timeout
         self.failures: list[tuple[int, BaseException]] = []
-        self._lock = threading.Lock()
-
-    def record_failure(self, rank: int, error: BaseException) -> None:
-        """Record that a rank has raised."""
-        with self._lock:
-            self.failures.append((rank, error))
 
     def receive(self, source: int, target: int, step: str) -> Tensor:
         """The next message; raises RankError if its sender has failed or the timeout has passed."""
@@ -119,35 +123,34 @@ _POLL_SECONDS = 0.05
 
 
 class SimulatedGroup:
-    """One rank's communicator of a simulated group; a group with two axes has one for each (`axis`)."""
+    """One rank's communicator of a simulated group.
 
-    def __init__(self, mailboxes: _Mailboxes, rank: int, shape: tuple[int, int], is_mesh: bool) -> None:
-        self.rank, self.world = rank, shape[0] * shape[1]
-        row, column = divmod(rank, shape[1])
-        self.is_mesh = is_mesh
-        self._mailboxes, self._members = mailboxes, list(range(self.world))
-        self._axes = [[r * shape[1] + column for r in range(shape[0])], [row * shape[1] + c for c in range(shape[1])]]
+    members: the threads of the group. own: the thread of this rank. shape: [ring, heads] of a group with two axes.
+    """
+
+    def __init__(self, mailboxes: _Mailboxes, members: range, own: int, shape: tuple[int, int] | None = None) -> None:
+        self.rank, self.world, self.is_mesh = members.index(own), len(members), shape is not None
+        self._mailboxes, self._members, self._own, self._shape = mailboxes, members, own, shape or (len(members), 1)
 
     def axis(self, dim: int) -> Communicator:
         """The communicator of the ranks along one axis of the mesh: 0 the ring, 1 the heads."""
-        axis = object.__new__(SimulatedGroup)
-        axis._mailboxes, axis._members, axis.is_mesh = self._mailboxes, self._axes[dim], False
-        axis.rank, axis.world = axis._members.index(self.rank), len(axis._members)
-        return axis
+        columns = self._shape[1]
+        row, column = divmod(self.rank, columns)
+        ring, heads = slice(column, None, columns), slice(row * columns, (row + 1) * columns)
+        return SimulatedGroup(self._mailboxes, self._members[heads if dim else ring], self._own)
 
     def exchange(self, sends: Messages, receives: Messages, step: str = EXCHANGE) -> Wait:
         """See `Communicator.exchange`; messages are copies, as on a network."""
-        own = self._members[self.rank]
         for peer, tensors in sends.items():
             for tensor in tensors:
-                self._mailboxes.queues[own, self._members[peer]].put(tensor.detach().clone())
+                self._mailboxes.queues[self._own, self._members[peer]].put(tensor.detach().clone())
 
         pending = [(peer, buffer) for peer, buffers in receives.items() for buffer in buffers]
 
         def wait() -> None:
             while pending:
                 peer, buffer = pending.pop(0)
-                message = self._mailboxes.receive(self._members[peer], own, step)
+                message = self._mailboxes.receive(self._members[peer], self._own, step)
                 if (message.shape, message.dtype) != (buffer.shape, buffer.dtype):
                     raise RankError(
                         f"rank {self.rank}: rank {peer} sent {list(message.shape)} {message.dtype}, expected "
@@ -159,7 +162,4 @@ class SimulatedGroup:
 
     def gather(self, tensor: Tensor, step: str = GATHER) -> list[Tensor]:
         """The tensor of every rank, in order."""
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        gathered = [tensor if rank == self.rank else tensor.new_empty(tensor.shape) for rank in range(self.world)]
-        self.exchange({rank: [tensor] for rank in others}, {rank: [gathered[rank]] for rank in others}, step)()
-        return gathered
+        return [rows[0] for rows in gather_uneven(self, tensor[None], [1] * self.world, step)]

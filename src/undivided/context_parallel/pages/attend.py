@@ -43,7 +43,7 @@ RING_BYTES = 1 << 18
 """Partial results of this size or more are merged by "ring" unless the caller chooses: two exchanges, fewer bytes."""
 
 
-class _Step(NamedTuple):
+class _PagedStep(NamedTuple):
     """This rank's part of a step: attention over its own pages, and what the merge needs."""
 
     backend: Backend
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
     return_lse: bool
 
 
-class _Keys(NamedTuple):
+class _OwnKeys(NamedTuple):
     """The keys of a step on one rank. lengths: of the whole sequences. width: pages of this rank's longest list."""
 
     rank: int
@@ -112,7 +112,7 @@ def attend(
     return (out, lse) if step.return_lse else out
 
 
-def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArguments]:
+def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_PagedStep, SharedArguments]:
     """This rank's attention over its own pages, without sinks, and the values that all ranks must share."""
     mask, cached, layout = call.validated_mask(), call.cached, call.layout
     request, by = _request(call, mask)
@@ -122,7 +122,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
     _, q_len, heads, _ = _layout.sizes(q.shape, layout)
     check_optional_tensors(request.tensors, heads)
     assert cached.pages is not None
-    keys = _Keys(rank, world, k.shape[1], cached.lengths, cached.pages.shape[1])
+    keys = _OwnKeys(rank, world, k.shape[1], cached.lengths, cached.pages.shape[1])
     if bias is not None:
         bias = _own_bias(bias, keys, layout)
     key = "context pages", *keys, call.q_counts, heads, q_len, layout, q.device
@@ -148,7 +148,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_Step, SharedArgu
         "by": by,
         "features": sorted(problem.features),
     }
-    return _Step(decision.backend, local, tensors, sinks, by, options.return_lse), shared
+    return _PagedStep(decision.backend, local, tensors, sinks, by, options.return_lse), shared
 
 
 def _request(call: CachedCall, mask: Mask) -> tuple[Request, MergeMethod | None]:
@@ -174,7 +174,7 @@ def _request(call: CachedCall, mask: Mask) -> tuple[Request, MergeMethod | None]
     return request, by
 
 
-def _own_bias(bias: Tensor, keys: _Keys, layout: Layout) -> Tensor:
+def _own_bias(bias: Tensor, keys: _OwnKeys, layout: Layout) -> Tensor:
     """The bias of this rank's keys; one that is equal for all keys stays."""
     if layout == "thd":
         hint = "a cache in layout 'bshd', with padding"
@@ -184,7 +184,7 @@ def _own_bias(bias: Tensor, keys: _Keys, layout: Layout) -> Tensor:
 
 
 def _own_mask(
-    mask: Mask, keys: _Keys, layout: Layout, counts: Counts | None, sizes: tuple[int, int], device: torch.device
+    mask: Mask, keys: _OwnKeys, layout: Layout, counts: Counts | None, sizes: tuple[int, int], device: torch.device
 ) -> Mask:
     """The mask of whole sequences, cut to the keys of this rank, for its block table. sizes: heads, queries."""
     (heads, q_len), batch = sizes, len(keys.lengths)

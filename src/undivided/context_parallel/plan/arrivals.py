@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.context_parallel._schedule import Ranks
+from undivided.context_parallel._schedule import MeshRanks
 from undivided.context_parallel.sharding import Placement
 from undivided.masks import NormalForm
 
 
-def count_arrivals(form: NormalForm, placement: Placement, ranks: Ranks) -> Tensor:
+def count_arrivals(form: NormalForm, placement: Placement, ranks: MeshRanks) -> Tensor:
     """The keys that each ring position needs from every other, int64 [R, R] (receiver, sender); 0 on the diagonal."""
     owner = placement.kv_owner.div(ranks.group_size, rounding_mode="floor")
     arrivals = torch.zeros((ranks.ring_world, ranks.ring_world), dtype=torch.int64)

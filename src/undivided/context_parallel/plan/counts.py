@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from undivided.context_parallel._index import count
-from undivided.context_parallel._schedule import Ranks, Strategy
+from undivided.context_parallel._schedule import MeshRanks, Strategy
 from undivided.context_parallel.strategies.all_gather import head_groups
 from undivided.context_parallel.strategies.all_to_all import ShareRange
-from undivided.request.flops import training_flops
 from undivided.request.result import lse_dtype
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CallSizes:
     """The sizes of a call, and the dtype of q, k and v."""
 
     batch: int
@@ -51,7 +50,7 @@ class Work:
     exchanges: all-to-all exchanges of a forward pass in which the rank takes part.
     """
 
-    def __init__(self, ranks: Ranks, per_head: Tensor) -> None:
+    def __init__(self, ranks: MeshRanks, per_head: Tensor) -> None:
         self.ranks, self._key_heads = ranks, ranks.key_heads
         world = ranks.ring_world * ranks.group_size
         self.pairs, self.shares, self.entries, self.largest = _zeros(4, world)
@@ -115,7 +114,7 @@ class Counts:
     arrivals: the keys that each ring position needs from every other, int64 [R, R]; see `count_arrivals`.
     """
 
-    def __init__(self, strategy: Strategy, work: Work, arrivals: Tensor, sizes: Sizes) -> None:
+    def __init__(self, strategy: Strategy, work: Work, arrivals: Tensor, sizes: CallSizes) -> None:
         self.strategy, self.work, self.arrivals, self.sizes = strategy, work, arrivals, sizes
         self.key_bytes = (sizes.qk_dim + sizes.v_dim) * sizes.entry_bytes
         """Bytes of a key and its value, of one head."""
@@ -151,21 +150,6 @@ class Counts:
     def head_groups(self) -> int:
         """The number of head groups of an all-gather."""
         return len(head_groups(self.work.ranks.kv_span(0)))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The mesh [ring, heads]."""
-        return self.work.ranks.ring_world, self.work.ranks.group_size
-
-    @property
-    def pairs(self) -> Tensor:
-        """The allowed pairs of every rank, summed over batch elements and heads."""
-        return self.work.pairs
-
-    @property
-    def flops_per_pair(self) -> float:
-        """FLOP of one allowed pair, forward and backward."""
-        return training_flops(1, self.sizes.qk_dim, self.sizes.v_dim)
 
     @property
     def steps(self) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from undivided.context_parallel.plan.counts import Counts
 
@@ -29,11 +30,16 @@ class _Rounds:
 
     @property
     def in_flight(self) -> Tensor:
-        """Bytes held for the next round while one is computed."""
-        return _next_round(self.received + self.copied)
+        """Bytes held for the next round while one is computed; 0 during the last."""
+        return functional.pad((self.received + self.copied)[:, 1:], (0, 1))
+
+    @property
+    def returning(self) -> Tensor:
+        """Bytes of gradients of the previous round, which return while one is computed; 0 during the first."""
+        return functional.pad((self.received + self.sent)[:, :-1], (1, 0))
 
 
-class Memory:
+class PeakMemory:
     """The peak bytes of a forward pass alone, and of a forward and a backward pass.
 
     Attributes with the suffix `_local` describe what a rank computes with; they differ from what it holds only after an
@@ -139,10 +145,9 @@ class Memory:
         if not self._is_all_gather:
             dkv[:, 0] = self._kv_local
         dkv = dkv + torch.where(self._work.shares[:, None] > 1, dkv * self._widening, 0)
-        returning = _previous_round(rounds.received + rounds.sent)
         dq_sum, dkv_sum = self._gradient_sums()
         sums = (dq_sum + dkv_sum)[:, None] * (is_later | self._is_all_gather)
-        during_round = dq + dkv + sums + rounds.in_use + rounds.in_flight + returning
+        during_round = dq + dkv + sums + rounds.in_use + rounds.in_flight + rounds.returning
         widens = self._sums_rounds & (self._widening > 1) & (not self._has_all_to_all)
         rounded = torch.where(widens, self._q_local, 0)
         return {
@@ -161,7 +166,8 @@ class Memory:
         row, back = sizes.qk_dim * sizes.entry_bytes, sizes.v_dim * sizes.entry_bytes
         dq_sum, dkv_sum = self._gradient_sums()
         keys = (work.keys_sent + work.keys_received) * key_bytes
-        dkv = self._kv * (1 if self._has_disjoint_key_heads else 1 + self._widening)
+        is_disjoint = int(work.ranks.key_heads.sum()) == sizes.kv_heads  # no key head is on two ranks
+        dkv = self._kv * (1 if is_disjoint else 1 + self._widening)
         return {
             "gradients of the output in flight": held + (work.rows_sent + work.rows_received) * back,
             "gradients of the output are joined": held + 2 * self._out_local,
@@ -170,21 +176,6 @@ class Memory:
             "gradients of keys are written": held + self._q + dkv_sum + work.keys_sent * key_bytes + dkv,
         }
 
-    @property
-    def _has_disjoint_key_heads(self) -> bool:
-        """Whether no key head is on two ranks."""
-        return int(self._work.ranks.key_heads.sum()) == self._sizes.kv_heads
-
     def _largest_piece(self, total: Tensor) -> Tensor:
         """The part of the bytes of all pieces that belongs to the largest piece."""
         return (total * self._largest_fraction).to(torch.int64)
-
-
-def _next_round(by_round: Tensor) -> Tensor:
-    """The values of the next round; 0 after the last."""
-    return torch.nn.functional.pad(by_round[:, 1:], (0, 1))
-
-
-def _previous_round(by_round: Tensor) -> Tensor:
-    """The values of the previous round; 0 before the first."""
-    return torch.nn.functional.pad(by_round[:, :-1], (1, 0))

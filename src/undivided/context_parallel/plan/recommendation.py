@@ -19,10 +19,10 @@ from torch import Tensor
 
 from undivided.arguments.checks import INT64_MAX, checked_choice
 from undivided.arguments.signature import checked_call
-from undivided.context_parallel._schedule import STRATEGIES, Ranks, Strategy
+from undivided.context_parallel._schedule import STRATEGIES, MeshRanks, Strategy
 from undivided.context_parallel.plan.arrivals import count_arrivals
-from undivided.context_parallel.plan.counts import Counts, Sizes, Work
-from undivided.context_parallel.plan.memory import Memory
+from undivided.context_parallel.plan.counts import CallSizes, Counts, Work
+from undivided.context_parallel.plan.memory import PeakMemory
 from undivided.context_parallel.sharding import (
     MAX_LENGTH,
     PLACEMENTS,
@@ -35,6 +35,7 @@ from undivided.context_parallel.sharding import (
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.request.checks import checked_mask
+from undivided.request.flops import training_flops
 
 FLOPS, BANDWIDTH = 4e14, 5e10
 """Defaults per rank: attention on an H100 (about 400 TFLOP/s in bf16), and one network port of 400 Gb/s."""
@@ -169,7 +170,7 @@ def plan(
     [1836032, 2097152, 2097152, 2097152]
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
-    sizes = Sizes(batch, heads, kv_heads, head_dim, value_dim, dtype)
+    sizes = CallSizes(batch, heads, kv_heads, head_dim, value_dim, dtype)
     keys = seq_len if kv_len is None else kv_len
     _check(seq_len, keys, world, sizes, strategy, placement)
     for rate_name, rate in (("flops", flops), ("bandwidth", bandwidth)):
@@ -178,9 +179,8 @@ def plan(
     mask = checked_mask(mask)
     mask.check(batch, heads, seq_len, keys, packed=False, device=torch.device("cpu"))
     form = mask.normal_form(batch, heads, seq_len, keys, "cpu")
-    shapes = {
-        name: mesh_shape(name, world, sizes.kv_heads) for name in (STRATEGIES if strategy is None else (strategy,))
-    }
+    strategies = STRATEGIES if strategy is None else (strategy,)
+    shapes = {name: mesh_shape(name, world, kv_heads) for name in strategies}
     per_head, options, packed = head_pairs(form), [], len(document_edges(mask, "kv", keys)) > 2
     for name in PLACEMENTS if placement is None else (placement,):
         owners = Placement.of(name, world, seq_len, kv_len, mask, form)
@@ -189,11 +189,13 @@ def plan(
             if shape is None:
                 continue
             if shape not in counted:
-                ranks = Ranks(form, owners, shape, sizes.heads, sizes.kv_heads)
+                ranks = MeshRanks(form, owners, shape, sizes.heads, sizes.kv_heads)
                 counted[shape] = Work(ranks, per_head), count_arrivals(form, owners, ranks)
             counts = Counts(strategy_name, *counted[shape], sizes)
-            memory = Memory(counts, packed and name != "contiguous")
-            options.append(_option(counts, memory, name, flops, bandwidth))
+            memory = PeakMemory(counts, packed and name != "contiguous")
+            sent = counts.forward, counts.backward, counts.steps
+            peaks, seconds = (memory.forward(), memory.backward()), _seconds(counts, flops, bandwidth)
+            options.append(Option(strategy_name, name, shape, counts.work.pairs, *sent, *peaks, seconds))
     if not options:
         raise InputError("strategy", f"have a mesh for {world} ranks and {sizes.kv_heads} key heads", repr(strategy))
     options.sort(key=_sort_key)
@@ -204,7 +206,7 @@ def plan(
     )
 
 
-def _check(q_len: int, kv_len: int, world: int, sizes: Sizes, strategy: object, placement: object) -> None:
+def _check(q_len: int, kv_len: int, world: int, sizes: CallSizes, strategy: object, placement: object) -> None:
     """Raise InputError for a size, dtype, strategy or placement that is wrong."""
     named = {
         "seq_len": q_len,
@@ -243,29 +245,17 @@ def mesh_shape(strategy: Strategy, world: int, kv_heads: int) -> tuple[int, int]
     return (1, world) if strategy == "all_to_all" else (world, 1)
 
 
-def _option(counts: Counts, memory: Memory, name: PlacementName, flops: float, bandwidth: float) -> Option:
-    """The option, with the estimated time of the slowest rank.
+def _seconds(counts: Counts, flops: float, bandwidth: float) -> float:
+    """The estimated time of the slowest rank, forward and backward.
 
     Rounds are hidden behind computation, except for the first group of heads of an all-gather; an all-to-all is not.
     """
-    work = counts.pairs.to(torch.float64) * counts.flops_per_pair / flops
+    work = counts.work.pairs.to(torch.float64) * training_flops(1, counts.sizes.qk_dim, counts.sizes.v_dim) / flops
     hidden = 3 * counts.round_bytes / bandwidth
     exposed = ((counts.forward + counts.backward) / bandwidth - hidden).clamp(min=0)
     if counts.strategy == "all_gather":
         exposed, hidden = exposed + hidden / 4, hidden * 3 / 4
-    seconds = float((exposed + torch.maximum(work, hidden)).max())
-    return Option(
-        counts.strategy,
-        name,
-        counts.shape,
-        counts.pairs,
-        counts.forward,
-        counts.backward,
-        counts.steps,
-        memory.forward(),
-        memory.backward(),
-        seconds,
-    )
+    return float((exposed + torch.maximum(work, hidden)).max())
 
 
 def _amount(count: int) -> str:

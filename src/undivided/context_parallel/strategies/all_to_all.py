@@ -138,7 +138,7 @@ class TensorSpec(NamedTuple):
     def buffer(self, wanted: _Contribution) -> Tensor:
         """An empty buffer for some of its rows and heads."""
         batch, _, heads, size = self.shape
-        own_heads = heads if heads == 1 else wanted.heads.stop - wanted.heads.start
+        own_heads = 1 if heads == 1 else count(wanted.heads)
         return torch.empty((batch, count(wanted.index), own_heads, size), dtype=self.dtype, device=self.device)
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
@@ -279,7 +279,7 @@ def _select(tensor: Tensor, contribution: _Contribution) -> Tensor:
 def _share_buffer(tensor: Tensor, contribution: _Contribution, rows: int) -> Tensor:
     """An empty buffer for that many rows of a share."""
     batch, _, heads, size = tensor.shape
-    own_heads = heads if heads == 1 else contribution.heads.stop - contribution.heads.start
+    own_heads = 1 if heads == 1 else count(contribution.heads)
     return tensor.new_empty((batch, rows, own_heads, size))
 
 
