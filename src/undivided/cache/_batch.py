@@ -98,12 +98,8 @@ class Batch:
 
     def _check_counts(self, step_dict: object) -> dict[Hashable, int]:
         if not isinstance(step_dict, Mapping):
-            raise InputError(
-                "step_dict",
-                "map the id of each sequence to its new tokens",
-                type(step_dict).__name__,
-                hint="OrderedDict(zip(seq_ids, new_tokens))",
-            )
+            must = "map the id of each sequence to its new tokens"
+            raise InputError("step_dict", must, type(step_dict).__name__, hint="OrderedDict(zip(seq_ids, new_tokens))")
         counts = {
             name: count if type(count) is int and count >= 0 else as_integer(f"step_dict[{name!r}]", count, 0)
             for name, count in step_dict.items()
@@ -114,11 +110,8 @@ class Batch:
         for name, count in counts.items():
             cached = self.ledger.lengths[self.slots[name]] if name in self.slots else 0
             if cached + count > self.max_len:
-                raise InputError(
-                    f"step_dict[{name!r}]",
-                    f"leave the sequence within max_sequence_length={self.max_len}",
-                    f"{count} new tokens after {cached}",
-                )
+                must = f"leave the sequence within max_sequence_length={self.max_len}"
+                raise InputError(f"step_dict[{name!r}]", must, f"{count} new tokens after {cached}")
         return counts
 
     def _assign_slots(self, names: Iterable[Hashable]) -> dict[Hashable, int]:

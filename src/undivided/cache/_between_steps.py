@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from undivided.cache._ledger.compaction import Compaction
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ledger.received import Received
-from undivided.cache._ranks import PageRanks, on_all_ranks
+from undivided.cache._ranks import PageRanks, compact_on_all_ranks
 from undivided.cache._storage import Heads, Memory, Storage
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
     from undivided.cache._batch import Batch, Step
 
 
-class LayerCaches:
-    """The storage of each layer by its number, all with the same sizes."""
+class BetweenSteps(ABC):
+    """The storage of each layer by its number, and sequences that start from others, lose tokens, or end."""
+
+    _batch: Batch
+    _ranks: PageRanks | None
+    _step: Step | None
+    _callers: tuple[Step | None, dict[int, int]] = (None, {})  # a step, and by number the id of the layer that called
 
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
@@ -66,15 +72,6 @@ class LayerCaches:
             *(sum(sizes) for sizes in zip((0, 0, 0), *(s.memory for s in self._storages.values()), strict=True))
         )
 
-
-class BetweenSteps(LayerCaches, ABC):
-    """Sequences that start from others, lose tokens, or end."""
-
-    _batch: Batch
-    _ranks: PageRanks | None
-    _step: Step | None
-    _callers: tuple[Step | None, dict[int, int]] = (None, {})  # a step, and by number the id of the layer that called
-
     @abstractmethod
     def _set_step(self, step: Step | None) -> None:
         """Set the step; None: `pre_step` must follow."""
@@ -82,12 +79,9 @@ class BetweenSteps(LayerCaches, ABC):
     def _current_step(self) -> Step:
         """The step; InputError if there is none."""
         if self._step is None or not self._step.slots:
-            raise InputError(
-                "inference_params",
-                "have a step with sequences before the model runs",
-                "no step" if self._step is None else "a step without sequences, pre_step({})",
-                hint="inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))",
-            )
+            got = "no step" if self._step is None else "a step without sequences, pre_step({})"
+            hint = "inference_params.pre_step(OrderedDict(zip(seq_ids, new_tokens)))"
+            raise InputError("inference_params", "have a step with sequences before the model runs", got, hint=hint)
         return self._step
 
     def _start_receiving(self, step: Step | None) -> None:
@@ -145,11 +139,8 @@ class BetweenSteps(LayerCaches, ABC):
         >>> dict(params.sequences)
         {'b': 5}
         """
-        self._batch.remember(checked_token_ids("tokens", tokens), seq_id, self._complete)
-
-    def _complete(self, slot: int, length: int) -> int:
-        """How many of the first tokens of a slot, which has this many, every layer has received."""
-        return self._received.complete(self._storages, slot, length)
+        complete = functools.partial(self._received.complete, self._storages)
+        self._batch.remember(checked_token_ids("tokens", tokens), seq_id, complete)
 
     @outside_of_graphs
     def match(self, tokens: Sequence[int] | Tensor, seq_id: Hashable) -> int:
@@ -251,7 +242,7 @@ class BetweenSteps(LayerCaches, ABC):
             counts = dict(zip(self._batch.slots, self._current_step().counts, strict=False))
             return self._batch.compaction(indices, counts)
 
-        self._batch.ledger = on_all_ranks(self._ranks, compaction).run(self._storages.values())
+        self._batch.ledger = compact_on_all_ranks(self._ranks, compaction).run(self._storages.values())
         self._set_step(None)
 
 

@@ -1,6 +1,4 @@
-"""`Cache`: the base class of `KVCache` and `PagedKVCache`, which differ only in where a token is stored.
-
-Its own base, `SequenceCache`, has what does not depend on that."""
+"""`Cache`: the base class of `KVCache` and `PagedKVCache`, which differ only in where a token is stored."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._checks import as_list, checked_counts, checked_tokens, packed_counts
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
-from undivided.cache._ledger.plan import Ledger, SequenceLedger, Slots
-from undivided.cache._ranks import PageRanks, on_all_ranks
+from undivided.cache._ledger.plan import Ledger, Slots
+from undivided.cache._ranks import PageRanks, compact_on_all_ranks
 from undivided.cache._storage import Counts, Memory, Storage
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -29,11 +27,14 @@ from undivided.request.checks import check_layout
 Lengths = Sequence[int] | Tensor
 
 
-@checked_methods("fork", "free", "truncate")
-class SequenceCache:
-    """The memory of one layer, and the sequences whose tokens it holds."""
+@checked_methods("fork", "free", "keep", "truncate")
+class Cache(ABC):
+    """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
 
-    def __init__(self, ledger: SequenceLedger, storage: Storage, batch: int, layout: Layout) -> None:
+    _ledger: Ledger
+    _ranks: PageRanks | None = None
+
+    def __init__(self, ledger: Ledger, storage: Storage, batch: int, layout: Layout) -> None:
         check_layout(layout)
         self._ledger, self._storage = ledger, storage
         self.batch, self.layout = batch, layout
@@ -152,12 +153,9 @@ class SequenceCache:
             if counts.count(padded) == self.batch:
                 return None
             if padded != q_len:
-                raise InputError(
-                    "q_lengths",
-                    "be given if the last append had lengths and q has another number of tokens",
-                    None,
-                    hint=f"the last append had {list(counts)} real of {padded} tokens; q has {q_len} per sequence",
-                )
+                must = "be given if the last append had lengths and q has another number of tokens"
+                hint = f"the last append had {list(counts)} real of {padded} tokens; q has {q_len} per sequence"
+                raise InputError("q_lengths", must, None, hint=hint)
             return counts
         counts = checked_counts("q_lengths", q_lengths, self.batch, q_len, "queries in q")
         return None if counts.count(q_len) == self.batch else counts
@@ -176,14 +174,6 @@ class SequenceCache:
         if len({target for _, target in pairs}) != len(pairs):
             raise InputError("dst", "name every sequence once", list(targets))
         return pairs
-
-
-@checked_methods("keep")
-class Cache(SequenceCache, ABC):
-    """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
-
-    _ledger: Ledger
-    _ranks: PageRanks | None = None
 
     @outside_of_graphs
     def append(self, k: Tensor, v: Tensor, lengths: Lengths | None = None) -> None:
@@ -338,7 +328,7 @@ class Cache(SequenceCache, ABC):
         >>> cache.lengths, cache.k[0, :3, 0, 0].tolist()
         ((3,), [0.0, 2.0, 3.0])
         """
-        compaction = on_all_ranks(self._ranks, lambda: self._compaction(indices))
+        compaction = compact_on_all_ranks(self._ranks, lambda: self._compaction(indices))
         self._ledger = compaction.run([self._storage])
         self._last = None
 

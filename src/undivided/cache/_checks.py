@@ -90,16 +90,11 @@ def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:
 
 def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            name,
-            "not require a gradient (a cache has no backward)",
-            "requires_grad=True",
-            hint="call under torch.no_grad() or torch.inference_mode()",
-        )
+        hint = "call under torch.no_grad() or torch.inference_mode()"
+        raise InputError(name, "not require a gradient (a cache has no backward)", "requires_grad=True", hint=hint)
     if tensor.device != device:
-        raise InputError(
-            name, f"be on the device of the cache ({device})", str(tensor.device), f"{name}.to({str(device)!r})"
-        )
+        hint = f"{name}.to({str(device)!r})"
+        raise InputError(name, f"be on the device of the cache ({device})", str(tensor.device), hint=hint)
     if tensor.dtype != dtype and not (_is_cast(tensor.dtype) and torch.is_autocast_enabled(device.type)):
         raise InputError(name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})")
 
@@ -128,9 +123,8 @@ def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
     if value is None and batch == 1:
         return (tokens,)
     if value is None:
-        raise InputError(
-            name, "be given in layout 'thd'", None, hint=f"the number of tokens of each of the {batch} sequences, or 0"
-        )
+        hint = f"the number of tokens of each of the {batch} sequences, or 0"
+        raise InputError(name, "be given in layout 'thd'", None, hint=hint)
     counts = checked_counts(name, value, batch)
     if sum(counts) != tokens:
         raise InputError(name, f"sum to the {tokens} packed tokens", f"{list(counts)}, which is {sum(counts)}")

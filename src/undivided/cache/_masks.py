@@ -74,16 +74,11 @@ def is_causal(mask: Mask) -> bool:
 def check_mask(mask: Mask, layout: Layout) -> None:
     """Raise InputError for a mask with lengths, or in layout "thd" for one that depends on single keys or pairs."""
     if mask.kinds & _WITH_LENGTHS:
-        raise InputError(
-            "mask", "leave the lengths to the cache", repr(mask), hint="q_lengths is the number of real queries"
-        )
+        hint = "q_lengths is the number of real queries"
+        raise InputError("mask", "leave the lengths to the cache", repr(mask), hint=hint)
     if layout == "thd" and mask.kinds & _PER_PAIR:
-        raise InputError(
-            "mask",
-            "consist of causal, window, sinks, chunks and prefix in layout 'thd'",
-            repr(mask),
-            hint="a cache in layout 'bshd', with padding",
-        )
+        must = "consist of causal, window, sinks, chunks and prefix in layout 'thd'"
+        raise InputError("mask", must, repr(mask), hint="a cache in layout 'bshd', with padding")
 
 
 def extend_mask(mask: Mask, longest: int, extent: int) -> Mask:

@@ -25,44 +25,35 @@ class PageRanks(Protocol):
     @property
     def rank(self) -> int:
         """The number of this rank."""
-        ...
 
     @property
     def world(self) -> int:
         """The number of ranks."""
-        ...
 
     def storage(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> Storage:
         """This rank's pools of one layer, which accept the page numbers of all ranks."""
-        ...
 
     def agree(self, prepare: Callable[[], T], shared: Callable[[T], Mapping[str, object]]) -> T:
         """What `prepare` returns, after all ranks have prepared the same shared arguments; raises on all or none."""
-        ...
 
     def attend(self, prepare: Callable[[], CachedCall], sharded: int | None = None) -> Output:
         """Attention over the pages of all ranks, the same on every rank; of this rank's queries if `sharded`, the
         number of all queries along their axis, is given."""
-        ...
 
     def gather(self, tensors: Mapping[str, Tensor], layout: Layout, length: int) -> list[Tensor]:
         """The tensors with the tokens of all ranks, which `shard` has divided."""
-        ...
 
     def shard(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         """This rank's tokens of a tensor with this many tokens along an axis."""
-        ...
 
     def unshard(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         """The inverse of `shard`."""
-        ...
 
     def positions(self, length: int) -> Tensor:
         """Which of this many tokens this rank has in `shard`, int64, ascending."""
-        ...
 
 
-def on_all_ranks(ranks: PageRanks | None, prepare: Callable[[], Compaction[L]]) -> Compaction[L]:
+def compact_on_all_ranks(ranks: PageRanks | None, prepare: Callable[[], Compaction[L]]) -> Compaction[L]:
     """The compaction that `prepare` returns, after all ranks have prepared the same."""
     if ranks is None:
         return prepare()

@@ -76,9 +76,8 @@ class SequencesOnPages(Cache):
         sequence = self._sequence("i", i)
         ids = checked_token_ids("tokens", tokens)
         if len(ids) > self.lengths[sequence]:
-            raise InputError(
-                "tokens", f"be at most the {self.lengths[sequence]} cached tokens of sequence {i}", len(ids)
-            )
+            must = f"be at most the {self.lengths[sequence]} cached tokens of sequence {i}"
+            raise InputError("tokens", must, len(ids))
         self._ledger.remember(sequence, ids)
 
     @outside_of_graphs

@@ -92,12 +92,8 @@ class Pages:
         for rank, (count, free) in enumerate(zip(needed, self.free_pages, strict=True)):
             if count > free:
                 where, of_rank = (f" on rank {rank}", ", the pages of each rank") if self.ranks > 1 else ("", "")
-                raise InputError(
-                    self.argument,
-                    f"fit into the {free} free pages of {self.num_pages}{where} (page_size {self.page_size})",
-                    f"tokens that need {count}",
-                    hint=self.hint + of_rank,
-                )
+                must = f"fit into the {free} free pages of {self.num_pages}{where} (page_size {self.page_size})"
+                raise InputError(self.argument, must, f"tokens that need {count}", hint=self.hint + of_rank)
         return self.prefixes.select(self.references, missing)
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
@@ -192,12 +188,8 @@ class Pages:
     def truncate(self, lengths: Counts) -> None:
         for n, length in enumerate(lengths):
             if 0 < length < self.evicted[n]:
-                raise InputError(
-                    f"lengths[{n}]",
-                    f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted",
-                    length,
-                    hint="evict after the rejected tokens were truncated",
-                )
+                must = f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted"
+                raise InputError(f"lengths[{n}]", must, length, hint="evict after the rejected tokens were truncated")
         for n, length in enumerate(lengths):
             self.evicted[n] = self.evicted[n] if length else 0
             keep = -(-length // self.page_size)

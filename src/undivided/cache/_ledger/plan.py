@@ -29,49 +29,36 @@ class Plan(NamedTuple):
     forgotten: Sequence[Node] = ()
 
 
-class SequenceLedger(Protocol):
-    """The part of a ledger that changes whole sequences."""
+class Ledger(Protocol):
+    """The interface of a ledger."""
 
     @property
     def lengths(self) -> Counts:
         """The tokens of each sequence."""
-        ...
 
     def truncate(self, lengths: Counts) -> None:
         """Drop the last tokens of each sequence, down to these lengths, which are at most the current ones."""
-        ...
 
     def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         """Pages to copy, (from, to), and the number of their rows, before `fork` of these pairs."""
-        ...
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Make sequences copies of others, (from, to), all at once."""
-        ...
 
     def free(self, sequence: int) -> None:
         """Drop a sequence."""
-        ...
-
-
-class Ledger(SequenceLedger, Protocol):
-    """The interface of a ledger."""
 
     def plan(self, counts: Counts) -> Plan:
         """A plan for this number of new tokens of each sequence; InputError if they do not fit."""
-        ...
 
     def commit(self, plan: Plan) -> None:
         """Apply the last plan."""
-        ...
 
     def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
         """The rows of a sequence's last `count` tokens in the flattened pool, after the plan."""
-        ...
 
     def copy(self) -> Self:
         """An equal ledger."""
-        ...
 
 
 class Slots:
@@ -85,12 +72,9 @@ class Slots:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
         if max(lengths) > self.max_len:
             n = lengths.index(max(lengths))
-            raise InputError(
-                "k",
-                f"leave every sequence within max_len={self.max_len} tokens",
-                f"{counts[n]} new after {self.lengths[n]} in sequence {n}",
-                hint="increase max_len, free(i) a sequence that has ended, or truncate(lengths)",
-            )
+            must = f"leave every sequence within max_len={self.max_len} tokens"
+            hint = "increase max_len, free(i) a sequence that has ended, or truncate(lengths)"
+            raise InputError("k", must, f"{counts[n]} new after {self.lengths[n]} in sequence {n}", hint=hint)
         return Plan(lengths)
 
     def commit(self, plan: Plan) -> None:
