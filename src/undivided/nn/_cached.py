@@ -162,12 +162,8 @@ def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> Non
         sequences.check_offsets(name, offsets)
         step_offsets = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
         if readable(offsets) and not any(_same_offsets(offsets, expected) for expected in step_offsets):
-            raise InputError(
-                name,
-                "be those of inference_params, or None",
-                offsets.tolist()[:8],
-                hint=f"pre_step received {params.cu_seqlens_q.diff().tolist()[: params.batch_size]} new tokens",
-            )
+            hint = f"pre_step received {params.cu_seqlens_q.diff().tolist()[: params.batch_size]} new tokens"
+            raise InputError(name, "be those of inference_params, or None", offsets.tolist()[:8], hint=hint)
 
 
 @outside_of_graphs

@@ -57,9 +57,8 @@ def rank_freqs(
         rows = rows - starts[(torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)]
         rows = rows.clamp(max=freqs.shape[0] - 1)  # rows of padding after the last sequence, which are unused
     if rows.numel() and int(rows.max()) >= freqs.shape[0]:
-        raise InputError(
-            "rotary_pos_emb", f"have a row for every position (0 to {int(rows.max())})", f"{freqs.shape[0]} rows"
-        )
+        must = f"have a row for every position (0 to {int(rows.max())})"
+        raise InputError("rotary_pos_emb", must, f"{freqs.shape[0]} rows")
     return freqs.index_select(0, rows)
 
 

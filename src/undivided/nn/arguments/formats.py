@@ -142,9 +142,8 @@ def _unpack(tensors: InputTensors, interleave_dim: int, rank: int) -> tuple[Tens
 def _check_none(tensors: dict[str, Tensor | None], packed: str) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
-            raise InputError(
-                name, f"be None with {packed}", f"a tensor {list(tensor.shape)}", hint=f"{packed} contains it"
-            )
+            hint = f"{packed} contains it"
+            raise InputError(name, f"be None with {packed}", f"a tensor {list(tensor.shape)}", hint=hint)
 
 
 def _split(name: str, packed: Tensor, count: int, dim: int, rank: int) -> tuple[Tensor, ...]:
@@ -156,9 +155,8 @@ def _split(name: str, packed: Tensor, count: int, dim: int, rank: int) -> tuple[
         other = -5 - dim
         if packed.dim() == rank + 1 and packed.shape[other] == count:
             hint = f"these sizes would fit qkv_interleave_dim={other}"
-        raise InputError(
-            name, f"have {rank + 1} axes {axes} with qkv_interleave_dim={dim}", list(packed.shape), hint=hint
-        )
+        must = f"have {rank + 1} axes {axes} with qkv_interleave_dim={dim}"
+        raise InputError(name, must, list(packed.shape), hint=hint)
     return packed.unbind(dim)
 
 
@@ -172,18 +170,13 @@ def _check(inputs: Inputs, heads: Heads) -> None:
         named, (heads.q, heads.kv, heads.kv), ("num_attention_heads", "num_gqa_groups", "num_gqa_groups"), strict=True
     ):
         if tensor.shape[-2] != count:
-            raise InputError(
-                name,
-                f"have {count} heads ({argument}) at axis {tensor.dim() - 2}",
-                f"{tensor.shape[-2]} in {list(tensor.shape)}",
-                hint=_heads_hint(tensor, count, argument),
-            )
+            got, hint = f"{tensor.shape[-2]} in {list(tensor.shape)}", _heads_hint(tensor, count, argument)
+            raise InputError(name, f"have {count} heads ({argument}) at axis {tensor.dim() - 2}", got, hint=hint)
     for (name, tensor), size in zip(named, (heads.qk_dim, heads.qk_dim, heads.v_dim), strict=True):
         if tensor.shape[-1] != size:
             hint = "for another head size of values, kv_channels=(queries and keys, values)" if name[0] == "v" else None
-            raise InputError(
-                name, f"have head size {size} (kv_channels)", f"{tensor.shape[-1]} in {list(tensor.shape)}", hint=hint
-            )
+            must = f"have head size {size} (kv_channels)"
+            raise InputError(name, must, f"{tensor.shape[-1]} in {list(tensor.shape)}", hint=hint)
     _check_lengths(inputs)
     _check_dtypes_and_devices(inputs)
 
@@ -202,12 +195,8 @@ def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None
         )
     elif tensor.dim() == 4:
         hint = "thd has no batch axis; a padded batch is 'bshd' or 'sbhd' with a padding mask type"
-    raise InputError(
-        name,
-        f"have {rank} axes [{', '.join(format)}] in qkv_format={format!r}",
-        f"{tensor.dim()} axes {list(tensor.shape)}",
-        hint=hint,
-    )
+    must = f"have {rank} axes [{', '.join(format)}] in qkv_format={format!r}"
+    raise InputError(name, must, f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint)
 
 
 def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
@@ -221,21 +210,16 @@ def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
 def _check_lengths(inputs: Inputs) -> None:
     q, k, v, format = inputs[:4]
     if k.shape[:-1] != v.shape[:-1]:
-        raise InputError(
-            "value_layer", f"have the axes {list(k.shape[:-1])} of key_layer before its head size", list(v.shape)
-        )
+        must = f"have the axes {list(k.shape[:-1])} of key_layer before its head size"
+        raise InputError("value_layer", must, list(v.shape))
     batch = layout.sizes(k.shape, format)[0]
     if batch != inputs.batch:
         other = OTHER_FORMAT[format]
         hint = None
         if layout.sizes(k.shape, other)[0] == layout.sizes(q.shape, other)[0]:
             hint = f"these shapes would fit qkv_format={other!r}"
-        raise InputError(
-            "key_layer",
-            f"have query_layer's batch size ({inputs.batch}) in qkv_format={format!r}",
-            f"{batch} in {list(k.shape)}",
-            hint=hint,
-        )
+        must = f"have query_layer's batch size ({inputs.batch}) in qkv_format={format!r}"
+        raise InputError("key_layer", must, f"{batch} in {list(k.shape)}", hint=hint)
 
 
 def _check_dtypes_and_devices(inputs: Inputs) -> None:
@@ -243,12 +227,8 @@ def _check_dtypes_and_devices(inputs: Inputs) -> None:
     is_autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):
         if tensor.dtype != q.dtype and not is_autocast:
-            raise InputError(
-                name,
-                f"have query_layer's dtype ({q.dtype})",
-                tensor.dtype,
-                hint=f"{name}.to(query_layer.dtype), or autocast",
-            )
+            hint = f"{name}.to(query_layer.dtype), or autocast"
+            raise InputError(name, f"have query_layer's dtype ({q.dtype})", tensor.dtype, hint=hint)
         if tensor.device != q.device:
             hint = f"{name}.to(query_layer.device)"
             raise InputError(name, f"be on query_layer's device ({q.device})", tensor.device, hint)

@@ -73,9 +73,8 @@ def check(name: str, x: object, hidden_size: int, format: Layout, argument: str,
     check_tensor(name, x)
     axes = 2 if format == "thd" else 3
     if x.dim() != axes:
-        raise InputError(
-            name, f"have {axes} axes {_AXES[format]} in {argument}={format!r}", list(x.shape), hint=_other_rank(x)
-        )
+        hint = _other_rank(x)
+        raise InputError(name, f"have {axes} axes {_AXES[format]} in {argument}={format!r}", list(x.shape), hint=hint)
     if x.shape[-1] != hidden_size:
         raise InputError(name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}")
     if not x.is_floating_point():
@@ -165,12 +164,8 @@ def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> 
         raise _swapped(x, format, argument, f"encoder_output {list(encoder.shape)}")
     batch = sizes(x, format).batch
     hint = "encoder_output.transpose(0, 1)" if encoder.shape[0 if format == "sbhd" else 1] == batch else None
-    raise InputError(
-        "encoder_output",
-        f"have the batch size of hidden_states ({batch}) in {argument}={format!r}",
-        list(encoder.shape),
-        hint=hint,
-    )
+    must = f"have the batch size of hidden_states ({batch}) in {argument}={format!r}"
+    raise InputError("encoder_output", must, list(encoder.shape), hint=hint)
 
 
 def unexpected_encoder(encoder: object) -> InputError:

@@ -28,18 +28,12 @@ def score_terms(
 ) -> ScoreTerms:
     """The terms for a bias type: post_scale_bias unchanged, pre_scale_bias times the scale, alibi as slopes."""
     kind = checked_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
+    must = f"be None with core_attention_bias_type={kind!r}"
     if slopes is not None and kind != "alibi":
-        raise InputError(
-            "alibi_slopes",
-            f"be None with core_attention_bias_type={kind!r}",
-            "a tensor",
-            hint="set core_attention_bias_type='alibi' to use them",
-        )
+        raise InputError("alibi_slopes", must, "a tensor", hint="set core_attention_bias_type='alibi' to use them")
     if bias is not None and kind in ("no_bias", "alibi"):
         hint = "core_attention_bias_type='post_scale_bias' adds it to the scaled scores" if kind == "no_bias" else None
-        raise InputError(
-            "core_attention_bias", f"be None with core_attention_bias_type={kind!r}", "a tensor", hint=hint
-        )
+        raise InputError("core_attention_bias", must, "a tensor", hint=hint)
     if kind == "no_bias":
         return ScoreTerms(None, None)
     if kind == "alibi":
@@ -56,11 +50,8 @@ def score_terms(
 def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
     sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
     if not isinstance(bias, Tensor):
-        raise InputError(
-            "core_attention_bias",
-            f"be given with core_attention_bias_type={kind!r}",
-            None if bias is None else type(bias).__name__,
-        )
+        must = f"be given with core_attention_bias_type={kind!r}"
+        raise InputError("core_attention_bias", must, None if bias is None else type(bias).__name__)
     check_tensor("core_attention_bias", bias)
     if not bias.is_floating_point():
         hint = "pass a boolean mask as attention_mask (True = masked out)" if bias.dtype == torch.bool else None

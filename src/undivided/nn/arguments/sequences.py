@@ -58,12 +58,8 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attentio
     """Raise InputError if the mask type and the format do not use an argument, or need one that is missing."""
     if inputs.packed and not kind.padding:
         padded = {"no_mask": "padding", "arbitrary": "padding"}.get(kind.name, f"padding_{kind.name}")
-        raise InputError(
-            "attn_mask_type",
-            "be a padding type with qkv_format='thd'",
-            repr(kind.name),
-            hint=f"attn_mask_type={padded!r} separates packed sequences; without padding it equals {kind.name!r}",
-        )
+        hint = f"attn_mask_type={padded!r} separates packed sequences; without padding it equals {kind.name!r}"
+        raise InputError("attn_mask_type", "be a padding type with qkv_format='thd'", repr(kind.name), hint=hint)
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if (value := getattr(arguments, name)) is not None:
             as_integer(name, value, 0)
@@ -73,12 +69,8 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attentio
         check_offsets(name, offsets)
     if kind.name != "arbitrary" and not kind.padding and arguments.attention_mask is not None:
         must = f"be None with attn_mask_type={kind.name!r}, which does not use it"
-        raise InputError(
-            "attention_mask",
-            must,
-            _describe(arguments.attention_mask),
-            hint="attn_mask_type='padding', 'padding_causal', ... or 'arbitrary' uses it",
-        )
+        hint = "attn_mask_type='padding', 'padding_causal', ... or 'arbitrary' uses it"
+        raise InputError("attention_mask", must, _describe(arguments.attention_mask), hint=hint)
     _check_padding_of_offsets(arguments, inputs)
     if inputs.packed:
         _check_packed(arguments, inputs, attention_type)
@@ -89,9 +81,8 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attentio
 def check_offsets(name: str, offsets: object) -> None:
     """Raise InputError unless cumulative lengths have the right type and shape."""
     if not isinstance(offsets, Tensor):
-        raise InputError(
-            name, "be an int32 or int64 tensor", type(offsets).__name__, hint="torch.tensor([...], dtype=torch.int32)"
-        )
+        hint = "torch.tensor([...], dtype=torch.int32)"
+        raise InputError(name, "be an int32 or int64 tensor", type(offsets).__name__, hint=hint)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise InputError(name, "be int32 or int64", offsets.dtype, hint=f"{name}.to(torch.int32)")
     if offsets.dim() != 1 or not offsets.numel():
@@ -126,9 +117,8 @@ def _check_padding_of_offsets(arguments: SequenceArguments, inputs: Inputs) -> N
 def _check_packed(arguments: SequenceArguments, inputs: Inputs, attention_type: str) -> None:
     if arguments.attention_mask is not None:
         hint = "cu_seqlens_q defines the sequences; for other conditions, undivided.attention(mask=)"
-        raise InputError(
-            "attention_mask", "be None in qkv_format='thd'", _describe(arguments.attention_mask), hint=hint
-        )
+        must = "be None in qkv_format='thd'"
+        raise InputError("attention_mask", must, _describe(arguments.attention_mask), hint=hint)
     hint = "cumulative lengths: three sequences of 300, 800 and 1248 tokens are [0, 300, 1100, 2348], int32"
     if arguments.cu_seqlens_q is None:
         raise InputError("cu_seqlens_q", "be given in qkv_format='thd'", None, hint=hint)
@@ -138,12 +128,8 @@ def _check_packed(arguments: SequenceArguments, inputs: Inputs, attention_type: 
         for side in ("q", "kv"):
             real, padded = getattr(arguments, f"cu_seqlens_{side}"), getattr(arguments, f"cu_seqlens_{side}_padded")
             if differ(real, padded):
-                raise InputError(
-                    "pad_between_seqs",
-                    f"not be False if cu_seqlens_{side}_padded differs from cu_seqlens_{side}",
-                    False,
-                    hint="omit it: the offsets decide",
-                )
+                must = f"not be False if cu_seqlens_{side}_padded differs from cu_seqlens_{side}"
+                raise InputError("pad_between_seqs", must, False, hint="omit it: the offsets decide")
 
 
 def differ(a: Tensor | None, b: Tensor | None) -> bool:
@@ -208,12 +194,8 @@ def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs,
     if not kind.padding:
         return None
     if arguments.attention_mask is not None and arguments.offsets:
-        raise InputError(
-            "attention_mask",
-            f"be None if {next(iter(arguments.offsets))} is given",
-            _describe(arguments.attention_mask),
-            hint="pass one of the two",
-        )
+        must = f"be None if {next(iter(arguments.offsets))} is given"
+        raise InputError("attention_mask", must, _describe(arguments.attention_mask), hint="pass one of the two")
     if arguments.offsets:
         return _lengths_mask(arguments, inputs, attention_type)
     return _padding_mask(arguments.attention_mask, inputs, kind)
@@ -251,12 +233,8 @@ def _lengths_mask(arguments: SequenceArguments, inputs: Inputs, attention_type: 
                 if inputs.batch == 1
                 else None
             )
-            raise InputError(
-                name,
-                f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}",
-                offsets.shape[0],
-                hint=hint,
-            )
+            must = f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}"
+            raise InputError(name, must, offsets.shape[0], hint=hint)
         if readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
             hint = "batch elements of 3 and 2 tokens are [0, 3, 5]"
             raise InputError(name, "start at 0 and never decrease", offsets.tolist()[:8], hint=hint)
@@ -267,30 +245,21 @@ def _lengths_mask(arguments: SequenceArguments, inputs: Inputs, attention_type: 
 def _padding_mask(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mask:
     """The mask of real tokens, from one boolean padding mask or a pair for queries and keys."""
     if attention_mask is None:
-        raise InputError(
-            "attention_mask",
-            f"be given (or cu_seqlens_q) with attn_mask_type={kind.name!r}",
-            None,
-            hint=f"without padding, use {kind.name.removeprefix('padding_').replace('padding', 'no_mask')!r}",
-        )
+        must = f"be given (or cu_seqlens_q) with attn_mask_type={kind.name!r}"
+        hint = f"without padding, use {kind.name.removeprefix('padding_').replace('padding', 'no_mask')!r}"
+        raise InputError("attention_mask", must, None, hint=hint)
     if isinstance(attention_mask, tuple | list):
         if len(attention_mask) != 2:
-            raise InputError(
-                "attention_mask",
-                "be a tensor, or a pair for the queries and the keys",
-                f"{len(attention_mask)} tensors",
-            )
+            must = "be a tensor, or a pair for the queries and the keys"
+            raise InputError("attention_mask", must, f"{len(attention_mask)} tensors")
         q = _real_tokens("attention_mask[0]", attention_mask[0], inputs, inputs.q_len)
         if attention_mask[1] is attention_mask[0]:
             return _mask_of_real_tokens(q, q)
         return _mask_of_real_tokens(q, _real_tokens("attention_mask[1]", attention_mask[1], inputs, inputs.kv_len))
     if inputs.q_len != inputs.kv_len:
-        raise InputError(
-            "attention_mask",
-            "be a pair for the queries and the keys if their lengths differ",
-            _describe(attention_mask),
-            hint="attention_mask=(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])",
-        )
+        must = "be a pair for the queries and the keys if their lengths differ"
+        hint = "attention_mask=(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])"
+        raise InputError("attention_mask", must, _describe(attention_mask), hint=hint)
     real = _real_tokens("attention_mask", attention_mask, inputs, inputs.q_len)
     return _mask_of_real_tokens(real, real)
 
@@ -304,9 +273,8 @@ def _real_tokens(name: str, mask: object, inputs: Inputs, length: int) -> Tensor
             hint = f"{name}[:, None, None, :]"
         elif mask.dim() == 4 and mask.shape[2] == inputs.q_len > 1:
             hint = "for a mask of pairs, attn_mask_type='arbitrary'"
-        raise InputError(
-            name, f"have shape [batch, 1, 1, length] = [{inputs.batch}, 1, 1, {length}]", list(mask.shape), hint=hint
-        )
+        must = f"have shape [batch, 1, 1, length] = [{inputs.batch}, 1, 1, {length}]"
+        raise InputError(name, must, list(mask.shape), hint=hint)
     return ~mask[:, 0, 0]
 
 

@@ -86,13 +86,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
         checked_number(name, self.seq_len_interpolation_factor, 1e-6, 1e9, "a positive number or None")
         if self.pretrained_max_position_embeddings is None:
             hint = "scaling={'rope_type': 'linear', 'factor': ...} needs no length"
-            raise InputError(
-                name, "be given with pretrained_max_position_embeddings", self.seq_len_interpolation_factor, hint=hint
-            )
+            must = "be given with pretrained_max_position_embeddings"
+            raise InputError(name, must, self.seq_len_interpolation_factor, hint=hint)
         if self.scaling.kind != "default":
-            raise InputError(
-                name, "be None with scaling", self.seq_len_interpolation_factor, hint="pass one of the two"
-            )
+            hint = "pass one of the two"
+            raise InputError(name, "be None with scaling", self.seq_len_interpolation_factor, hint=hint)
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return methods.scaled_frequencies(self.scaling, self.dim, self.rotary_base, device)

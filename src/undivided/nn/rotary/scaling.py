@@ -68,12 +68,8 @@ def checked_scaling(config: object, pretrained_length: int | None) -> Scaling:
     scaling = Scaling(kind, {key: _checked(key, value) for key, value in values.items()})
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        raise InputError(
-            "scaling['low_freq_factor']",
-            "be below scaling['high_freq_factor']",
-            f"{low} and {high}",
-            hint="1.0 and 4.0 in the configurations of Llama 3.1",
-        )
+        must, hint = "be below scaling['high_freq_factor']", "1.0 and 4.0 in the configurations of Llama 3.1"
+        raise InputError("scaling['low_freq_factor']", must, f"{low} and {high}", hint=hint)
     return scaling
 
 
