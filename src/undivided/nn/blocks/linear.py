@@ -1,4 +1,4 @@
-"""Linear maps with one weight or several, alone or after a normalisation.
+"""Linear maps with one weight or several, after a normalisation if there is one.
 
 Parameters have TransformerEngine's names: `weight` and `bias`, or `query_weight`, `query_bias`, ...;
 `layer_norm_weight`, `layer_norm_bias`.
@@ -17,7 +17,7 @@ from undivided.nn.blocks.normalization import Norm
 
 
 class Linear(Module):
-    """``x @ weight^T + bias`` for each map.
+    """``x @ weight^T + bias`` for each map, where x may be normalised first.
 
     Args:
         in_features: features of x.
@@ -25,6 +25,7 @@ class Linear(Module):
         init: initialises every weight; biases are initialised with 0.
         bias: whether the maps have biases.
         device, dtype: device and dtype of the parameters.
+        norm: normalises x; None: x is not normalised.
 
     Attributes:
         used_rows: by name of a map that every rank has whole, the rows (first, number) that this rank uses of it.
@@ -32,6 +33,8 @@ class Linear(Module):
 
     weight: Parameter  # if there is one weight
     bias: Parameter | None
+    layer_norm_weight: Parameter  # if x is normalised
+    layer_norm_bias: Parameter | None
     used_rows: Mapping[str, tuple[int, int]]
 
     def __init__(
@@ -42,9 +45,10 @@ class Linear(Module):
         bias: bool,
         device: torch.device | str | None,
         dtype: torch.dtype,
+        norm: Norm | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.init_method = in_features, init
+        self.in_features, self.init_method, self.norm = in_features, init, norm
         self.names, self.used_rows = tuple(f"{name}_" if name else "" for name in features), {}
         for name, rows in zip(self.names, features.values(), strict=True):
             weight = Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
@@ -52,6 +56,9 @@ class Linear(Module):
             self.register_parameter(
                 f"{name}bias", Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
             )
+        if norm is not None:
+            self.layer_norm_weight, layer_norm_bias = norm.parameters(in_features, device, dtype)
+            self.register_parameter("layer_norm_bias", layer_norm_bias)
         self.reset_parameters()
 
     def maps(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -59,17 +66,20 @@ class Linear(Module):
         return [(getattr(self, f"{name}weight"), getattr(self, f"{name}bias")) for name in self.names]
 
     def reset_parameters(self) -> None:
-        """Initialise weights by the function, biases with 0."""
+        """Initialise weights by the function, biases with 0, and the normalisation as the identity."""
         for weight, bias in self.maps():
             initialise(weight, self.init_method, self.ranks)
             initialise(bias, 0.0)
+        if self.norm is not None:
+            self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
 
     def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
         """One tensor [.., features] per map, and the input of the maps.
 
         Each map is a separate matrix product, because joining the weights would copy them.
         """
-        x = self.normalise(x)
+        if self.norm is not None:
+            x = self.norm(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
         whole = x if self.ranks is None else self.ranks.enter(x)
         used = map(self._used_map, self.names)
         return tuple(functional.linear(whole, w, b if add_bias else None) for w, b in used), x
@@ -84,17 +94,14 @@ class Linear(Module):
         weight = self.ranks.shared(weight).narrow(0, first, count)
         return weight, None if bias is None else self.ranks.shared(bias).narrow(0, first, count)
 
-    def normalise(self, x: Tensor) -> Tensor:
-        """The input of the maps: x itself."""
-        return x
-
     def extra_repr(self) -> str:
-        """Sizes, for `repr`."""
+        """Sizes and normalisation, for `repr`."""
         sizes = ", ".join(
             f"{name.rstrip('_') or 'out'}={weight.shape[0]}"
             for name, (weight, _) in zip(self.names, self.maps(), strict=True)
         )
-        return f"in={self.in_features}, {sizes}, bias={self.maps()[0][1] is not None}"
+        norm = "" if self.norm is None else f", normalization={self.norm.kind!r}"
+        return f"in={self.in_features}, {sizes}, bias={self.maps()[0][1] is not None}{norm}"
 
 
 class OutputLinear(Linear):
@@ -112,39 +119,3 @@ class OutputLinear(Linear):
         """The bias, for the caller to add."""
         bias: Tensor | None = self.whole_on_ranks("bias")[0]
         return bias
-
-
-class LayerNormLinear(Linear):
-    """A normalisation followed by linear maps."""
-
-    layer_norm_bias: Parameter | None
-
-    def __init__(
-        self,
-        norm: Norm,
-        in_features: int,
-        features: Mapping[str, int],
-        init: Init,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(in_features, features, init, bias, device, dtype)
-        self.norm = norm
-        self.layer_norm_weight, layer_norm_bias = norm.parameters(in_features, device, dtype)
-        self.register_parameter("layer_norm_bias", layer_norm_bias)
-        self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
-
-    def reset_parameters(self) -> None:
-        """Initialise weights by the function, biases with 0, and the normalisation as the identity."""
-        super().reset_parameters()
-        if hasattr(self, "norm"):  # the constructor of the base class calls this first
-            self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
-
-    def normalise(self, x: Tensor) -> Tensor:
-        """The input of the maps: x normalised."""
-        return self.norm(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
-
-    def extra_repr(self) -> str:
-        """Sizes and normalisation, for `repr`."""
-        return f"{super().extra_repr()}, normalization={self.norm.kind!r}"

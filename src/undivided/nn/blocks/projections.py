@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undivided.nn.arguments.formats import Heads
 from undivided.nn.blocks.initial_weights import Init
-from undivided.nn.blocks.linear import LayerNormLinear, Linear
+from undivided.nn.blocks.linear import Linear
 from undivided.nn.blocks.normalization import Norm
 
 
@@ -43,9 +43,7 @@ def projections(
     """
 
     def make(features: dict[str, int], norm: Norm | None) -> Linear:
-        if norm is not None:
-            return LayerNormLinear(norm, size, features, init, bias, device, dtype)
-        return Linear(size, features, init, bias, device, dtype)
+        return Linear(size, features, init, bias, device, dtype, norm)
 
     if not is_cross:
         return {"qkv" if norm is None else "layernorm_qkv": make(qkv_features(heads, fused), norm)}
