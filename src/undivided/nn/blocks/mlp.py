@@ -41,37 +41,22 @@ def _srelu(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
-    "qgelu": _qgelu,
-    "relu": functional.relu,
-    "srelu": _srelu,
-    "silu": functional.silu,
-}
-_GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": _gelu,
     "glu": torch.sigmoid,
+    "qgelu": _qgelu,
     "qgeglu": _qgelu,
+    "relu": functional.relu,
     "reglu": functional.relu,
+    "srelu": _srelu,
     "sreglu": _srelu,
+    "silu": functional.silu,
     "swiglu": functional.silu,
 }
 _CLAMPED = "clamped_swiglu"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": _QUICK, "glu_linear_offset": 1.0}
-ACTIVATIONS = (
-    "gelu",
-    "geglu",
-    "glu",
-    "qgelu",
-    "qgeglu",
-    "relu",
-    "reglu",
-    "srelu",
-    "sreglu",
-    "silu",
-    "swiglu",
-    _CLAMPED,
-)
+ACTIVATIONS = (*_FUNCTIONS, _CLAMPED)
 
 
 class Activation:
@@ -84,38 +69,35 @@ class Activation:
     @property
     def gated(self) -> bool:
         """Whether it takes twice as many features as it returns."""
-        return self.name not in _PLAIN
+        return self.name.endswith("glu")
 
     def __call__(self, x: Tensor) -> Tensor:
         """The activation of x, [.., f] (gated: [.., 2 f]), as [.., f]."""
         if not self.gated:
-            return _PLAIN[self.name](x)
+            return _FUNCTIONS[self.name](x)
         x, y = x.chunk(2, -1)
         if self.name != _CLAMPED:
-            return _GATED[self.name](x) * y
-        limit = self.parameters["limit"]
+            return _FUNCTIONS[self.name](x) * y
+        limit, alpha, offset = (self.parameters[key] for key in ("limit", "alpha", "glu_linear_offset"))
         x = x.clamp(max=limit)
-        return (
-            x
-            * torch.sigmoid(self.parameters["alpha"] * x)
-            * (y.clamp(-limit, limit) + self.parameters["glu_linear_offset"])
-        )
+        return x * torch.sigmoid(alpha * x) * (y.clamp(-limit, limit) + offset)
 
 
 def _checked_parameters(name: str, params: Mapping[str, float] | None) -> dict[str, float]:
-    if params is None:
-        return dict(_CLAMPED_DEFAULTS) if name == _CLAMPED else {}
+    params = {} if params is None else params
     if not isinstance(params, Mapping):
         raise InputError("activation_params", "be a dictionary or None", repr(params))
-    if params and name != _CLAMPED:
-        raise InputError("activation_params", f"be None with activation={name!r}", repr(dict(params)))
+    if name != _CLAMPED:
+        if params:
+            raise InputError("activation_params", f"be None with activation={name!r}", repr(dict(params)))
+        return {}
     for key, value in params.items():
         if key not in _CLAMPED_DEFAULTS:
             known = ", ".join(map(repr, _CLAMPED_DEFAULTS))
             raise InputError("activation_params", f"have only the keys {known}", repr(key))
         words = "a positive number" if key == "limit" else "a finite number"
         checked_number(f"activation_params[{key!r}]", value, 1e-30 if key == "limit" else -1e30, 1e30, words)
-    return _CLAMPED_DEFAULTS | dict(params) if name == _CLAMPED else {}
+    return _CLAMPED_DEFAULTS | dict(params)
 
 
 class LayerNormMLP(Module):
