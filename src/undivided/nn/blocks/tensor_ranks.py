@@ -45,10 +45,14 @@ class TensorRanks:
     """
 
     def __init__(self, group: distributed.ProcessGroup, sequence: int | None, check: bool = True) -> None:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
         self.group, self.sequence, self.check = group, sequence, check
         check_exists(group, "tp_group")
         adopt_timeout(group)
         self.rank, self.size = group.rank(), group.size()
+        self._whole, self._summand = Replicate(), Partial()
+        self._own = self._whole if sequence is None else Shard(sequence)  # the placement of hidden states
         self._meshes: dict[str, DeviceMesh] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         for kind in {"cpu"} if accelerator is None else {"cpu", accelerator.type}:
@@ -112,30 +116,23 @@ class TensorRanks:
 
     def enter(self, x: Tensor) -> Tensor:
         """Hidden states of the whole sequence, for the maps of this rank; the gradient is the sum over ranks."""
-        from torch.distributed.tensor import Partial, Replicate
-
-        own = self._placement()
-        return self._move(x, "the gather of hidden states", (own, Replicate()), (Partial(), own))
+        return self._move(x, "the gather of hidden states", (self._own, self._whole), (self._summand, self._own))
 
     def leave(self, x: Tensor) -> Tensor:
         """Hidden states that are the sum over ranks; with sequence parallelism this rank's part of them."""
-        from torch.distributed.tensor import Partial, Replicate
-
-        own = self._placement()
-        return self._move(x, "the sum of outputs", (Partial(), own), (own, Replicate()))
+        return self._move(x, "the sum of outputs", (self._summand, self._own), (self._own, self._whole))
 
     def shared(self, parameter: Tensor) -> Tensor:
         """A parameter that ranks apply to different heads or tokens: its gradient is the sum over ranks."""
-        from torch.distributed.tensor import Partial, Replicate
-
-        return self._move(parameter, "a shared parameter", (Replicate(), Replicate()), (Partial(), Replicate()))
+        whole = self._whole
+        return self._move(parameter, "a shared parameter", (whole, whole), (self._summand, whole))
 
     def gather_features(self, x: Tensor) -> Tensor:
         """The features of all ranks, [.., ranks * features]; the gradient is this rank's part of the sum over ranks."""
-        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor import Shard
 
         own = Shard(x.ndim - 1)
-        return self._move(x, "the gather of features", (own, Replicate()), (Partial(), own))
+        return self._move(x, "the gather of features", (own, self._whole), (self._summand, own))
 
     def _move(self, x: Tensor, what: str, forward: Move, backward: Move) -> Tensor:
         """x after a move, its gradient after another one; DTensor does the communication."""
@@ -156,11 +153,6 @@ class TensorRanks:
         with rank_errors(step, self.group):
             placed = DTensor.from_local(x, self._mesh(x.device.type), [move[0]], run_check=False)
             return placed.redistribute(placements=[move[1]]).to_local()
-
-    def _placement(self) -> Any:
-        from torch.distributed.tensor import Replicate, Shard
-
-        return Replicate() if self.sequence is None else Shard(self.sequence)
 
     def _mesh(self, kind: str) -> DeviceMesh:
         """The ranks as a mesh of a type of device."""
