@@ -59,17 +59,12 @@ def with_module_names(error: InputError) -> InputError:
     if hint is not None:
         own = name + hint.removeprefix(error.argument) if hint.startswith(f"{error.argument}.") else hint
         if "masks.documents total" in hint:
-            own = f"if the last tokens are padding, {_padded(name)} with offsets that end there"
+            own = f"if the last tokens are padding, {name.removesuffix('_padded')}_padded with offsets that end there"
         message, hint = message.replace(hint, own), own
     for word, own in _NAMES_BY_MASK_WORD.items():
         if word.startswith("padded_"):
             message = message.replace(word, f"{own}[")
     return _rebuild_input_error(message, name, hint)
-
-
-def _padded(name: str) -> str:
-    """The argument of the offsets that include padding."""
-    return name if name.endswith("_padded") else f"{name}_padded"
 
 
 def rename_arguments(error: InputError, names: Mapping[str, str]) -> InputError:

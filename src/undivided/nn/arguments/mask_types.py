@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from undivided import masks
 from undivided.arguments.checks import as_integer
 from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
+from undivided.masks._alignment import Align
 from undivided.nn.arguments.checks import checked_optional_flag
 
 
@@ -108,15 +109,13 @@ def is_bottom_right(kind: MaskType, requested: bool | None) -> bool:
 def band(kind: MaskType, window: Window | None, bottom_right_diagonal: bool | None) -> Mask:
     """The mask of the causal diagonal and the window. Its alignment is always set, because ALiBi uses it too."""
     left, right = normalise_window(kind, window)
-    align: Literal["top_left", "bottom_right"] = (
-        "bottom_right" if is_bottom_right(kind, bottom_right_diagonal) else "top_left"
-    )
+    align: Align = "bottom_right" if is_bottom_right(kind, bottom_right_diagonal) else "top_left"
     return masks.window(left, right, align) if torch.compiler.is_compiling() else _band(left, right, align)
 
 
 # Cached, so that the results that a mask caches live from call to call.
 @functools.lru_cache(maxsize=64)
-def _band(left: int, right: int, align: Literal["top_left", "bottom_right"]) -> Mask:
+def _band(left: int, right: int, align: Align) -> Mask:
     return masks.window(left, right, align)
 
 

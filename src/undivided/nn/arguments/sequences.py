@@ -14,11 +14,12 @@ from torch import Tensor
 
 from undivided import masks
 from undivided._bounded import Bounded
-from undivided.arguments.checks import as_integer, check_tensor, checked_flag
+from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.nn.arguments.checks import checked_optional_flag
 from undivided.nn.arguments.formats import Inputs
 from undivided.nn.arguments.mask_types import MaskType
 
@@ -63,8 +64,7 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attentio
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         if (value := getattr(arguments, name)) is not None:
             as_integer(name, value, 0)
-    if arguments.pad_between_seqs is not None:
-        checked_flag("pad_between_seqs", arguments.pad_between_seqs)
+    checked_optional_flag("pad_between_seqs", arguments.pad_between_seqs)
     for name, offsets in arguments.offsets.items():
         check_offsets(name, offsets)
     if kind.name != "arbitrary" and not kind.padding and arguments.attention_mask is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -75,7 +75,8 @@ def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Conca
         call = f"{type(layer).__name__} {layer.layer_number}"
         arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
         if ranks.check and _is_comparable(next((x for x in arguments.values() if x is not None), None)):
-            ranks.compare({"layer": call, **_texts(arguments), **layer._shared_state()}, call)
+            texts = {name: _text(value) for name, value in arguments.items()}
+            ranks.compare({"layer": call, **texts, **layer._shared_state()}, call)
         _running.call = call
         try:
             with rank_errors(f"the forward pass of {call}", ranks.group):
@@ -90,10 +91,6 @@ def _is_comparable(x: object) -> bool:
     """Whether to compare a call with these hidden states: on a GPU it would wait for the device, and tensors without
     memory have no call to compare."""
     return not isinstance(x, Tensor) or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu")
-
-
-def _texts(arguments: Mapping[str, object]) -> dict[str, str]:
-    return {name: _text(value) for name, value in arguments.items()}
 
 
 def _text(value: object) -> str:
