@@ -294,7 +294,7 @@ class MultiheadAttention(DividedModule):
             evidence = hidden.evidence(
                 attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
-            hidden.check_evidence(hidden_states, self.qkv_format, "qkv_format", evidence, inference_params)
+            hidden.check_evidence(hidden_states, self.qkv_format, evidence, inference_params)
         if self.qkv_format == "thd":
             given = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
             cu_seqlens_q_padded, cu_seqlens_kv_padded = hidden.padded_offsets(self.attention_type == "cross", *given)
@@ -353,15 +353,15 @@ class MultiheadAttention(DividedModule):
         """
         self.tensor_parallel.check_ranks()
         weight, format = self.proj.weight, self.qkv_format
-        hidden.check("hidden_states", x, self.hidden_size, format, "qkv_format", weight)
+        hidden.check("hidden_states", x, self.hidden_size, format, weight)
         params = _cached.checked_params(params)
         if self.attention_type == "self":
             if encoder is not None:
                 raise hidden.unexpected_encoder(encoder)
             return
-        hidden.check("encoder_output", encoder, self.hidden_size, format, "qkv_format", weight)
+        hidden.check("encoder_output", encoder, self.hidden_size, format, weight)
         assert encoder is not None
-        hidden.check_encoder(x, encoder, format, "qkv_format")
+        hidden.check_encoder(x, encoder, format)
         core = self.core_attention
         _cached.check_cross_attention(params, core.context_parallel, core.attn_mask_type, core.window_size, *of_mask)
 

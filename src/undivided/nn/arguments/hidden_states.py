@@ -66,15 +66,15 @@ def checked_format(argument: str, value: object) -> Layout:
     raise InputError(argument, f"be given (there is no default): one of {choices}", None, hint=_FORMAT_HINT)
 
 
-def check(name: str, x: object, hidden_size: int, format: Layout, argument: str, like: Tensor) -> None:
+def check(name: str, x: object, hidden_size: int, format: Layout, like: Tensor) -> None:
     """Raise InputError if axes, features, device or dtype are wrong. `like` is a parameter of the layer."""
     if not isinstance(x, Tensor):
         raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
     check_tensor(name, x)
     axes = 2 if format == "thd" else 3
     if x.dim() != axes:
-        hint = _other_rank(x)
-        raise InputError(name, f"have {axes} axes {_AXES[format]} in {argument}={format!r}", list(x.shape), hint=hint)
+        must = f"have {axes} axes {_AXES[format]} in qkv_format={format!r}"
+        raise InputError(name, must, list(x.shape), hint=_other_rank(x))
     if x.shape[-1] != hidden_size:
         raise InputError(name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}")
     if not x.is_floating_point():
@@ -119,9 +119,7 @@ def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_evidence(
-    x: Tensor, format: Layout, argument: str, implied: Iterator[Evidence], params: InferenceParams | None
-) -> None:
+def check_evidence(x: Tensor, format: Layout, implied: Iterator[Evidence], params: InferenceParams | None) -> None:
     """Raise InputError if an argument contradicts the format and fits the other one, or x is not that of the step.
 
     Other checks report what else fits neither format.
@@ -131,7 +129,7 @@ def check_evidence(
         for evidence in implied:
             if not evidence.fits(here) and evidence.fits(there):
                 hint = f"pre_step with {here.batch} sequences, or " if evidence.name == "inference_params" else ""
-                raise _swapped(x, format, argument, str(evidence), hint)
+                raise _swapped(x, format, str(evidence), hint)
     if params is not None:
         _check_step(x, format, params)
 
@@ -155,16 +153,16 @@ def _check_step(x: Tensor, format: Layout, params: InferenceParams) -> None:
         raise InputError("hidden_states", must, length)
 
 
-def check_encoder(x: Tensor, encoder: Tensor, format: Layout, argument: str) -> None:
+def check_encoder(x: Tensor, encoder: Tensor, format: Layout) -> None:
     """Raise InputError unless hidden states and encoder output have the same number of sequences."""
     if format == "thd" or sizes(x, format).batch == sizes(encoder, format).batch:
         return
     other = OTHER_FORMAT[format]
     if sizes(x, other).batch == sizes(encoder, other).batch:
-        raise _swapped(x, format, argument, f"encoder_output {list(encoder.shape)}")
+        raise _swapped(x, format, f"encoder_output {list(encoder.shape)}")
     batch = sizes(x, format).batch
     hint = "encoder_output.transpose(0, 1)" if encoder.shape[0 if format == "sbhd" else 1] == batch else None
-    must = f"have the batch size of hidden_states ({batch}) in {argument}={format!r}"
+    must = f"have the batch size of hidden_states ({batch}) in qkv_format={format!r}"
     raise InputError("encoder_output", must, list(encoder.shape), hint=hint)
 
 
@@ -216,15 +214,12 @@ def padded_offsets(
     return own, own
 
 
-def _swapped(x: Tensor, format: Layout, argument: str, evidence: str, hint: str = "") -> InputError:
+def _swapped(x: Tensor, format: Layout, evidence: str, hint: str = "") -> InputError:
     batch, length = sizes(x, format)
     other = OTHER_FORMAT[format]
-    return InputError(
-        argument,
-        f"agree with {evidence}: in {format!r} hidden_states {list(x.shape)} are {batch} sequences of {length}",
-        repr(format),
-        hint=f"{hint}{argument}={other!r}, {_AXES[other]}, would fit; or hidden_states.transpose(0, 1)",
-    )
+    must = f"agree with {evidence}: in {format!r} hidden_states {list(x.shape)} are {batch} sequences of {length}"
+    hint = f"{hint}qkv_format={other!r}, {_AXES[other]}, would fit; or hidden_states.transpose(0, 1)"
+    return InputError("qkv_format", must, repr(format), hint)
 
 
 def evidence(
