@@ -140,7 +140,7 @@ class BetweenSteps(ABC):
         {'b': 5}
         """
         complete = functools.partial(self._received.complete, self._storages)
-        self._batch.remember(checked_token_ids("tokens", tokens), seq_id, complete)
+        self._batch.remember(checked_token_ids(tokens), seq_id, complete)
 
     @outside_of_graphs
     def match(self, tokens: Sequence[int] | Tensor, seq_id: Hashable) -> int:
@@ -166,7 +166,7 @@ class BetweenSteps(ABC):
         >>> params.match([5, 3, 8, 8, 9], "a")
         0
         """
-        count = self._batch.match(checked_token_ids("tokens", tokens), seq_id)
+        count = self._batch.match(checked_token_ids(tokens), seq_id)
         self._set_step(None)
         return count
 

@@ -131,10 +131,10 @@ def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
     return counts
 
 
-def checked_token_ids(name: str, value: object) -> list[int]:
+def checked_token_ids(tokens: object) -> list[int]:
     """Token ids from a list, a tuple or an int tensor [n]."""
-    ids = as_list(name, value, "be a list of ints or an int tensor [n]")
-    return [as_integer(f"{name}[{n}]", item) for n, item in enumerate(ids)]
+    ids = as_list("tokens", tokens, "be a list of ints or an int tensor [n]")
+    return [as_integer(f"tokens[{n}]", item) for n, item in enumerate(ids)]
 
 
 def as_list(name: str, value: object, must: str) -> Sequence[object]:

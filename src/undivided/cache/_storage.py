@@ -52,7 +52,11 @@ class Heads(NamedTuple):
         heads = heads if mesh is None else _own_heads(names[0], heads, mesh)
         format = check_quantize(quantize)
         if format is not None:
-            _check_quantized_sizes(format, dict(zip(names[1:], (dim, v_dim), strict=True)), dtype)
+            if dtype == torch.float64:
+                hint = "dtype=torch.float32, the dtype of the queries and of the new tokens"
+                raise InputError("dtype", "not be float64 in a quantised cache", dtype, hint=hint)
+            for name, size in zip(names[1:], (dim, v_dim), strict=True):
+                check_head_size(name, size, format, is_size=True)
         return Heads(heads, dim, v_dim, dtype, format)
 
 
@@ -97,7 +101,7 @@ class NewTokens(NamedTuple):
         return k.index_select(0, index), v.index_select(0, index)
 
 
-class Rows(NamedTuple):
+class TargetRows(NamedTuple):
     """Where new tokens are written.
 
     Args:
@@ -225,11 +229,11 @@ class Storage:
         for pool, tokens in zip(self._checked_pools, self._encoded(k, v), strict=True):
             pool[:, position:end] = tokens
 
-    def rows(self, rows: Sequence[int]) -> Rows:
+    def rows(self, rows: Sequence[int]) -> TargetRows:
         """These rows of the flattened pools, for the real tokens in order; storages of other layers can use them."""
-        return Rows(torch.tensor(rows, dtype=torch.int64, device=self.k.device))
+        return TargetRows(torch.tensor(rows, dtype=torch.int64, device=self.k.device))
 
-    def write(self, rows: Rows, new: NewTokens) -> None:
+    def write(self, rows: TargetRows, new: NewTokens) -> None:
         """Write the real tokens to these rows."""
         if not rows.rows.numel():
             return
@@ -315,12 +319,3 @@ def check_quantize(format: object) -> Format | None:
     if format is not None:
         check_format("quantize", format)
     return cast(Format | None, format)
-
-
-def _check_quantized_sizes(format: Format, dims: dict[str, int], dtype: torch.dtype) -> None:
-    """InputError unless keys and values of this dtype and these head sizes can be stored in the format."""
-    if dtype == torch.float64:
-        hint = "dtype=torch.float32, the dtype of the queries and of the new tokens"
-        raise InputError("dtype", "not be float64 in a quantised cache", dtype, hint=hint)
-    for name, dim in dims.items():
-        check_head_size(name, dim, format, is_size=True)

@@ -22,7 +22,7 @@ from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ranks import checked_ranks
 from undivided.cache._sharded_steps import LayerCall, ShardedSteps
-from undivided.cache._storage import Heads, Rows, Storage
+from undivided.cache._storage import Heads, Storage, TargetRows
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -85,7 +85,7 @@ class InferenceParams(ShardedSteps):
     """
 
     _batch: Batch
-    _rows: Rows | None  # pool rows of the new tokens, on the device
+    _rows: TargetRows | None  # pool rows of the new tokens, on the device
     _table: BlockTable
 
     def __init__(

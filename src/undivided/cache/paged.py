@@ -74,7 +74,7 @@ class SequencesOnPages(Cache):
         (4, (4,))
         """
         sequence = self._sequence("i", i)
-        ids = checked_token_ids("tokens", tokens)
+        ids = checked_token_ids(tokens)
         if len(ids) > self.lengths[sequence]:
             must = f"be at most the {self.lengths[sequence]} cached tokens of sequence {i}"
             raise InputError("tokens", must, len(ids))
@@ -105,7 +105,7 @@ class SequencesOnPages(Cache):
         0
         """
         sequence = self._sequence("i", i)
-        ids = checked_token_ids("tokens", tokens)
+        ids = checked_token_ids(tokens)
         if self.lengths[sequence]:
             hint = f"free({i}) first"
             raise InputError("i", "be an empty sequence", f"one of {self.lengths[sequence]} tokens", hint)

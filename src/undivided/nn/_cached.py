@@ -22,7 +22,7 @@ from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments import sequences
 from undivided.nn.arguments.checks import checked_optional_flag
-from undivided.nn.arguments.formats import Inputs, with_length
+from undivided.nn.arguments.formats import QKV, with_length
 from undivided.nn.arguments.mask_types import (
     MaskType,
     Window,
@@ -95,7 +95,7 @@ def _ranks(cp: ContextParallel) -> str:
 
 
 @outside_of_graphs
-def with_cached_keys(inputs: Inputs, params: InferenceParams) -> Inputs:
+def with_cached_keys(inputs: QKV, params: InferenceParams) -> QKV:
     """The inputs with the number of keys of the longest cached sequence, and the new tokens of all ranks."""
     inputs = inputs._replace(cached=max(params.sequences.values(), default=0))
     if (length := params.sharded_length) is None:
@@ -120,7 +120,7 @@ def rows_of_positions(freqs: Tensor, positions: Tensor, format: Layout) -> Tenso
 def mask(
     arguments: SequenceArguments,
     kind: MaskType,
-    inputs: Inputs,
+    inputs: QKV,
     window: Window | None,
     bottom_right: bool | None,
     params: InferenceParams,
@@ -142,7 +142,7 @@ def mask(
 
 
 @outside_of_graphs
-def attend(params: InferenceParams, layer: Any, inputs: Inputs, mask: Mask, options: dict[str, Any]) -> Tensor:
+def attend(params: InferenceParams, layer: Any, inputs: QKV, mask: Mask, options: dict[str, Any]) -> Tensor:
     """The attention of the new tokens of a layer, which has the attribute `layer_number`, over its cache."""
     q, k, v, format = inputs[:4]
     if params.context_parallel is None and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -167,7 +167,7 @@ def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> Non
 
 
 @outside_of_graphs
-def _check_hints(arguments: SequenceArguments, inputs: Inputs, params: InferenceParams) -> None:
+def _check_hints(arguments: SequenceArguments, inputs: QKV, params: InferenceParams) -> None:
     """Raise InputError for maximum lengths and a padding flag that contradict the cache."""
     before, after = params.sequences_pre_step, params.sequences
     new = max((after[name] - before[name] for name in before), default=0)

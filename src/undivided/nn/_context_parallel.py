@@ -14,7 +14,7 @@ from undivided.arguments.layout import Layout
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
-from undivided.nn.arguments.formats import Inputs, with_length
+from undivided.nn.arguments.formats import QKV, with_length
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 
@@ -35,13 +35,13 @@ def context_parallel_group(
     return cp
 
 
-def global_inputs(inputs: Inputs, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, Tensor | None]) -> Inputs:
+def global_inputs(inputs: QKV, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, Tensor | None]) -> QKV:
     """The inputs with the sizes of all ranks together, without memory: masks describe the whole sequences."""
     format = inputs.format
     placement = cp.placed(inputs.q_len, inputs.kv_len, _documents(format, *cu_seqlens))
     q_len, kv_len = placement.length("q"), placement.length("kv")
     k, v = (with_length(tensor, kv_len, format) for tensor in (inputs.k, inputs.v))
-    return Inputs(with_length(inputs.q, q_len, format), k, v, format)
+    return QKV(with_length(inputs.q, q_len, format), k, v, format)
 
 
 def rank_freqs(

@@ -28,7 +28,7 @@ from undivided.nn.arguments.checks import (
     shared_offsets,
 )
 from undivided.nn.arguments.error_names import with_module_names
-from undivided.nn.arguments.formats import Heads, Inputs, InputTensors
+from undivided.nn.arguments.formats import QKV, Heads, InputTensors
 from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalise_window
 from undivided.nn.arguments.refused import AT_CALL, check_refused
 from undivided.nn.arguments.scores import ScoreTerms, score_terms
@@ -295,7 +295,7 @@ class DotProductAttention(DividedModule):
         except InputError as error:
             raise with_module_names(error) from None
 
-    def _global_inputs(self, inputs: Inputs, arguments: SequenceArguments) -> Inputs:
+    def _global_inputs(self, inputs: QKV, arguments: SequenceArguments) -> QKV:
         """The inputs with the sizes that masks and biases describe: those of all ranks together."""
         if self.context_parallel is None:
             return inputs
@@ -304,7 +304,7 @@ class DotProductAttention(DividedModule):
     def _mask(
         self,
         arguments: SequenceArguments,
-        inputs: Inputs,
+        inputs: QKV,
         attn_mask_type: str | None,
         window_size: tuple[int, int] | None,
         bottom_right_diagonal: bool | None,
@@ -320,9 +320,7 @@ class DotProductAttention(DividedModule):
         sequences.check(arguments, kind, inputs, self.attention_type)
         return sequences.mask(arguments, kind, inputs, self.attention_type, diagonal)
 
-    def _attend(
-        self, inputs: Inputs, mask: Mask, scores: ScoreTerms, recompute: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, inputs: QKV, mask: Mask, scores: ScoreTerms, recompute: bool) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v, format = inputs[:4]
         cp, dropout = self.context_parallel, self.attention_dropout if self.training else 0.0
         seed = None
@@ -348,7 +346,7 @@ class DotProductAttention(DividedModule):
         out = out.flatten(-2)
         return out if largest is None else (out, largest)
 
-    def _attend_cached(self, inputs: Inputs, mask: Mask, scores: ScoreTerms, params: InferenceParams) -> Tensor:
+    def _attend_cached(self, inputs: QKV, mask: Mask, scores: ScoreTerms, params: InferenceParams) -> Tensor:
         if self.training and self.attention_dropout:
             must = "be used in evaluation mode, or without attention_dropout"
             raise InputError("inference_params", must, "training mode", hint="module.eval()")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided.cache._storage import Heads, Rows, Storage
+from undivided.cache._storage import Heads, Storage, TargetRows
 from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 
 
@@ -31,11 +31,11 @@ class RankStorage(Storage):
         super().__init__(pages, page_size, heads, device)
         self._axes, self._rank, self._world = axes, rank, world
 
-    def rows(self, rows: Sequence[int]) -> Rows:
+    def rows(self, rows: Sequence[int]) -> TargetRows:
         """Those of the rows that this rank has, and which tokens they hold."""
         owners, local = self._split(rows)
         own = (owners == self._rank).nonzero().squeeze(1)
-        return Rows(local[own].to(self.k.device), own.to(self.k.device))
+        return TargetRows(local[own].to(self.k.device), own.to(self.k.device))
 
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
         """`Storage.copy` of this rank's pages; both pages of a pair are on the same rank."""

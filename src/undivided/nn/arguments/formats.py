@@ -34,7 +34,7 @@ class Heads(NamedTuple):
     v_dim: int
 
 
-class Inputs(NamedTuple):
+class QKV(NamedTuple):
     """Query, key and value of a call, and their format; `cached` is the longest sequence of a cache, in tokens."""
 
     q: Tensor
@@ -109,10 +109,10 @@ class InputTensors(NamedTuple):
     kv_layer: Tensor | None
 
 
-def checked_inputs(tensors: InputTensors, interleave_dim: int, format: Layout, heads: Heads) -> Inputs:
+def checked_inputs(tensors: InputTensors, interleave_dim: int, format: Layout, heads: Heads) -> QKV:
     """q, k and v in this format; InputError if one of the tensors is wrong."""
     q, k, v = _unpack(tensors, interleave_dim, layout.rank(format))
-    inputs = Inputs(q, k, v, format)
+    inputs = QKV(q, k, v, format)
     _check(inputs, heads)
     return inputs
 
@@ -160,7 +160,7 @@ def _split(name: str, packed: Tensor, count: int, dim: int, rank: int) -> tuple[
     return packed.unbind(dim)
 
 
-def _check(inputs: Inputs, heads: Heads) -> None:
+def _check(inputs: QKV, heads: Heads) -> None:
     """Raise InputError if axes, heads, head sizes, batch, lengths, dtypes or devices are wrong."""
     named = (("query_layer", inputs.q), ("key_layer", inputs.k), ("value_layer", inputs.v))
     for name, tensor in named:
@@ -207,7 +207,7 @@ def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
     return None
 
 
-def _check_lengths(inputs: Inputs) -> None:
+def _check_lengths(inputs: QKV) -> None:
     q, k, v, format = inputs[:4]
     if k.shape[:-1] != v.shape[:-1]:
         must = f"have the axes {list(k.shape[:-1])} of key_layer before its head size"
@@ -222,7 +222,7 @@ def _check_lengths(inputs: Inputs) -> None:
         raise InputError("key_layer", must, f"{batch} in {list(k.shape)}", hint=hint)
 
 
-def _check_dtypes_and_devices(inputs: Inputs) -> None:
+def _check_dtypes_and_devices(inputs: QKV) -> None:
     q = inputs.q
     is_autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):

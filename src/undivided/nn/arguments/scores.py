@@ -10,7 +10,7 @@ from torch import Tensor
 from undivided.arguments.checks import check_tensor, checked_choice
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.errors import InputError
-from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.formats import QKV
 from undivided.request.slopes import usual_slopes
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -24,7 +24,7 @@ class ScoreTerms(NamedTuple):
 
 
 def score_terms(
-    bias_type: object, bias: Tensor | None, slopes: Tensor | None, inputs: Inputs, scale: float, softcap: float | None
+    bias_type: object, bias: Tensor | None, slopes: Tensor | None, inputs: QKV, scale: float, softcap: float | None
 ) -> ScoreTerms:
     """The terms for a bias type: post_scale_bias unchanged, pre_scale_bias times the scale, alibi as slopes."""
     kind = checked_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
@@ -47,7 +47,7 @@ def score_terms(
     return ScoreTerms(bias * scale, None)
 
 
-def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
+def _checked_bias(bias: object, kind: str, inputs: QKV) -> Tensor:
     sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
     if not isinstance(bias, Tensor):
         must = f"be given with core_attention_bias_type={kind!r}"
@@ -64,7 +64,7 @@ def _checked_bias(bias: object, kind: str, inputs: Inputs) -> Tensor:
     return bias
 
 
-def _slopes(slopes: object, inputs: Inputs) -> Tensor:
+def _slopes(slopes: object, inputs: QKV) -> Tensor:
     if slopes is None:
         return usual_slopes(inputs.q.shape[-2], inputs.q.device)
     if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:

@@ -20,7 +20,7 @@ from undivided.arguments.tensors import readable, versions
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.nn.arguments.checks import checked_optional_flag
-from undivided.nn.arguments.formats import Inputs
+from undivided.nn.arguments.formats import QKV
 from undivided.nn.arguments.mask_types import MaskType
 
 
@@ -55,7 +55,7 @@ class SequenceArguments(NamedTuple):
         return q, kv
 
 
-def check(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> None:
+def check(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_type: str) -> None:
     """Raise InputError if the mask type and the format do not use an argument, or need one that is missing."""
     if inputs.packed and not kind.padding:
         padded = {"no_mask": "padding", "arbitrary": "padding"}.get(kind.name, f"padding_{kind.name}")
@@ -90,7 +90,7 @@ def check_offsets(name: str, offsets: object) -> None:
         raise InputError(name, "have one axis of (number of sequences + 1) offsets", list(offsets.shape), hint=hint)
 
 
-def _refuse_offsets(arguments: SequenceArguments, kind: MaskType, inputs: Inputs) -> None:
+def _refuse_offsets(arguments: SequenceArguments, kind: MaskType, inputs: QKV) -> None:
     """Raise InputError for offsets that the mask type does not use, as sequences would attend to each other."""
     name = next(iter(arguments.offsets))
     masked = f"padding_{kind.name}" if kind.causal else "padding"
@@ -103,7 +103,7 @@ def _refuse_offsets(arguments: SequenceArguments, kind: MaskType, inputs: Inputs
     )
 
 
-def _check_padding_of_offsets(arguments: SequenceArguments, inputs: Inputs) -> None:
+def _check_padding_of_offsets(arguments: SequenceArguments, inputs: QKV) -> None:
     padded = {name: offsets for name, offsets in arguments.offsets.items() if name.endswith("_padded")}
     if padded and not inputs.packed:
         name = next(iter(padded))
@@ -114,7 +114,7 @@ def _check_padding_of_offsets(arguments: SequenceArguments, inputs: Inputs) -> N
         raise InputError("pad_between_seqs", "be given with cu_seqlens_q_padded", True, hint=hint)
 
 
-def _check_packed(arguments: SequenceArguments, inputs: Inputs, attention_type: str) -> None:
+def _check_packed(arguments: SequenceArguments, inputs: QKV, attention_type: str) -> None:
     if arguments.attention_mask is not None:
         hint = "cu_seqlens_q defines the sequences; for other conditions, undivided.attention(mask=)"
         must = "be None in qkv_format='thd'"
@@ -152,7 +152,7 @@ _recent: Bounded[object, _Recent] = Bounded(8)
 """Masks of the last few calls, because all layers of a model receive the same tensors."""
 
 
-def mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str, diagonal: Mask) -> Mask:
+def mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_type: str, diagonal: Mask) -> Mask:
     """`diagonal`, restricted to the real tokens of each sequence and to the pairs of an arbitrary mask."""
     tensors = arguments.tensors
     state = versions(tensors) if kind.padding or kind.name == "arbitrary" else None
@@ -185,7 +185,7 @@ def mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention
     return recent.mask
 
 
-def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: Inputs, attention_type: str) -> Mask | None:
+def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_type: str) -> Mask | None:
     """The mask of real tokens and sequences; None if the mask type has neither."""
     if inputs.packed:
         return _packed_mask(arguments)
@@ -218,7 +218,7 @@ def _packed_mask(arguments: SequenceArguments) -> Mask:
     return masks.documents(q, kv, padded_q, padded_kv, arguments.max_seqlen_q, max_kv)
 
 
-def _lengths_mask(arguments: SequenceArguments, inputs: Inputs, attention_type: str) -> Mask:
+def _lengths_mask(arguments: SequenceArguments, inputs: QKV, attention_type: str) -> Mask:
     """The mask of the lengths of batch elements, from their cumulative sums."""
     q, kv = arguments.cu_seqlens_q, arguments.cu_seqlens_kv
     if q is None:
@@ -242,7 +242,7 @@ def _lengths_mask(arguments: SequenceArguments, inputs: Inputs, attention_type: 
     return masks.lengths(n if kv is None or kv is q else kv.diff(), n)
 
 
-def _padding_mask(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mask:
+def _padding_mask(attention_mask: object, inputs: QKV, kind: MaskType) -> Mask:
     """The mask of real tokens, from one boolean padding mask or a pair for queries and keys."""
     if attention_mask is None:
         must = f"be given (or cu_seqlens_q) with attn_mask_type={kind.name!r}"
@@ -264,7 +264,7 @@ def _padding_mask(attention_mask: object, inputs: Inputs, kind: MaskType) -> Mas
     return _mask_of_real_tokens(real, real)
 
 
-def _real_tokens(name: str, mask: object, inputs: Inputs, length: int) -> Tensor:
+def _real_tokens(name: str, mask: object, inputs: QKV, length: int) -> Tensor:
     """Real tokens from a padding mask [b, 1, 1, length], bool [b, length]."""
     mask = _boolean(name, mask)
     if tuple(mask.shape) != (inputs.batch, 1, 1, length):
@@ -311,7 +311,7 @@ def _has_holes(real: Tensor, length: Tensor) -> bool:
     return not torch.equal(real.sum(1).int(), length)
 
 
-def arbitrary_mask(attention_mask: object, inputs: Inputs) -> Mask:
+def arbitrary_mask(attention_mask: object, inputs: QKV) -> Mask:
     """The mask of an attention_mask that holds pairs."""
     if attention_mask is None:
         must = "be given with attn_mask_type='arbitrary'"
