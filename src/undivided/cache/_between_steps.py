@@ -68,9 +68,8 @@ class BetweenSteps(ABC):
     @property
     def memory(self) -> Memory:
         """The bytes of the caches that are allocated, and those of the same caches in bfloat16; `print` shows them."""
-        return Memory(
-            *(sum(sizes) for sizes in zip((0, 0, 0), *(s.memory for s in self._storages.values()), strict=True))
-        )
+        by_layer = [storage.memory for storage in self._storages.values()]
+        return Memory(*map(sum, zip((0, 0, 0), *by_layer, strict=True)))
 
     @abstractmethod
     def _set_step(self, step: Step | None) -> None:

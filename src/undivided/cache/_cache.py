@@ -351,11 +351,8 @@ class Cache(ABC):
 
 def _indices(name: str, value: int | Lengths) -> Sequence[object]:
     """The indices of one or several sequences, not yet checked."""
-    if isinstance(value, Tensor) and not value.dim():
-        return [value]
-    if isinstance(value, list | tuple | range | Tensor):
-        return as_list(name, value, "be an int, a list of ints, or an int tensor [n]")
-    return [value]
+    is_list = value.dim() > 0 if isinstance(value, Tensor) else isinstance(value, list | tuple | range)
+    return as_list(name, value, "be an int, a list of ints, or an int tensor [n]") if is_list else [value]
 
 
 def _equal(counts: Counts) -> bool:

@@ -82,6 +82,5 @@ class KVCache(Cache):
         heads = self._storage.heads
         return (
             f"KVCache(batch={self.batch}, max_len={self.max_len}, kv_heads={heads.kv_heads}, "
-            f"head_dim={heads.head_dim}, "
-            f"lengths={list(self.lengths)}, {self._storage.description})"
+            f"head_dim={heads.head_dim}, lengths={list(self.lengths)}, {self._storage.description})"
         )

@@ -275,11 +275,14 @@ class DotProductAttention(DividedModule):
         )
         try:
             params = _cached.checked_params(inference_params)
+            # full: the sizes that masks and biases describe, with cached keys and those of all ranks
             if params is not None:
                 _cached.check_ranks(params, self.context_parallel)
                 full = _cached.with_cached_keys(inputs, params)
+            elif self.context_parallel is not None:
+                full = _context_parallel.global_inputs(inputs, self.context_parallel, arguments.offsets_in_memory)
             else:
-                full = self._global_inputs(inputs, arguments)
+                full = inputs
             scores = score_terms(
                 core_attention_bias_type,
                 core_attention_bias,
@@ -294,12 +297,6 @@ class DotProductAttention(DividedModule):
             return self._attend(inputs, mask, scores, checkpoint_core_attention)
         except InputError as error:
             raise with_module_names(error) from None
-
-    def _global_inputs(self, inputs: QKV, arguments: SequenceArguments) -> QKV:
-        """The inputs with the sizes that masks and biases describe: those of all ranks together."""
-        if self.context_parallel is None:
-            return inputs
-        return _context_parallel.global_inputs(inputs, self.context_parallel, arguments.offsets_in_memory)
 
     def _mask(
         self,
