@@ -206,16 +206,12 @@ def _packed_mask(arguments: SequenceArguments) -> Mask:
     q, kv = arguments.cu_seqlens_q, arguments.cu_seqlens_kv
     assert q is not None
     padded_q, padded_kv = arguments.cu_seqlens_q_padded, arguments.cu_seqlens_kv_padded
+    max_q, max_kv = arguments.max_seqlen_q, arguments.max_seqlen_kv
     if kv is None or kv is q:
-        kv, padded_q, padded_kv = (
-            q,
-            padded_q if padded_q is not None else padded_kv,
-            padded_kv if padded_kv is not None else padded_q,
-        )
-    max_kv = arguments.max_seqlen_kv
-    if kv is q and max_kv is None:
-        max_kv = arguments.max_seqlen_q
-    return masks.documents(q, kv, padded_q, padded_kv, arguments.max_seqlen_q, max_kv)
+        kv, max_kv = q, max_q if max_kv is None else max_kv
+        padded_q = padded_kv if padded_q is None else padded_q
+        padded_kv = padded_q if padded_kv is None else padded_kv
+    return masks.documents(q, kv, padded_q, padded_kv, max_q, max_kv)
 
 
 def _lengths_mask(arguments: SequenceArguments, inputs: QKV, attention_type: str) -> Mask:
@@ -228,11 +224,9 @@ def _lengths_mask(arguments: SequenceArguments, inputs: QKV, attention_type: str
     for name, offsets in arguments.offsets.items():
         if offsets.shape[0] != inputs.batch + 1:
             count = offsets.shape[0] - 1
-            hint = inputs.other_format_hint(count) or (
-                "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
-                if inputs.batch == 1
-                else None
-            )
+            hint = inputs.other_format_hint(count)
+            if hint is None and inputs.batch == 1:
+                hint = "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
             must = f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}"
             raise InputError(name, must, offsets.shape[0], hint=hint)
         if readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
