@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,27 @@ class TestOrder:
         rank = "default rank: no measurement near this problem on sm90"
         assert f"  cudnn            chosen (fused); {rank}" in str(decision)
         assert all(verdict.estimate is None for verdict in decision.verdicts)
+
+    @pytest.mark.parametrize(
+        ("options", "mask", "chosen"),
+        [
+            ({}, None, "torch_flash"),
+            ({}, masks.causal(), "torch_flash"),
+            ({}, masks.causal("top_left"), "torch_flash"),
+            ({}, masks.window(3, 0), "native"),
+            ({"bias": torch.zeros(8, 8)}, None, "native"),
+            ({"alibi_slopes": torch.ones(2)}, masks.causal(), "native"),
+            ({"return_lse": True}, None, "native"),
+        ],
+    )
+    def test_gradients_of_few_tokens_run_on_torch_flash_only_if_pytorch_records_its_operator(
+        self, measured: Measured, options: dict[str, Any], mask: masks.Mask | None, chosen: str
+    ) -> None:
+        measured({})
+        x = torch.ones(1, 8, 2, 16, device="cpu", requires_grad=True)
+        here = Machine("cpu", isa="avx2", processor="AMD EPYC")
+        decision = undivided.explain(x, x, x, layout="bshd", mask=mask, machine=here, **options)
+        assert decision.backend.name == chosen
 
     def test_measured_backends_are_sorted_among_their_places_and_the_others_keep_theirs(
         self, measured: Measured

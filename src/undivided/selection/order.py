@@ -112,10 +112,10 @@ slow. Times as above: bf16 1x1x1x64 1.3, 1x1x8x64 (2^13) 1.1, 1x1x8x128 (2^14) 0
 
 
 def _is_tiny(problem: Problem) -> bool:
-    """Whether PyTorch's recorded operator takes less time than our kernel and the Python of its gradients."""
-    if "backward" not in problem.features or problem.heads != problem.kv_heads:
+    """Whether PyTorch's recorded operator runs, and takes less time than our kernel and the Python of its gradients."""
+    if problem.features != {"backward"} or problem.heads != problem.kv_heads:
         return False
-    if problem.mask.kinds and (problem.mask.kinds != {"causal"} or problem.align == "bottom_right"):
+    if problem.mask.kinds and (problem.mask.kinds != {"causal"} or problem.align != "both"):
         return False
     heads = problem.batch * problem.heads
     q_bits, kv_bits = _bits(problem.q_len), _bits(problem.kv_len)
