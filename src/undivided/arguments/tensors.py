@@ -173,6 +173,19 @@ def _content(tensor: Tensor) -> bytes | None:
     return ctypes.string_at(address, size) if address else None
 
 
+def small_storages(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
+    """What plain tensors on the CPU are, and the bytes of their storages; None if one is not such a tensor or large.
+
+    >>> lengths = torch.tensor([3, 5])
+    >>> before = small_storages([lengths])
+    >>> small_storages([lengths]) == before, small_storages([lengths[None]]) == before
+    (True, False)
+    """
+    if any(not t.is_cpu or t.untyped_storage().nbytes() > _MAX_COMPARED_BYTES for t in tensors):
+        return None
+    return tuple([(t.shape, t.stride(), t.storage_offset(), t.dtype, _content(t)) for t in tensors])
+
+
 def _counted_version(tensor: Tensor) -> int:
     """The in-place version; RuntimeError if there is none, or if it does not count every change."""
     if tensor.is_cpu and type(tensor) in _PLAIN and not tensor.untyped_storage().resizable():

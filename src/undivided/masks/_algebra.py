@@ -20,7 +20,7 @@ _FIRST_KEYS = ((None, None), (None, 0))  # the bands of prefix(n) and of sinks(n
 def intersection(a: M, b: object) -> M:
     """The mask ``a & b``."""
     b = _operand("&", b)
-    both = a.parts + tuple(part for part in b.parts if not any(part is mine for mine in a.parts))
+    both = a.parts + tuple(part for part in b.parts if not any(_are_equal(part, mine) for mine in a.parts))
     if sum(isinstance(part, Lengths | Documents) for part in both) > 1:
         raise InputError(
             "mask", "describe its sequences once", f"{a!r} & {b!r}", "keep one of lengths(...) and documents(...)"
@@ -29,6 +29,13 @@ def intersection(a: M, b: object) -> M:
         raise InputError("mask", "have one first head", f"{a!r} & {b!r}", "call with_first_head on the joined mask")
     align, left, right = _common_align(a, b, "&"), _smaller(a.left, b.left), _smaller(a.right, b.right)
     return type(a)(align, left, right, both)
+
+
+def _are_equal(a: Part, b: Part) -> bool:
+    """Whether they are one part, or describe the sequences by the same tensors."""
+    if a is b or not isinstance(a, Lengths | Documents) or type(a) is not type(b):
+        return a is b
+    return all(x is y or (isinstance(x, int) and x == y) for x, y in zip(a.fields(), b.fields(), strict=True))
 
 
 def _union_hint(a: MaskFields, b: MaskFields) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from undivided.arguments.checks import INT32_MAX, as_integer
 from undivided.arguments.tensors import readable
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.masks._parts import Documents, Lengths, Part
 
 Align = Literal["top_left", "bottom_right"]
@@ -63,6 +63,14 @@ def _alignments_agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | 
                 return None
             return bool((kv == q_len).all()) if q is None else bool((q == kv).all())
     return q_len == kv_len
+
+
+def checked_align(align: object) -> Align | None:
+    """The alignment; InputError if it is another value."""
+    if align is None or (isinstance(align, str) and align in ("top_left", "bottom_right")):
+        return align  # type: ignore[return-value]
+    hint = did_you_mean(align, ("top_left", "bottom_right"))
+    raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align), hint)
 
 
 def checked_side(argument: str, value: int | None) -> int | None:

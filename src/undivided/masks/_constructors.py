@@ -10,8 +10,9 @@ from torch import Tensor
 
 from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
 from undivided.arguments.signature import checked_call
-from undivided.errors import InputError, did_you_mean
-from undivided.masks._alignment import Align, checked_side
+from undivided.errors import InputError
+from undivided.masks._alignment import Align, checked_align, checked_side
+from undivided.masks._kept import kept
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Chunk, Dense, DocumentIds, Documents, Lengths, Part, Prefix, Size
 from undivided.masks._predicate import PredicateFunction, check_signature, register_predicate
@@ -40,7 +41,7 @@ def causal(align: Align | None = None) -> Mask:
     >>> causal(align="bottom_right").intervals(2, 3).tolist()
     [[[0, 2], [0, 3]]]
     """
-    return _band(_checked_align(align), None, 0)
+    return _band(checked_align(align), None, 0)
 
 
 @checked_call
@@ -64,9 +65,10 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
     >>> window(1, 0).intervals(4, 4).tolist()
     [[[0, 1], [0, 2], [1, 3], [2, 4]]]
     """
-    return _band(_checked_align(align), checked_side("left", left), checked_side("right", right))
+    return _band(checked_align(align), checked_side("left", left), checked_side("right", right))
 
 
+@kept
 @checked_call
 def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None) -> Mask:
     """The pairs of real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
@@ -101,6 +103,7 @@ def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_sta
     return from_part(Lengths(keys, queries, key_start, query_start))
 
 
+@kept
 @checked_call
 def documents(
     cu_seqlens_q: Ints,
@@ -169,6 +172,7 @@ def documents(
     return from_part(Documents(real_q, real_kv, slots_q, slots_kv, longest_q, longest_kv, room_q, room_kv))
 
 
+@kept
 @checked_call
 def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] | None = None) -> Mask:
     """The pairs of a query and a key with the same id: ``ids_q[b, i] == ids_kv[b, j] >= 0``.
@@ -196,6 +200,7 @@ def document_ids(ids_q: Tensor | Sequence[int], ids_kv: Tensor | Sequence[int] |
     return from_part(DocumentIds(queries, keys))
 
 
+@kept
 @checked_call
 def prefix(n: int | Ints) -> Mask:
     """The pairs of any query and one of the first n keys of its sequence: ``j' < n``.
@@ -222,6 +227,7 @@ def prefix(n: int | Ints) -> Mask:
     return from_part(Prefix(_size("n", n, 0)))
 
 
+@kept
 @checked_call
 def sinks(n: int | Ints, align: Align | None = None) -> Mask:
     """The causal pairs of a query and one of the first n keys: ``j' < n`` and ``j' <= i' + d``.
@@ -248,6 +254,7 @@ def sinks(n: int | Ints, align: Align | None = None) -> Mask:
     return causal(align) & prefix(n)
 
 
+@kept
 @checked_call
 def chunks(size: int, align: Align | None = None, offset: int | Ints | None = None) -> Mask:
     """The pairs of a query and a key in the same chunk: ``floor(p_q / size) == floor(p_k / size)``.
@@ -272,7 +279,7 @@ def chunks(size: int, align: Align | None = None, offset: int | Ints | None = No
     [[[2, 4]]]
     """
     first = None if offset is None else _size("offset", offset)
-    return from_part(Chunk(min(as_integer("size", size, 1), INT32_MAX), first), _checked_align(align))
+    return from_part(Chunk(min(as_integer("size", size, 1), INT32_MAX), first), checked_align(align))
 
 
 @checked_call
@@ -358,13 +365,6 @@ def from_part(part: Part, align: Align | None = None) -> Mask:
     """The mask of one part, after the checks of its values."""
     part.validate()
     return Mask(align, None, None, (part,))
-
-
-def _checked_align(align: object) -> Align | None:
-    if align is None or (isinstance(align, str) and align in ("top_left", "bottom_right")):
-        return align  # type: ignore[return-value]
-    hint = did_you_mean(align, ("top_left", "bottom_right"))
-    raise InputError("align", 'be "top_left", "bottom_right" or None', repr(align), hint)
 
 
 def _optional_count(argument: str, value: int | None) -> int | None:

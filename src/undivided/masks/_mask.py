@@ -20,7 +20,7 @@ from torch import Tensor
 from undivided.arguments.checks import INT32_MAX, as_device, as_integer, check_mask_devices
 from undivided.arguments.tensors import is_traced, readable
 from undivided.errors import InputError
-from undivided.masks import _algebra, _drawing, _spec
+from undivided.masks import _algebra, _drawing, _kept, _spec
 from undivided.masks._alignment import resolve
 from undivided.masks._fields import MaskFields
 from undivided.masks._parts import Blocks, CallSizes, Chunk, Dense, Documents, GlobalBand, Origin, find_part
@@ -113,10 +113,10 @@ class Mask(MaskFields):
         return _algebra.split(self, name)
 
     def __and__(self, other: Mask) -> Mask:
-        return _algebra.intersection(self, other)
+        return _kept.joined(_algebra.intersection, self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return _algebra.union(self, other)
+        return _kept.joined(_algebra.union, self, other)
 
     def check(
         self,

@@ -1,0 +1,81 @@
+"""Masks that are built again from the same arguments: the mask of before, with all that was computed for it.
+
+A layer that builds its mask in each call would otherwise check it and compute its ranges each time, which takes ten
+times as long as a small call. A mask with tensors is found by their identities, and only if their bytes are those of
+before. So this is for small tensors on the CPU: what others write to large ones, or on a GPU, would go unseen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from undivided._bounded import Bounded
+from undivided.arguments.tensors import is_traced, readable, small_storages
+from undivided.masks._fields import MaskFields
+from undivided.masks._predicate import Predicate
+
+if TYPE_CHECKING:
+    from undivided.masks._mask import Mask
+
+P = ParamSpec("P")
+M = TypeVar("M", bound=MaskFields)
+
+_recent: Bounded[object, tuple[Sequence[Tensor], object, Mask]] = Bounded(16)
+"""By the arguments: the tensors of the call and of the mask, their contents, and the mask. An entry holds its tensors,
+so that no others can have their ids."""
+
+_JOINED_MASKS = 8
+"""Most masks of which a mask keeps the joined ones."""
+
+
+def kept(build: Callable[P, Mask]) -> Callable[P, Mask]:
+    """A function that builds masks, which returns the same object for the same arguments while nothing changed."""
+
+    @functools.wraps(build)
+    def call(*arguments: P.args, **options: P.kwargs) -> Mask:
+        if is_traced():
+            return build(*arguments, **options)
+        values = (*arguments, *options.values())
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        identities = tuple(map(_identity, values))
+        if NotImplemented in identities or not readable(*tensors):
+            return build(*arguments, **options)
+        key = build, tuple(options), identities
+        entry = _recent.get(key)
+        if entry is not None and entry[1] == small_storages(entry[0]):
+            return entry[2]
+        mask = build(*arguments, **options)
+        watched = (*tensors, *(own for own in mask.tensors if not any(own is tensor for tensor in tensors)))
+        contents = small_storages(watched)
+        if contents is not None:
+            _recent[key] = watched, contents, mask
+        return mask
+
+    return call
+
+
+def _identity(value: object) -> object:
+    """What tells an argument from all others of its kind; NotImplemented for a kind that is not kept."""
+    if isinstance(value, Tensor):
+        return Tensor, id(value)
+    return value if value is None or type(value) in (int, str) else NotImplemented
+
+
+def joined(join: Callable[[M, object], M], a: M, b: object) -> M:
+    """``join(a, b)``, the same object for the same masks if one of them has neither tensors nor functions."""
+    if torch.compiler.is_compiling() or not isinstance(b, MaskFields):
+        return join(a, b)
+    holder, other = (b, a) if b.tensors else (a, b)
+    if other.tensors or Predicate.name in other.structure.kinds:  # `holder` may be kept for longer than `other`
+        return join(a, b)
+    memory: Bounded[object, M] = holder.__dict__.setdefault("_joined", Bounded(_JOINED_MASKS))
+    key = join, holder is a, other
+    result = memory.get(key)
+    if result is None:
+        result = memory[key] = join(a, b)
+    return result
