@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import STRIDES, Strides
-from undivided.arguments.tensors import batch_stride, materialise
+from undivided.arguments.tensors import batch_stride, materialise, some_rows
 from undivided.backends.shared.alibi import row_slopes
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
@@ -301,13 +301,13 @@ class Records:
         """The record for these rows. What it points to stays alive until the next record is created."""
         call = self.call
         q, k, v, out, lse = self.views
-        q, out, lse = q[:, :, rows], out[:, :, rows], lse if lse is UNREAD else lse[:, :, rows]
+        q, out, lse = some_rows(q, rows), some_rows(out, rows), lse if lse is UNREAD else some_rows(lse, rows)
         bias, slopes, keys, dropout = _NO_BIAS, _NO_SLOPES, _NO_KEYS, _NO_DROPOUT
         if self.bias is not None:
-            values = self.bias[:, :, rows]
+            values = some_rows(self.bias, rows)
             bias = (values.data_ptr(), cpu.DTYPES[values.dtype], *values.stride())
         if self.slopes is not None:
-            slope, position = self.slopes[:, :, rows], self.row_position[:, rows]
+            slope, position = some_rows(self.slopes, rows), self.row_position[:, rows]
             slopes = (slope.data_ptr(), *slope.stride(), position.data_ptr(), batch_stride(position))
         if self.key_position is not None:
             keys = (self.key_position.data_ptr(), batch_stride(self.key_position))

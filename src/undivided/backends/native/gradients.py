@@ -21,7 +21,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import STRIDES
-from undivided.arguments.tensors import empty_rows_like, with_contiguous_rows
+from undivided.arguments.tensors import empty_rows_like, some_rows, with_contiguous_rows
 from undivided.backends._base import Gradients
 from undivided.backends.native.call import Records, is_plain, plain_record, require_memory, with_addresses
 from undivided.backends.shared.alibi import sum_of_sequences
@@ -175,9 +175,9 @@ class _Buffers:
         dq, dk, dv = self._views
         lse = self._grad_lse
         bias = _NO_BIAS
-        sinks, slopes = (0 if x is None else x[:, :, rows].data_ptr() for x in (self._sinks, self._slopes))
+        sinks, slopes = (0 if x is None else some_rows(x, rows).data_ptr() for x in (self._sinks, self._slopes))
         if self._bias is not None:
-            sums = self._bias[:, :, rows] if self._bias.shape[2] > 1 else self._bias
+            sums = some_rows(self._bias, rows) if self._bias.shape[2] > 1 else self._bias
             strides = (
                 stride if size > 1 else 0 for stride, size in zip(self._bias.stride(), self._bias.shape, strict=True)
             )
@@ -187,9 +187,9 @@ class _Buffers:
             cpu.DTYPES[torch.float32 if self._accumulate else self._call.problem.dtype],
             self._accumulate,
             self._attempt,
-            _tensor_fields(self._grad_out[:, :, rows]),
-            None if lse is None else lse[:, :, rows],
-            (_tensor_fields(None if dq is None else dq[:, :, rows]), _tensor_fields(dk), _tensor_fields(dv)),
+            _tensor_fields(some_rows(self._grad_out, rows)),
+            None if lse is None else some_rows(lse, rows),
+            (_tensor_fields(None if dq is None else some_rows(dq, rows)), _tensor_fields(dk), _tensor_fields(dv)),
             (sinks, slopes),
             bias,
         )
