@@ -130,7 +130,7 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-MAX_COMPARED_BYTES = 1 << 14
+_MAX_COMPARED_BYTES = 1 << 14
 """More than the lengths, offsets and block tables of most calls have. To copy and compare them takes a microsecond."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -166,9 +166,9 @@ def _content(tensor: Tensor) -> bytes | None:
         return None
     storage = tensor.untyped_storage()
     size, address = storage.nbytes(), storage.data_ptr()
-    if size > MAX_COMPARED_BYTES:
+    if size > _MAX_COMPARED_BYTES:
         size, address = tensor.nbytes, tensor.data_ptr()
-        if size > MAX_COMPARED_BYTES or not tensor.is_contiguous() or missing_memory(tensor):
+        if size > _MAX_COMPARED_BYTES or not tensor.is_contiguous() or missing_memory(tensor):
             return None
     return ctypes.string_at(address, size) if address else None
 

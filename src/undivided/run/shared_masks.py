@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import MAX_COMPARED_BYTES, versions
+from undivided.arguments.tensors import small_storages
 from undivided.masks import Mask
 from undivided.masks._predicate import Predicate
 
@@ -59,17 +59,9 @@ def read(handle: Tensor | None, spec: str, tensors: Sequence[Tensor], numbers: S
     if entry is not None:
         return entry[1]
     mask = Mask.unflatten(spec, tensors, numbers)
-    if Predicate.name not in spec and _are_small(mask.tensors):
+    if Predicate.name not in spec and small_storages(mask.tensors) is not None:
         _recent[key] = tensors, mask
     return mask
-
-
-def _are_small(tensors: Sequence[Tensor]) -> bool:
-    """Whether changes of the tensors are found by their bytes, and their memory may be kept."""
-    contents = versions(tensors)
-    if contents is None or not all(type(content) is bytes for content in contents):
-        return False
-    return all(tensor.untyped_storage().nbytes() <= MAX_COMPARED_BYTES for tensor in tensors)
 
 
 @torch.library.impl(_library, "mask", "CompositeExplicitAutograd")
