@@ -41,8 +41,8 @@ def checked_tokens(
             if sizes[0] == (1 if layout == "thd" else batch) and sizes[2:] == (heads.kv_heads, dim):
                 _check_dtype_and_device(name, tensor, heads.dtype, device)
                 continue
-        expected = _expected_shape(layout, batch, heads.kv_heads).format(dim=dim)
-        must = f"have shape {expected} in {layout!r}"
+        axes = {"b": batch, "s": "new", "h": heads.kv_heads, "d": dim, "t": "tokens"}
+        must = f"have shape [{', '.join(str(axes[letter]) for letter in layout)}] in {layout!r}"
         raise InputError(name, must, list(tensor.shape), _shape_hint(tensor, layout, batch, heads.kv_heads, dim))
     k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
     if k.shape[1] != v.shape[1]:
@@ -81,11 +81,6 @@ def _shape_hint(tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: 
     if heads and heads != kv_heads and (size, own_batch) == (dim, 1 if layout == "thd" else batch):
         return f"num_heads_kv={heads} at the construction of InferenceParams, kv_heads={heads} of another cache"
     return None
-
-
-def _expected_shape(layout: Layout, batch: int, kv_heads: int) -> str:
-    axes = {"b": f"{batch}", "s": "new", "h": f"{kv_heads}", "d": "{dim}", "t": "tokens"}
-    return f"[{', '.join(axes[letter] for letter in layout)}]"
 
 
 def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:

@@ -48,16 +48,13 @@ class Module(torch.nn.Module):
         return local_parameter(name, getattr(self, name), axis, self.ranks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        modules = [(f"{prefix}{name}." if name else prefix, module) for name, module in self.named_modules()]
-        used = {f"{start}{_EXTRA_STATE}" for start, module in modules if _uses_extra_state(module)}
+        unused = torch.nn.Module.set_extra_state
+        users = [name for name, module in self.named_modules() if type(module).set_extra_state is not unused]
+        used = {f"{prefix}{name}.{_EXTRA_STATE}" if name else f"{prefix}{_EXTRA_STATE}" for name in users}
         for key in [key for key in state_dict if key.startswith(prefix) and key.rpartition(".")[2] == _EXTRA_STATE]:
             if key not in used:
                 del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def _uses_extra_state(module: torch.nn.Module) -> bool:
-    return type(module).set_extra_state is not torch.nn.Module.set_extra_state
 
 
 def default_init(weight: Tensor) -> None:
