@@ -387,3 +387,16 @@ def test_lengths_are_on_the_host_and_on_the_device() -> None:
     assert cache.lengths_tensor.tolist() == [2, 0, 5]
     assert "lengths=[2, 0, 5]" in repr(cache)
     assert "lengths=[0, 0, 0]" in repr(new_cache("contiguous"))
+
+
+@pytest.mark.parametrize("mask", [masks.window(None, None), masks.FULL], ids=["window", "FULL"])
+def test_a_mask_of_every_key_has_a_diagonal_for_alibi(mask: Mask) -> None:
+    cache = undivided.KVCache(2, 16, 4, 16, dtype=torch.float32)
+    slopes = torch.rand(4)
+    q, k, v = torch.randn(3, 2, 6, 4, 16)
+    cache.append(k, v)
+    for token in (slice(5, 6), slice(3, 6)):
+        out = cache.attend(q[:, token], mask, alibi_slopes=slopes)
+        every = masks.window(None, None, align="bottom_right")
+        want = undivided.attention(q[:, token], k, v, layout="bshd", mask=every, alibi_slopes=slopes)
+        torch.testing.assert_close(out, want)
