@@ -11,23 +11,8 @@ from torch import Tensor
 
 import undivided
 from undivided import sdpa
-from undivided.masks.normal_form import ranges
 
 sdp = torch.nn.functional.scaled_dot_product_attention
-
-
-@pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Filled with an entry for each mask whose ranges are computed."""
-    seen: list[object] = []
-    build = ranges.build
-
-    def counted(*arguments: object) -> object:
-        seen.append(arguments[0])
-        return build(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ranges, "build", counted)
-    return seen
 
 
 def inputs(length: int = 9) -> tuple[Tensor, Tensor, Tensor]:

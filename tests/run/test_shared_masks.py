@@ -13,24 +13,9 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.masks import Mask
-from undivided.masks.normal_form import ranges
 
 LAYERS = 3
 OFFSETS = torch.tensor([0, 3, 10, 15])
-
-
-@pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Filled with an entry for each mask whose ranges are computed."""
-    seen: list[object] = []
-    build = ranges.build
-
-    def counted(*arguments: object) -> object:
-        seen.append(arguments[0])
-        return build(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ranges, "build", counted)
-    return seen
 
 
 def layers(x: Tensor, mask: Mask) -> Tensor:
