@@ -16,6 +16,7 @@ import pytest
 import quick_interpreter
 
 from undivided import functional, sdpa, set_backends
+from undivided.masks import _constructors, _kept
 from undivided.run import autograd
 from undivided.selection import decision, policy
 from undivided.selection import measured as measured_tables
@@ -49,6 +50,13 @@ quick_interpreter.install()
 checked_interpreter.install()
 # Garbage is collected more rarely while tests are collected: it looks through all that there are, a sixth of the time.
 gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture(autouse=True)
+def new_masks() -> None:
+    """No test gets a mask, and what is cached in it, of an earlier test: equal masks are one object."""
+    _constructors._kept_band.cache_clear()
+    _kept._recent.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

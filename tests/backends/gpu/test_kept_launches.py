@@ -194,7 +194,7 @@ def test_other_calls_have_other_launches(change: str, runs: list[kept_launches.F
         )
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
     elif change == "mask":
-        decode(q, k, **{**options, "mask": masks.causal()})
+        decode(q, k, **{**options, "mask": masks.causal("top_left")})
     else:
         moved = [
             torch.randn(x.numel() + 1)[1:].view(x.shape) if change.endswith(n) else x for n, x in (("q", q), ("k", k))
