@@ -21,8 +21,8 @@ CAUSAL = masks.causal(align="bottom_right")
 """The meaning of `mask=None`. It is one object, so that caches with the same lengths share its cached results."""
 
 EVERY = Mask()
-"""Every key: what `CAUSAL` means for a single query, which is the last token; less work per step. It is no mask of a
-caller's: ``masks.window(None, None)`` returns another object."""
+"""Every key: what `CAUSAL` means for a single query, which is the last token; less work per step. It differs from
+``masks.window(None, None)``, so that no caller can pass it."""
 
 _WITH_LENGTHS = frozenset({"lengths", "documents"})
 PER_KEY = frozenset({"dense", "document_ids"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,10 @@ from undivided.arguments.tensors import is_traced, readable, small_storages
 from undivided.masks._fields import MaskFields
 from undivided.masks._predicate import Predicate
 
-if TYPE_CHECKING:
-    from undivided.masks._mask import Mask
-
 P = ParamSpec("P")
 M = TypeVar("M", bound=MaskFields)
 
-_recent: Bounded[object, tuple[Sequence[Tensor], object, Mask]] = Bounded(16)
+_recent: Bounded[object, tuple[Sequence[Tensor], object, Any]] = Bounded(16)
 """By the arguments: the tensors of the call and of the mask, their contents, and the mask. An entry holds its tensors,
 so that no others can have their ids."""
 
@@ -33,11 +30,11 @@ _JOINED_MASKS = 8
 """Most masks of which a mask keeps the joined ones."""
 
 
-def kept(build: Callable[P, Mask]) -> Callable[P, Mask]:
+def kept(build: Callable[P, M]) -> Callable[P, M]:
     """A function that builds masks, which returns the same object for the same arguments while nothing changed."""
 
     @functools.wraps(build)
-    def call(*arguments: P.args, **options: P.kwargs) -> Mask:
+    def call(*arguments: P.args, **options: P.kwargs) -> M:
         if is_traced():
             return build(*arguments, **options)
         values = (*arguments, *options.values())
@@ -48,7 +45,7 @@ def kept(build: Callable[P, Mask]) -> Callable[P, Mask]:
         key = build, tuple(options), identities
         entry = _recent.get(key)
         if entry is not None and entry[1] == small_storages(entry[0]):
-            return entry[2]
+            return entry[2]  # type: ignore[no-any-return]
         mask = build(*arguments, **options)
         watched = (*tensors, *(own for own in mask.tensors if not any(own is tensor for tensor in tensors)))
         contents = small_storages(watched)
