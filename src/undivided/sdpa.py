@@ -9,10 +9,8 @@ Legend: leading axes [...], H heads, L queries, S keys, E head size, Ev value he
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple, Never, cast
+from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +19,10 @@ from undivided import masks
 from undivided.arguments.checks import check_device, check_tensor
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
-from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed, is_traced
+from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
+from undivided.masks._kept import TensorMasks
 from undivided.request.checks import DTYPES
 from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_tuple
 from undivided.run import autograd, dispatch
@@ -303,43 +302,13 @@ def _mask_or_bias(
     # torch.func sees plain operations only, and masks are of plain tensors
     if distributed or torch._C._functorch.peek_interpreter_stack() is not None:
         return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
-    if type(attn_mask) is not Tensor or is_traced() or folded.data_ptr() != attn_mask.data_ptr():
+    if max(len(scores), attn_mask.dim()) > 4:  # perhaps a copy, which does not change with it
         return _boolean_mask(folded, is_causal), None
-    key = id(attn_mask), is_causal
-    kept = _kept_masks.get(key)
-    if kept is None or not kept.is_of(attn_mask):
-        view = folded.detach()  # keeps the memory, but not the tensor: the mask goes with the tensor
-        tensor = weakref.ref(attn_mask, partial(_forget, key))
-        kept = _kept_masks[key] = _KeptMask(tensor, view, _boolean_mask(view, is_causal))
-    return kept.mask, None
+    return _recent.get(is_causal, (attn_mask,), lambda: _boolean_mask(folded.detach(), is_causal)), None
 
 
-class _KeptMask(NamedTuple):
-    """A mask that was made of a tensor which the caller still has, for the other layers that it is passed to."""
-
-    tensor: weakref.ref[Tensor]
-    view: Tensor
-    mask: Mask
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether the tensor still is the view; what is cached in the mask goes when its values change."""
-        view = self.view
-        return (
-            self.tensor() is tensor
-            and tensor.data_ptr() == view.data_ptr()
-            and tensor.shape == view.shape[view.dim() - tensor.dim() :]
-            and tensor.stride() == view.stride()[view.dim() - tensor.dim() :]
-        )
-
-
-_kept_masks: dict[tuple[int, bool], _KeptMask] = {}
-
-
-def _forget(key: tuple[int, bool], tensor: weakref.ref[Tensor]) -> None:
-    """Called when a tensor is gone."""
-    kept = _kept_masks.get(key)
-    if kept is not None and kept.tensor is tensor:
-        del _kept_masks[key]
+_recent: TensorMasks[Mask] = TensorMasks(16)
+"""Masks that other layers pass too."""
 
 
 def _boolean_mask(tensor: Tensor, is_causal: bool) -> Mask:

@@ -75,12 +75,12 @@ def test_is_causal_is_another_mask() -> None:
 
 def test_masks_go_with_their_tensors() -> None:
     gc.collect()
-    before = len(sdpa._kept_masks)
+    before = len(sdpa._recent)
     mask = random_mask(9, 9)
     undivided.scaled_dot_product_attention(*inputs(), mask)
-    assert len(sdpa._kept_masks) == before + 1
+    assert len(sdpa._recent) == before + 1
     del mask
-    assert len(sdpa._kept_masks) == before
+    assert len(sdpa._recent) == before
     for _ in range(20):  # their ids repeat
         (q, k, v), mask = inputs(), random_mask(9, 9)
         torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))

@@ -1,21 +1,26 @@
 """Masks that are built again from the same arguments: the mask of before, with all that was computed for it.
 
 A layer that builds its mask in each call would otherwise check it and compute its ranges each time, which takes ten
-times as long as a small call. A mask with tensors is found by their identities, and only if their bytes are those of
-before. So this is for small tensors on the CPU: what others write to large ones, or on a GPU, would go unseen.
+times as long as a small call.
+
+kept         masks that hold their tensors, found by the identities of the arguments, and only if the bytes of the
+             tensors are those of before. So this is for small tensors on the CPU: what others write to large ones, or
+             on a GPU, would go unseen, and they would stay in memory.
+TensorMasks  masks that go with the tensors of the caller, of any size, found by their in-place versions
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import is_traced, readable, small_storages
+from undivided.arguments.tensors import is_traced, readable, small_storages, versions
 from undivided.masks._fields import MaskFields
 from undivided.masks._predicate import Predicate
 
@@ -25,6 +30,60 @@ M = TypeVar("M", bound=MaskFields)
 _recent: Bounded[object, tuple[Sequence[Tensor], object, Any]] = Bounded(16)
 """By the arguments: the tensors of the call and of the mask, their contents, and the mask. An entry holds its tensors,
 so that no others can have their ids."""
+
+
+class _Entry(NamedTuple, Generic[M]):
+    tensors: list[weakref.ref[Tensor]]
+    state: object
+    """`versions` of the tensors then, and where they lay."""
+    mask: M
+
+
+class TensorMasks(Generic[M]):
+    """Masks of tensors that all layers of a model receive. A mask that is to go with its tensors must not hold these
+    themselves: ``tensor.detach()`` has the same memory and version.
+
+    >>> from undivided import masks
+    >>> recent, tensor = TensorMasks(8), torch.rand(4, 4) < 0.5
+    >>> build = lambda: masks.dense(tensor.detach())
+    >>> recent.get("dense", (tensor,), build) is recent.get("dense", (tensor,), build)
+    True
+    """
+
+    def __init__(self, most: int) -> None:
+        self._entries: Bounded[object, _Entry[M]] = Bounded(most)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: object, tensors: Sequence[Tensor], build: Callable[[], M]) -> M:
+        """The mask that ``build`` has built for these tensors, if none has changed or moved; else a new one.
+
+        Args:
+            key: what the mask depends on besides the tensors.
+            tensors: those that it depends on.
+            build: without arguments.
+        """
+        contents = None if is_traced() or not all(type(tensor) is Tensor for tensor in tensors) else versions(tensors)
+        if contents is None:
+            return build()
+        state = contents, [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
+        key = key, *map(id, tensors)
+        entry = self._entries.get(key)
+        if entry is not None and entry.state == state and all(map(_is_of, entry.tensors, tensors)):
+            return entry.mask
+
+        def forget(_: object) -> None:
+            self._entries.pop(key, None)
+
+        mask = build()
+        self._entries[key] = _Entry([weakref.ref(tensor, forget) for tensor in tensors], state, mask)
+        return mask
+
+
+def _is_of(reference: weakref.ref[Tensor], tensor: Tensor) -> bool:
+    return reference() is tensor
+
 
 _JOINED_MASKS = 8
 """Most masks of which a mask keeps the joined ones."""

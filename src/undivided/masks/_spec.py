@@ -55,6 +55,11 @@ def _write_field(value: Field, tensors: Sequence[Tensor], numbers: list[int] | N
     return f"n{len(numbers) - 1}"
 
 
+def names_tensors(spec: str) -> bool:
+    """Whether the string of `write` names a tensor."""
+    return ",t" in spec  # names of parts and alignments follow no comma
+
+
 def read(
     spec: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()
 ) -> tuple[Align | None, Band, tuple[Part, ...]]:

@@ -3,8 +3,7 @@
 An operator takes a mask as a string and tensors (`Mask.flatten`). If each built a mask of its own, each layer, and each
 backward, would check it again and compute its ranges and tables again. They share one in two ways:
 
-- *Masks without tensors, or with small ones on the CPU.* The last masks are kept, and found by the identities of their
-  tensors. What is cached in a mask is compared with the bytes of such tensors, so that no change goes unseen.
+- *Masks without tensors, or with small ones on the CPU*, are kept as those that layers build (`masks._kept`).
 - *Graphs with gradients.* One more operator, ``undivided::mask``, takes the mask and returns an empty tensor, its
   handle, which has the `Mask` as a Python attribute. PyTorch removes equal operators from such graphs, so that all
   layers, and the backward, have one handle.
@@ -17,21 +16,19 @@ one in the same graph, and the in-place version of the tensor does not show that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from undivided._bounded import Bounded
-from undivided.arguments.tensors import small_storages
 from undivided.masks import Mask
+from undivided.masks._kept import kept
 from undivided.masks._predicate import Predicate
+from undivided.masks._spec import names_tensors
 
 _library = torch.library.Library("undivided", "FRAGMENT")
 _library.define("mask(Tensor[] tensors, str spec, SymInt[] numbers) -> Tensor")
 _ATTRIBUTE = "_undivided_mask"
-
-_recent: Bounded[object, tuple[Sequence[Tensor], Mask]] = Bounded(16)
-"""An entry holds its tensors, so that no others can have their ids."""
 
 
 def handle(spec: str, tensors: list[Tensor], numbers: list[int]) -> Tensor:
@@ -45,23 +42,23 @@ def read(handle: Tensor | None, spec: str, tensors: Sequence[Tensor], numbers: S
 
     Args:
         handle: the result of `handle`. It has lost the mask if PyTorch saved a copy.
-        spec, tensors, numbers: the mask by `Mask.flatten`.
+        spec, tensors, numbers: the mask by `Mask.flatten`; a mask without tensors comes with a placeholder.
     """
     mask = getattr(handle, _ATTRIBUTE, None)
     if mask is not None:
         assert isinstance(mask, Mask)
         return mask
-    try:
-        key = (spec, *numbers, *map(id, tensors))
-        entry = _recent.get(key)
-    except TypeError:  # a symbolic number has no hash
+    if Predicate.name in spec:  # whose function belongs to the caller
         return Mask.unflatten(spec, tensors, numbers)
-    if entry is not None:
-        return entry[1]
-    mask = Mask.unflatten(spec, tensors, numbers)
-    if Predicate.name not in spec and small_storages(mask.tensors) is not None:
-        _recent[key] = tensors, mask
-    return mask
+    if not names_tensors(spec):
+        tensors = ()
+    return _unflatten(spec, len(tensors), *tensors, *numbers)
+
+
+@kept
+def _unflatten(spec: str, count: int, *values: Any) -> Mask:
+    """The mask of a string, so many tensors, and numbers."""
+    return Mask.unflatten(spec, values[:count], values[count:])
 
 
 @torch.library.impl(_library, "mask", "CompositeExplicitAutograd")

@@ -6,19 +6,18 @@ In attention_mask, True means masked out, the opposite of `masks.dense`.
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided._bounded import Bounded
 from undivided.arguments.checks import as_integer, check_tensor
 from undivided.arguments.shapes import broadcast_hint, broadcasts
-from undivided.arguments.tensors import readable, versions
+from undivided.arguments.tensors import readable
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.masks._kept import TensorMasks
 from undivided.nn.arguments.checks import checked_optional_flag
 from undivided.nn.arguments.formats import QKV
 from undivided.nn.arguments.mask_types import MaskType
@@ -139,28 +138,20 @@ def differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.device.type == b.device.type == "cpu" and not torch.equal(a.long(), b.long())
 
 
-class _Recent(NamedTuple):
-    """A mask of an earlier call, which goes with its tensors: that of an attention_mask is as large as it."""
-
-    tensors: list[weakref.ref[Tensor]]
-    state: tuple[object, ...]
-    """`versions` of the tensors then."""
-    mask: Mask
-
-
-_recent: Bounded[object, _Recent] = Bounded(8)
-"""Masks of the last few calls, because all layers of a model receive the same tensors."""
+_recent: TensorMasks[Mask] = TensorMasks(8)
+"""All layers of a model receive the same tensors."""
 
 
 def mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_type: str, diagonal: Mask) -> Mask:
     """`diagonal`, restricted to the real tokens of each sequence and to the pairs of an arbitrary mask."""
-    tensors = arguments.tensors
-    state = versions(tensors) if kind.padding or kind.name == "arbitrary" else None
-    if state is None:
+
+    def build() -> Mask:
         sequences = _sequence_mask(arguments, kind, inputs, attention_type)
         return diagonal if sequences is None else diagonal & sequences
+
+    if not kind.padding and kind.name != "arbitrary":
+        return build()
     key = (
-        tuple([id(t) for t in tensors]),
         tuple(t is not None for t in arguments),
         arguments[5:],
         kind.name,
@@ -171,18 +162,7 @@ def mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_ty
         diagonal.align,
         diagonal.band,
     )
-    recent = _recent.get(key)
-    if (
-        recent is None
-        or recent.state != state
-        or any(ref() is not t for ref, t in zip(recent.tensors, tensors, strict=True))
-    ):
-        sequences = _sequence_mask(arguments, kind, inputs, attention_type)
-        assert sequences is not None
-        forget = lambda _: _recent.pop(key, None)  # noqa: E731
-        recent = _Recent([weakref.ref(tensor, forget) for tensor in tensors], state, diagonal & sequences)
-        _recent[key] = recent
-    return recent.mask
+    return _recent.get(key, arguments.tensors, build)
 
 
 def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_type: str) -> Mask | None:
