@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import is_traced, readable, small_storages, versions
+from undivided.arguments.tensors import is_traced, jit_trace, small_storages, versions
 from undivided.masks._fields import MaskFields
 from undivided.masks._predicate import Predicate
 
@@ -94,14 +94,19 @@ def kept(build: Callable[P, M]) -> Callable[P, M]:
 
     @functools.wraps(build)
     def call(*arguments: P.args, **options: P.kwargs) -> M:
-        if is_traced():
+        if is_traced() or jit_trace() is not None:
             return build(*arguments, **options)
-        values = (*arguments, *options.values())
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        identities = tuple(map(_identity, values))
-        if NotImplemented in identities or not readable(*tensors):
-            return build(*arguments, **options)
-        key = build, tuple(options), identities
+        identities: list[object] = [build, tuple(options)]
+        tensors: list[Tensor] = []
+        for value in (*arguments, *options.values()):
+            if type(value) is Tensor:
+                tensors.append(value)
+                identities.append((Tensor, id(value)))  # no number is equal to it
+            elif value is None or type(value) in (int, str):
+                identities.append(value)
+            else:
+                return build(*arguments, **options)
+        key = tuple(identities)
         entry = _recent.get(key)
         if entry is not None and entry[1] == small_storages(entry[0]):
             return entry[2]  # type: ignore[no-any-return]
@@ -113,13 +118,6 @@ def kept(build: Callable[P, M]) -> Callable[P, M]:
         return mask
 
     return call
-
-
-def _identity(value: object) -> object:
-    """What tells an argument from all others of its kind; NotImplemented for a kind that is not kept."""
-    if isinstance(value, Tensor):
-        return Tensor, id(value)
-    return value if value is None or type(value) in (int, str) else NotImplemented
 
 
 def joined(join: Callable[[M, object], M], a: M, b: object) -> M:
