@@ -30,6 +30,7 @@ from undivided.integrations.transformers import parallelize, register, shard_bat
 from undivided.integrations.transformers._names import cache_name
 from undivided.integrations.transformers._patterns import Packed, Pattern
 from undivided.integrations.transformers.parallel._shard import SequenceShard
+from undivided.integrations.transformers.parallel._tensor import _with_summed_gradients
 
 NAMES = ("llama", "qwen3", "gemma-3", "mixtral")
 LENGTH = 22  # not a multiple of the ranks
@@ -392,3 +393,22 @@ def test_the_example_prints_the_losses_of_one_process() -> None:
     assert len(losses) == 6
     for alone_, shared in losses:
         assert abs(float(alone_) - float(shared)) < 5e-5
+
+
+def summed_gradients() -> float:
+    """The relative error of a batch of gradients of a norm over the heads of a rank."""
+    rank = distributed.get_rank()
+    inputs = [torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    whole, norm = nn.RMSNorm(8), nn.RMSNorm(8)
+    norm.forward = _with_summed_gradients(norm, init_device_mesh("cpu", (2,)))
+    upstream = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(2))
+    out = norm(inputs[rank])
+    (found,) = torch.autograd.grad(out, norm.weight, upstream, retain_graph=True, is_grads_batched=True)
+    each = [torch.stack([whole(x).mul(g).sum() for x in inputs]).sum() for g in upstream]
+    wanted = torch.stack([torch.autograd.grad(loss, whole.weight)[0] for loss in each])
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_gradients_of_norms_over_the_heads_of_a_rank_come_in_batches() -> None:
+    (errors,) = run_ranks(2, summed_gradients)
+    assert max(errors) < TOLERANCE, errors

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from undivided.errors import InputError
+from undivided.nn.blocks.exchanged import exchanged
 
 SUMMED = "replicated_with_grad_allreduce"
 """The style of replicated parameters of which each rank has a partial gradient."""
@@ -113,28 +114,23 @@ def _owner(model: Any, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module_name), key
 
 
-class _SumGradient(torch.autograd.Function):
-    """The identity; the gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 def _with_summed_gradients(module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
     """The forward pass of a module with parameters whose gradients are summed over ranks."""
     forward, group = module.forward, mesh.get_group()
 
+    def same(x: Tensor, _: str) -> Tensor:
+        return x.view_as(x)
+
+    def total(x: Tensor, _: str) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
     def run(*args: Any, **options: Any) -> Any:
         own = dict(module._parameters)
-        summed = {k: p if p is None else _SumGradient.apply(p, group) for k, p in own.items()}  # type: ignore[no-untyped-call]
+        summed: dict[str, Any] = {
+            k: p if p is None else exchanged(p, "a shared parameter", same, total) for k, p in own.items()
+        }
         module._parameters.update(summed)
         try:
             return forward(*args, **options)
