@@ -3,9 +3,10 @@ time."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -77,8 +78,35 @@ class TestTurns:
         race = timing.race({"a": lambda: "a"}, 0.0, lambda function, calls: calls * next(spans), witness, attempts=2)
         assert (race.seconds, race.contended) == ({"a": found[0]}, found[1])
 
-    def test_a_gpu_is_timed_by_events(self) -> None:
-        assert timing.stopwatch("cuda:1") is timing._by_events
+    def test_a_gpu_is_timed_by_events_in_its_own_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        current = ["cuda:0"]
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.device: str | None = None
+
+            def record(self) -> None:
+                self.device = current[-1]
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, end: Event) -> float:
+                assert self.device == end.device == "cuda:1"
+                return 5.0
+
+        @contextlib.contextmanager
+        def device(name: str) -> Iterator[None]:
+            current.append(name)
+            yield
+            current.pop()
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "device", device)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+        assert timing.stopwatch("cuda:1")(lambda: None, 2) == 5e-3
+
+    def test_a_cpu_is_timed_by_a_clock(self) -> None:
         assert timing.stopwatch("cpu") is timing._by_clock
 
     def test_processor_time_leaves_out_the_time_in_which_the_core_runs_something_else(self) -> None:

@@ -62,7 +62,7 @@ def stopwatch(device: str = "cpu", clock: Clock = time.perf_counter) -> Stopwatc
     True
     """
     if device.startswith("cuda"):
-        return _by_events
+        return partial(_by_events, device=device)
     return _by_clock if clock is time.perf_counter else partial(_by_clock, clock=clock)
 
 
@@ -73,14 +73,15 @@ def _by_clock(function: Function, calls: int, clock: Clock = time.perf_counter) 
     return clock() - start
 
 
-def _by_events(function: Function, calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(HEAD_START)
-    start.record()
-    for _ in range(calls):
-        function()
-    end.record()
-    end.synchronize()
+def _by_events(function: Function, calls: int, device: str) -> float:
+    with torch.cuda.device(device):  # events are of the stream of the current one
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START)
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 
