@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import undivided
 from undivided import masks
 from undivided.context_parallel import Placement, simulate
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
-from undivided.context_parallel.sharding import _named_owner, balanced, imbalance, row_pairs
+from undivided.context_parallel.sharding import _owner, balanced, imbalance, row_pairs
 from undivided.masks import Mask
 
 NAMES = st.sampled_from(["zigzag", "contiguous", "balanced"])
@@ -180,10 +181,18 @@ def test_the_default_device_changes_no_placement(name: Any, mask: Mask) -> None:
             undivided.attention(own, own, own, layout="bshd", mask=mask, context_parallel=cp)
             return cp.positions().tolist()
 
-    _named_owner.cache_clear()
+    _owner.cache_clear()
     found = simulate(2, rank)
     ranks = [undivided.ContextParallel(rank=r, world=2, placement=name).bind(19, mask=mask) for r in range(2)]
     assert found == [cp.positions().tolist() for cp in ranks]
+
+
+def test_a_placement_of_fake_tensors_serves_no_later_call() -> None:
+    _owner.cache_clear()
+    cp = undivided.ContextParallel(rank=0, world=2)
+    with FakeTensorMode():
+        cp.bind(18)
+    assert type(cp.bind(18).positions()) is Tensor
 
 
 def test_a_mask_of_no_batch_elements_is_bound() -> None:

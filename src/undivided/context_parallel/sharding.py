@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer, check_type, checked_choice
+from undivided.arguments.tensors import is_traced
 from undivided.context_parallel._index import HASH_FACTOR, hash_entries
 from undivided.errors import InputError
 from undivided.masks import Mask, NormalForm
@@ -318,8 +319,13 @@ def mask_sizes(mask: Mask) -> tuple[int, int]:
     return 0 if 0 in batches else max(batches), heads
 
 
-@functools.lru_cache(64)
 def _named_owner(name: PlacementName, world: int, length: int, edges: tuple[int, ...]) -> Tensor:
+    owner = _owner.__wrapped__ if is_traced() else _owner  # a fake tensor must not serve later calls
+    return owner(name, world, length, edges)
+
+
+@functools.lru_cache(64)
+def _owner(name: PlacementName, world: int, length: int, edges: tuple[int, ...]) -> Tensor:
     return zigzag(length, world, edges) if name == "zigzag" and length else contiguous(length, world)
 
 
