@@ -96,11 +96,8 @@ def normalise(
         _check_optional_memory(request)
     checked = None
     if mask is not None or layout == "thd" or slopes is not None or pages is not None:
-        mask = checked_mask(mask)
-        checked = _mask_for_problem(cached, mask, q, k, slopes, pages)
+        mask, checked = _mask_for_problem(cached, checked_mask(mask), q, k, slopes, pages)
         problem = checked.problem
-        if checked.mask is not None:
-            mask = checked.mask
     if bias is not None and bias.dim() < 4:
         tensors = tensors._replace(bias=bias[(None,) * (4 - bias.dim())])
     if slopes is not None and slopes.dim() == 2 and slopes.shape[0] == 0:
@@ -147,16 +144,18 @@ def _check_optional_memory(request: Request) -> None:
 
 def _mask_for_problem(
     cached: CachedProblem, mask: Mask, q: Tensor, k: Tensor, slopes: Tensor | None, pages: Tensor | None
-) -> CheckedMask:
-    """The mask after its checks, and the problem with its structure, both cached in the mask."""
+) -> tuple[Mask, CheckedMask]:
+    """The mask of the call after its checks, and what the given mask caches of them, with the problem."""
     # the key is the id of `cached`: hashing the signature costs five times as much; the mask keeps `cached` alive
     checked = mask.cached(id(cached), _with_mask, cached, mask, q.device, slopes, pages)
+    if checked.mask is not None:
+        mask = checked.mask
     if "dense" in checked.problem.mask.kinds:  # kernels read this tensor; of other masks they read the normal form
         for tensor in mask.take("dense")[0]:
             check_memory("mask", tensor)
     if pages is not None:
         _check_pages_once(checked, mask, pages, k.shape[0])
-    return checked
+    return mask, checked
 
 
 def _needs(tensors: Tensors) -> tuple[bool, ...]:
@@ -217,7 +216,6 @@ def _check_pages_once(checked: CheckedMask, mask: Mask, pages: Tensor, pool: int
     last = checked.pages
     if last is not None and version is not None and last[0] is pages and last[1:] == (version, pool):
         return
-    mask = mask if checked.mask is None else checked.mask
     check_page_numbers(mask, pages, pool, checked.problem.page_size or 1)
     checked.pages = None if version is None else (pages, version, pool)
 
