@@ -29,14 +29,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     """The number of calls that ran on Undivided; with none, eager would be compared with itself."""
     register()
     count = 0
-    ours = _attention.attend
 
-    def counting(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        return ours(*args, **options)
+    def counting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            result = run(*args, **options)
+            count += result is not None
+            return result
 
-    monkeypatch.setattr(_attention, "attend", counting)
+        return call
+
+    for name in ("attend", "repeated"):
+        monkeypatch.setattr(_attention, name, counting(getattr(_attention, name)))
     yield lambda: count
     assert count > 0
 
@@ -374,5 +378,6 @@ def test_the_speed_table_compares_before_it_times(monkeypatch: pytest.MonkeyPatc
     assert [row.split(" | ")[0] for row in rows] == ["| prefill", "| decoding", "| training step"] * 2
     ours = _attention.attend
     monkeypatch.setattr(_attention, "attend", lambda *args, **options: 1.01 * ours(*args, **options))
+    monkeypatch.setattr(_attention, "repeated", lambda *args: None)
     with pytest.raises(RuntimeError, match="'undivided'\\] exceed twice eager's, so nothing is timed"):
         speed.main(small)

@@ -109,8 +109,11 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     k_batch, kv_len, kv_heads, _ = _layout.sizes(k.shape, layout)
     v_batch, v_len, v_heads, _ = _layout.sizes(v.shape, layout)
     k_dim = head_size(k)
-    hint = _layout_hint(q, k, v, layout)
     _check_not_empty(q, v, heads, qk_dim)
+    same = k_batch == v_batch == batch and kv_len == v_len and kv_heads == v_heads and k_dim == qk_dim
+    if same and kv_heads and heads % kv_heads == 0:
+        return
+    hint = _layout_hint(q, k, v, layout)
     if k_dim != qk_dim:
         hint = hint or "q and k share a head size; only v may have another"
         raise InputError("k", f"have the head size of q ({qk_dim})", f"{k_dim} in {list(k.shape)}", hint=hint)

@@ -21,6 +21,7 @@ from undivided.integrations.transformers._latent import absorb_queries, expand, 
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
+from undivided.integrations.transformers._repeated import repeated
 from undivided.masks import Mask
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 from undivided.request.checks import draw_seed
@@ -97,13 +98,18 @@ def attention(
         states = cast(Tensor, key), cast(Tensor, value)
         out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
         return out, None
+    _check_refused(others)
+    is_plain = s_aux is position_bias is sinks is indices is block_indices is cu_seq_lens_q is None and not dropout
+    if is_plain and isinstance(attention_mask, ModelMask) and not (output_attentions or _collects_weights(module)):
+        same = repeated(module, query, key, value, attention_mask, scaling, softcap)
+        if same is not None:
+            return same, None
     check_arguments(dict(locals()))
     absorbs = has_latents(module) and bool(query.shape[2]) and pays_off(module, query.shape[2])
     if absorbs:
         query = absorb_queries(module, query)
     elif has_latents(module):
         key, value = expand(module, cast(Tensor, key))
-    _check_refused(others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = _mask_and_bias(attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:

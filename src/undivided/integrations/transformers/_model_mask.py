@@ -14,6 +14,7 @@ from undivided.errors import InputError
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.integrations.transformers._tensor_like import TensorLike
 from undivided.masks import Mask
+from undivided.run.replay import Prepared
 
 
 class Sizes(NamedTuple):
@@ -72,7 +73,12 @@ class ModelMask(TensorLike):
         self.mask, self.pattern, self.sizes, self.device, self.dtype = mask, pattern, sizes, device, dtype
         self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
         self.documents: tuple[Tensor, Tensor, Mask] | None = None
+        self.prepared: dict[object, Prepared | None] = {}
         self._copies: dict[torch.device, ModelMask] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Everything but what was prepared, which has pointers."""
+        return {**self.__dict__, "prepared": {}}
 
     @functools.cached_property
     def dense(self) -> Tensor:
