@@ -30,12 +30,14 @@ from undivided.kernels.triton.tile import (
     finish_scores,
     hull,
     load_descriptor_rows,
+    next_weights,
     row_features,
     row_ranges,
     runs,
+    tile_page,
     tile_rows,
 )
-from undivided.kernels.triton.words import load_nibbles, load_pairs
+from undivided.kernels.triton.words import join_columns, load_parts, split_columns
 
 
 @triton.jit
@@ -156,12 +158,10 @@ def forward_kernel(
     acc_1, acc_2, acc_3 = 0.0, 0.0, 0.0  # of other columns
     o_d = tl.arange(0, DIM_STEP)
     q_tile = tl.load(q_rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < QK_DIM)[None, :], other=0.0)
+    q_tile, q_1, q_2, q_3 = split_columns(q_tile, BLOCK_M, DIM_STEP, WORDS)
     if WORDS:
-        q_tile, q_1 = tl.split(q_tile.reshape(BLOCK_M, DIM_STEP // 2, 2))
         acc_1 = acc
     if WORDS == 4:
-        q_tile, q_2 = tl.split(q_tile.reshape(BLOCK_M, DIM_STEP // 4, 2))
-        q_1, q_3 = tl.split(q_1.reshape(BLOCK_M, DIM_STEP // 4, 2))
         acc_2, acc_3 = acc, acc
 
     first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
@@ -199,38 +199,15 @@ def forward_kernel(
                     if TMA:
                         k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                     else:
-                        k_base, k_rows = tile_rows(
-                            k_head, start_n, o_n, kv_len, b, k_s, pages, pages_b, num_pages, k_page, PAGE, BLOCK_N, ONE_PAGE
+                        page, row = tile_page(start_n, o_n, kv_len, pages + b * pages_b, num_pages, PAGE, ONE_PAGE)
+                        k_base, k_rows = tile_rows(k_head, page, row, k_page, k_s, BLOCK_N, ONE_PAGE)
+                        v_base, v_rows = tile_rows(v_head, page, row, v_page, v_s, BLOCK_N, ONE_PAGE)
+                        k_scale_base, k_scale_rows = tile_rows(k_scales, page, row, k_scale_page, k_scale_s, BLOCK_N, ONE_PAGE)
+                        v_scale_base, v_scale_rows = tile_rows(v_scales, page, row, v_scale_page, v_scale_s, BLOCK_N, ONE_PAGE)
+                        k_tile, k_1, k_2, k_3 = load_parts(
+                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
+                            FORMAT, DTYPE, False, PTX, WORDS,
                         )
-                        v_base, v_rows = tile_rows(
-                            v_head, start_n, o_n, kv_len, b, v_s, pages, pages_b, num_pages, v_page, PAGE, BLOCK_N, ONE_PAGE
-                        )
-                        k_scale_base, k_scale_rows = k_scales, v_rows
-                        v_scale_base, v_scale_rows = v_scales, v_rows
-                        if FORMAT:
-                            k_scale_base, k_scale_rows = tile_rows(
-                                k_scales, start_n, o_n, kv_len, b, k_scale_s, pages, pages_b, num_pages, k_scale_page, PAGE, BLOCK_N,
-                                ONE_PAGE,
-                            )
-                            v_scale_base, v_scale_rows = tile_rows(
-                                v_scales, start_n, o_n, kv_len, b, v_scale_s, pages, pages_b, num_pages, v_scale_page, PAGE, BLOCK_N,
-                                ONE_PAGE,
-                            )
-                        if WORDS == 4:
-                            k_tile, k_1, k_2, k_3 = load_nibbles(
-                                k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                                DTYPE, PTX,
-                            )
-                        elif WORDS == 2:
-                            k_tile, k_1 = load_pairs(
-                                k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                                FORMAT, DTYPE, False, PTX,
-                            )
-                        else:
-                            k_tile = load_numbers(
-                                k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                                FORMAT, DTYPE, False, PTX,
-                            )
                     qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                     qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
                     if WORDS:
@@ -266,14 +243,7 @@ def forward_kernel(
                             qk, allowed, keys, ok_m[:, None], kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
                             key_at + b * key_at_b, scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
                         )
-                    m_new = tl.maximum(m, tl.max(s, 1))
-                    safe = m_new
-                    if masked:
-                        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-                    p = tl.exp2(s * unit - (safe * unit)[:, None])
-                    shrink = tl.exp2((m - safe) * unit)
-                    total = total * shrink + tl.sum(p, 1)
-                    m = m_new
+                    p, shrink, m, total = next_weights(s, m, total, unit, masked)
                     if DROPOUT:
                         keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
                                     DROPOUT == 2, BLOCK_N)
@@ -282,20 +252,10 @@ def forward_kernel(
                         v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                     elif LATENT:
                         v_tile = k_tile
-                    elif WORDS == 4:
-                        v_tile, v_1, v_2, v_3 = load_nibbles(
-                            v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                            V_DIM % VALUE_STEP == 0, masked, DTYPE, PTX,
-                        )
-                    elif WORDS == 2:
-                        v_tile, v_1 = load_pairs(
-                            v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                            V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
-                        )
                     else:
-                        v_tile = load_numbers(
+                        v_tile, v_1, v_2, v_3 = load_parts(
                             v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                            V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX,
+                            V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX, WORDS,
                         )
                     if SCALED_WEIGHTS:
                         factor = tl.load(v_scale_base + v_scale_rows, mask=ok_n, other=0.0)
@@ -338,11 +298,7 @@ def forward_kernel(
     if INVARIANT:
         top, total, acc = all_top, all_total, all_acc
     natural, divisor = normalised(top, total)
-    if WORDS == 4:
-        acc = tl.join(acc, acc_2).reshape(BLOCK_M, VALUE_STEP // 2)
-        acc_1 = tl.join(acc_1, acc_3).reshape(BLOCK_M, VALUE_STEP // 2)
-    if WORDS:
-        acc = tl.join(acc, acc_1).reshape(BLOCK_M, VALUE_STEP)
+    acc = join_columns(acc, acc_1, acc_2, acc_3, BLOCK_M, VALUE_STEP, WORDS)
     result = acc / divisor[:, None]
     if SINKS:
         sink = tl.load(sinks + heads, mask=ok_m, other=0.0)

@@ -33,42 +33,31 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(o_n, kv_len, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE: tl.constexpr):
-    """Element offsets of these keys' rows [N] within one head: in place, or through the block table."""
+def tile_page(start, o_n, kv_len, pages, num_pages, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """Where the keys o_n [N] of a tile are, which begins at `start`: (page, row in the page) of each, or, if they are in
+    ONE_PAGE, of the first. Without pages (PAGE = 0) page 0 has all rows.
+
+    pages: the row of the block table. ONE_PAGE: the table is read once, and offsets are the same for every tile.
+    """
+    page, row = 0, o_n
     if PAGE:
-        page = tl.load(pages + b * pages_b + tl.minimum(o_n, kv_len - 1) // PAGE)  # a tile may end after the table
+        if ONE_PAGE:
+            # a tensor of one entry, because Triton 3.4 pipelines no scalars
+            page, row = tl.sum(tl.load(pages + start // PAGE + tl.arange(0, 1)), 0), start % PAGE
+        else:  # a tile may end after the table
+            page, row = tl.load(pages + tl.minimum(o_n, kv_len - 1) // PAGE), o_n % PAGE
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # entries beyond a sequence's length may hold anything
-        return page.to(tl.int64) * stride_page + (o_n % PAGE).to(tl.int64) * stride_n
-    return o_n.to(tl.int64) * stride_n
+    return tl.cast(page, tl.int64), row.to(tl.int64)
 
 
 @triton.jit
-def tile_rows(
-    base,
-    start,
-    o_n,
-    kv_len,
-    b,
-    stride_n,
-    pages,
-    pages_b,
-    num_pages,
-    stride_page,
-    PAGE: tl.constexpr,
-    N: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-):
-    """Where the rows of the N keys from `start` on are: (pointer, element offsets [N] from it).
-
-    ONE_PAGE: they are in one page, so that the block table is read once and the offsets are the same for every tile.
-    """
+def tile_rows(base, page, row, stride_page, stride_n, N: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """Where the rows of N keys are: (pointer, element offsets [N] from it). page, row: from `tile_page`."""
+    offset = page * stride_page + row * stride_n
     if ONE_PAGE:
-        # a tensor of one entry, because Triton 3.4 pipelines no scalars
-        page = tl.sum(tl.load(pages + b * pages_b + start // PAGE + tl.arange(0, 1)), 0)
-        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)  # as in `key_offsets`
-        base += page.to(tl.int64) * stride_page + (start % PAGE).to(tl.int64) * stride_n
-        return base, tl.arange(0, N).to(tl.int64) * stride_n
-    return base, key_offsets(o_n, kv_len, b, stride_n, pages, pages_b, num_pages, stride_page, PAGE)
+        return base + offset, tl.arange(0, N).to(tl.int64) * stride_n
+    else:
+        return base, offset
 
 
 @triton.jit
@@ -294,3 +283,18 @@ def dropout_keep(o_n, kv_len, key_at, i_m, h_m, b_m, seed, threshold, ALIGNED: t
         word = tl.where(which < 4, tl.where(which < 2, w0, w1), tl.where(which < 6, w2, w3))
         draw = (word >> (which % 2 * 16).to(tl.uint32)) & 0xFFFF
     return draw.to(tl.int32) >= threshold
+
+
+@triton.jit
+def next_weights(s, m, total, unit, MASKED: tl.constexpr):
+    """A step of the online softmax, of scores [M, N] in units of ``unit * ln(2)``.
+
+    Returns (weights relative to the largest score so far, the factor of earlier sums, that score, the sum of weights).
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    safe = m_new
+    if MASKED:
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * unit - (safe * unit)[:, None])
+    shrink = tl.exp2((m - safe) * unit)
+    return p, shrink, m_new, total * shrink + tl.sum(p, 1)

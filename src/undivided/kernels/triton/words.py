@@ -13,7 +13,7 @@ The numbers are those of `quantized`: with PTX on NVIDIA GPUs, otherwise by inte
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.quantized import FP8_E4M3, GROUP, INT8, converted
+from undivided.kernels.triton.quantized import FP8_E4M3, GROUP, INT8, converted, load_numbers
 from undivided.kernels.triton.tile import load_rows
 
 REGISTERS = """
@@ -88,6 +88,67 @@ NIBBLES_TO_BF16 = tl.constexpr(
         for nibble in range(4)
     )
 )
+
+
+@triton.jit
+def load_parts(
+    base,
+    offsets,
+    scales,
+    scale_offsets,
+    ok_n,
+    DIM: tl.constexpr,
+    first,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHECKED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr,
+    PTX: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The parts of a tile of words of WORDS numbers, four of them; those that there are not repeat the first. With WORDS =
+    0 the first part is the tile, by `quantized.load_numbers`, which has the same arguments."""
+    if WORDS == 4:
+        return load_nibbles(base, offsets, scales, scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, dtype, PTX)
+    elif WORDS == 2:
+        even, odd = load_pairs(
+            base, offsets, scales, scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, FORMAT, dtype, SCALED, PTX
+        )
+        return even, odd, even, even
+    else:
+        tile = load_numbers(
+            base, offsets, scales, scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, FORMAT, dtype, SCALED, PTX
+        )
+        return tile, tile, tile, tile
+
+
+@triton.jit
+def split_columns(tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr):
+    """The columns of a tile [ROWS, WIDTH] of numbers in the parts that `load_parts` has."""
+    if WORDS == 0:
+        return tile, tile, tile, tile
+    else:
+        even, odd = tl.split(tile.reshape(ROWS, WIDTH // 2, 2))
+        if WORDS == 2:
+            return even, odd, even, even
+        else:
+            first, third = tl.split(even.reshape(ROWS, WIDTH // 4, 2))
+            second, fourth = tl.split(odd.reshape(ROWS, WIDTH // 4, 2))
+            return first, second, third, fourth
+
+
+@triton.jit
+def join_columns(first, second, third, fourth, ROWS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr):
+    """The tile [ROWS, WIDTH] whose columns have these parts; the reverse of `split_columns`."""
+    if WORDS == 0:
+        return first
+    else:
+        if WORDS == 4:
+            first = tl.join(first, third).reshape(ROWS, WIDTH // 2)
+            second = tl.join(second, fourth).reshape(ROWS, WIDTH // 2)
+        return tl.join(first, second).reshape(ROWS, WIDTH)
 
 
 @triton.jit
