@@ -200,6 +200,20 @@ def test_options_of_the_masks_are_attributes_that_the_next_call_uses(name: str) 
 
 
 @pytest.mark.parametrize("kind", [MultiheadAttention, TransformerLayer])
+def test_the_window_of_a_layer_serves_another_mask_type_at_the_call(kind: type) -> None:
+    """As in TransformerEngine; the right side was set to 0 for the causal type of the constructor, and lost."""
+    sizes, mask_type = ((24, 32, 4), "self_attn_mask_type") if kind is TransformerLayer else ((24, 4), "attn_mask_type")
+    format = "attn_input_format" if kind is TransformerLayer else "qkv_format"
+    layer, other = (
+        kind(*sizes, window_size=(2, 1), **{mask_type: name, format: "bshd"}).eval() for name in ("causal", "no_mask")
+    )
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 6, 24)
+    assert layer.window_size == (2, 1)
+    assert torch.equal(layer(x, **{mask_type: "no_mask"}), other(x))
+
+
+@pytest.mark.parametrize("kind", [MultiheadAttention, TransformerLayer])
 def test_a_number_that_is_set_later_names_the_cache(kind: type) -> None:
     sizes = (24, 32, 4) if kind is TransformerLayer else (24, 4)
     format = "attn_input_format" if kind is TransformerLayer else "qkv_format"

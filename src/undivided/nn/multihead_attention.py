@@ -13,7 +13,7 @@ from undivided.errors import InputError
 from undivided.nn import _cached
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import check_names, check_numbers, checked_device, checked_sizes
-from undivided.nn.arguments.mask_types import checked_mask_type
+from undivided.nn.arguments.mask_types import checked_mask_type, checked_window
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
@@ -198,7 +198,6 @@ class MultiheadAttention(DividedModule):
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
-            window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             tp_size=self.tensor_parallel.size,
             get_rng_state_tracker=get_rng_state_tracker,
@@ -210,6 +209,7 @@ class MultiheadAttention(DividedModule):
             softcap=softcap,
             device=device,
         )
+        self.window_size = checked_window(window_size)  # unchanged, as a call may have another mask type
         context_size = self.heads.q * self.heads.v_dim
         self.proj = OutputLinear(context_size, {"": hidden_size}, output_init, bias, device, dtype)
         self.set_tensor_parallel_group(tp_group)
