@@ -125,7 +125,7 @@ def test_the_page_describes_every_argument() -> None:
     beyond = ["softmax_scale", "softcap", "backend"]
     for heading, first, second, extra, refused in (
         ("The layers: constructors", LAYER, ATTENTION, beyond, tables.TRANSFORMER_LAYER_AT_CONSTRUCTION),
-        ("The layers: calls", LAYER_CALL, ATTENTION_CALL, [], tables.LAYERS_AT_CALL),
+        ("The layers: calls", LAYER_CALL, ATTENTION_CALL, [], {}),
         ("Rotary embeddings", [*ROPE, "scaling", "device"], [w for w in APPLY_ROPE if "interleaved" not in w], [], {}),
         ("InferenceParams", CACHES, [], ["device", "quantize", "mesh", "context_parallel"], {"custom_cache_manager"}),
     ):
@@ -161,6 +161,21 @@ def test_the_caches_accept_what_transformer_engine_refuses() -> None:
     params.pre_step({"a": 3})
     params.pre_step({"b": 2, "a": 4})  # several tokens of a known sequence, behind a new one
     assert list(params.sequences.items()) == [("b", 2), ("a", 7)]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_flags_of_fp8_weights_and_of_overlaps_that_are_off_have_no_effect(value: bool) -> None:
+    """As in TransformerEngine without FP8 and without ub_tp_comm_overlap; they were errors."""
+    flags = [name for name in names(LAYER) if name.startswith(("ub_overlap", "ub_bulk"))]
+    sizes = (24, 32, 4)
+    layer = TransformerLayer(*sizes, attn_input_format="bshd", **dict.fromkeys(flags, value)).eval()
+    other = TransformerLayer(*sizes, attn_input_format="bshd").eval()
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 6, 24)
+    assert len(flags) == 5
+    assert torch.equal(layer(x, is_first_microbatch=value), other(x))
+    attention, same = layer.self_attention, other.self_attention
+    assert torch.equal(attention(x, is_first_microbatch=value), same(x))
 
 
 ATTRIBUTES: dict[str, tuple[Any, Any, Any]] = {

@@ -361,7 +361,7 @@ def test_a_named_backend_runs_or_gives_reasons() -> None:
             "encoder_output must be None with attention_type='self', got a tensor [2, 5, 24]\n  HINT: MultiheadAttention projects",
         ),
         ({"attention_type": "cross"}, {}, "encoder_output must be a torch.Tensor, got None"),
-        ({}, {"is_first_microbatch": False}, "is_first_microbatch must be None, got False"),
+        ({}, {"is_first_microbatch": "no"}, "is_first_microbatch must be True or False, got 'no'"),
         (
             {"qkv_format": "sbhd", "attn_mask_type": "padding"},
             {"cu_seqlens_q": torch.tensor([0, 5, 8])},

@@ -14,7 +14,7 @@ from undivided.nn import _cached
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import check_names, check_numbers, checked_device, checked_sizes
 from undivided.nn.arguments.mask_types import checked_mask_type, checked_window
-from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, LAYERS_AT_CALL, check_refused
+from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.inner_attribute import InnerAttribute
@@ -270,7 +270,7 @@ class MultiheadAttention(DividedModule):
                 each packed sequence, and continue after cached tokens.
             inference_params: cache of earlier keys and values; "cross" reads only positions, for rotary_pos_emb, and
                 refuses masks that depend on them (causal masks, windows, ALiBi).
-            is_first_microbatch: only None is accepted.
+            is_first_microbatch: a hint, without effect.
             attention_mask, attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
                 cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill,
@@ -284,7 +284,8 @@ class MultiheadAttention(DividedModule):
             InputError: an argument is wrong, or two arguments contradict each other, such as the format and the mask.
             NoBackendError: no allowed backend can run the problem.
         """
-        check_refused(LAYERS_AT_CALL, {"is_first_microbatch": is_first_microbatch})
+        if is_first_microbatch is not None:
+            checked_flag("is_first_microbatch", is_first_microbatch)
         of_mask = attn_mask_type, window_size, core_attention_bias_type
         self.check(hidden_states, encoder_output, inference_params, *of_mask)
         kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type

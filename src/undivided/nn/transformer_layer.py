@@ -17,7 +17,7 @@ from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import check_names, checked_number
 from undivided.nn.arguments.error_names import CROSS_ATTENTION, SELF_ATTENTION, call_with_names
 from undivided.nn.arguments.mask_types import check_mask_options
-from undivided.nn.arguments.refused import LAYERS_AT_CALL, TRANSFORMER_LAYER_AT_CONSTRUCTION, check_refused
+from undivided.nn.arguments.refused import OVERLAPS, TRANSFORMER_LAYER_AT_CONSTRUCTION, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.drop_path import drop_path_scale
@@ -74,8 +74,9 @@ class TransformerLayer(DividedModule):
         softmax_scale, softcap, backend: beyond TransformerEngine, as in `DotProductAttention`.
         tp_group, tp_size, set_parallel_mode, sequence_parallel, get_rng_state_tracker: tensor parallel ranks, as in
             `MultiheadAttention`. hidden_dropout is that of one process with rank 0's generator state, which is sent.
-        fuse_wgrad_accumulation, ub_tp_comm_overlap, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad,
-            ub_bulk_wgrad: accepted at their defaults only; another value is an error with the reason.
+        fuse_wgrad_accumulation, ub_tp_comm_overlap: accepted at their defaults only; another value is an error with the
+            reason.
+        ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: hints, without effect.
 
     Raises:
         InputError: an argument is wrong. The message has its name, its value, the limit and a fix.
@@ -162,6 +163,8 @@ class TransformerLayer(DividedModule):
         arguments = dict(locals())
         super().__init__()
         check_refused(TRANSFORMER_LAYER_AT_CONSTRUCTION, arguments)
+        for hint in OVERLAPS:
+            checked_flag(hint, arguments[hint])
         self.attn_input_format = hidden.checked_format("attn_input_format", attn_input_format)
         self.layer_type = checked_choice("layer_type", layer_type, ("encoder", "decoder"))
         for flag in _FLAGS:
@@ -278,7 +281,7 @@ class TransformerLayer(DividedModule):
                 enc_dec_bottom_right_diagonal: as in the constructor.
             cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q: of hidden_states.
             cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: of encoder_output; by default those of hidden_states.
-            is_first_microbatch: only None is accepted.
+            is_first_microbatch: a hint, without effect.
             checkpoint_core_attention, inference_params, rotary_pos_emb, core_attention_bias_type, core_attention_bias,
                 alibi_slopes, fast_zero_fill, pad_between_seqs: as in `MultiheadAttention.forward`.
 
@@ -289,7 +292,8 @@ class TransformerLayer(DividedModule):
             InputError: an argument is wrong, or two arguments contradict each other, such as the format and the mask.
             NoBackendError: no allowed backend can run the problem.
         """
-        check_refused(LAYERS_AT_CALL, {"is_first_microbatch": is_first_microbatch})
+        if is_first_microbatch is not None:
+            checked_flag("is_first_microbatch", is_first_microbatch)
         common = {
             "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params,

@@ -37,26 +37,10 @@ AT_CALL: dict[str, FixedArgument] = {
 _OVERLAP = "communication of tensor parallelism does not overlap with computation"
 _WGRAD = "gradients are in .grad; main_grad is not supported"
 LAYERS_AT_CONSTRUCTION: dict[str, FixedArgument] = {"fuse_wgrad_accumulation": FixedArgument(False, _WGRAD)}
-ATTENTION_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
-    name: FixedArgument(False, _OVERLAP)
-    for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
-}
-TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {
-    name: FixedArgument(default, _OVERLAP)
-    for name, default in (
-        ("ub_tp_comm_overlap", False),
-        ("ub_overlap_ag", True),
-        ("ub_overlap_rs", True),
-        ("ub_overlap_rs_dgrad", False),
-        ("ub_bulk_dgrad", True),
-        ("ub_bulk_wgrad", True),
-    )
-}
-LAYERS_AT_CALL: dict[str, FixedArgument] = {
-    "is_first_microbatch": FixedArgument(
-        None, "there are no FP8 weights to cache between microbatches, and gradients accumulate as usual"
-    )
-}
+OVERLAPS = "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"
+"""Kinds of overlap; in a TransformerLayer they have no effect without ub_tp_comm_overlap."""
+ATTENTION_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {name: FixedArgument(False, _OVERLAP) for name in OVERLAPS}
+TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {"ub_tp_comm_overlap": FixedArgument(False, _OVERLAP)}
 
 
 def check_refused(table: Mapping[str, FixedArgument], arguments: Mapping[str, object]) -> None:
