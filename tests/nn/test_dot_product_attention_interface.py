@@ -282,6 +282,8 @@ def test_a_pre_scale_bias_under_softcap_is_refused() -> None:
 def test_no_context_parallel_group_is_one() -> None:
     module = DotProductAttention(2, 8, qkv_format="bshd")
     module.set_context_parallel_group(None, None, None, "p2p")
+    module.set_context_parallel_group(None, None, None, module.cp_comm_type)  # as Megatron-LM turns it off
+    assert module.cp_comm_type == "p2p"
     with pytest.raises(InputError, match="group must be a process group"):
         module.set_context_parallel_group(object(), [0, 1], None)
 

@@ -178,6 +178,7 @@ class DotProductAttention(DividedModule):
         self.context_parallel = _context_parallel.context_parallel_group(
             cp_group, cp_global_ranks, cp_stream, cp_comm_type
         )
+        self.cp_comm_type = cp_comm_type
 
     @on_all_ranks
     def forward(
