@@ -62,6 +62,17 @@ def test_a_layer_without_the_tokens_of_earlier_steps_is_refused(pages: dict[str,
 
 
 @BOTH
+def test_a_step_that_no_layer_has_received_is_named_in_the_hint(pages: dict[str, Any]) -> None:
+    """The hint ended in an empty list of layers."""
+    params = new_params(pages)
+    params.pre_step({"a": 3})
+    params.pre_step({"a": 1})
+    with pytest.raises(InputError) as raised:
+        params.attend(1, *tokens(1))
+    assert raised.value.hint == "call every layer in every step, before the next pre_step"
+
+
+@BOTH
 def test_a_layer_may_start_with_new_sequences(pages: dict[str, Any]) -> None:
     params = new_params(pages)
     params.pre_step({"a": 3})

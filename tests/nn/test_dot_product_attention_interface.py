@@ -266,10 +266,12 @@ def test_offsets_that_changed_mean_the_new_sequences(write: Callable[[Tensor, Te
     assert not lengths(Q, Q, Q, attention_mask=changing)[0, 4].any()
 
 
-def test_keys_of_cross_attention_have_their_own_offsets() -> None:
-    module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding", attention_type="cross")
-    with pytest.raises(InputError, match="cu_seqlens_kv must be given"):
-        module(T, T, T, cu_seqlens_q=CU)
+@pytest.mark.parametrize(("format", "said"), [("thd", "given"), ("bshd", "given for cross-attention, got None")])
+def test_keys_of_cross_attention_have_their_own_offsets(format: str, said: str) -> None:
+    module = DotProductAttention(4, 8, qkv_format=format, attn_mask_type="padding", attention_type="cross")
+    x = T if format == "thd" else T.unflatten(0, (2, 6))
+    with pytest.raises(InputError, match=f"cu_seqlens_kv must be {said}"):
+        module(x, x, x, cu_seqlens_q=CU if format == "thd" else torch.tensor([0, 5, 8]))
 
 
 def test_a_pre_scale_bias_under_softcap_is_refused() -> None:

@@ -124,7 +124,8 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"self_attn_mask_type": "arbitrary"}, {"attention_mask": torch.zeros(1, 1, 2, 2, dtype=torch.bool)}, "attn_input_format must agree with attention_mask (2 tokens each)"),
     ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 4, 2, 2)}, "attn_input_format must agree with core_attention_bias (2 tokens each)"),
     ({"attn_input_format": "sbhd"}, {"inference_params": step(a=5, b=5)}, "attn_input_format must agree with inference_params (2 sequences): in 'sbhd' hidden_states [2, 5, 24] are 5 sequences of 2, got 'sbhd'\n  HINT: pre_step with 5 sequences, or attn_input_format='bshd'"),
-    ({}, {"inference_params": step(a=1)}, "hidden_states must have the 1 sequences that pre_step announced, got 2"),
+    ({}, {"inference_params": step(a=1)}, "hidden_states must have the 1 sequences that pre_step announced, got 2\n  HINT: a sequence without new tokens, or an idle row, has 0 in pre_step"),
+    ({"attn_input_format": "thd"}, {"hidden_states": X[0], "inference_params": step(a=1, b=2)}, "hidden_states must have the 3 tokens that pre_step announced, got 5\n  HINT: padding of a step is left out: hidden_states[:3]"),
     ({}, {"inference_params": step(a=6, b=5)}, "hidden_states must have the 6 tokens per sequence that pre_step announced, got 5"),
     ({"layer_type": "decoder", "attn_input_format": "sbhd"}, {"encoder_output": torch.randn(2, 7, HIDDEN)}, "attn_input_format must agree with encoder_output [2, 7, 24]: in 'sbhd' hidden_states [2, 5, 24] are 5 sequences of 2"),
     # a cache

@@ -105,7 +105,8 @@ class BetweenSteps(ABC):
             hint += f", or truncate({name!r}, {first}) and compute these tokens again"
         elif any(self._current_step().before):
             got = f"{number}, which received none"
-            hint += f"; layers with tokens: {listed([str(layer) for layer in self._storages])}"
+            layers = [str(layer) for layer in self._storages]
+            hint += f"; layers with tokens: {listed(layers)}" if layers else ", before the next pre_step"
         else:
             return
         must = "be that of a layer that received all earlier tokens of the step's sequences"

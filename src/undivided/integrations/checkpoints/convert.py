@@ -139,8 +139,9 @@ def from_transformer_engine(
 ) -> dict[str, Tensor]:
     """The state dict for a model whose layers have other values of fuse_qkv_params or qkv_weight_interleaved.
 
-    The names of TransformerEngine are those of undivided. A state dict of layers with the same options loads as it is,
-    in both directions; this converts queries, keys and values between one weight and a weight each.
+    The names of TransformerEngine are those of undivided. A state dict of layers with the same options loads as it is
+    (there with strict=False, as it has no `_extra_state`); this converts queries, keys and values between one weight
+    and a weight each.
 
     Args:
         state: a whole state dict of the same layers there, or here.

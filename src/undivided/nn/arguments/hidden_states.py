@@ -143,11 +143,14 @@ def _check_step(x: Tensor, format: Layout, params: InferenceParams) -> None:
         return  # the cache reports it
     if format == "thd":
         if x.shape[0] != sum(counts):
-            raise InputError("hidden_states", f"have the {sum(counts)} tokens that pre_step announced", x.shape[0])
+            hint = f"padding of a step is left out: hidden_states[:{sum(counts)}]" if x.shape[0] > sum(counts) else None
+            must = f"have the {sum(counts)} tokens that pre_step announced"
+            raise InputError("hidden_states", must, x.shape[0], hint)
         return
     batch, length = sizes(x, format)
     if batch != len(counts):
-        raise InputError("hidden_states", f"have the {len(counts)} sequences that pre_step announced", batch)
+        hint = "a sequence without new tokens, or an idle row, has 0 in pre_step" if batch > len(counts) else None
+        raise InputError("hidden_states", f"have the {len(counts)} sequences that pre_step announced", batch, hint)
     if length < max(counts):
         must = f"have the {max(counts)} tokens per sequence that pre_step announced"
         raise InputError("hidden_states", must, length)

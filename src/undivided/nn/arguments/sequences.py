@@ -200,7 +200,8 @@ def _lengths_mask(arguments: SequenceArguments, inputs: QKV, attention_type: str
     if q is None:
         raise InputError("cu_seqlens_q", "be given with cu_seqlens_kv", None)
     if kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
-        raise InputError("cu_seqlens_kv", "be given if keys and queries differ in length", None)
+        case = "for cross-attention" if attention_type == "cross" else "if keys and queries differ in length"
+        raise InputError("cu_seqlens_kv", f"be given {case}", None)
     for name, offsets in arguments.offsets.items():
         if offsets.shape[0] != inputs.batch + 1:
             count = offsets.shape[0] - 1
