@@ -44,7 +44,8 @@ def score_terms(
     if softcap is not None:
         hint = "post_scale_bias is added after softcap"
         raise InputError("core_attention_bias_type", "not be 'pre_scale_bias' with softcap", repr(kind), hint=hint)
-    return ScoreTerms(bias * scale, None)
+    wide = torch.promote_types(bias.dtype, torch.float32)  # in half precision the product would be rounded
+    return ScoreTerms(bias.to(wide) * scale, None)
 
 
 def _checked_bias(bias: object, kind: str, inputs: QKV) -> Tensor:
