@@ -191,7 +191,9 @@ BAD_CALLS = [
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": CU[:2]}, "cu_seqlens_q must have 3 offsets for a batch of 2", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": torch.arange(7)}, "cu_seqlens_q must have 3 offsets",
      "with 6 sequences, query_layer [2, 6, 4, 8] would fit qkv_format='sbhd'"),
-    ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 7, 8])}, "cu_seqlens must have lengths(kv) of at most 6", ""),
+    ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 7, 8])}, "cu_seqlens_q must have at most 6 tokens per batch element, the length of a row, got 7",
+     "without padding"),
+    ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": CU - CU // 3, "cu_seqlens_kv": CU}, "cu_seqlens_kv must have at most 6 tokens", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 5, 3])}, "cu_seqlens_q must start at 0 and never decrease", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_kv": CU}, "cu_seqlens_q must be given with cu_seqlens_kv", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": CU, "cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded must be None", ""),
@@ -218,6 +220,8 @@ BAD_CALLS = [
      "core_attention_bias must be a floating-point tensor", "attention_mask"),
     ((Q, Q, Q), {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(4, 6, 5)},
      "core_attention_bias must be broadcastable to [b, h, sq, skv] = [2, 4, 6, 6]", "bias[None]"),
+    ((T, T, T), {**PACKED, "cu_seqlens_q": CU, "core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(2, 4, 7, 7)},
+     "core_attention_bias must be broadcastable to [b, h, sq, skv] = [1, 4, 12, 12]", "in thd a bias is over the packed tokens"),
     ((Q, Q, Q), {"alibi_slopes": torch.ones(4)}, "alibi_slopes must be None with core_attention_bias_type='no_bias'", "'alibi'"),
     ((Q, Q, Q), {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape [heads] = [4]", ""),
     ((Q, Q, Q), {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(4).half()}, "alibi_slopes must be a float32 tensor", ""),
@@ -264,6 +268,12 @@ def test_offsets_that_changed_mean_the_new_sequences(write: Callable[[Tensor, Te
     assert lengths(Q, Q, Q, attention_mask=changing)[0, 4].any()
     write(changing, torch.tensor([False] * 4 + [True] * 2).expand(2, 1, 1, 6))
     assert not lengths(Q, Q, Q, attention_mask=changing)[0, 4].any()
+
+
+def test_lengths_of_no_sequences() -> None:
+    """They ended in an error of PyTorch: an empty tensor has no minimum."""
+    module = DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type="padding")
+    assert module(Q[:0], Q[:0], Q[:0], cu_seqlens_q=CU[:1]).shape == (0, 6, 32)
 
 
 @pytest.mark.parametrize(("format", "said"), [("thd", "given"), ("bshd", "given for cross-attention, got None")])

@@ -59,6 +59,8 @@ def _checked_bias(bias: object, kind: str, inputs: QKV) -> Tensor:
         raise InputError("core_attention_bias", "be a floating-point tensor", bias.dtype, hint=hint)
     if bias.dim() != 4 or not broadcasts(bias.shape, sizes):
         hint = inputs.other_format_hint(bias.shape[0]) if bias.dim() == 4 else "bias[None], if bias is [h, sq, skv]"
+        if inputs.packed and inputs.cached is None and bias.dim() == 4:
+            hint = "in thd a bias is over the packed tokens: bias[:, :, at[:, None], at] by positions in a sequence"
         hint = hint or broadcast_hint(bias.shape, sizes, "core_attention_bias{}")
         must = f"be broadcastable to [b, h, sq, skv] = {list(sizes)}"
         raise InputError("core_attention_bias", must, list(bias.shape), hint)

@@ -6,6 +6,7 @@ In attention_mask, True means masked out, the opposite of `masks.dense`.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -210,11 +211,22 @@ def _lengths_mask(arguments: SequenceArguments, inputs: QKV, attention_type: str
                 hint = "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
             must = f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}"
             raise InputError(name, must, offsets.shape[0], hint=hint)
-        if readable(offsets) and (int(offsets[0]) != 0 or int(offsets.diff().min()) < 0):
-            hint = "batch elements of 3 and 2 tokens are [0, 3, 5]"
-            raise InputError(name, "start at 0 and never decrease", offsets.tolist()[:8], hint=hint)
+        if readable(offsets):
+            _check_lengths(name, offsets.tolist(), inputs.kv_len if name == "cu_seqlens_kv" else inputs.q_len)
     n = q.diff()
     return masks.lengths(n if kv is None or kv is q else kv.diff(), n)
+
+
+def _check_lengths(name: str, offsets: list[int], limit: int) -> None:
+    """Raise InputError unless offsets start at 0, never decrease, and no sequence is longer than its row."""
+    lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
+    if offsets[0] != 0 or min(lengths, default=0) < 0:
+        hint = "batch elements of 3 and 2 tokens are [0, 3, 5]"
+        raise InputError(name, "start at 0 and never decrease", offsets[:8], hint=hint)
+    longest = max(lengths, default=0)
+    if longest > limit:
+        hint = "the differences of its entries are the lengths of the batch elements, without padding"
+        raise InputError(name, f"have at most {limit} tokens per batch element, the length of a row", longest, hint)
 
 
 def _padding_mask(attention_mask: object, inputs: QKV, kind: MaskType) -> Mask:
