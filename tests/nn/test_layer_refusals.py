@@ -103,6 +103,9 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"cu_seqlens_q": cu(LENGTHS), "cu_seqlens_kv": cu((4, 4))}, "cu_seqlens_kv must be cu_seqlens_q or None"),
     ({}, {"cu_seqlens_q": cu(LENGTHS)}, "cu_seqlens_q must be None with self_attn_mask_type='causal' in attn_input_format='bshd'"),
     ({}, {"self_attn_mask_type": "both"}, "self_attn_mask_type must be one of"),
+    # one mask for keys as long as the queries masked the queries too
+    ({"layer_type": "decoder"}, {"encoder_output": X, "enc_dec_attn_mask_type": "padding", "enc_dec_attn_mask": torch.zeros(2, 1, 1, 5, dtype=torch.bool)},
+     "enc_dec_attn_mask must be a pair for the queries and the keys in cross-attention, got a tensor [2, 1, 1, 5]\n  HINT: enc_dec_attn_mask=(mask_q [b, 1, 1, sq]"),
     ({}, {"is_first_microbatch": 1}, "is_first_microbatch must be True or False, got 1"),
     ({}, {"rotary_pos_emb": RotaryPositionEmbedding(6)(4)}, "rotary_pos_emb must have a row for each of 5 positions, got 4"),
     ({}, {"rotary_pos_emb": RotaryPositionEmbedding(6)(5).bfloat16()}, "rotary_pos_emb must be float32, got torch.bfloat16\n  HINT: in a half-precision dtype, neighbouring positions have equal angles; FSDP2 casts them unless"),

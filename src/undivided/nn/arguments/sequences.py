@@ -179,7 +179,7 @@ def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, at
         raise InputError("attention_mask", must, _describe(arguments.attention_mask), hint="pass one of the two")
     if arguments.offsets:
         return _lengths_mask(arguments, inputs, attention_type)
-    return _padding_mask(arguments.attention_mask, inputs, kind)
+    return _padding_mask(arguments.attention_mask, inputs, kind, attention_type)
 
 
 def _packed_mask(arguments: SequenceArguments) -> Mask:
@@ -229,7 +229,7 @@ def _check_lengths(name: str, offsets: list[int], limit: int) -> None:
         raise InputError(name, f"have at most {limit} tokens per batch element, the length of a row", longest, hint)
 
 
-def _padding_mask(attention_mask: object, inputs: QKV, kind: MaskType) -> Mask:
+def _padding_mask(attention_mask: object, inputs: QKV, kind: MaskType, attention_type: str) -> Mask:
     """The mask of real tokens, from one boolean padding mask or a pair for queries and keys."""
     if attention_mask is None:
         must = f"be given (or cu_seqlens_q) with attn_mask_type={kind.name!r}"
@@ -243,8 +243,9 @@ def _padding_mask(attention_mask: object, inputs: QKV, kind: MaskType) -> Mask:
         if attention_mask[1] is attention_mask[0]:
             return _mask_of_real_tokens(q, q)
         return _mask_of_real_tokens(q, _real_tokens("attention_mask[1]", attention_mask[1], inputs, inputs.kv_len))
-    if inputs.q_len != inputs.kv_len:
-        must = "be a pair for the queries and the keys if their lengths differ"
+    if attention_type == "cross" or inputs.q_len != inputs.kv_len:
+        case = "in cross-attention" if attention_type == "cross" else "if their lengths differ"
+        must = f"be a pair for the queries and the keys {case}"
         hint = "attention_mask=(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])"
         raise InputError("attention_mask", must, _describe(attention_mask), hint=hint)
     real = _real_tokens("attention_mask", attention_mask, inputs, inputs.q_len)
