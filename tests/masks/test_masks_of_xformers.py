@@ -150,5 +150,4 @@ def test_the_page_names_every_class() -> None:
     """The table of the page has exactly the classes above."""
     table = PAGE.read_text(encoding="utf-8").split("## attn_bias, class by class")[1].split("## ")[0]
     named = set(re.findall(r"\b(?:Paged)?(?:BlockDiagonal|LowerTriangular|Local)\w*Mask\b", table))
-    shortened = {name for name in PAGED if "CausalWithOffset" in name}  # "..CausalWithOffset.."
-    assert named == set(DENSE) | set(PACKED) | set(PAGED) - shortened
+    assert named == set(DENSE) | set(PACKED) | set(PAGED)
