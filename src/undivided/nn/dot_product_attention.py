@@ -219,8 +219,8 @@ class DotProductAttention(DividedModule):
 
         Args:
             query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], depending on `qkv_format`.
-            attention_mask: bool, True = masked out: [b, 1, 1, s] for padding types, a pair of them if queries and keys
-                differ; broadcastable to [b, h, sq, skv] for "arbitrary".
+            attention_mask: bool, True = masked out: [b, 1, 1, s] for padding types, in cross-attention a pair of them
+                for queries and keys; broadcastable to [b, h, sq, skv] for "arbitrary".
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: as in the constructor.
             cu_seqlens_q, cu_seqlens_kv: cumulative real lengths, int [b + 1]: of packed sequences in thd, of the batch
                 elements in other formats. cu_seqlens_kv defaults to cu_seqlens_q.
