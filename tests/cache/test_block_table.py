@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import undivided
-from undivided import masks
+from undivided import InferenceParams, masks
 from undivided.cache._block_table import BlockTable
 
 CPU = torch.device("cpu")
@@ -69,6 +69,16 @@ def test_only_lists_that_were_replaced_are_read() -> None:
     assert second[3].tolist() == [3, 4, 0]
     assert second[4].tolist() == [7, 8, 9]
     assert first[4].tolist() == [4, 5]
+
+
+def test_the_lists_of_other_sequences_stay_if_one_keeps_tokens_or_ends() -> None:
+    params = InferenceParams(3, 64, 1, 8, torch.float32, is_paged=True, page_size=4)
+    params.pre_step({"a": 9, "b": 9, "c": 9})
+    (a, *_), ledger = params._batch.ledger.tables, params._batch.ledger
+    params.keep({"b": [0, 4]})
+    params.pre_step({"a": 0, "b": 1})
+    assert params._batch.ledger is not ledger
+    assert params._batch.ledger.tables[0] is a
 
 
 def test_lists_of_a_known_state_are_not_read() -> None:

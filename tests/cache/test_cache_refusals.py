@@ -182,6 +182,32 @@ def test_tokens_of_8_bits_are_refused_under_autocast_too(dtype: torch.dtype) -> 
     assert cache.lengths == (0,)
 
 
+CHANGES: dict[str, Callable[[Cache], object]] = {
+    "fork": lambda c: c.fork(0, 1),
+    "free": lambda c: c.free(1),
+    "truncate": lambda c: c.truncate([4, 4, 3]),
+    "keep": lambda c: c.keep([[0], [], [0, 1]]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_of_padded_tokens_need_their_lengths_after_a_change(
+    kind: str, change: Callable[[Cache], object]
+) -> None:
+    """All rows would count as real, so that the real ones would be too early in their sequence."""
+    cache, everything = new_cache(kind), masks.window(None, None)
+    cache.append(tokens_of(3, 5), tokens_of(3, 5, dim=VALUE_DIM), lengths=[4, 5, 2])
+    cache.append(K, V, lengths=[1, 0, 2])
+    change(cache)
+    with pytest.raises(InputError, match="q_lengths must be given if the last append had lengths and sequences have"):
+        cache.attend(Q, everything)
+    cache.attend(Q, everything, q_lengths=[1, 0, 2])
+    cache.attend(Q[:, :1], everything)  # queries of other tokens
+    cache.append(K, V)
+    cache.attend(Q, everything)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_to_fork_may_be_a_tensor_or_a_range(kind: str) -> None:
     caches = [new_cache(kind) for _ in range(3)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import undivided
 from undivided import InferenceParams, InputError, PagedKVCache, masks
+from undivided.cache._ledger import eviction
 from undivided.masks import Mask
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
@@ -90,6 +91,36 @@ def test_a_pool_of_a_window_streams_forever() -> None:
         cache.evict(STREAMING)
     torch.testing.assert_close(torch.cat(rows), in_one_pass(sequence, STREAMING))
     assert cache.lengths == (200,)
+
+
+@pytest.mark.parametrize("length", [60, 6000])
+def test_a_step_looks_at_the_pages_of_the_window_only(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PagedKVCache(1600, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
+    one_step(cache, new_sequences((length,)), STREAMING)
+    cache.evict(STREAMING)
+    looks: list[object] = []
+    first_seen = eviction._first_seen
+    monkeypatch.setattr(eviction, "_first_seen", lambda *args: looks.append(args) or first_seen(*args))
+    (sequence,) = new_sequences((PAGE,))
+    one_step(cache, [sequence], STREAMING)
+    assert cache.evict(STREAMING) == 1
+    assert len(looks) < 10
+
+
+def test_pages_between_evicted_ones_are_evicted_later() -> None:
+    cache = PagedKVCache(8, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
+    one_step(cache, new_sequences((8 * PAGE,)), masks.causal())
+    ledger = cache._ledger
+    for places, ranges, held in (
+        ([2, 4], ((2, 3), (4, 5)), [0, 1, 3, 5, 6, 7]),
+        ([0, 5], ((0, 1), (2, 3), (4, 6)), [1, 3, 6, 7]),
+        ([1, 3], ((0, 6),), [6, 7]),
+        ([6, 7], ((0, 8),), []),
+    ):
+        ledger.evict(0, places)
+        assert ledger.evicted_places[0] == ranges
+        assert ledger.held_places(0) == held
+        assert cache.free_pages == 8 - len(held)
 
 
 def test_a_broader_mask_is_refused_and_a_narrower_one_is_not() -> None:

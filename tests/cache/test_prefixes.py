@@ -13,6 +13,7 @@ from torch import Tensor
 import undivided
 from undivided import InputError, PagedKVCache, masks
 from undivided.cache._ledger.pages import Pages
+from undivided.cache._ledger.prefixes import Node, PrefixIndex
 from undivided.cache._storage import Storage
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
@@ -103,6 +104,19 @@ def test_the_least_recently_used_pages_go_first() -> None:
     serve(cache, 0, [7] * 12)  # takes three of four pages
     cache.free(0)
     assert cache.match(prompts[1], 0) == 0
+
+
+def test_pages_are_given_up_without_reading_the_whole_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Pages(1000, PAGE, 1)
+    for n in range(100):
+        ledger.commit(ledger.plan((10 * PAGE,)))
+        ledger.remember(0, [n] * 10 * PAGE)
+        ledger.free(0)
+    read: list[Node] = []
+    every = PrefixIndex.__iter__
+    monkeypatch.setattr(PrefixIndex, "__iter__", lambda index: (read.append(node) or node for node in every(index)))
+    ledger.commit(ledger.plan((3 * PAGE,)))
+    assert len(read) == 4  # the one after the last is read, and not taken
 
 
 def test_a_refused_append_forgets_nothing() -> None:

@@ -217,6 +217,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: masks.blocks(1, 1, "0"), "table must be an int tensor or nested lists"),  # type: ignore[arg-type]
     (lambda: masks.blocks(1, 1, [[0], [0, 1]]), "table must be nested lists of ints, of equal lengths"),
     (lambda: masks.blocks(1, 1, torch.zeros(3, 1)), "table must have an integer dtype"),
+    (lambda: masks.pages(torch.zeros(1, 3) > 0, 4), "table must hold the numbers of the chosen blocks"),
     (lambda: masks.pages([[[[1]]]], 4), "table must have 1 to 3 dimensions"),
     (lambda: masks.blocks(4, 4, [[0]]).to_dense(1, 1, 8, 8), "a block table for 2 query blocks, of 4 of 8 queries"),
     (lambda: masks.blocks(4, 4, [[0], [2]]).to_dense(1, 1, 8, 8), "choose key blocks of at most 1: 8 keys"),

@@ -18,6 +18,7 @@ from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import unknown_arguments
 from undivided.cache._ledger import eviction
+from undivided.cache._ledger.pages import Places
 from undivided.cache._masks import (
     CAUSAL,
     EVERY,
@@ -58,14 +59,14 @@ class CachedSequences(NamedTuple):
         pools: keys and values, [B, R, N, D], or pools of pages, [P, R, N, D], and their scales if they are quantised.
         lengths: tokens of each sequence, on all ranks together.
         pages: block table of the pools, int32 [B, pages of the longest].
-        tables: the pages of each sequence, on all ranks, if any were evicted, otherwise None.
+        evicted: the places of the evicted pages of each sequence, on all ranks, if there are any, otherwise None.
         digest: a number that differs if the pages of sequences differ; 0 for one process.
     """
 
     pools: Pools
     lengths: Counts
     pages: Tensor | None = None
-    tables: Sequence[Sequence[int]] | None = None
+    evicted: Sequence[Places] | None = None
     digest: int = 0
 
 
@@ -93,9 +94,9 @@ class CachedCall(NamedTuple):
             mask = CAUSAL
         else:
             check_mask(checked_mask(mask), layout)
-        if cached.tables is not None:
+        if cached.evicted is not None:
             counts = (q.shape[SEQUENCE_AXIS[layout]],) * len(cached.lengths) if q_counts is None else q_counts
-            eviction.check_hidden(mask, cached.tables, cached.lengths, counts, cached.pools.k.shape[1])
+            eviction.check_hidden(mask, cached.evicted, cached.lengths, counts, cached.pools.k.shape[1])
         if mask.right == 0 and mask.align != "top_left":
             if q_counts is not None:
                 too_many = any(map(gt, q_counts, cached.lengths))

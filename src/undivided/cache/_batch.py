@@ -13,7 +13,7 @@ from torch import Tensor
 from undivided.arguments.checks import as_integer, listed
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
-from undivided.cache._ledger.pages import Pages
+from undivided.cache._ledger.pages import Pages, Places
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError, did_you_mean
@@ -89,12 +89,12 @@ class Batch:
         ledger = self.ledger
         return [ledger.of_rank(rank, slot) if isinstance(ledger, Pages) else [slot] for slot in slots]
 
-    def evicted_tables(self, slots: Counts) -> list[list[int]] | None:
-        """The pages of these slots on all ranks if any were evicted, otherwise None."""
+    def evicted_places(self, slots: Counts) -> list[Places] | None:
+        """The places of the evicted pages of these slots, on all ranks, if there are any, otherwise None."""
         ledger = self.ledger
         if not isinstance(ledger, Pages) or not any(ledger.evicted):
             return None
-        return [ledger.tables[slot] for slot in slots]
+        return [ledger.evicted_places[slot] for slot in slots]
 
     def _check_counts(self, step_dict: object) -> dict[Hashable, int]:
         if not isinstance(step_dict, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,20 @@ from undivided.request.checks import check_layout
 Lengths = Sequence[int] | Tensor
 
 
+class LastAppend(NamedTuple):
+    """The tokens of the last append.
+
+    Args:
+        counts: real tokens of each sequence.
+        padded: tokens of each sequence with padding; of all sequences, if packed.
+        is_current: whether the sequences are as this append left them.
+    """
+
+    counts: Counts
+    padded: int
+    is_current: bool = True
+
+
 @checked_methods("fork", "free", "keep", "truncate")
 class Cache(ABC):
     """Cached keys and values of one layer: a `KVCache` or a `PagedKVCache`."""
@@ -38,7 +52,7 @@ class Cache(ABC):
         check_layout(layout)
         self._ledger, self._storage = ledger, storage
         self.batch, self.layout = batch, layout
-        self._last: tuple[Counts, int] | None = None  # real tokens and padded length of the last append
+        self._last: LastAppend | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -110,7 +124,7 @@ class Cache(ABC):
             if after > before:
                 raise InputError(f"lengths[{n}]", f"be at most the {before} cached tokens of sequence {n}", after)
         self._ledger.truncate(remaining)
-        self._last = None
+        self._note_change()
 
     def fork(self, src: int | Lengths, dst: int | Lengths) -> None:
         """Make sequence dst a copy of src; the previous tokens of dst are dropped.
@@ -126,7 +140,7 @@ class Cache(ABC):
         pairs = self._pairs(src, dst)
         self._storage.copy(*self._ledger.fork_copies(pairs))
         self._ledger.fork(pairs)
-        self._last = None
+        self._note_change()
 
     def free(self, i: int) -> None:
         """Drop sequence i; a new sequence may start in its place.
@@ -138,25 +152,30 @@ class Cache(ABC):
             InputError: the sequence does not exist.
         """
         self._ledger.free(self._sequence("i", i))
-        self._last = None
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """Note that the sequences have changed since the last append."""
+        if self._last is not None:
+            self._last = self._last._replace(is_current=False)
 
     def _queries(self, q_lengths: Lengths | None, q_len: int) -> Counts | None:
         """The number of real queries of each sequence; None if all are real."""
+        last = self._last
         if self.layout == "thd":
-            if q_lengths is None and self._last is not None:
-                return packed_counts("q_lengths", self._last[0], self.batch, q_len)
+            if q_lengths is None and last is not None and last.is_current:
+                q_lengths = last.counts
             return packed_counts("q_lengths", q_lengths, self.batch, q_len)
         if q_lengths is None:
-            if self._last is None:
+            if last is None or last.counts.count(last.padded) == self.batch:
                 return None
-            counts, padded = self._last
-            if counts.count(padded) == self.batch:
+            if last.is_current and last.padded == q_len:
+                return last.counts
+            if not last.is_current and last.padded != q_len:  # not the queries of that append
                 return None
-            if padded != q_len:
-                must = "be given if the last append had lengths and q has another number of tokens"
-                hint = f"the last append had {list(counts)} real of {padded} tokens; q has {q_len} per sequence"
-                raise InputError("q_lengths", must, None, hint=hint)
-            return counts
+            cause = "q has another number of tokens" if last.is_current else "sequences have changed since"
+            hint = f"the last append had {list(last.counts)} real of {last.padded} tokens; q has {q_len} per sequence"
+            raise InputError("q_lengths", f"be given if the last append had lengths and {cause}", None, hint=hint)
         counts = checked_counts("q_lengths", q_lengths, self.batch, q_len, "queries in q")
         return None if counts.count(q_len) == self.batch else counts
 
@@ -207,7 +226,7 @@ class Cache(ABC):
             rows = [row for n, count in enumerate(new.counts) for row in self._ledger.rows(plan, n, count)]
             storage.write(storage.rows(rows), new)
         self._ledger.commit(plan)
-        self._last = new.counts, new.k.shape[1]
+        self._last = LastAppend(new.counts, new.k.shape[1])
 
     @overload
     def attend(
@@ -275,7 +294,8 @@ class Cache(ABC):
                 default alignment is bottom-right, for at most as many queries as cached tokens. Key j is the j-th token
                 of its sequence.
             q_lengths: number of real queries of each sequence, which come first, as `lengths` of `append`; other rows
-                give 0. None: the lengths of the last append if it had any, otherwise all.
+                give 0. None: the lengths of the last append if it had any, otherwise all. Required if sequences have
+                changed between that append and its queries.
             bias: as in `undivided.attention`, with Sk = max(lengths); not in "thd".
             scale, softcap, alibi_slopes, sinks, backend, deterministic, batch_invariant, return_lse: as in
                 `undivided.attention`.
@@ -330,17 +350,17 @@ class Cache(ABC):
         """
         compaction = compact_on_all_ranks(self._ranks, lambda: self._compaction(indices))
         self._ledger = compaction.run([self._storage])
-        self._last = None
+        self._note_change()
 
     def _compaction(self, indices: Sequence[Sequence[int] | Tensor]) -> Compaction[Ledger]:
-        if self._last is None:
+        if self._last is None or not self._last.is_current:
             raise InputError("indices", "be given directly after append", "no append, or another change since it")
         if not isinstance(indices, Sequence) and not (isinstance(indices, Tensor) and indices.dim()):
             raise InputError("indices", "be a list of lists of ints", type(indices).__name__)
         if len(indices) != self.batch:
             raise InputError("indices", f"be one list for each of the {self.batch} sequences", len(indices))
         kept = {
-            n: (count, checked_indices(f"indices[{n}]", indices[n], count)) for n, count in enumerate(self._last[0])
+            n: (count, checked_indices(f"indices[{n}]", indices[n], count)) for n, count in enumerate(self._last.counts)
         }
         return compact(self._ledger, kept)
 

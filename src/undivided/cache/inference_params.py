@@ -336,7 +336,7 @@ class InferenceParams(ShardedSteps):
         first, count = step.slots[0], len(step.slots)
         if not self.is_paged and step.slots == tuple(range(first, first + count)):
             return CachedSequences(storage.pools.pages(first, first + count), step.after)
-        evicted = self._batch.evicted_tables(step.slots)
+        evicted = self._batch.evicted_places(step.slots)
         digest = 0 if self._ranks is None else self._batch.paged_ledger("have ranks").digest()
         return CachedSequences(storage.pools, step.after, self.page_table, evicted, digest)
 

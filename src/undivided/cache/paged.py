@@ -110,7 +110,7 @@ class SequencesOnPages(Cache):
             hint = f"free({i}) first"
             raise InputError("i", "be an empty sequence", f"one of {self.lengths[sequence]} tokens", hint)
         count = self._ledger.match(sequence, ids[:-1])
-        self._last = None
+        self._note_change()
         return count
 
     @outside_of_graphs
@@ -148,9 +148,9 @@ class SequencesOnPages(Cache):
 
     def _cached_sequences(self) -> CachedSequences:
         ledger = self._ledger
-        tables = ledger.tables if any(ledger.evicted) else None
+        evicted = ledger.evicted_places if any(ledger.evicted) else None
         digest = 0 if self._ranks is None else ledger.digest()
-        return CachedSequences(self._storage.pools, ledger.lengths, self.block_table, tables, digest)
+        return CachedSequences(self._storage.pools, ledger.lengths, self.block_table, evicted, digest)
 
 
 @checked_call

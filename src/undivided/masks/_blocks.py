@@ -99,6 +99,9 @@ def _table(table: Tensor | Sequence[Any], dimensions: tuple[int, ...]) -> Tensor
     else:
         raise InputError("table", "be an int tensor or nested lists of ints", type(table).__name__)
     check_tensor("table", chosen)
+    if chosen.dtype == torch.bool:
+        hint = "torch.where(table, torch.arange(table.shape[-1]), -1), if it is True for each chosen block"
+        raise InputError("table", "hold the numbers of the chosen blocks", chosen.dtype, hint)
     check_int_dtype("table", chosen)
     if chosen.dim() not in dimensions:
         raise InputError("table", f"have {dimensions[0]} to {dimensions[-1]} dimensions", list(chosen.shape))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from undivided import masks
-from undivided.cache._ledger.pages import EVICTED, Pages
+from undivided.cache._ledger.pages import Pages, Places
 from undivided.cache._masks import align
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
@@ -31,9 +31,9 @@ def evict(ledger: Pages, mask: Mask) -> int:
     check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
     for n, (ranges,) in enumerate(visible(mask, ledger.lengths)):
-        full = ledger.lengths[n] // ledger.page_size
-        hidden = [p for p in range(full) if not _sees(ranges, p, ledger.page_size)]
-        count += ledger.evict(n, hidden)
+        hidden = [p for p in ledger.held_places(n) if _first_seen(ranges, (p, p + 1), ledger.page_size) is None]
+        ledger.evict(n, hidden)
+        count += len(hidden)
     return count
 
 
@@ -45,27 +45,25 @@ def check_evictable(mask: Mask, must: str) -> None:
         raise InputError("mask", must, repr(mask), hint="masks.window(4095, 0) | masks.sinks(4)")
 
 
-def check_hidden(mask: Mask, tables: Sequence[Sequence[int]], lengths: Counts, counts: Counts, page_size: int) -> None:
-    """InputError if a query of the last `counts` tokens of each sequence sees a key on an evicted page of `tables`."""
-    evicted = tuple([tuple([p for p, page in enumerate(pages) if page == EVICTED]) for pages in tables])
+def check_hidden(mask: Mask, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> None:
+    """InputError if a query of the last `counts` tokens of each sequence sees a key on one of its evicted pages."""
+    evicted = tuple(evicted)
     key = "evicted", evicted, lengths, counts, page_size
     mask.cached(key, lambda: _check_hidden(mask, evicted, lengths, counts, page_size))
 
 
-def _check_hidden(
-    mask: Mask, evicted: Sequence[Sequence[int]], lengths: Counts, counts: Counts, page_size: int
-) -> bool:
+def _check_hidden(mask: Mask, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> bool:
     must = "hide the keys that were evicted"
     check_evictable(mask, must)
     # of more queries than tokens, the first ones see no key
     before = tuple([max(0, length - count) for length, count in zip(lengths, counts, strict=True)])
     # no later query sees more of the keys before it than the first query; but each sees its own key
-    ends = [(pages[-1] + 1) * page_size if pages else 0 for pages in evicted]
+    ends = [places[-1][1] * page_size if places else 0 for places in evicted]
     rows = max(1, *[end - start for end, start in zip(ends, before, strict=True)])
     for n, queries in enumerate(visible(mask, before, rows)):
         for i, ranges in enumerate(queries[: lengths[n] - before[n]], before[n]):
-            for p in evicted[n]:
-                if _sees(ranges, p, page_size):
+            for places in evicted[n]:
+                if (p := _first_seen(ranges, places, page_size)) is not None:
                     keys = f"a mask that shows keys {p * page_size} to {(p + 1) * page_size - 1}"
                     hint = "attend with the mask of evict(), or a narrower one, and before evict()"
                     raise InputError("mask", f"{must} of sequence {n}", f"{keys} to its query {i}", hint)
@@ -82,6 +80,8 @@ def visible(mask: Mask, lengths: Counts, queries: int = 1) -> list[list[Ranges]]
     return [[list(zip(row[::2], row[1::2], strict=True)) for row in sequence] for sequence in table.tolist()]
 
 
-def _sees(ranges: Ranges, page: int, page_size: int) -> bool:
-    first, stop = page * page_size, (page + 1) * page_size
-    return any(start < stop and end > first for start, end in ranges if start < end)
+def _first_seen(ranges: Ranges, places: tuple[int, int], page_size: int) -> int | None:
+    """The first of the pages at these places that has a key of the ranges, or None."""
+    first, stop = (place * page_size for place in places)
+    starts = [max(start, first) for start, end in ranges if max(start, first) < min(end, stop)]
+    return min(starts) // page_size if starts else None

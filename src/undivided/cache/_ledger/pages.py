@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from undivided.errors import InputError
 
 EVICTED = -1
 """The entry of an evicted page in the list of a sequence's pages."""
+
+Places = tuple[tuple[int, int], ...]
+"""Places in the list of a sequence's pages, as ascending ranges (first, stop) that do not touch."""
 
 
 class PageNeed(NamedTuple):
@@ -48,6 +52,7 @@ class Pages:
         self.unused = [list(range(total - ranks + rank, -1, -ranks)) for rank in range(ranks)]
         # tokens that each sequence had at its last eviction; `truncate` must not leave fewer, except for 0
         self.evicted = [0] * batch
+        self.evicted_places: list[Places] = [()] * batch
         self.prefixes = PrefixIndex(page_size)
         self.changes = 0  # number of changes of the tables, so that copies of them can be refreshed
         self._digest = -1, 0  # (number of changes, digest of the tables after them)
@@ -89,12 +94,15 @@ class Pages:
         missing = [count - len(pages) for count, pages in zip(needed, self.unused, strict=True)]
         if max(missing) <= 0:
             return ()
-        for rank, (count, free) in enumerate(zip(needed, self.free_pages, strict=True)):
-            if count > free:
+        selected = self.prefixes.select(self.references, missing)
+        found = Counter(node.page % self.ranks for node in selected)
+        for rank, count in enumerate(missing):
+            if count > found[rank]:
                 where, of_rank = (f" on rank {rank}", ", the pages of each rank") if self.ranks > 1 else ("", "")
+                free = self.free_pages[rank]
                 must = f"fit into the {free} free pages of {self.num_pages}{where} (page_size {self.page_size})"
-                raise InputError(self.argument, must, f"tokens that need {count}", hint=self.hint + of_rank)
-        return self.prefixes.select(self.references, missing)
+                raise InputError(self.argument, must, f"tokens that need {needed[rank]}", hint=self.hint + of_rank)
+        return selected
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
         """Index the full pages that hold these tokens, the first ones of a sequence."""
@@ -172,18 +180,24 @@ class Pages:
             token = stop
         return rows
 
-    def evict(self, sequence: int, places: Sequence[int]) -> int:
-        """Release the pages at these places in the list of a sequence; the number of those not released before."""
+    def held_places(self, sequence: int) -> list[int]:
+        """The places of the full pages of a sequence that are not evicted."""
+        evicted, full = self.evicted_places[sequence], self.lengths[sequence] // self.page_size
+        starts, stops = [0, *(stop for _, stop in evicted)], [*(first for first, _ in evicted), full]
+        return [place for start, stop in zip(starts, stops, strict=True) for place in range(start, stop)]
+
+    def evict(self, sequence: int, places: Sequence[int]) -> None:
+        """Release the pages at some of the held places of a sequence."""
+        if not places:
+            return
         pages = self.tables[sequence]
-        held = [place for place in places if pages[place] != EVICTED]
-        if held:
-            self._release([pages[place] for place in held])
-            self.tables[sequence] = pages = list(pages)
-            for place in held:
-                pages[place] = EVICTED
-            self.evicted[sequence] = self.lengths[sequence]
-            self.changes += 1
-        return len(held)
+        self._release([pages[place] for place in places])
+        self.tables[sequence] = pages = list(pages)
+        for place in places:
+            pages[place] = EVICTED
+        self.evicted[sequence] = self.lengths[sequence]
+        self.evicted_places[sequence] = _with_places(self.evicted_places[sequence], places)
+        self.changes += 1
 
     def truncate(self, lengths: Counts) -> None:
         for n, length in enumerate(lengths):
@@ -191,7 +205,8 @@ class Pages:
                 must = f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted"
                 raise InputError(f"lengths[{n}]", must, length, hint="evict after the rejected tokens were truncated")
         for n, length in enumerate(lengths):
-            self.evicted[n] = self.evicted[n] if length else 0
+            if not length:
+                self.evicted[n], self.evicted_places[n] = 0, ()
             keep = -(-length // self.page_size)
             pages = self.tables[n]
             if keep < len(pages):
@@ -204,21 +219,23 @@ class Pages:
         return (), 0
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
-        tables, lengths, evicted = list(self.tables), list(self.lengths), list(self.evicted)
+        tables, lengths = list(self.tables), list(self.lengths)
+        evicted, evicted_places = list(self.evicted), list(self.evicted_places)
         for source, target in pairs:
             for page in self.tables[source]:
                 if page != EVICTED:
                     self.references[page] += 1
-            tables[target], lengths[target] = list(self.tables[source]), self.lengths[source]
-            evicted[target] = self.evicted[source]
+            tables[target], lengths[target] = self.tables[source], self.lengths[source]
+            evicted[target], evicted_places[target] = self.evicted[source], self.evicted_places[source]
         for _, target in pairs:
             self._release(self.tables[target])
-        self.tables, self.lengths, self.evicted = tables, tuple(lengths), evicted
+        self.tables, self.lengths = tables, tuple(lengths)
+        self.evicted, self.evicted_places = evicted, evicted_places
         self.changes += 1
 
     def free(self, sequence: int) -> None:
         self._release(self.tables[sequence])
-        self.tables[sequence], self.evicted[sequence] = [], 0
+        self.tables[sequence], self.evicted[sequence], self.evicted_places[sequence] = [], 0, ()
         self.lengths = (*self.lengths[:sequence], 0, *self.lengths[sequence + 1 :])
         self.changes += 1
 
@@ -234,8 +251,18 @@ class Pages:
         """An equal ledger, with the same index of prefixes."""
         twin = type(self)(0, self.page_size, 0, self.ranks)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
-        twin.tables = [list(pages) for pages in self.tables]
-        twin.references, twin.evicted = list(self.references), list(self.evicted)
+        twin.tables, twin.references = list(self.tables), list(self.references)
+        twin.evicted, twin.evicted_places = list(self.evicted), list(self.evicted_places)
         twin.unused = [list(pages) for pages in self.unused]
         twin.prefixes = self.prefixes
         return twin
+
+
+def _with_places(ranges: Places, places: Sequence[int]) -> Places:
+    """The ranges with more places, of which none is in one of them."""
+    joined: list[tuple[int, int]] = []
+    for first, stop in sorted([*ranges, *((place, place + 1) for place in places)]):
+        if joined and joined[-1][1] == first:
+            first = joined.pop()[0]
+        joined.append((first, stop))
+    return tuple(joined)
