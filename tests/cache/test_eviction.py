@@ -252,6 +252,22 @@ def test_positions_of_a_step_are_on_the_cpu_before_the_device_is_known() -> None
         assert tensor.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("max_sequences", [2, 4])
+def test_a_mask_per_sequence_is_in_the_order_of_the_step(max_sequences: int) -> None:
+    params = InferenceParams(max_sequences, 100, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=PAGE)
+    a, b = sequences = new_sequences((42, 42))
+    mask = masks.window(6, 0) | (masks.prefix([0, 3 * PAGE]) & masks.causal())  # no prefix of b, which comes first
+    params.pre_step(OrderedDict(a=40, b=40))
+    params.attend(1, *(torch.stack([s[n][:40] for s in sequences]) for n in range(3)))
+    for at in (40, 41):
+        params.pre_step(OrderedDict(b=1, a=1))
+        out = params.attend(1, *(torch.stack([s[n][at : at + 1] for s in (b, a)]) for n in range(3)), mask=mask)
+        assert params.evict(mask) == {40: 13, 41: 2}[at]
+    for row, sequence, prefix in ((0, b, 0), (1, a, 3 * PAGE)):
+        alone = masks.window(6, 0) | (masks.prefix(prefix) & masks.causal())
+        torch.testing.assert_close(out[row], in_one_pass(sequence, alone)[41:])
+
+
 def test_all_layers_of_a_model_evict_together() -> None:
     params = InferenceParams(
         2, 100, KV_HEADS, DIM, torch.float32, is_paged=True, page_size=PAGE, total_num_pages=9, qkv_format="bshd"

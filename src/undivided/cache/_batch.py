@@ -186,7 +186,8 @@ class Batch:
         if name in self.slots:
             raise InputError(argument, "not be the id of a sequence in the batch", repr(name))
         if len(self.slots) == self.max_sequences:
-            raise InputError(argument, f"be one of at most max_batch_size={self.max_sequences} sequences", repr(name))
+            must = f"be one of at most max_batch_size={self.max_sequences} sequences"
+            raise InputError(argument, must, repr(name), hint="free(seq_id) a sequence that has ended")
         return self._assign_slots([*self.slots, name])
 
     def _slot(self, argument: str, name: Hashable) -> int:

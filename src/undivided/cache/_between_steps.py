@@ -215,7 +215,8 @@ class BetweenSteps(ABC):
         """As `PagedKVCache.evict`, between two steps.
 
         Args:
-            mask: the mask of all layers, or the union of their masks.
+            mask: the mask of all layers, or the union of their masks. Tensors per sequence, such as that of a prefix,
+                are in the order of `sequences`.
 
         Returns:
             The number of released pages, counted for each sequence.
@@ -223,7 +224,8 @@ class BetweenSteps(ABC):
         Raises:
             InputError: not paged, or not such a mask.
         """
-        released = eviction.evict(self._batch.paged_ledger("evict pages"), mask)
+        ledger = self._batch.paged_ledger("evict pages")
+        released = eviction.evict(ledger, mask, tuple(self._batch.slots.values()))
         self._set_step(None)
         return released
 

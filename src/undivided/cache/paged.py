@@ -144,7 +144,7 @@ class SequencesOnPages(Cache):
         >>> cache.lengths, cache.free_pages
         ((100,), 5)
         """
-        return eviction.evict(self._ledger, mask)
+        return eviction.evict(self._ledger, mask, range(self.batch))
 
     def _cached_sequences(self) -> CachedSequences:
         ledger = self._ledger

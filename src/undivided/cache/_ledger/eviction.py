@@ -24,13 +24,20 @@ _EVICTABLE = frozenset({"causal", "window", "prefix", "global", "chunks"})
 Ranges = Sequence[tuple[int, int]]
 
 
-def evict(ledger: Pages, mask: Mask) -> int:
-    """Release every full page whose keys `mask` hides from all later queries; the number of pages of all sequences."""
+def evict(ledger: Pages, mask: Mask, sequences: Sequence[int]) -> int:
+    """Release every full page whose keys `mask` hides from all later queries; the number of pages of all sequences.
+
+    Args:
+        ledger: changed.
+        mask: the mask of all later calls.
+        sequences: their numbers in the ledger, in the order of the batch.
+    """
     if mask is None:
         raise InputError("mask", "be the mask of all later calls", None)
     check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
-    for n, (ranges,) in enumerate(visible(mask, ledger.lengths)):
+    lengths = tuple([ledger.lengths[n] for n in sequences])
+    for n, (ranges,) in zip(sequences, visible(mask, lengths) if lengths else (), strict=True):
         hidden = [p for p in ledger.held_places(n) if _first_seen(ranges, (p, p + 1), ledger.page_size) is None]
         ledger.evict(n, hidden)
         count += len(hidden)
