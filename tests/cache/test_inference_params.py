@@ -15,6 +15,7 @@ from torch import Tensor
 
 import undivided
 from undivided import InferenceParams, InputError, masks
+from undivided.cache._batch import Batch
 from undivided.masks.normal_form import ranges
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 5
@@ -337,6 +338,25 @@ def test_no_pages_and_nothing_changed() -> None:
     assert "total_num_pages" in str(refusal.value)
     assert state(model.params) == before
     model.step({"a": 1, "b": 2, "c": 0})
+
+
+def test_changes_between_two_steps_do_not_read_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = InferenceParams(20, 64, 1, 8, torch.float32, is_paged=True, page_size=4)
+    params.pre_step(dict.fromkeys(range(20), 5))
+    reads: list[Batch] = []
+    read = Batch.sequences.fget
+    assert read is not None
+    monkeypatch.setattr(Batch, "sequences", property(lambda batch: reads.append(batch) or read(batch)))
+    before = params.sequences
+    for name in range(10):
+        params.truncate(name, 3)
+        params.free(name + 10)
+    assert not reads
+    assert before == dict.fromkeys(range(20), 5)
+    assert params.sequences == dict.fromkeys(range(10), 3)
+    assert params.sequences is params.sequences
+    assert len(reads) == 1
+    assert not params.cu_seqlens_q.any()
 
 
 def test_a_full_batch_cannot_fork() -> None:

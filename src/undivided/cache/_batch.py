@@ -55,7 +55,7 @@ class Batch:
     @property
     def sequences(self) -> OrderedDict[Hashable, int]:
         """The tokens of each sequence, in the order of the last step."""
-        return OrderedDict((name, self.ledger.lengths[slot]) for name, slot in self.slots.items())
+        return OrderedDict(zip(self.slots, map(self.ledger.lengths.__getitem__, self.slots.values()), strict=True))
 
     def step(self, step_dict: object, storages: Iterable[Storage]) -> Step:
         """The step of these new tokens, after freeing finished sequences and copying shared pages in each storage."""
@@ -188,7 +188,7 @@ class Batch:
         if len(self.slots) == self.max_sequences:
             must = f"be one of at most max_batch_size={self.max_sequences} sequences"
             raise InputError(argument, must, repr(name), hint="free(seq_id) a sequence that has ended")
-        return self._assign_slots([*self.slots, name])
+        return {**self.slots, name: min(set(range(self.max_sequences)) - set(self.slots.values()))}
 
     def _slot(self, argument: str, name: Hashable) -> int:
         _check_id(argument, name)
@@ -221,14 +221,15 @@ def pool_sizes(
 
 def padded(counts: Counts, entries: int, device: torch.device | None) -> Tensor:
     """The counts, then zeros, int32 [entries]; on the CPU if there is no device yet."""
+    if not any(counts):  # between two steps
+        return torch.zeros(entries, dtype=torch.int32, device=device or "cpu")
     return torch.tensor([*counts, *[0] * (entries - len(counts))], dtype=torch.int32, device=device or "cpu")
 
 
 def cumulative(counts: Counts, entries: int, device: torch.device | None) -> Tensor:
     """0 and the cumulative counts, the last one repeated, int32 [entries + 1]."""
-    offsets = [0, *accumulate(counts)]
-    offsets += offsets[-1:] * (entries - len(counts))
-    return torch.tensor(offsets, dtype=torch.int32, device=device or "cpu")
+    offsets = tuple(accumulate(counts))
+    return padded((0, *offsets, *offsets[-1:] * (entries - len(counts))), entries + 1, device)
 
 
 def checked_format(value: object) -> Layout:

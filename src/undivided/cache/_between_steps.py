@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class BetweenSteps(ABC):
     _batch: Batch
     _ranks: PageRanks | None
     _step: Step | None
+    _sequences: OrderedDict[Hashable, int] | None  # `sequences`, if they were read since the last change
     _callers: tuple[Step | None, dict[int, int]] = (None, {})  # a step, and by number the id of the layer that called
 
     def __init__(self, heads: Heads) -> None:
@@ -70,6 +72,13 @@ class BetweenSteps(ABC):
         """The bytes of the caches that are allocated, and those of the same caches in bfloat16; `print` shows them."""
         by_layer = [storage.memory for storage in self._storages.values()]
         return Memory(*map(sum, zip((0, 0, 0), *by_layer, strict=True)))
+
+    @property
+    def sequences(self) -> OrderedDict[Hashable, int]:
+        """The cached tokens of each sequence, those of the step included, in the order of the batch."""
+        if self._sequences is None:
+            self._sequences = self._batch.sequences
+        return self._sequences
 
     @abstractmethod
     def _set_step(self, step: Step | None) -> None:

@@ -325,7 +325,7 @@ class InferenceParams(ShardedSteps):
         self._start_receiving(step)
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
         self._step, self._rows = step, None
-        self.sequences = self._batch.sequences
+        self._sequences = None if step is None else self._batch.sequences
         self.sequences_pre_step = OrderedDict(zip(self._batch.slots, before, strict=False))
         self._seqlens_pre_step = padded(before, self.max_batch_size, self.device)
         self.cu_seqlens_q = cumulative(counts, self.max_batch_size, self.device)

@@ -200,14 +200,16 @@ class Pages:
         self.changes += 1
 
     def truncate(self, lengths: Counts) -> None:
-        for n, length in enumerate(lengths):
-            if 0 < length < self.evicted[n]:
+        shorter = [n for n, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)) if old != new]
+        for n in shorter:
+            if 0 < lengths[n] < self.evicted[n]:
                 must = f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted"
-                raise InputError(f"lengths[{n}]", must, length, hint="evict after the rejected tokens were truncated")
-        for n, length in enumerate(lengths):
-            if not length:
+                hint = "evict after the rejected tokens were truncated"
+                raise InputError(f"lengths[{n}]", must, lengths[n], hint=hint)
+        for n in shorter:
+            if not lengths[n]:
                 self.evicted[n], self.evicted_places[n] = 0, ()
-            keep = -(-length // self.page_size)
+            keep = -(-lengths[n] // self.page_size)
             pages = self.tables[n]
             if keep < len(pages):
                 self._release(pages[keep:])
