@@ -18,6 +18,7 @@ from torch import Tensor
 from undivided.arguments.checks import as_integer, check_memory
 from undivided.cache import _appended
 from undivided.errors import InputError
+from undivided.quantization import DTYPES as FORMAT_DTYPES
 from undivided.quantization import Format, check_format, check_head_size, dequantize, empty, quantize
 from undivided.request.checks import DTYPES
 
@@ -182,11 +183,18 @@ class Storage:
             (k, k_scale), (v, v_scale) = (_pool(shape, d, heads, device) for d in (heads.head_dim, heads.value_dim))
             self._set_pools(Pools(k, v, k_scale, v_scale))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The pools, as bytes if they are 8-bit floats, which only `torch.load` could read."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ("k", "v", "_all_pools")}
+        return {**state, "pools": self.pools.each(_as_bytes)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or an unpickled storage, which may be made in inference mode and be written to outside of it."""
         self.__dict__.update(state)
+        dtype = self.heads.dtype if self.heads.format is None else FORMAT_DTYPES[self.heads.format]
         with torch.inference_mode(False):
-            self._set_pools(self.pools.each(lambda pool: pool.clone() if pool.is_inference() else pool))
+            k, v, *scales = self.pools.each(lambda pool: pool.clone() if pool.is_inference() else pool)
+            self._set_pools(Pools(k.view(dtype), v.view(dtype), *scales))
 
     def _set_pools(self, pools: Pools) -> None:
         self.pools, self.k, self.v = pools, pools.k, pools.v
