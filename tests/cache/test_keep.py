@@ -11,6 +11,7 @@ from torch import Tensor
 
 import undivided
 from undivided import InputError, masks
+from undivided.cache._storage import Storage
 
 BATCH, KV_HEADS, DIM = 3, 2, 8
 
@@ -51,6 +52,20 @@ def test_kept_tokens_are_those_of_a_list(kind: str) -> None:
                 k = torch.stack(rows)[None]
                 alone = undivided.attention(q[b : b + 1], k, -k, layout="bshd")
                 assert torch.allclose(out[b], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_the_first_tokens_of_a_chain_are_not_moved(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[object] = []
+    move = Storage.move
+    monkeypatch.setattr(Storage, "move", lambda storage, *rows: moved.append(rows[0]) or move(storage, *rows))
+    cache = caches()[kind]
+    cache.append(tokens(3), tokens(3))
+    for chain, expected in (([0, 1], []), ([0, 2], [2])):
+        cache.keep([chain, [], []])
+        assert moved.pop() == expected
+        cache.truncate([0, 0, 0])
+        cache.append(tokens(3), tokens(3))
 
 
 def test_a_forked_page_is_copied_before_it_is_changed() -> None:
@@ -129,7 +144,7 @@ def test_a_freed_sequence_leaves_its_place_and_pages() -> None:
 def test_tokens_whose_pages_were_evicted_are_refused() -> None:
     options = {"kv_heads": KV_HEADS, "head_dim": DIM, "dtype": torch.float32}
     cache = undivided.PagedKVCache(num_pages=40, page_size=4, batch=BATCH, **options)
-    new, indices = tokens(20), [list(range(20))] * BATCH
+    new, indices = tokens(20), [list(range(1, 20))] * BATCH
     for length in (20, 40):  # all tokens of the sequences, and the last ones
         cache.append(new, new)
         cache.evict(masks.window(3, 0))
@@ -139,6 +154,8 @@ def test_tokens_whose_pages_were_evicted_are_refused() -> None:
         assert cache.lengths == (length,) * BATCH
         assert torch.equal(cache.block_table, before[0])
         assert cache.free_pages == before[1]
+    cache.keep([range(20)] * BATCH)  # drops nothing
+    assert torch.equal(cache.block_table, before[0])
     cache.append(new[:, :2], new[:, :2])
     cache.keep([[1]] * BATCH)
     assert cache.lengths == (41,) * BATCH

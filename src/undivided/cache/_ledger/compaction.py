@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import eq
 from typing import Generic, NamedTuple, TypeVar
 
 from undivided.arguments.checks import as_integer
@@ -31,9 +32,9 @@ class Compaction(NamedTuple, Generic[L]):
     """The last tokens of some sequences, compacted, not yet committed.
 
     Args:
-        ledger: the ledger without these tokens.
-        plan: its plan for those that stay.
-        source, target: rows of the flattened pools, before and after, of each token that stays.
+        ledger: the ledger without the tokens that move or are dropped.
+        plan: its plan for those that move.
+        source, target: rows of the flattened pools, before and after, of each token that moves.
     """
 
     ledger: L
@@ -60,9 +61,12 @@ def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compact
         InputError: pages were evicted after these tokens were appended, or shared pages cannot be copied.
     """
     lengths, counts = list(ledger.lengths), [0] * len(ledger.lengths)
+    moved: dict[int, Sequence[int]] = {}
     for sequence, (drafted, indices) in kept.items():
-        lengths[sequence] -= drafted
-        counts[sequence] = len(indices)
+        in_place = sum(map(eq, indices, range(drafted)))  # the indices ascend, so these are the first ones
+        moved[sequence] = indices[in_place:]
+        lengths[sequence] -= drafted - in_place
+        counts[sequence] = len(moved[sequence])
         evicted = ledger.evicted[sequence] if isinstance(ledger, Pages) else 0
         if evicted > lengths[sequence] and (indices or lengths[sequence]):  # `truncate` allows dropping all tokens
             must, got = "be given before pages are evicted", "an eviction after these tokens were appended"
@@ -72,8 +76,8 @@ def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compact
     plan, current = after.plan(tuple(counts)), Plan(ledger.lengths)
     source: list[int] = []
     target: list[int] = []
-    for sequence, (drafted, indices) in kept.items():
-        rows = ledger.rows(current, sequence, drafted)
+    for sequence, indices in moved.items():
+        rows = ledger.rows(current, sequence, kept[sequence][0])
         source += [rows[index] for index in indices]
         target += after.rows(plan, sequence, len(indices))
     return Compaction(after, plan, source, target)
