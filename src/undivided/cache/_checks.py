@@ -6,7 +6,7 @@ Legend: B sequences, T new tokens of all sequences, N key/value heads, D head si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def checked_counts(name: str, value: object, batch: int, limit: int | None = Non
         hint = f"{name}.diff(), if these are cumulative" if len(value) == batch + 1 and value[0] == 0 else None
         raise InputError(name, f"have an entry for each of the {batch} sequences", f"{len(value)} entries", hint)
     counts = cast(Counts, tuple(value))
-    if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) > INT64_MAX:
+    if not _are_ints(counts, 0):
         counts = tuple([as_integer(f"{name}[{n}]", item, 0) for n, item in enumerate(value)])
     if limit is not None and max(counts) > limit:
         raise InputError(name, f"be at most the {unit} ({limit})", max(counts))
@@ -129,7 +129,15 @@ def packed_counts(name: str, value: object, batch: int, tokens: int) -> Counts:
 def checked_token_ids(tokens: object) -> list[int]:
     """Token ids from a list, a tuple or an int tensor [n]."""
     ids = as_list("tokens", tokens, "be a list of ints or an int tensor [n]")
+    if _are_ints(ids, -INT64_MAX):
+        return list(cast(Sequence[int], ids))
     return [as_integer(f"tokens[{n}]", item) for n, item in enumerate(ids)]
+
+
+def _are_ints(values: Sequence[Any], least: int) -> bool:
+    """Whether all values are plain ints of at least this and at most 64 bits, without a call for each: prompts are
+    long."""
+    return set(map(type, values)) == {int} and min(values) >= least and max(values) <= INT64_MAX
 
 
 def as_list(name: str, value: object, must: str) -> Sequence[object]:
