@@ -208,6 +208,14 @@ def test_queries_of_padded_tokens_need_their_lengths_after_a_change(
     cache.attend(Q, everything)
 
 
+def test_positions_of_packed_sequences_have_32_bits() -> None:
+    cache = PagedKVCache(2, 2**21, 1, 1, batch=1100, dtype=torch.float16, layout="thd")
+    new, counts = torch.ones(3, 1, 1, dtype=torch.float16), [1, 2, *[0] * 1098]
+    cache.append(new, new, lengths=counts)
+    with pytest.raises(InputError, match="cache must have at most 2147483647 places for tokens in layout 'thd'"):
+        cache.attend(new)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_to_fork_may_be_a_tensor_or_a_range(kind: str) -> None:
     caches = [new_cache(kind) for _ in range(3)]

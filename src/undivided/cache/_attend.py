@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.arguments.checks import check_tensor
+from undivided.arguments.checks import INT32_MAX, check_tensor
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import unknown_arguments
 from undivided.cache._ledger import eviction
@@ -276,6 +276,10 @@ def _packed_inputs(cached: CachedSequences, q_counts: Counts, mask: Mask) -> tup
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         slot *= pages.shape[1]
+    if len(lengths) * slot > INT32_MAX:
+        must = f"have at most {INT32_MAX} places for tokens in layout 'thd': positions have 32 bits"
+        got = f"{len(lengths)} sequences with {slot} each, as the longest has"
+        raise InputError("cache", must, got, hint="fewer sequences, or a cache in layout 'bshd', with padding")
     arguments = lengths, q_counts, k.device, slot
     return k, v, mask.cached(("cache", *arguments), with_documents, mask, *arguments)
 
