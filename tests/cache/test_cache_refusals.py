@@ -74,6 +74,14 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "q-of-another-size": (lambda c: c.attend(Q[..., :4]), "q must have the head size of the cache"),
     "q-flat": (lambda c: c.attend(Q.flatten(2)), "q must have 4 axes"),
     "q-unlike-the-last-tokens": (lambda c: c.attend(torch.randn(3, 1, HEADS, DIM)), "q_lengths must be given"),
+    "q-of-another-dtype": (
+        lambda c: c.attend(Q.double(), q_lengths=[1, 0, 2]),
+        r"q must have the dtype of the cache \(torch.float32\), got torch.float64\n  HINT: q.to\(torch.float32\)",
+    ),
+    "q-of-another-dtype-and-device": (
+        lambda c: c.attend(Q.double().to("meta"), q_lengths=[1, 0, 2]),
+        "q must have the dtype of the cache",
+    ),
     "q_lengths-too-long": (lambda c: c.attend(Q, q_lengths=[1, 2, 3]), "q_lengths must be at most the queries in q"),
     "bias-of-other-keys": (
         lambda c: c.attend(Q, q_lengths=[2] * 3, bias=torch.zeros(1, 1, 2, 8)),

@@ -39,6 +39,7 @@ from undivided.masks import Mask
 from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.checks import checked_mask
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
+from undivided.run.autograd import any_autocast
 from undivided.run.replay import Prepared, may_replay
 from undivided.selection.policy import Policy, current_policy
 
@@ -316,4 +317,6 @@ def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
         raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))
     if dim != heads.head_dim:
         raise InputError("q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}")
+    if q.dtype != heads.dtype and heads.format is None and not any_autocast():  # `attention` checks the others
+        raise InputError("q", f"have the dtype of the cache ({heads.dtype})", str(q.dtype), f"q.to({heads.dtype})")
     return q_len
