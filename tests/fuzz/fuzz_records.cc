@@ -109,6 +109,7 @@ Attention small_problem(FuzzedDataProvider& data) {
   a.k_s = a.qk_dim, a.k_h = a.k_s * length, a.k_b = a.k_h * a.kv_heads;
   a.v_s = a.v_dim, a.v_h = a.v_s * length, a.v_b = a.v_h * a.kv_heads;
   a.bias_dtype = size(0, 2), a.bias_k = 1, a.bias_q = a.kv_len, a.bias_h = 0, a.dense_k = 1, a.dense_q = a.kv_len;
+  a.dense_keys = size(0, 80), a.dense_from_b = data.ConsumeBool() ? a.q_len : 0;
   a.batch_invariant = size(0, 3) == 0;
   if (data.ConsumeIntegralInRange(0, 3) == 0) {
     a.format = size(1, 4);
@@ -171,9 +172,12 @@ void place(Attention& a, FuzzedDataProvider& data, Memory& memory) {
   if (chance())
     a.bias = memory.allocate(a.bias_dtype == kFloat32 ? 4 : 2,
                              {{a.batch, a.bias_b}, {a.heads, a.bias_h}, {a.q_len, a.bias_q}, {a.kv_len, a.bias_k}});
+  a.dense_from = nullptr;
+  if (chance()) a.dense_from = (const int32_t*)memory.allocate(4, {{a.batch, a.dense_from_b}, {a.q_len, 1}});
+  const int64_t entries = a.dense_from ? a.dense_keys : a.kv_len;
   if (chance())
     a.dense = (const uint8_t*)memory.allocate(
-        1, {{a.batch, a.dense_b}, {a.heads, a.dense_h}, {a.q_len, a.dense_q}, {a.kv_len, a.dense_k}});
+        1, {{a.batch, a.dense_b}, {a.heads, a.dense_h}, {a.q_len, a.dense_q}, {entries, a.dense_k}});
   if (chance())
     a.slopes = (const float*)memory.allocate(4, {{a.batch, a.slopes_b}, {a.heads, a.slopes_h}, {a.q_len, a.slopes_q}});
   auto positions = [&](int64_t length, int64_t stride) {

@@ -53,6 +53,7 @@ FIRST = {"batch_invariant": 1, "ranges": "RANGES", "first_key_b": 3}
 ONE_PAGE = {"pages": "TABLE", "pages_b": 1, "page_size": 5, "page_count": 1}
 INT4 = INT8 | {"format": 4, "qk_dim": 32, "v_dim": 32} | dict.fromkeys(("k_b", "k_h", "k_s", "v_b", "v_h", "v_s"), 0)
 INT4 |= {"q": "ROWS", "out": "ROWS", "q_h": 96, "q_s": 32, "out_h": 96, "out_s": 32}
+TREE = {"dense": "TABLE", "dense_from": "TABLE", "dense_keys": 2, "dense_q": 2, "dense_k": 1}
 BROADCAST = dict.fromkeys((f"{name}_{axis}" for name in "qkv" for axis in "bhs"), 0)
 OUT_OF_8_COLUMNS = {"out_s": 8, "out_h": 8 << 21, "out_b": 8 << 21}
 
@@ -63,6 +64,8 @@ GOOD: list[dict[str, Any]] = [
     ONE_PAGE,
     FIRST | {"first_key": "FIRST_[0, 1, 5]"},
     INT4,
+    TREE,
+    TREE | {"dense_keys": 0},
     {"batch": 0, "q": 0},
     {"kv_len": 0, "k": 0, "v": 0, "slopes": "TABLE", "row_position": "TABLE"},
     {"band": 1, "first": 1 << 31, "last": 1 << 31},  # no row sees a key
@@ -128,6 +131,11 @@ BAD: list[dict[str, Any]] = [
     ONE_PAGE | {"pages_b": -1},
     {"bias": "TABLE", "bias_dtype": 7},
     {"slopes": "TABLE"},
+    TREE | {"dense_keys": -1},
+    TREE | {"dense_keys": 1 << 31},
+    TREE | {"dense_k": -1},
+    TREE | {"dense_from_b": -1, "batch": 2},
+    TREE | {"dense_origin": 1},  # of documents, within the library
     {"dropout": 1 << 17},
     {"dropout": 100},
     DROPOUT | {"dropout_head": -1},

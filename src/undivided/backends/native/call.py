@@ -20,6 +20,7 @@ from undivided.kernels import cpu, philox
 from undivided.masks import FULL
 from undivided.masks.normal_form import DensePairs
 from undivided.masks.normal_form.pairs import all_pairs
+from undivided.masks.normal_form.tree_pairs import TreePairs
 from undivided.quantization import NUMBERS
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -47,7 +48,8 @@ NO_RANGES: tuple[int, ...] = (0, 0, 2, 0, 0, 0)
 NO_PAGES: tuple[int, ...] = (0,) * 4
 _NO_LSE: tuple[int, ...] = (0,) * 3
 _NO_BIAS: tuple[int, ...] = (0,) * 6
-_NO_DENSE: tuple[int, ...] = (0,) * 5
+_NO_DENSE: tuple[int, ...] = (0,) * 9
+_EVERY_KEY_HAS_ENTRIES = (0,) * 4  # the fields from `dense_from` on
 _NO_SLOPES: tuple[int, ...] = (0,) * 6
 _NO_KEYS: tuple[int, ...] = (0,) * 2
 _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
@@ -208,6 +210,13 @@ def _band(problem: Problem) -> tuple[int, int]:
     return first, last
 
 
+def _tree_fields(tree: TreePairs, rows: slice) -> tuple[int, ...]:
+    """The record's fields of a boolean mask that has entries for nodes only. The normal form owns the tensors."""
+    ancestors, first = tree.ancestors[:, rows], tree.first[:, rows]
+    place = (ancestors.data_ptr(), batch_stride(ancestors), 0, ancestors.stride(1), 1)
+    return (*place, first.data_ptr(), batch_stride(first), ancestors.shape[2], 0)
+
+
 def scale_fields(call: Call) -> tuple[int, ...]:
     """The record's fields from `format` on."""
     problem, k_scale, v_scale = call.problem, call.k_scale, call.v_scale
@@ -284,8 +293,8 @@ class Records:
         whole = [slice(0, problem.q_len)]
         if problem.mask.kinds <= _BANDS:
             return whole
-        extras = self.call.normal_form(self.tensors.q).extras
-        if not extras or self._stored_mask() is not None:
+        form = self.call.normal_form(self.tensors.q)
+        if form.exact or form.tree is not None or self._stored_mask() is not None:
             return whole
         step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), MIN_ROWS)
         return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)] or whole
@@ -346,6 +355,8 @@ class Records:
         normal = self.call.normal_form(self.tensors.q)
         if normal.exact:
             return _NO_DENSE
+        if normal.tree is not None:
+            return _tree_fields(normal.tree, rows)
         dense = self._stored_mask()
         if dense is None:  # the ranges are fields of their own
             batch, heads, keys = (slice(0, size) for size in (problem.batch, problem.heads, problem.kv_len))
@@ -354,7 +365,7 @@ class Records:
             dense = dense[:, :, rows]
         dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
         self._held = [require_memory(dense)]
-        return (dense.data_ptr(), *dense.stride())
+        return (dense.data_ptr(), *dense.stride(), *_EVERY_KEY_HAS_ENTRIES)
 
     def _invariance(self, rows: slice) -> tuple[int, ...]:
         """The record's fields from `batch_invariant` on."""

@@ -17,7 +17,6 @@ from undivided.arguments.tensors import batch_stride
 from undivided.backends.shared.alibi import row_slopes
 from undivided.backends.triton import descriptors, masked_keys, tables
 from undivided.backends.triton.rows import Rows, rows_of
-from undivided.backends.triton.trees import first_keys, tree_of
 from undivided.kernels import philox
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
@@ -132,7 +131,7 @@ class Inputs:
             form = call.normal_form(tensors.q)
         self.form: NormalForm | None = form
         self.masked = not call.mask.is_full
-        self.tree = tree_of(form)
+        self.tree = None if form is None else form.tree
         self.columns = form.ranges.shape[-1] if form is not None and self.masked else 0
         self.ranges = self.q if form is None else form.table
         self.bias = None
@@ -212,7 +211,7 @@ class Inputs:
         numbers."""
         optional = {"sinks": self.sinks, "pages": self.pages}
         if self.tree is not None and self.form is not None:
-            optional |= {"ancestors": self.tree.ancestors.view(torch.uint8), "tree_first": first_keys(self.form)}
+            optional |= {"ancestors": self.tree.ancestors.view(torch.uint8), "tree_first": self.tree.first}
         tensors = {name: tensor for name, tensor in optional.items() if tensor is not None}
         for name, scale in (("k_scale", self.call.k_scale), ("v_scale", self.call.v_scale)):
             if scale is not None:

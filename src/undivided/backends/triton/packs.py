@@ -17,7 +17,6 @@ from undivided.arguments.checks import INT32_MAX
 from undivided.backends.shared.documents import packed_documents
 from undivided.backends.triton.launches import launch
 from undivided.backends.triton.tables import RowBlocks, once_per_mask
-from undivided.backends.triton.trees import tree_of
 from undivided.kernels.triton.config import Config
 from undivided.masks import NormalForm
 from undivided.request.call import Call
@@ -26,7 +25,7 @@ from undivided.request.call import Call
 def applies(call: Call, form: NormalForm | None) -> bool:
     """Whether the mask is ranges, or draft trees, of several documents that may have more keys than queries."""
     documents = packed_documents(call)
-    if documents is None or form is None or form.row_index is not None or not (form.exact or tree_of(form)):
+    if documents is None or form is None or form.row_index is not None or not (form.exact or form.tree):
         return False
     own_offsets = documents.cu_seqlens_q is not documents.cu_seqlens_kv
     return own_offsets and form.geometry is not None and documents.cu_seqlens_q.numel() > 2

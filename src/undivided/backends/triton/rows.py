@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from undivided.backends.triton.trees import tree_of
 from undivided.masks import NormalForm
 from undivided.masks.normal_form import DensePairs
 from undivided.request.problem import Problem
@@ -34,7 +33,7 @@ def rows_of(problem: Problem, form: NormalForm | None, reads_tree: bool) -> Iter
         reads_tree: the kernel reads a draft tree itself.
     """
     everything = slice(0, problem.q_len)
-    if form is None or form.exact or (reads_tree and tree_of(form) is not None):
+    if form is None or form.exact or (reads_tree and form.tree is not None):
         yield Rows(everything, None)
     elif len(form.extras) == 1 and isinstance(extra := form.extras[0], DensePairs) and form.row_index is None:
         yield Rows(everything, extra.tensor)

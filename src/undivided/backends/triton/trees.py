@@ -14,15 +14,6 @@ from torch import Tensor
 
 from undivided.backends.triton.tables import once_per_mask
 from undivided.masks import NormalForm
-from undivided.masks.normal_form.tree_pairs import TreePairs
-
-
-def tree_of(form: NormalForm | None) -> TreePairs | None:
-    """The draft tree of a mask whose other conditions are ranges; None if it is another mask."""
-    if form is None or len(form.extras) != 1 or form.row_index is not None or form.key_index is not None:
-        return None
-    extra = form.extras[0]
-    return extra if isinstance(extra, TreePairs) else None
 
 
 def runs(form: NormalForm, key: Hashable, runs_of: Callable[[NormalForm], Tensor]) -> Tensor:
@@ -36,18 +27,12 @@ def runs(form: NormalForm, key: Hashable, runs_of: Callable[[NormalForm], Tensor
     return once_per_mask(form, ("trees", key), lambda: _with_full_tiles(runs_of(form), runs_of(_before_the_tree(form))))
 
 
-def first_keys(form: NormalForm) -> Tensor:
-    """The key of node 0 of each row's tree, int32 [B|1, Sq]; cached per mask."""
-    tree = tree_of(form)
-    assert tree is not None
-    return once_per_mask(form, "first keys", tree.first.to, torch.int32)
-
-
 def _before_the_tree(form: NormalForm) -> NormalForm:
     """The same mask without the keys of the tree: ranges alone."""
 
     def compute() -> NormalForm:
-        ranges = torch.minimum(form.ranges, first_keys(form)[..., None])
+        assert form.tree is not None
+        ranges = torch.minimum(form.ranges, form.tree.first[..., None])
         return dataclasses.replace(form, ranges=ranges, extras=())
 
     return once_per_mask(form, "before the tree", compute)

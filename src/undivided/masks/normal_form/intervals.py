@@ -22,6 +22,7 @@ from undivided.arguments.tensors import batch_stride
 from undivided.masks.normal_form.bounds import count_in_cells, overlap, tidy
 from undivided.masks.normal_form.pairs import Extra, RangePairs, SelectedPairs, all_pairs, narrow, row_blocks, select
 from undivided.masks.normal_form.positions import Geometry
+from undivided.masks.normal_form.tree_pairs import TreePairs
 
 T = TypeVar("T")
 
@@ -87,6 +88,17 @@ class NormalForm:
         """Address of `table`, its batch stride (0 if it is broadcast), and its columns."""
         table = self.table
         return table.data_ptr(), batch_stride(table), table.shape[2]
+
+    @_first_value
+    def tree(self) -> TreePairs | None:
+        """The draft tree for a kernel: contiguous ancestors, first keys in int32. None if ranges and a tree are not the
+        whole mask."""
+        if len(self.extras) != 1 or self.row_index is not None or self.key_index is not None:
+            return None
+        tree = self.extras[0]
+        if not isinstance(tree, TreePairs):
+            return None
+        return TreePairs(tree.ancestors.contiguous(), tree.first.to(torch.int32).contiguous())
 
     @_first_value
     def first_key(self) -> Tensor | None:

@@ -75,8 +75,9 @@ def _attention_places(a: Mapping[str, int]) -> Places:
     for name, dim in (("k", a["qk_dim"]), ("v", a["v_dim"])):
         tensor(name, 1 if a["format"] else item, outer, kv_heads, inner, dim // stored if a["format"] else dim)
         tensor(name + "_scale", 4, outer, kv_heads, inner, dim // _GROUP if a["format"] == _INT4 else 1)
-    of_pairs = [(batch, "_b"), (heads, "_h"), (rows, "_q"), (keys, "_k")]
-    for name, item in (("bias", _ITEM_BYTES[a["bias_dtype"]]), ("dense", 1)):
+    entries = a["dense_keys"] if a["dense_from"] else keys
+    for name, item, count in (("bias", _ITEM_BYTES[a["bias_dtype"]], keys), ("dense", 1, entries)):
+        of_pairs = (batch, "_b"), (heads, "_h"), (rows, "_q"), (count, "_k")
         places.append((name, _memory(a[name], item, *((size, a[name + axis]) for size, axis in of_pairs))))
     of_rows = (batch, "_b"), (heads, "_h"), (rows, "_q")
     places.append(("slopes", _memory(a["slopes"], 4, *((size, a["slopes" + axis]) for size, axis in of_rows))))
@@ -91,6 +92,7 @@ def _attention_places(a: Mapping[str, int]) -> Places:
         ("dropout_row", rows),
         ("dropout_sequence", rows),
         ("first_key", rows),
+        ("dense_from", rows),
     ):
         places.append((name, _memory(a[name], 4, (batch, a[name + "_b"]), (length, 1))))
     return places

@@ -42,6 +42,10 @@ struct Attention {
   int64_t bias_dtype, bias_b, bias_h, bias_q, bias_k;
   const uint8_t* dense;  // 0 masks; null, or any strides
   int64_t dense_b, dense_h, dense_q, dense_k;
+  // [B|1, Sq]: if it is not null, a row's entries in `dense` are those of dense_keys keys from dense_from - dense_origin
+  // on; it may attend to every earlier key, and to no later one
+  const int32_t* dense_from;
+  int64_t dense_from_b, dense_keys, dense_origin;
   // ALiBi: -slope * |row_position - key_position|; null, or all three are given
   const float* slopes;
   int64_t slopes_b, slopes_h, slopes_q;

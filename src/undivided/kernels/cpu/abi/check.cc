@@ -135,10 +135,13 @@ bool has_valid_options(const Attention& a) {
   if (a.slopes && !(a.row_position && has_positions)) return false;
   if (a.dropout < 0 || a.dropout > 1 << 16) return false;
   if (a.dropout && !(a.dropout_row && a.dropout_sequence && has_positions)) return false;
+  if (a.dense_keys < 0 || a.dense_keys > kMaxSize || a.dense_origin != 0) return false;
   const int64_t b = a.batch, h = a.heads, rows = a.q_len, keys = a.kv_len;
+  const int64_t entries = a.dense_from ? a.dense_keys : keys;
   if (a.dropout && (a.dropout_head < 0 || a.dropout_head > UINT32_MAX - h)) return false;
   return Reach().axis(b, a.bias_b).axis(h, a.bias_h).axis(rows, a.bias_q).axis(keys, a.bias_k).fits() &&
-         Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(keys, a.dense_k).fits() &&
+         Reach().axis(b, a.dense_b).axis(h, a.dense_h).axis(rows, a.dense_q).axis(entries, a.dense_k).fits() &&
+         Reach().axis(b, a.dense_from_b).fits() &&
          Reach().axis(b, a.slopes_b).axis(h, a.slopes_h).axis(rows, a.slopes_q).fits() &&
          Reach().axis(b, a.row_position_b).axis(b, a.key_position_b).fits() &&
          Reach().axis(b, a.lse_b).axis(h, a.lse_h).fits() && Reach().axis(b, a.ranges_b).fits() &&
@@ -209,6 +212,7 @@ void bound_strides(Attention& a) {
   bound({&a.q_b, &a.q_h, &a.q_s, &a.k_b, &a.k_h, &a.k_s, &a.v_b, &a.v_h, &a.v_s, &a.out_b, &a.out_h, &a.out_s});
   bound({&a.lse_b, &a.lse_h, &a.ranges_b, &a.pages_b, &a.first_key_b, &a.row_position_b, &a.key_position_b});
   bound({&a.bias_b, &a.bias_h, &a.bias_q, &a.bias_k, &a.dense_b, &a.dense_h, &a.dense_q, &a.dense_k});
+  bound({&a.dense_from_b});
   bound({&a.slopes_b, &a.slopes_h, &a.slopes_q, &a.dropout_row_b, &a.dropout_sequence_b});
   bound({&a.k_scale_b, &a.k_scale_h, &a.k_scale_s, &a.v_scale_b, &a.v_scale_h, &a.v_scale_s});
 }

@@ -5,6 +5,7 @@
 // not see has changed a result. A run that has diverged takes this way out, so that it costs no second pass.
 #pragma once
 
+#include "mask/mask_row.h"
 #include "mask/pages.h"
 #include "mask/scores.h"
 #include "simd/arithmetic.h"
@@ -26,7 +27,7 @@ INLINE bool sees(const Attention& a, int64_t batch, int64_t head, int64_t row, i
     const int32_t* range = a.ranges + batch * a.ranges_b + row * a.columns;
     if (!(range[0] <= j && j < range[1]) && !(a.columns == 4 && range[2] <= j && j < range[3])) return false;
   }
-  if (a.dense && !a.dense[batch * a.dense_b + head * a.dense_h + row * a.dense_q + j * a.dense_k]) return false;
+  if (a.dense && !MaskRow(a, batch, head, row).allows(j, a.dense_k)) return false;
   return !a.bias || bias_at(a, batch * a.bias_b + head * a.bias_h + row * a.bias_q + j * a.bias_k) != -kInfinity;
 }
 

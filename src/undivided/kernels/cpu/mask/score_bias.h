@@ -6,6 +6,7 @@
 // shuffles of an fp32 bias.
 #pragma once
 
+#include "mask/mask_row.h"
 #include "mask/panel.h"
 #include "simd/transpose.h"
 
@@ -36,10 +37,15 @@ class RowLanes {
   static constexpr int kPerWord = 4 / (int)sizeof(T);  // keys per 32-bit word
   static constexpr int kKeys = kPerWord * kLanes;      // keys per transposition
 
-  RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at)
-      : stride_(k), keys_(keys) {
-    for (int i = 0; i < kLanes; i++) row_[i] = (const T*)base + at.head[i] * h + at.row[i] * q;
-    for (int i = 1; i < kLanes; i++) has_one_row_ &= row_[i] == row_[0];
+  RowLanes(const void* base, int64_t h, int64_t q, int64_t k, int64_t keys, const LaneRows& at) : stride_(k) {
+    for (int i = 0; i < kLanes; i++) place(i, (const T*)base + at.head[i] * h + at.row[i] * q, 0, keys);
+  }
+  // Of the boolean mask.
+  RowLanes(const Attention& a, int64_t batch, const LaneRows& at) : stride_(a.dense_k) {
+    for (int i = 0; i < kLanes; i++) {
+      const MaskRow row(a, batch, at.head[i], at.row[i]);
+      place(i, (const T*)row.entries, row.from, row.to);
+    }
   }
 
   // Reads keys [key, key + kLanes), the `unit`-th group since the first.
@@ -47,20 +53,26 @@ class RowLanes {
     at_ = unit % kPerWord * (kLanes / kPerWord);
     if (at_ != 0 || (unit > 0 && stride_ == 0)) return;
     if (has_one_row_) {
-      const IVec x = (IVec)words(row_[0], key);  // broadcasting with a float addition would change some bits
+      const IVec x = (IVec)words(0, key);  // broadcasting with a float addition would change some bits
       for (int i = 0; i < kLanes; i++) word_[i] = (Vec)isplat(x[i]);
       return;
     }
 #if defined(__AVX512F__)
-    if (stride_ == 1 && key + kKeys <= keys_) return read_transposed(key);
+    if (stride_ == 1 && key >= all_from_ && key + kKeys <= all_to_) return read_transposed(key);
 #endif
-    for (int i = 0; i < kLanes; i++) word_[i] = words(row_[i], key);
+    for (int i = 0; i < kLanes; i++) word_[i] = words(i, key);
     transpose(word_);
   }
   // The word that holds key i of the group.
   UVec operator[](int i) const { return (UVec)word_[at_ + i / kPerWord]; }
 
  private:
+  // Row i has the entries of keys [from, to).
+  void place(int i, const T* entries, int64_t from, int64_t to) {
+    row_[i] = entries, from_[i] = from, to_[i] = to;
+    has_one_row_ &= row_[i] == row_[0] && from == from_[0];
+    all_from_ = i == 0 ? from : larger_of(all_from_, from), all_to_ = i == 0 ? to : smaller_of(all_to_, to);
+  }
 #if defined(__AVX512F__)
   // A transposition whose loads put four words side by side, which halves the shuffles. A row's cache line is read four
   // times in succession, because 16 rows a power of two apart do not fit one set of L1.
@@ -70,7 +82,9 @@ class RowLanes {
     for (int i = 0; i < 4; i++)
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++) {
-        auto four = [&](int r) { return _mm_loadu_si128((const __m128i*)(const void*)(row_[r] + key) + c); };
+        auto four = [&](int r) {
+          return _mm_loadu_si128((const __m128i*)(const void*)(row_[r] + (key - from_[r])) + c);
+        };
         __m512i y = _mm512_inserti32x4(_mm512_castsi128_si512(four(i)), four(4 + i), 1);
         x[c][i] = _mm512_inserti32x4(_mm512_inserti32x4(y, four(8 + i), 2), four(12 + i), 3);
       }
@@ -83,18 +97,24 @@ class RowLanes {
     }
   }
 #endif
-  // kKeys entries of a row; 0 beyond its end.
-  Vec words(const T* row, int64_t key) const {
-    if (stride_ == 1 && key + kKeys <= keys_) return load((const float*)(const void*)(row + key));
+  // kKeys entries of row i; 1 before its first (of a boolean mask), 0 beyond its last.
+  Vec words(int i, int64_t key) const {
+    const int64_t from = from_[i], to = to_[i];
+    if (stride_ == 1 && key >= from && key + kKeys <= to)
+      return load((const float*)(const void*)(row_[i] + (key - from)));
     T some[kKeys] = {};
-    for (int i = 0; i < kKeys && key + i < keys_; i++) some[i] = row[(key + i) * stride_];
+    for (int64_t j = key; j < key + kKeys && j < to; j++)
+      if (j >= from) some[j - key] = row_[i][(j - from) * stride_];
+      else memset(some + (j - key), 1, sizeof(T));
     Vec x;
     memcpy(&x, some, sizeof x);
     return x;
   }
 
   const T* row_[kLanes];
-  int64_t stride_, keys_, at_ = 0;
+  int64_t from_[kLanes], to_[kLanes];  // its first entry, at row_, is of key from_
+  int64_t all_from_ = 0, all_to_ = 0;  // keys with entries in all rows
+  int64_t stride_, at_ = 0;
   bool has_one_row_ = true;
   Vec word_[kLanes];
 };
@@ -114,7 +134,7 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
   const int64_t b = block.batch, origin = block.row + panel_row;
   const LaneRows at(a, block, origin + first, origin + p.rows - 1);
   RowLanes<B> bias((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, at);
-  RowLanes<uint8_t> dense(a.dense + b * a.dense_b, a.dense_h, a.dense_q, a.dense_k, a.kv_len, at);
+  RowLanes<uint8_t> dense(a, b, at);
   Vec slope = {};
   IVec position = {}, bound[4];
   for (int i = 0; a.slopes && i < kLanes; i++) {
@@ -181,9 +201,13 @@ static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block
   const uint8_t* previous = nullptr;
   int64_t row = (block.row + first) % a.q_len, head = block.first_head + (block.row + first) / a.q_len;
   for (int64_t r = 0; r < p.rows; r++) {
-    const uint8_t* allowed = a.dense + block.batch * a.dense_b + head * a.dense_h + row * a.dense_q;
-    if (allowed != previous && memchr(allowed + start, 0, (size_t)(stop - start))) return true;
-    previous = allowed;
+    const MaskRow allowed(a, block.batch, head, row);
+    const int64_t from = larger_of(start, allowed.from), to = smaller_of(stop, allowed.to);
+    if (to < stop) return true;
+    if (from < to && allowed.entries != previous &&
+        memchr(allowed.entries + (from - allowed.from), 0, (size_t)(to - from)))
+      return true;
+    previous = allowed.entries;
     if (++row == a.q_len) row = 0, head++;
   }
   return false;

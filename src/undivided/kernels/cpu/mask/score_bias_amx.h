@@ -267,7 +267,7 @@ static void prefetch_rows(Prefetch& prefetch, const RowBlock& block, int64_t q_l
 static Prefetch prefetch_score_bias(const Attention& a, const RowBlock& block, const Panel& p, int64_t start,
                                     int64_t stop, int64_t steps) {
   Prefetch prefetch;
-  if (a.dense)
+  if (a.dense && !a.dense_from)
     prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
                   a.dense_q, a.dense_k);
   const int64_t size = undivided::element_size(a.bias_dtype);

@@ -20,25 +20,27 @@ enum class Visibility { kNone, kSome, kAll };
 
 // The boolean mask of each row.
 struct MaskRows {
-  const uint8_t* row[kPanel];
-  int64_t stride, keys;
+  const uint8_t* row[kPanel];  // the first entry
+  int64_t from[kPanel], to[kPanel], stride;
 
-  MaskRows(const Attention& a, const RowBlock& block, const Panel& p) : stride(a.dense_k), keys(a.kv_len) {
+  MaskRows(const Attention& a, const RowBlock& block, const Panel& p) : stride(a.dense_k) {
     int64_t at = (block.row + p.first) % a.q_len, head = block.first_head + (block.row + p.first) / a.q_len;
     for (int64_t r = 0; r < kPanel; r++) {  // lanes beyond the last row repeat it
-      row[r] = a.dense + block.batch * a.dense_b + head * a.dense_h + at * a.dense_q;
+      const MaskRow mask(a, block.batch, head, at);
+      row[r] = mask.entries, from[r] = mask.from, to[r] = mask.to;
       if (r + 1 < p.rows && ++at == a.q_len) at = 0, head++;
     }
   }
-  // kBits keys from `key` on; 0 beyond the last key.
+  // kBits keys from `key` on; 1 before the first entry, 0 beyond the last one.
   uint64_t bits(int64_t r, int64_t key) const {
-    const int64_t left = smaller_of(keys - key, kBits);
+    if (key + kBits <= from[r]) return ~0ull;
     __m512i x;
-    if (stride == 1 && left == kBits) {
-      x = _mm512_loadu_si512(row[r] + key);
+    if (stride == 1 && key >= from[r] && key + kBits <= to[r]) {
+      x = _mm512_loadu_si512(row[r] + (key - from[r]));
     } else {
       alignas(64) uint8_t some[kBits] = {};
-      for (int64_t i = 0; i < left; i++) some[i] = row[r][(key + i) * stride];
+      for (int64_t j = key; j < key + kBits && j < to[r]; j++)
+        some[j - key] = j < from[r] ? 1 : row[r][(j - from[r]) * stride];
       x = _mm512_load_si512(some);
     }
     return _mm512_test_epi8_mask(x, x);

@@ -64,7 +64,8 @@ inline Attention attention_of(const Attention& pack, const DocumentExtent& d, co
     advance(a.k_scale, key * a.k_scale_s), advance(a.v_scale, key * a.v_scale_s);
   }
   advance(a.bias, row * a.bias_q + key * a.bias_k, element_size(a.bias_dtype)),
-      advance(a.dense, row * a.dense_q + key * a.dense_k);
+      advance(a.dense, row * a.dense_q + (a.dense_from ? 0 : key * a.dense_k));
+  advance(a.dense_from, row), a.dense_origin += key;
   advance(a.slopes, row * a.slopes_q), advance(a.row_position, row), advance(a.key_position, key);
   advance(a.dropout_row, row), advance(a.dropout_sequence, row);
   ranges_to_band(a);
@@ -85,6 +86,7 @@ inline Attention sequence_of(const Attention& batch, int64_t b) {
   }
   advance(a.ranges, b * a.ranges_b), advance(a.first_key, b * a.first_key_b);
   advance(a.bias, b * a.bias_b, element_size(a.bias_dtype)), advance(a.dense, b * a.dense_b);
+  advance(a.dense_from, b * a.dense_from_b);
   advance(a.slopes, b * a.slopes_b), advance(a.row_position, b * a.row_position_b);
   advance(a.key_position, b * a.key_position_b);
   advance(a.dropout_row, b * a.dropout_row_b), advance(a.dropout_sequence, b * a.dropout_sequence_b);
