@@ -19,7 +19,7 @@ from undivided import masks
 from undivided.arguments.checks import check_device, check_tensor
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
-from undivided.arguments.tensors import dtype_name, is_dtensor, is_observed
+from undivided.arguments.tensors import dtype_name, is_autocast, is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
 from undivided.masks._kept import TensorMasks
@@ -330,8 +330,8 @@ def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
     """A mask that is added, in a dtype that PyTorch accepts; under autocast it is cast like query."""
-    if torch.is_autocast_enabled(query.device.type) and not query.is_meta and mask.dtype != torch.float64:
-        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
+    if is_autocast(query.device) and mask.is_floating_point() and mask.dtype != torch.float64:
+        mask = mask.to(query.dtype)
     if mask.dtype not in (torch.float32, query.dtype):
         dtypes = dict.fromkeys(("bool", "float32", dtype_name(query.dtype)))
         hint = "attn_mask.bool(), if its ones mean attend" if not mask.is_floating_point() else None

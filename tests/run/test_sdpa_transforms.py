@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,27 @@ def test_meta_tensors_give_shape_and_dtype() -> None:
     mask = torch.ones(3, 5, dtype=torch.bool, device="meta")
     for out in (ours(q, k, v, mask), ours(q, k, v, is_causal=True), ours(q[0], k[0], v[0])):
         assert (out.device.type, out.dtype, out.shape[-3:]) == ("meta", HALF, (4, 3, 8))
+
+
+META_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bool": {"attn_mask": torch.ones(3, 5, dtype=torch.bool, device="meta")},
+    "added": {"attn_mask": torch.zeros(3, 5, device="meta")},
+}
+
+
+@pytest.mark.parametrize("options", META_OPTIONS.values(), ids=META_OPTIONS)
+def test_meta_tensors_have_every_derivative(options: dict[str, Any]) -> None:
+    q, k, v = (t.to("meta").requires_grad_() for t in qkv())
+
+    def loss(q: Tensor) -> Tensor:
+        return ours(q, k, v, **options).square().sum()
+
+    (first,) = torch.autograd.grad(loss(q), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), q)
+    assert first.shape == second.shape == torch.func.grad(loss)(q).shape == q.shape
+    assert torch.func.jvp(loss, (q,), (q,))[1].shape == ()
 
 
 COMPILED: dict[str, Callable[..., Tensor]] = {

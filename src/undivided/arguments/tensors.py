@@ -78,6 +78,11 @@ def missing_memory(tensor: Tensor) -> tuple[int, int] | None:
     return (need, have) if need > have else None
 
 
+def is_autocast(device: torch.device) -> bool:
+    """Whether torch.autocast applies to tensors on the device; for the meta device PyTorch raises an error."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def values_are_traced() -> bool:
     """Whether a mode is active under which values of tensors are fakes or proxies, or would become constants."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)

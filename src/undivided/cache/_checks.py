@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import INT64_MAX, as_integer, check_tensor
 from undivided.arguments.layout import Layout
-from undivided.arguments.tensors import has_dispatch
+from undivided.arguments.tensors import has_dispatch, is_autocast
 from undivided.cache._storage import Counts, Heads, NewTokens
 from undivided.errors import InputError
 
@@ -90,7 +90,7 @@ def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, devic
     if tensor.device != device:
         hint = f"{name}.to({str(device)!r})"
         raise InputError(name, f"be on the device of the cache ({device})", str(tensor.device), hint=hint)
-    if tensor.dtype != dtype and not (_is_cast(tensor.dtype) and torch.is_autocast_enabled(device.type)):
+    if tensor.dtype != dtype and not (_is_cast(tensor.dtype) and is_autocast(device)):
         raise InputError(name, f"have the dtype of the cache ({dtype})", str(tensor.dtype), f"{name}.to({dtype})")
 
 

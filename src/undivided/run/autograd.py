@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd import forward_ad
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.tensors import is_dtensor, is_observed, versions
+from undivided.arguments.tensors import is_autocast, is_dtensor, is_observed, versions
 from undivided.backends import reference
 from undivided.backends._base import Backend, Gradients
 from undivided.backends.shared.leaves import leaf_gradients
@@ -54,9 +55,14 @@ def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor
     return _apply((backend, call), *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which torch.autocast is off for the device."""
+    return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
+
+
 def in_plain_operations(call: Call, tensors: Tensors) -> Result:
     """The result by tensor operations that have every derivative and batching rule."""
-    with torch.autocast(tensors.q.device.type, enabled=False):
+    with _no_autocast(tensors.q.device):
         return reference.composite(call, tensors)
 
 
@@ -130,9 +136,7 @@ def backward(
 def autocast(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, cast under autocast as for scaled_dot_product_attention: all but float64, to the autocast dtype.
     Quantised k and v, which have a scale, stay as they are."""
-    if not any_autocast() or not isinstance(q, Tensor) or q.is_meta:
-        return q, k, v
-    if not torch.is_autocast_enabled(q.device.type):
+    if not any_autocast() or not isinstance(q, Tensor) or not is_autocast(q.device):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     if k_scale is not None:
@@ -299,7 +303,7 @@ def double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None,
     grad_lse, and the gradients of the backward's results."""
     assert tensors[0] is not None
     derive = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
-    with torch.autocast(tensors[0].device.type, enabled=False):
+    with _no_autocast(tensors[0].device):
         return over_hidden_batch(derive, call, *tensors)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import is_autocast
 from undivided.errors import InputError
 
 FORMATS: tuple[Layout, ...] = ("sbhd", "bshd", "thd")
@@ -224,9 +224,8 @@ def _check_lengths(inputs: QKV) -> None:
 
 def _check_dtypes_and_devices(inputs: QKV) -> None:
     q = inputs.q
-    is_autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("key_layer", inputs.k), ("value_layer", inputs.v)):
-        if tensor.dtype != q.dtype and not is_autocast:
+        if tensor.dtype != q.dtype and not is_autocast(q.device):
             hint = f"{name}.to(query_layer.dtype), or autocast"
             raise InputError(name, f"have query_layer's dtype ({q.dtype})", tensor.dtype, hint=hint)
         if tensor.device != q.device:

@@ -18,6 +18,7 @@ from torch import Tensor
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import is_autocast
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import FORMATS, OTHER_FORMAT
@@ -89,7 +90,7 @@ def check(name: str, x: object, hidden_size: int, format: Layout, like: Tensor) 
             )
         raise InputError(name, f"be on the parameters' device ({like.device})", x.device, hint=hint)
     is_sharded = type(like) is not torch.nn.Parameter  # FSDP's shards have another dtype than the weight of a call
-    if x.dtype != like.dtype and not is_sharded and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+    if x.dtype != like.dtype and not is_sharded and not is_autocast(x.device):
         hint = f"{name}.to({like.dtype}), the layer.to({x.dtype}), or torch.autocast"
         raise InputError(name, f"have the parameters' dtype ({like.dtype})", x.dtype, hint=hint)
 
