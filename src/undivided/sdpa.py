@@ -1,7 +1,7 @@
 """PyTorch's scaled_dot_product_attention on our backends: the same arguments and results, any rank, any broadcasting.
 
-The tensors become views in layout "bhsd", the mask becomes a `masks.Mask` or a bias, and PyTorch's switches become part
-of the policy.
+The tensors become views in the layout in which query lies in memory, the mask becomes a `masks.Mask` or a bias, and
+PyTorch's switches become part of the policy.
 
 Legend: leading axes [...], H heads, L queries, S keys, E head size, Ev value head size.
 """
@@ -9,7 +9,7 @@ Legend: leading axes [...], H heads, L queries, S keys, E head size, Ev value he
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Never, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import check_device, check_tensor
+from undivided.arguments.layout import Layout, from_heads_first, heads_first
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
 from undivided.arguments.tensors import dtype_name, is_autocast, is_dtensor, is_observed
@@ -91,8 +92,12 @@ def scaled_dot_product_attention(
         query, key, value = autograd.autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
         shape: Sequence[int] | None = None
+        layout: Layout = "bhsd"
         if _is_plain(query, key, value, enable_gqa):
             q, k, v = query, key, value
+            layout = _layout_in_memory(query)
+            if layout != "bhsd":
+                q, k, v = (from_heads_first(t, layout) for t in (q, k, v))
         else:
             shape = _output_shape(query, key, value, enable_gqa)
             if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
@@ -109,7 +114,7 @@ def scaled_dot_product_attention(
             mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
         if isinstance(scale, Tensor):
             scale = _number(scale)
-        options = new_tuple(Options, ("bhsd", mask, scale, None, dropout_p, None, False, None, None, None))
+        options = new_tuple(Options, (layout, mask, scale, None, dropout_p, None, False, None, None, None))
         out = _attend(new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None)))
     except InputError as error:
         if torch.compiler.is_compiling():
@@ -119,11 +124,11 @@ def scaled_dot_product_attention(
     except NoBackendError as error:
         error.args = (f"{error.args[0]}\n  PYTORCH: {NO_KERNEL}",)
         raise
-    return out if shape is None else out.reshape(shape)
+    return heads_first(out, layout) if shape is None else out.reshape(shape)
 
 
 def _attend(request: Request) -> Tensor:
-    """Prepare and run, for [B, H, S, D] tensors."""
+    """Prepare and run."""
     switches = _sdp_switches.read()
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
@@ -165,6 +170,18 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bo
         )
     except (AttributeError, TypeError, RuntimeError):
         return False
+
+
+def _layout_in_memory(query: Tensor) -> Layout:
+    """The layout in which query [B, H, L, E] lies in memory. The result lies in the same one, as PyTorch's does:
+    callers rely on it with ``out.transpose(1, 2).view(B, L, H * E)``."""
+    batch, heads, length, _ = query.stride()
+    holds: Callable[[Any], bool] = bool
+    if torch.compiler.is_compiling():  # a size that depends on values has no order
+        from torch.fx.experimental.symbolic_shapes import guard_or_false as holds
+    if not holds(length > heads) or not holds(heads > 0) or holds(query.shape[2] == 1):
+        return "bhsd"
+    return "sbhd" if holds(length > batch) and holds(batch > heads) else "bshd"
 
 
 def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

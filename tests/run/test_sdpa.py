@@ -177,6 +177,40 @@ def test_any_call(examples: int) -> None:
     check()
 
 
+QUERIES: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.randn(2, 4, 5, 8),
+    "batch-first": lambda: torch.randn(2, 5, 4, 8).transpose(1, 2),
+    "sequence-first": lambda: torch.randn(5, 2, 4, 8).permute(1, 2, 0, 3),
+    "part-of-a-projection": lambda: torch.randn(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)[0],
+    "rows-of-a-longer-one": lambda: torch.randn(2, 9, 4, 8).transpose(1, 2)[:, :, :5],
+    "columns-first": lambda: torch.randn(2, 4, 8, 5).transpose(2, 3),
+    "one-batch-element": lambda: torch.randn(1, 5, 4, 8).transpose(1, 2),
+    "one-head": lambda: torch.randn(2, 5, 1, 8).transpose(1, 2),
+    "one-row": lambda: torch.randn(2, 1, 4, 8).transpose(1, 2),
+    "the-same-for-every-head": lambda: torch.randn(2, 1, 5, 8).expand(2, 4, 5, 8),
+    "the-same-for-every-batch-element": lambda: torch.randn(5, 4, 8).transpose(0, 1).expand(2, 4, 5, 8),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["every-pair", "masked"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
+def test_the_result_lies_in_memory_as_pytorchs(query: Callable[[], Tensor], compiled: bool, masked: bool) -> None:
+    """So ``out.transpose(1, 2).view(...)`` works where it does with PyTorch's, and nothing is copied."""
+    torch._dynamo.reset()
+    q = query().requires_grad_()
+    k, v = (torch.randn(*q.shape[:2], 7, 8, requires_grad=True) for _ in range(2))
+    mask = torch.rand(q.shape[0], 1, q.shape[2], 7) < 0.7 if masked else None
+    function = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    mine, theirs = function(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(mine, theirs)
+    axes = [n for n, size in enumerate(q.shape) if size > 1]
+    assert [mine.stride(n) for n in axes] == [theirs.stride(n) for n in axes]
+    grad = torch.randn_like(mine)
+    gradients = torch.autograd.grad(mine, (q, k, v), grad), torch.autograd.grad(theirs, (q, k, v), grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("number", [False, True], ids=["bool", "-inf"])
 def test_a_row_without_a_key_is_zero_and_has_no_gradient(number: bool) -> None:
     q, k, v = qkv(grad=True)
