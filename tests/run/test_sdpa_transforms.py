@@ -112,6 +112,27 @@ COMPILED: dict[str, Callable[..., Tensor]] = {
 }
 
 
+DERIVED: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]] = {
+    "grad": lambda attend: torch.func.grad(lambda q: attend(q).square().sum()),
+    "jvp": lambda attend: lambda q: torch.func.jvp(attend, (q,), (q,))[1],
+    "vmap": lambda attend: torch.func.vmap(attend, randomness="same"),
+}
+
+
+@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
+def test_torch_func_in_a_compiled_function_drops_as_in_eager_mode(
+    derive: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
+) -> None:
+    torch._dynamo.reset()
+    function = derive(lambda q: ours(q, q, q, dropout_p=0.5))
+    q = qkv()[0]
+    results = []
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        results.append(call(q))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("call", COMPILED.values(), ids=COMPILED)
 def test_compiled_whole(call: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undivided.arguments.tensors import readable
+
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -67,7 +69,7 @@ def keep(
     key = (seed_tensor & _LOW, (seed_tensor >> 32) & _LOW)
     j, i, h, b = (x.to(torch.int64) for x in (kv_position, q_position, head, sequence))
     counter = (i & _LOW, h & _LOW, b & _LOW)
-    draws = _draws_by_group(j, counter, key) if device.type == "cpu" else None
+    draws = _draws_by_group(j, counter, key) if readable(j) else None
     return (_draws(j, counter, key) if draws is None else draws) >= threshold(dropout_p)
 
 
