@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -169,6 +171,14 @@ def test_torch_fx_traces_symbolically_and_the_graph_contains_ours() -> None:
         assert replaced.calls == 2
     torch.testing.assert_close(graph(x), module(x))
     assert replaced.calls == 2
+
+
+def test_what_refers_to_the_replacement_can_be_pickled() -> None:
+    with undivided.replace_sdpa():
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        pickled = [pickle.dumps(attend)]
+    pickled.append(pickle.dumps(attend))
+    assert [pickle.loads(one).func for one in pickled] == [attend.func, attend.func]
 
 
 @pytest.mark.filterwarnings(

@@ -17,8 +17,8 @@ from torch.jit import _builtins
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from undivided import sdpa
 from undivided.arguments.signature import checked_call
-from undivided.functional import scaled_dot_product_attention
 
 __all__ = ["Replacement", "replace_sdpa"]
 
@@ -160,12 +160,14 @@ def _replacement(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return out
-    return scaled_dot_product_attention(
+    return sdpa.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
 _replacement.__name__ = _replacement.__qualname__ = "scaled_dot_product_attention"
+scaled_dot_product_attention = _replacement
+"""Models that keep the function as an attribute are pickled with its name."""
 
 
 def _are_nested(*tensors: Tensor) -> bool:
