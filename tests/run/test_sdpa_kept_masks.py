@@ -24,11 +24,11 @@ def random_mask(*shape: int) -> Tensor:
     return (torch.rand(shape) < 0.6) | torch.eye(shape[-1], dtype=torch.bool)[: shape[-2]]
 
 
-@pytest.mark.parametrize("shape", [(9, 9), (4, 9, 9), (2, 1, 9, 9), (1, 1, 1, 9)])
+@pytest.mark.parametrize("shape", [(9, 9), (4, 9, 9), (2, 1, 9, 9), (1, 1, 1, 9), (1, 1, 161, 161)])
 def test_a_mask_is_analysed_once(builds: list[object], shape: tuple[int, ...]) -> None:
     mask = random_mask(*shape)
     for _ in range(3):
-        q, k, v = inputs()
+        q, k, v = inputs(shape[-1])
         torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
     assert len(builds) == 1
 
@@ -41,6 +41,11 @@ def write_through_data(mask: Tensor) -> None:
     mask.data[2] = True
 
 
+def write_to_storage(mask: Tensor) -> None:
+    """As `torch.distributed` does: without a new version of the tensor."""
+    mask.untyped_storage().fill_(1)
+
+
 def replace_memory(mask: Tensor) -> None:
     mask.data = random_mask(*mask.shape)
 
@@ -49,9 +54,10 @@ def replace_strides(mask: Tensor) -> None:
     mask.data = mask.data.t()
 
 
-@pytest.mark.parametrize("change", [set_one, write_through_data, replace_memory, replace_strides])
-def test_a_mask_that_changes_counts_with_its_new_values(change: Callable[[Tensor], None]) -> None:
-    (q, k, v), mask = inputs(), random_mask(9, 9)
+@pytest.mark.parametrize("length", [9, 160, 161])
+@pytest.mark.parametrize("change", [set_one, write_through_data, write_to_storage, replace_memory, replace_strides])
+def test_a_mask_that_changes_counts_with_its_new_values(change: Callable[[Tensor], None], length: int) -> None:
+    (q, k, v), mask = inputs(length), random_mask(length, length)
     undivided.scaled_dot_product_attention(q, k, v, mask)
     change(mask)
     torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))

@@ -60,6 +60,18 @@ def footprint(tensor: Tensor) -> int:
     return 0 if 0 in sizes else 1 + sum(map(operator.mul, sizes, steps)) - sum(steps)
 
 
+def memory(tensor: Tensor) -> Tensor:
+    """The memory from the first to the last element: a view as int64 numbers, which compare faster than bytes, if it
+    consists of such.
+
+    >>> memory(torch.ones(4, 4, dtype=torch.bool)).shape, memory(torch.ones(3, dtype=torch.bool).expand(5, 3)).shape
+    (torch.Size([2]), torch.Size([3]))
+    """
+    data = tensor.detach().as_strided((footprint(tensor),), (1,)).view(torch.uint8)
+    words = data.numel() % 8 == 0 and data.storage_offset() % 8 == 0
+    return data.view(torch.int64) if words else data
+
+
 def batch_stride(table: Tensor) -> int:
     """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
     return table.stride(0) if table.shape[0] > 1 else 0

@@ -6,7 +6,8 @@ times as long as a small call.
 kept         masks that hold their tensors, found by the identities of the arguments, and only if the bytes of the
              tensors are those of before. So this is for small tensors on the CPU: what others write to large ones, or
              on a GPU, would go unseen, and they would stay in memory.
-TensorMasks  masks that go with the tensors of the caller, of any size, found by their in-place versions
+TensorMasks  masks that go with the tensors of the caller, of any size, found by their in-place versions, and on the
+             CPU by their contents
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import is_traced, jit_trace, small_storages, versions
+from undivided.arguments.tensors import is_traced, jit_trace, memory, small_storages, versions
 from undivided.masks._fields import MaskFields
 from undivided.masks._predicate import Predicate
 
@@ -36,7 +37,16 @@ class _Entry(NamedTuple, Generic[M]):
     tensors: list[weakref.ref[Tensor]]
     state: object
     """`versions` of the tensors then, and where they lay."""
+    copies: list[Tensor | None]
+    """Of the memory of large tensors on the CPU, because no version counts what ``torch.distributed`` receives, or what
+    is written through ``.data``."""
     mask: M
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is of these tensors, and no copy differs from them."""
+        return all(reference() is tensor for reference, tensor in zip(self.tensors, tensors, strict=True)) and all(
+            copy is None or torch.equal(copy, memory(tensor)) for copy, tensor in zip(self.copies, tensors, strict=True)
+        )
 
 
 class TensorMasks(Generic[M]):
@@ -70,19 +80,19 @@ class TensorMasks(Generic[M]):
         state = contents, [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
         key = key, *map(id, tensors)
         entry = self._entries.get(key)
-        if entry is not None and entry.state == state and all(map(_is_of, entry.tensors, tensors)):
+        if entry is not None and entry.state == state and entry.is_of(tensors):
             return entry.mask
 
         def forget(_: object) -> None:
             self._entries.pop(key, None)
 
         mask = build()
-        self._entries[key] = _Entry([weakref.ref(tensor, forget) for tensor in tensors], state, mask)
+        copies = [
+            memory(tensor).clone() if tensor.is_cpu and not isinstance(content, bytes) else None
+            for tensor, content in zip(tensors, contents, strict=True)
+        ]
+        self._entries[key] = _Entry([weakref.ref(tensor, forget) for tensor in tensors], state, copies, mask)
         return mask
-
-
-def _is_of(reference: weakref.ref[Tensor], tensor: Tensor) -> bool:
-    return reference() is tensor
 
 
 _JOINED_MASKS = 8
