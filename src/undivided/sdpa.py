@@ -20,7 +20,7 @@ from undivided.arguments.checks import check_device, check_tensor
 from undivided.arguments.layout import Layout, from_heads_first, heads_first
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
-from undivided.arguments.tensors import dtype_name, is_autocast, is_dtensor, is_observed
+from undivided.arguments.tensors import dtype_name, is_autocast, is_dtensor, is_observed, readable, snapshot
 from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
 from undivided.masks._kept import TensorMasks
@@ -319,17 +319,19 @@ def _mask_or_bias(
     # torch.func sees plain operations only, and masks are of plain tensors
     if distributed or torch._C._functorch.peek_interpreter_stack() is not None:
         return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
+
+    def build() -> Mask:
+        # the backward has the values of this call, as PyTorch's, whatever is written to attn_mask in the meantime
+        tensor = snapshot(folded) if readable(folded) else folded.detach()
+        return masks.dense(tensor) & _CAUSAL if is_causal else masks.dense(tensor)
+
     if max(len(scores), attn_mask.dim()) > 4:  # perhaps a copy, which does not change with it
-        return _boolean_mask(folded, is_causal), None
-    return _recent.get(is_causal, (attn_mask,), lambda: _boolean_mask(folded.detach(), is_causal)), None
+        return build(), None
+    return _recent.get(is_causal, (attn_mask,), build), None
 
 
 _recent: TensorMasks[Mask] = TensorMasks(16)
 """Masks that other layers pass too."""
-
-
-def _boolean_mask(tensor: Tensor, is_causal: bool) -> Mask:
-    return masks.dense(tensor) & _CAUSAL if is_causal else masks.dense(tensor)
 
 
 def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:

@@ -63,6 +63,21 @@ def test_a_mask_that_changes_counts_with_its_new_values(change: Callable[[Tensor
     torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
 
 
+@pytest.mark.parametrize("rank", [4, 5])
+@pytest.mark.parametrize("length", [9, 160])
+@pytest.mark.parametrize("change", [set_one, write_through_data, write_to_storage])
+def test_the_backward_has_the_values_of_the_forward(change: Callable[[Tensor], None], length: int, rank: int) -> None:
+    q, k, v = (t[(None,) * (rank - 4)].requires_grad_() for t in inputs(length))
+    gradients = []
+    for function in (undivided.scaled_dot_product_attention, sdp):
+        torch.manual_seed(0)
+        mask = random_mask(length, length)
+        out = function(q, k, v, mask)
+        change(mask)
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_large_mask_in_memory_of_numpy_counts_with_its_new_values() -> None:
     (q, k, v), array = inputs(160), random_mask(160, 160).numpy().copy()
     mask = torch.from_numpy(array)

@@ -72,6 +72,11 @@ def memory(tensor: Tensor) -> Tensor:
     return data.view(torch.int64) if words else data
 
 
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy with the same strides: what is expanded stays so."""
+    return memory(tensor).clone().view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
 def batch_stride(table: Tensor) -> int:
     """The batch stride of a [B|1, ..] table; 0 if it is broadcast."""
     return table.stride(0) if table.shape[0] > 1 else 0
