@@ -73,7 +73,13 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def snapshot(tensor: Tensor) -> Tensor:
-    """A copy with the same strides: what is expanded stays so."""
+    """A copy; what is expanded stays so.
+
+    >>> snapshot(torch.ones(3).expand(5, 3)).stride(), snapshot(torch.ones(5, 9)[:, :3]).stride()
+    ((0, 1), (3, 1))
+    """
+    if footprint(tensor) >= tensor.numel():
+        return tensor.detach().clone()
     return memory(tensor).clone().view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
