@@ -110,6 +110,8 @@ def from_heads_first(tensor_BHSD: Tensor, layout: Layout) -> Tensor:
     """The inverse of `heads_first`."""
     if layout == "bhsd":
         return tensor_BHSD
+    if layout == "bshd":
+        return tensor_BHSD.transpose(1, 2)
     if layout == "sbhd":
         return tensor_BHSD.permute(2, 0, 1, 3)
     return restore(tensor_BHSD.transpose(1, 2), layout)
