@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer, listed
 from undivided.arguments.graphs import outside_of_graphs
+from undivided.arguments.tensors import is_traced
 from undivided.cache._checks import checked_token_ids
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.compaction import Compaction
@@ -27,6 +28,8 @@ from undivided.masks import Mask
 if TYPE_CHECKING:
     from undivided.cache._batch import Batch, Step
 
+T = TypeVar("T")
+
 
 class BetweenSteps(ABC):
     """The storage of each layer by its number, and sequences that start from others, lose tokens, or end."""
@@ -36,6 +39,7 @@ class BetweenSteps(ABC):
     _step: Step | None
     _sequences: OrderedDict[Hashable, int] | None  # `sequences`, if they were read since the last change
     _callers: tuple[Step | None, dict[int, int]] = (None, {})  # a step, and by number the id of the layer that called
+    _computed: tuple[Step | None, dict[Hashable, Any]] = (None, {})  # a step, and what its layers share
 
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
@@ -280,6 +284,26 @@ def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None
 def note_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
     """Note that a layer's call has succeeded, for `check_caller`. A call that failed may be repeated."""
     _callers(params)[layer_number] = id(layer)
+
+
+def once_per_step(params: BetweenSteps, key: Hashable, compute: Callable[[], T]) -> T:
+    """``compute()``, the same object for all layers of a step that ask for this key.
+
+    Args:
+        params: the caches.
+        key: what is computed, and from what.
+        compute: without arguments.
+    """
+    if is_traced():
+        return compute()
+    step = params._current_step()
+    if params._computed[0] is not step:
+        params._computed = step, {}
+    kept = params._computed[1]
+    if key not in kept:
+        kept[key] = compute()
+    found: T = kept[key]
+    return found
 
 
 def _callers(params: BetweenSteps) -> dict[int, int]:

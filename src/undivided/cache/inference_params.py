@@ -110,7 +110,8 @@ class InferenceParams(ShardedSteps):
     ) -> None:
         for name, value in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("dtype", dtype)):
             if value is None:
-                raise InputError(name, "be given", None)
+                hint = "num_heads_kv, head_dim_k and dtype are those of the layers' keys"
+                raise InputError(name, "be given", None, hint)
         if custom_cache_manager is not None:
             raise InputError("custom_cache_manager", "be None", type(custom_cache_manager).__name__)
         assert num_heads_kv is not None and head_dim_k is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
+from undivided.arguments.tensors import versions
 from undivided.cache import InferenceParams
+from undivided.cache._between_steps import once_per_step
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
@@ -31,7 +33,8 @@ def rotate_queries_and_keys(
     is_cross: bool,
     cp: ContextParallel | None,
 ) -> tuple[Tensor, Tensor]:
-    """q and k rotated by the angles of their positions. In self-attention both have the same rotation.
+    """q and k rotated by the angles of their positions. In self-attention both have the same rotation, in a step of a
+    cache all layers.
 
     Args:
         q, k: [.., h, d] and [.., g, d] in `format`.
@@ -70,9 +73,17 @@ def rotate_queries_and_keys(
             of_offsets = f"cu_seqlens_{side}_padded" if is_padded else f"cu_seqlens_{side}"
             raise rename_arguments(error, {"freqs": "rotary_pos_emb", "cu_seqlens": of_offsets}) from None
 
-    q_rotation = rotation(q, q_freqs, starts, offsets_q)
+    def shared(t: Tensor, rows: Tensor) -> Rotation:
+        contents = None if params is None or rows.requires_grad else versions((rows,))
+        if params is None or contents is None:
+            return rotation(t, rows, starts, offsets_q)
+        key = "rotation", id(rows), contents, format, interleaved, t.shape, t.dtype, t.device
+        # with the rows, so that no others get their id
+        return once_per_step(params, key, lambda: (rows, rotation(t, rows, starts, offsets_q)))[1]
+
+    q_rotation = shared(q, q_freqs)
     if is_cross:
         k_rotation = rotation(k, k_freqs, None, offsets_kv, "kv")
     else:
-        k_rotation = q_rotation if k_freqs is q_freqs else rotation(k, k_freqs, starts, offsets_q)
+        k_rotation = q_rotation if k_freqs is q_freqs else shared(k, k_freqs)
     return rotate(q, q_rotation), rotate(k, k_rotation)
