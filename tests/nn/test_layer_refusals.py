@@ -135,7 +135,7 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"layer_number": None}, {"inference_params": step(a=5, b=5)}, "inference_params must be used with a layer_number, got None\n  HINT: layer_number=1 at construction, 2 for the next layer"),
     ({}, {"inference_params": InferenceParams(3, 24, HEADS, 6, torch.float32)}, "inference_params must have a step with sequences before the model runs, got no step"),
     ({}, {"inference_params": step()}, "inference_params must have a step with sequences before the model runs, got a step without sequences, pre_step({})\n  HINT: inference_params.pre_step("),
-    ({}, {"inference_params": step(a=5, b=5, dtype=torch.bfloat16)}, "key_layer must have the dtype of the cache (torch.bfloat16), got torch.float32\n  HINT: key_layer.to(torch.bfloat16)"),
+    ({}, {"inference_params": step(a=5, b=5, dtype=torch.bfloat16)}, "query_layer must have the dtype of the cache (torch.bfloat16), got torch.float32\n  HINT: query_layer.to(torch.bfloat16)"),
     ({"attention_dropout": 0.1}, {"inference_params": step(a=5, b=5)}, "inference_params must be used in evaluation mode, or without attention_dropout, got training mode\n  HINT: module.eval()"),
     ({}, {"inference_params": step(a=5, b=5), "cu_seqlens_q": cu(LENGTHS)}, "cu_seqlens_q must be those of inference_params, or None, got [0, 5, 8]\n  HINT: pre_step received [5, 5] new tokens"),
     ({"self_attn_mask_type": "padding"}, {"inference_params": step(a=5, b=5), "attention_mask": torch.zeros(2, 1, 1, 5, dtype=torch.bool)}, "attention_mask must be None with inference_params"),
