@@ -27,6 +27,8 @@ from undivided.nn.blocks.tensor_ranks import TensorRanks
 from undivided.request.checks import draw_seed
 from undivided.run.autograd import autocast
 
+_NUMBERS, _FLAGS = (int, float), (bool, type(None))
+
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
 
@@ -99,8 +101,11 @@ def attention(
         out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
         return out, None
     _check_refused(others)
-    is_plain = s_aux is position_bias is sinks is indices is block_indices is cu_seq_lens_q is None and not dropout
-    if is_plain and isinstance(attention_mask, ModelMask) and not (output_attentions or _collects_weights(module)):
+    of_documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    optional = s_aux, position_bias, sinks, indices, block_indices, *of_documents
+    is_plain = {*map(type, optional)} == {type(None)} and type(dropout) in _NUMBERS and dropout == 0
+    asks_for_weights = type(output_attentions) not in _FLAGS or output_attentions or _collects_weights(module)
+    if is_plain and type(is_causal) in _FLAGS and not asks_for_weights and isinstance(attention_mask, ModelMask):
         same = repeated(module, query, key, value, attention_mask, scaling, softcap)
         if same is not None:
             return same, None
