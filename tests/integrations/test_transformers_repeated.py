@@ -39,8 +39,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     of = Prepared.of
 
     def recording(*arguments: Any) -> Prepared | None:
-        calls.append(of(*arguments))
-        return calls[-1]  # type: ignore[return-value]
+        calls.append(call := of(*arguments))
+        return call
 
     monkeypatch.setattr(Prepared, "of", recording)
     return calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -104,3 +105,20 @@ def test_large_angles_without_a_version_are_read_by_every_layer(rotations: list[
         params.pre_step({"a": 8, "b": 8})
         run(model(), torch.randn(2, 8, 64), params, [angles] * LAYERS)
     assert len(rotations) == LAYERS
+
+
+def test_a_copy_within_a_step_has_no_angles_of_the_original() -> None:
+    """The copy keeps another tensor, whose place in memory new angles may take."""
+    layers, params, x, angles = model()[:2], cache(), torch.randn(2, 8, 64), ROPE(1024)
+    with torch.no_grad():
+        params.pre_step({"a": 8, "b": 8})
+        first = run(layers[:1], x, params, [angles])
+        other = copy.deepcopy(params)
+        assert other._of_step is not None
+        computed = other._of_step[1].computed
+        ((name, _), entry) = next(iter(computed.items()))
+        assert entry[0] is not angles
+        expected = run(layers[1:], first, None, [angles * 2])
+        twice = angles * 2
+        computed[name, id(twice)] = entry
+        torch.testing.assert_close(run(layers[1:], first, other, [twice]), expected, rtol=1.3e-6, atol=1e-5)

@@ -40,12 +40,11 @@ from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.checks import checked_mask
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
 from undivided.run.autograd import any_autocast
-from undivided.run.replay import Prepared, may_replay
+from undivided.run.replay import NUMBERS, Prepared, may_replay
 from undivided.selection.policy import Policy, current_policy
 
 OPTIONS = frozenset({*OPTIONAL_TENSORS, *RULES, "scale", "softcap", "return_lse"})
 """The options of `undivided.attention` that attention over a cache takes; dropout is not among them."""
-_NUMBERS = frozenset({float, type(None)})
 
 Output = Tensor | tuple[Tensor, Tensor]
 
@@ -142,7 +141,7 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         if any(options.get(name) is not None for name in OPTIONAL_TENSORS):
             return None
         scale, softcap = options.get("scale"), options.get("softcap")
-        if not {type(scale), type(softcap)} <= _NUMBERS:
+        if not {type(scale), type(softcap)} <= NUMBERS:
             return None
         rules = {name: options.get(name) for name in RULES}
     if mask.parts and mask.kinds & NEVER_RANGES:

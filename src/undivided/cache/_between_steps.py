@@ -6,14 +6,14 @@ import functools
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.checks import as_integer, listed
 from undivided.arguments.graphs import outside_of_graphs
-from undivided.arguments.tensors import is_traced
+from undivided.arguments.tensors import is_traced, versions
 from undivided.cache._checks import checked_token_ids
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.compaction import Compaction
@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class OfStep(NamedTuple):
+    """What layers note of a step.
+
+    Args:
+        callers: the id of the layer that has called, by its number.
+        computed: what they share, by key: the tensor from which it was computed, its `versions` then, and the value.
+    """
+
+    callers: dict[int, int]
+    computed: dict[Hashable, tuple[Tensor, object, Any]]
+
+
 class BetweenSteps(ABC):
     """The storage of each layer by its number, and sequences that start from others, lose tokens, or end."""
 
@@ -38,8 +50,7 @@ class BetweenSteps(ABC):
     _ranks: PageRanks | None
     _step: Step | None
     _sequences: OrderedDict[Hashable, int] | None  # `sequences`, if they were read since the last change
-    _callers: tuple[Step | None, dict[int, int]] = (None, {})  # a step, and by number the id of the layer that called
-    _computed: tuple[Step | None, dict[Hashable, Any]] = (None, {})  # a step, and what its layers share
+    _of_step: tuple[Step | None, OfStep] | None = None  # what belongs to a step: the last one that layers have called
 
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
@@ -269,7 +280,7 @@ def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None
         layer_number: number of the layer.
         layer: the layer.
     """
-    caller = _callers(params).get(layer_number)
+    caller = _of_step(params).callers.get(layer_number)
     if caller is None:
         return
     if caller == id(layer):
@@ -283,32 +294,32 @@ def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None
 
 def note_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
     """Note that a layer's call has succeeded, for `check_caller`. A call that failed may be repeated."""
-    _callers(params)[layer_number] = id(layer)
+    _of_step(params).callers[layer_number] = id(layer)
 
 
-def once_per_step(params: BetweenSteps, key: Hashable, compute: Callable[[], T]) -> T:
-    """``compute()``, the same object for all layers of a step that ask for this key.
+def once_per_step(params: BetweenSteps, key: Hashable, tensor: Tensor, compute: Callable[[], T]) -> T:
+    """``compute()``, the same object for all layers of a step that ask for this key with this tensor, unchanged.
 
     Args:
         params: the caches.
-        key: what is computed, and from what.
+        key: what the value depends on besides the tensor and the step.
+        tensor: from which it is computed.
         compute: without arguments.
     """
-    if is_traced():
+    contents = None if is_traced() or tensor.requires_grad else versions((tensor,))
+    if contents is None:
         return compute()
-    step = params._current_step()
-    if params._computed[0] is not step:
-        params._computed = step, {}
-    kept = params._computed[1]
-    if key not in kept:
-        kept[key] = compute()
-    found: T = kept[key]
-    return found
+    computed, key = _of_step(params).computed, (key, id(tensor))
+    kept = computed.get(key)
+    if kept is None or kept[0] is not tensor or kept[1] != contents:  # copies of the caches have other tensors
+        kept = computed[key] = tensor, contents, compute()
+    shared: T = kept[2]
+    return shared
 
 
-def _callers(params: BetweenSteps) -> dict[int, int]:
-    """The id of the layer that has called the current step, by its number."""
+def _of_step(params: BetweenSteps) -> OfStep:
+    """What layers have noted of the current step."""
     step = params._current_step()
-    if params._callers[0] is not step:
-        params._callers = step, {}
-    return params._callers[1]
+    if params._of_step is None or params._of_step[0] is not step:
+        params._of_step = step, OfStep({}, {})
+    return params._of_step[1]

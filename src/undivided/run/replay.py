@@ -23,6 +23,9 @@ from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision, set_last
 from undivided.selection.policy import Policy
 
+NUMBERS = frozenset({float, type(None)})
+"""The types of the scale and the softcap of calls that run again; others, a tensor too, are checked anew."""
+
 
 def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nothing but the backend sees a call with these tensors: no gradient, mode, transform or autocast, and no

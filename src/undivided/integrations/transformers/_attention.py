@@ -27,7 +27,7 @@ from undivided.nn.blocks.tensor_ranks import TensorRanks
 from undivided.request.checks import draw_seed
 from undivided.run.autograd import autocast
 
-_NUMBERS, _FLAGS = (int, float), (bool, type(None))
+_NUMBERS, _FLAGS = frozenset({int, float}), frozenset({bool, type(None)})
 
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
@@ -104,8 +104,8 @@ def attention(
     of_documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     optional = s_aux, position_bias, sinks, indices, block_indices, *of_documents
     is_plain = {*map(type, optional)} == {type(None)} and type(dropout) in _NUMBERS and dropout == 0
-    asks_for_weights = type(output_attentions) not in _FLAGS or output_attentions or _collects_weights(module)
-    if is_plain and type(is_causal) in _FLAGS and not asks_for_weights and isinstance(attention_mask, ModelMask):
+    is_plain &= {type(is_causal), type(output_attentions)} <= _FLAGS and not output_attentions  # errors follow below
+    if is_plain and isinstance(attention_mask, ModelMask) and not _collects_weights(module):
         same = repeated(module, query, key, value, attention_mask, scaling, softcap)
         if same is not None:
             return same, None

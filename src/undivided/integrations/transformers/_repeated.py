@@ -13,10 +13,8 @@ from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._latent import has_latents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.request.request import Request
-from undivided.run.replay import Prepared, may_replay
+from undivided.run.replay import NUMBERS, Prepared, may_replay
 from undivided.selection.policy import current_policy
-
-_NUMBERS = frozenset({float, type(None)})
 
 
 def repeated(
@@ -35,7 +33,7 @@ def repeated(
     """
     if torch.compiler.is_compiling() or mask.context is not None or active_batch() is not None or has_latents(module):
         return None
-    if not {type(scale), type(softcap)} <= _NUMBERS:
+    if not {type(scale), type(softcap)} <= NUMBERS:
         return None
     k_scale = v_scale = None
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):

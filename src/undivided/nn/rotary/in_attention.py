@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
-from undivided.arguments.tensors import versions
 from undivided.cache import InferenceParams
 from undivided.cache._between_steps import once_per_step
 from undivided.context_parallel import ContextParallel
@@ -74,12 +73,10 @@ def rotate_queries_and_keys(
             raise rename_arguments(error, {"freqs": "rotary_pos_emb", "cu_seqlens": of_offsets}) from None
 
     def shared(t: Tensor, rows: Tensor) -> Rotation:
-        contents = None if params is None or rows.requires_grad else versions((rows,))
-        if params is None or contents is None:
+        if params is None:
             return rotation(t, rows, starts, offsets_q)
-        key = "rotation", id(rows), contents, format, interleaved, t.shape, t.dtype, t.device
-        # with the rows, so that no others get their id
-        return once_per_step(params, key, lambda: (rows, rotation(t, rows, starts, offsets_q)))[1]
+        key = "rotation", format, interleaved, t.shape, t.dtype, t.device
+        return once_per_step(params, key, rows, lambda: rotation(t, rows, starts, offsets_q))
 
     q_rotation = shared(q, q_freqs)
     if is_cross:
