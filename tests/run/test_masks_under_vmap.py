@@ -12,6 +12,9 @@ import undivided
 from undivided import masks
 from undivided.masks import Mask
 
+# vmap makes copies for it, which PyTorch reports once per process, in whichever test is first
+pytestmark = pytest.mark.filterwarnings("ignore:torch.searchsorted")
+
 Case = tuple[Callable[[Tensor], Mask], Tensor]
 
 LENGTHS = torch.tensor([[1], [4], [2]])
@@ -39,7 +42,6 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.searchsorted")
 @pytest.mark.parametrize("backend", [None, "native"], ids=["chosen", "native"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_mask_of_each_element_equals_a_loop(name: str, backend: str | None) -> None:

@@ -89,16 +89,13 @@ class NormalForm:
         table = self.table
         return table.data_ptr(), batch_stride(table), table.shape[2]
 
-    @_first_value
+    @property
     def tree(self) -> TreePairs | None:
-        """The draft tree for a kernel: contiguous ancestors, first keys in int32. None if ranges and a tree are not the
-        whole mask."""
+        """The draft tree, for a kernel that reads it; None if ranges and a tree are not the whole mask."""
         if len(self.extras) != 1 or self.row_index is not None or self.key_index is not None:
             return None
         tree = self.extras[0]
-        if not isinstance(tree, TreePairs):
-            return None
-        return TreePairs(tree.ancestors.contiguous(), tree.first.to(torch.int32).contiguous())
+        return tree if isinstance(tree, TreePairs) else None
 
     @_first_value
     def first_key(self) -> Tensor | None:

@@ -16,12 +16,13 @@ from undivided.masks.normal_form.positions import Geometry
 
 @dataclass(frozen=True, eq=False)
 class TreePairs:
-    """The pairs of nodes with their ancestors; keys before the tree are visible to all.
+    """The pairs of nodes with their ancestors; keys before the tree are visible to all. Kernels read the tensors, which
+    are contiguous.
 
     Args:
         ancestors: whether node n of the same sequence is an ancestor of a row, or the row itself, bool
             ``[B|1, Sq, nodes]``.
-        first: raw index of the key of each row's node 0, int64 ``[B|1, Sq]``.
+        first: raw index of the key of each row's node 0, int32 ``[B|1, Sq]``.
     """
 
     ancestors: Tensor
@@ -60,7 +61,7 @@ class TreePairs:
             if readable(node) and bool((node == root).all()):
                 break
         first = geometry.anchor - geometry.q_position + geometry.per_row(geometry.kv_start)
-        return TreePairs(ancestors[..., :nodes], first)
+        return TreePairs(ancestors[..., :nodes].contiguous(), first.to(torch.int32).contiguous())
 
     def pairs(self, batch: slice, heads: slice, rows: Index, keys: Index) -> Tensor:
         """Allowed pairs, bool ``[b|1, 1, r, k]``."""
