@@ -148,8 +148,8 @@ SMALL = (
 DECODING = (
     Threshold("kDecodeStepKeys", "keys of a step of decoding", (16, 32, 64, 128), tuple(
         _decoding((1, 8), 4096, BOTH))),
-    Threshold("kDecodeStepBytes", "keys and values of all heads of a step", (64 * KIB, 128 * KIB, 256 * KIB), tuple(
-        map(_token_heads, _decoding((1, 8), 4096, BOTH)))),
+    *(Threshold(name, "keys and values of all heads of a step", (64 * KIB, 128 * KIB, 256 * KIB), tuple(
+        map(_token_heads, _decoding((1, 8), 4096, BOTH)))) for name in ("decode_step_bytes", "decode_step_bytes_zen5")),
     *(Threshold(name, "the cache that keys are prefetched to, 3 is L1", (2, 3), tuple(
         map(_token_heads, _decoding((1, 8), 16384, BOTH)))) for name in ("decode_prefetch", "decode_prefetch_zen5")),
     *(Threshold(name, "rows from which on bf16 is decoded by dot products", (2, 3, 5, 9), tuple(
@@ -169,9 +169,9 @@ DECODING = (
         map(_invariant, _decoding((1, 16), 3072, BOTH)))),
     Threshold("kMinUnitBytes", "keys that are decoded as with batch invariance", (8 << 20, 24 << 20, 1 << 40), tuple(
         map(_token_heads, _decoding((1, 8, 32), 2048, BOTH, 8))), levels=AVX512),
-    Threshold("kMaxUnitRows", "rows per key head of such keys, bf16", (0, 1, 2, 4), tuple(
+    *(Threshold(name, "rows per key head of such keys, bf16", (0, 1, 2, 4), tuple(
         _token_heads(problem) for heads in (8, 16, 32) for problem in _decoding((16,), 3072, (BFLOAT,), heads)),
-        levels=DOT),
+        levels=DOT) for name in ("max_unit_rows", "max_unit_rows_zen5")),
 )  # fmt: skip
 GRADIENTS = (
     Threshold("backward_rows", "query rows of a block of gradients", (64, 128, 192, 256), tuple(

@@ -72,6 +72,16 @@ struct Tuning {
   // 1k keys, in L3: two rows 1.2 to 1.3, four 1.5 to 1.6.)
   // tune-cpu: min_dot_rows, min_dot_rows_zen4
   int64_t min_dot_rows = 5, min_dot_rows_zen4 = 3;
+  // Bytes of K and V of all heads in a step, at most: this step and the next fit in L2. (256 KiB against 128, 8 heads of
+  // 128: Zen 5, bf16 from memory 1.0 to 1.05, in L3 1.06 to 1.1, fp32 1.0 and 1.1, 8 bits 0.97 to 1.0; Zen 4 within 5 %;
+  // Zen 3, whose L2 has 512 KiB, 0.77 to 1.0.)
+  // tune-cpu: decode_step_bytes, decode_step_bytes_zen5
+  int64_t decode_step_bytes = 128 << 10, decode_step_bytes_zen5 = 256 << 10;
+  // bf16 keys from memory (kMinUnitBytes): the most rows per key head that units of batch_invariant decode. (Units
+  // against steps, 16k keys of 8 heads: Zen 5, one row 1.1, two 0.84; Zen 4, one row 1.06 to 1.25, two rows not measured
+  // since steps prefetch line by line.)
+  // tune-cpu: max_unit_rows, max_unit_rows_zen5
+  int64_t max_unit_rows = 2, max_unit_rows_zen5 = 1;
 };
 
 // The levels, as differences from others. On ARM nothing was measured.
@@ -270,10 +280,9 @@ struct ChunkLimits {
 // tune-cpu: kOneHead.min_bytes, kOneHead.max_keys, kAllHeads.min_bytes, kAllHeads.max_keys
 // set by: the number of threads to keep busy (chunks)
 constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
-// Keys of a step, at most: the scores of 8 rows take 2 KiB. Bytes of K and V of all heads: this step and the next fit
-// in L2.
-// tune-cpu: kDecodeStepKeys, kDecodeStepBytes
-constexpr int64_t kDecodeStepKeys = 64, kDecodeStepBytes = 128 << 10;
+// Keys of a step, at most: the scores of 8 rows take 2 KiB.
+// tune-cpu: kDecodeStepKeys
+constexpr int64_t kDecodeStepKeys = 64;
 
 // With batch_invariant: bytes of a step of keys, and of values, of all heads.
 // tune-cpu: kInvariantKeyBytes, kInvariantValueBytes
@@ -283,10 +292,10 @@ constexpr int64_t kInvariantKeyBytes = 32 << 10, kInvariantValueBytes = 16 << 10
 constexpr int64_t kInvariantQuantizedBytes = 64 << 10;
 
 // Without batch_invariant the same units decode keys of so many bytes, which come from memory, if their heads are side
-// by side: fp32, and bf16 with at most so many rows per key head. (Zen 5, 8 key heads, 12 to 400 MB: fp32 1.1 to 1.3,
-// bf16 of one and two rows 1.15 to 1.4, of four 0.95 to 1.0; 2 to 16 MB, in L3: 0.8 to 0.95.)
-// tune-cpu: kMinUnitBytes, kMaxUnitRows
-constexpr int64_t kMinUnitBytes = 24 << 20, kMaxUnitRows = 2;
+// by side: fp32, and bf16 of few rows per key head (max_unit_rows). (Zen 5, 8 key heads, 12 to 400 MB: 1.0 to 1.3; 2 to
+// 16 MB, in L3: 0.8 to 0.95.)
+// tune-cpu: kMinUnitBytes
+constexpr int64_t kMinUnitBytes = 24 << 20;
 
 // Keys that sequences share are computed as blocks of all their rows from so many rows per key/value head and so many
 // keys on (schedule/prefixes.cc).

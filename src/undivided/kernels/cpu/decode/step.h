@@ -135,11 +135,11 @@ class StepPrefetch {
   const Region *next_ = nullptr, *end_ = nullptr;
   int64_t lines_ = 0;
   const char *at_ = nullptr, *stop_ = nullptr;
-  bool is_zen5_ = undivided::amd_family() == undivided::kZen5;
+  bool to_l1_ = undivided::threshold(kTuning.decode_prefetch, kTuning.decode_prefetch_zen5) == 3;
 
   INLINE_MEMBER bool to_l1() const {
-    constexpr int64_t others = kTuning.decode_prefetch, zen5 = kTuning.decode_prefetch_zen5;
-    return (others == zen5 || !is_zen5_ ? others : zen5) == 3;
+    constexpr bool always = kTuning.decode_prefetch == 3, on_zen5 = kTuning.decode_prefetch_zen5 == 3;
+    return always == on_zen5 ? always : to_l1_;
   }
   // Prefetches whole groups of lines to the cache that __builtin_prefetch calls `Locality`.
   template <int Locality>
