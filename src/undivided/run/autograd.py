@@ -27,6 +27,7 @@ from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
+from undivided.run import large_scores
 from undivided.run.batches import over_hidden_batch, vmap_rule
 
 _TENSOR_COUNT = len(Tensors._fields)
@@ -246,8 +247,17 @@ def gradients(
         backend = reference.BACKEND  # plain operations, for dispatch modes and wrapped gradients
     if call.problem.packed:
         lse, grad_lse = lse.unsqueeze(0), None if grad_lse is None else grad_lse.unsqueeze(0)
-    tensors = Tensors._make(inputs)
-    return tuple(backward(backend, call, tensors, Result(out, lse), grad_out, grad_lse))
+    tensors, result = Tensors._make(inputs), Result(out, lse)
+    rows = None
+    if backend is not reference.BACKEND:
+        rows = large_scores.rows_beyond(call, tensors, lse, grad_out, grad_lse)
+    if rows is None:
+        return tuple(backward(backend, call, tensors, result, grad_out, grad_lse))
+    others = large_scores.without_rows(grad_out, rows, call)
+    others_lse = None if grad_lse is None else grad_lse.masked_fill(rows, 0.0)
+    found = backward(backend, call, tensors, result, others, others_lse)
+    with _no_autocast(out.device):
+        return tuple(large_scores.add_rows(found, rows, call, tensors, result, grad_out, grad_lse))
 
 
 def _gradients_to_derive() -> Callable[..., Sequence[Tensor | None]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.arguments.tensors import readable
 from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
-from undivided.backends.reference.block_gradients import Accumulators
+from undivided.backends.reference.block_gradients import Accumulators, partial_gradients
 from undivided.backends.reference.runs import find_runs
 from undivided.backends.shared.block import Block, block_slopes, distance, hide
 from undivided.backends.shared.empty_rows import result_without_keys
@@ -298,9 +298,18 @@ class Reference(Backend):
         return result.in_layout(problem.layout)
 
     def backward(
-        self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
+        self,
+        call: Call,
+        tensors: Tensors,
+        result: Result,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Gradients:
-        """The gradient of `attend`, block by block, accumulated in the precision of the softmax."""
+        """The gradient of `attend`, block by block, accumulated in the precision of the softmax.
+
+        rows [B, H, Sq]: where grad_out or grad_lse is not 0. Blocks without such a row are skipped.
+        """
         problem = call.problem
         tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
         sums = Accumulators(call, tensors)
@@ -310,17 +319,19 @@ class Reference(Backend):
         if "partial" in problem.features:
             row_tensors += [out_BHSD, result.lse.unsqueeze(-1)]
         for block in _blocks(call, tensors, row_tensors):
+            where = (block.batch, block.heads, block.rows)
+            if rows is not None and not rows[where].any():
+                continue
             with recording():
                 leaves = make_leaves(_slices(block, call, tensors), call.needs)
                 out, lse = attend(block, call, tensors, leaves)
-            where = (block.batch, block.heads, block.rows)
             outputs, grads = [out], [grad_out_BHSD[where].to(out.dtype)]
             if grad_lse is not None:
                 outputs.append(lse)
                 grads.append(grad_lse[where].to(lse.dtype))
             if "partial" in problem.features:
                 whole = Result(out_BHSD[where].to(out.dtype), result.lse[where].to(lse.dtype))
-                outputs, grads = [out, lse], _partial_gradients(Result(out, lse), whole, grads)
+                outputs, grads = [out, lse], partial_gradients(Result(out, lse), whole, grads)
             sums.add(block, leaf_gradients(outputs, grads, leaves))
         return sums.finish()
 
@@ -367,19 +378,6 @@ class Reference(Backend):
             if for_grad_lse is not None:
                 for_grad_lse[where] = _or_zero(gradients[len(leaves) + 1])
         return sums.finish(), for_grad_out.to(grad_out.dtype), for_grad_lse
-
-
-def _partial_gradients(partial: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a partial (out, lse) from those of the result that it was merged into; out is [B, H, R, Dv].
-
-    The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i -
-    lse)``.
-    """
-    empty = partial.lse == -torch.inf
-    share = torch.exp(partial.lse.detach() - whole.lse).masked_fill(empty, 0.0)
-    through_out = (grads[0] * (partial.out.detach() - whole.out)).sum(-1)
-    for_lse = through_out if len(grads) == 1 else through_out + grads[1]
-    return [grads[0] * share.unsqueeze(-1), (for_lse * share).masked_fill(empty, 0.0)]
 
 
 def _or_zero(tensor: Tensor | None) -> Tensor | float:

@@ -12,7 +12,7 @@ from undivided.backends.shared.alibi import slope_index
 from undivided.backends.shared.block import Block
 from undivided.request.call import Call
 from undivided.request.request import Tensors
-from undivided.request.result import lse_dtype
+from undivided.request.result import Result, lse_dtype
 
 
 class Accumulators:
@@ -59,3 +59,16 @@ class Accumulators:
             None if total is None or t is None else total.to(t.dtype)
             for total, t in zip(self._sums, self._tensors, strict=True)
         ]
+
+
+def partial_gradients(partial: Result, whole: Result, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a partial (out, lse) from those of the result that it was merged into; out is [B, H, R, Dv].
+
+    The derivative of ``out = sum_i w_i out_i`` and of ``lse = log(sum_i exp(lse_i))``, where ``w_i = exp(lse_i -
+    lse)``.
+    """
+    empty = partial.lse == -torch.inf
+    share = torch.exp(partial.lse.detach() - whole.lse).masked_fill(empty, 0.0)
+    through_out = (grads[0] * (partial.out.detach() - whole.out)).sum(-1)
+    for_lse = through_out if len(grads) == 1 else through_out + grads[1]
+    return [grads[0] * share.unsqueeze(-1), (for_lse * share).masked_fill(empty, 0.0)]
