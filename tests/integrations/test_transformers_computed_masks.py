@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided.errors import InputError
-from undivided.integrations.transformers import ModelMask, attention, model_mask, register
+from undivided.integrations.transformers import ModelMask, _arguments, attention, model_mask, register
 from undivided.integrations.transformers._masks import within_documents
 
 masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
@@ -291,3 +292,66 @@ def test_documents_in_chunks_from_cumulative_lengths() -> None:
     document = torch.tensor([0] * 3 + [1] * 6)
     same = (document[:, None] == document) & (position[:, None] // 2 == position // 2)
     assert torch.equal(found, same & torch.ones(9, 9, dtype=torch.bool).tril())
+
+
+def test_cumulative_lengths_of_keys_alone_are_refused() -> None:
+    """They were ignored, so that the documents attended to each other."""
+    q = torch.randn(1, 2, 9, 4)
+    with pytest.raises(InputError, match="cu_seq_lens_q must be given with cu_seq_lens_k"):
+        attention(Layer(), q, q, q, None, cu_seq_lens_k=torch.tensor([0, 3, 9]))
+
+
+RESTART = [0, 1, 2, 0, 1]
+POSITIONS: dict[str, tuple[bool, list[int], list[int] | None]] = {
+    "documents": (True, RESTART, None),
+    "documents-in-a-padded-batch": (True, RESTART, [1, 1, 1, 1, 0]),
+    "one-document": (False, [0, 1, 2, 3, 4], None),
+    "padding-on-the-left": (False, [1, 1, 0, 1, 2], [0, 0, 1, 1, 1]),
+    "padding-on-the-right": (False, [0, 1, 2, 0, 0], [1, 1, 1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize(("is_reported", "positions", "real"), POSITIONS.values(), ids=POSITIONS)
+def test_positions_that_restart_without_documents_in_the_mask_are_reported(
+    is_reported: bool, positions: list[int], real: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-OSS does not read documents from its positions; with a mask of ones no model does. They attended to each
+    other without a word."""
+    monkeypatch.setattr(_arguments, "_reported", set())
+    config = transformers.GptOssConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        attn_implementation="undivided",
+    )
+    model = transformers.GptOssForCausalLM(config)
+    inputs = {"input_ids": torch.arange(5)[None] + 3, "position_ids": torch.tensor([positions]), "use_cache": False}
+    if real is not None:
+        inputs["attention_mask"] = torch.tensor([real])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(**inputs)
+        cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+        model(**inputs, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    named = [str(warning.message) for warning in caught if "GptOssAttention start again at 0" in str(warning.message)]
+    assert len(named) == is_reported
+
+
+def test_documents_that_a_mask_has_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_arguments, "_reported", set())
+    positions = torch.tensor([RESTART])
+    config = transformers.LlamaConfig(num_attention_heads=2, attn_implementation="undivided")
+    mask = masking_utils.create_causal_mask(config, torch.randn(1, 5, 8), None, None, position_ids=positions)
+    assert isinstance(mask, ModelMask)
+    q = torch.randn(1, 2, 5, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(Layer(), q, q, q, mask, position_ids=positions)
+    assert _arguments._reported == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from undivided.arguments.checks import as_integer, check_int_dtype, check_tensor, check_type, checked_flag
 from undivided.arguments.shapes import broadcasts
-from undivided.arguments.tensors import readable
+from undivided.arguments.tensors import is_traced, jit_trace, readable
 from undivided.errors import InputError
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._model_mask import ModelMask
@@ -34,6 +35,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             as_integer(name, given[name], 0)
     if not isinstance(given["dropout"], int | float):
         raise InputError("dropout", "be a number from 0 to 1", repr(given["dropout"]))
+    if given["cu_seq_lens_q"] is None and given["cu_seq_lens_k"] is not None:
+        hint = "cu_seq_lens_q=cu_seq_lens_k if the queries are the tokens of the keys"
+        raise InputError("cu_seq_lens_q", "be given with cu_seq_lens_k", None, hint=hint)
     _check_mask(given["attention_mask"])
     batch, heads, q_len, _ = given["query"].shape
     _check_sinks(given["sinks"], (batch, heads, q_len, 1))
@@ -86,3 +90,42 @@ def _check_blocks(blocks: Tensor | None, module: nn.Module) -> None:
         raise InputError("block_indices", "have shape [B, G, Sq, n]", list(blocks.shape))
     if not hasattr(getattr(module, "indexer", None), "block_size"):
         raise InputError("block_indices", "be None for a layer without indexer.block_size", type(module).__name__)
+
+
+_reported: set[type] = set()
+"""Kinds of layers whose positions a warning has named."""
+_read_on_devices: set[type] = set()
+"""Kinds of layers whose positions were read from a GPU: once, because the host waits for them."""
+
+
+def report_restarts(module: nn.Module, mask: ModelMask, positions: object) -> None:
+    """Warn, once per kind of layer, of positions that start again at 0 in a row whose causal mask has no documents: the
+    model did not read the documents from its positions, and they attend to each other."""
+    if is_traced() or jit_trace() is not None or mask.has_read_positions or type(module) in _reported:
+        return
+    mask.has_read_positions = True
+    pattern, (batch, q_len, _, q_offset, _) = mask.pattern, mask.sizes
+    if mask.context is not None or pattern.packed is not None or pattern.right != 0 or q_offset or q_len < 2:
+        return
+    if type(positions) is not Tensor or tuple(positions.shape) not in {(1, q_len), (batch, q_len)} or positions.is_meta:
+        return
+    if any(real.shape[0] != batch or real.shape[1] < q_len for real in pattern.padding):
+        return
+    if not positions.is_cpu:
+        if type(module) in _read_on_devices:
+            return
+        _read_on_devices.add(type(module))
+    starts = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
+    for real in pattern.padding:
+        starts = starts & real[:, 1:q_len].bool() & real[:, : q_len - 1].bool()
+    if not bool(starts.any()):
+        return
+    _reported.add(type(module))
+    warnings.warn(
+        f"the position_ids of {type(module).__name__} start again at 0 within a row, but its mask has no documents: "
+        "they attend to each other, as with other implementations. Pass cu_seq_lens_q and cu_seq_lens_k "
+        "(DataCollatorWithFlattening(return_flash_attn_kwargs=True)). Most models read documents from position_ids, "
+        "but only with use_cache=False and without an attention_mask",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -13,7 +13,7 @@ from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.functional import attention as attend
 from undivided.integrations.transformers._active import TENSOR_RANKS, active_batch
-from undivided.integrations.transformers._arguments import check_arguments
+from undivided.integrations.transformers._arguments import check_arguments, report_restarts
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
@@ -76,7 +76,8 @@ def attention(
         cu_seq_lens_q, cu_seq_lens_k: cumulative lengths of documents packed into a batch of one.
         max_length_q, max_length_k: the longest of them.
         output_attentions: also return the weights, computed by the reference.
-        others: ignored (positions and windows, which the mask contains).
+        others: ignored (positions and windows, which the mask contains). A RuntimeWarning names a kind of layer, once,
+            whose ``position_ids`` start again at 0 within a row, but whose mask has no documents.
 
     Returns:
         The output ``[B, Sq, H, D]``, and the weights ``[B, H, Sq, Sk]`` or None.
@@ -101,6 +102,8 @@ def attention(
         out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
         return out, None
     _check_refused(others)
+    if isinstance(attention_mask, ModelMask) and cu_seq_lens_q is None and "position_ids" in others:
+        report_restarts(module, attention_mask, others["position_ids"])
     of_documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     optional = s_aux, position_bias, sinks, indices, block_indices, *of_documents
     is_plain = {*map(type, optional)} == {type(None)} and type(dropout) in _NUMBERS and dropout == 0

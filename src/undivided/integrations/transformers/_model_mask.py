@@ -74,6 +74,7 @@ class ModelMask(TensorLike):
         self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
         self.documents: tuple[Tensor, Tensor, Mask] | None = None
         self.prepared: dict[object, Prepared | None] = {}
+        self.has_read_positions = False
         self._copies: dict[torch.device, ModelMask] = {}
 
     def __getstate__(self) -> dict[str, object]:
