@@ -115,6 +115,7 @@ def test_wrong_formats_are_refused() -> None:
         model(**prompts(), **cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_compiled_model_has_the_cache_in_its_graphs(quantize: str | None) -> None:
     """Each layer left its graph to look at storages; only the mask does, as with a DynamicCache."""

@@ -100,6 +100,7 @@ def test_a_cache_with_few_pages_gives_the_same_tokens() -> None:
     assert batched(network, prompts(), num_blocks=20) == one_by_one("llama", prompts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma-3"])
 def test_compiled_steps_are_padded_to_static_sizes(name: str) -> None:
     """Padding behind the tokens of all requests, and behind the keys that a step gathers, was refused."""

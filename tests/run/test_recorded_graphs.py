@@ -117,6 +117,7 @@ def test_a_trace_takes_other_lengths_and_another_kind_of_padding(kind: str) -> N
         torch.testing.assert_close(traced(x, mask), layer(x, x, x, mask), msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
 def test_the_cpp_wrapper_of_inductor_has_gradients(needed: tuple[bool, bool]) -> None:
     """It ended the process if an operator returned a list of one tensor."""
