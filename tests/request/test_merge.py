@@ -193,6 +193,15 @@ def test_merging_in_place_is_merging(dtype: torch.dtype) -> None:
     assert error(total.lse[..., 2:], want_lse[..., 2:]) < 1e-14
 
 
+def test_merging_in_place_of_scores_near_the_lowest_number_is_an_average() -> None:
+    """fp32 does not represent log(2) beside such an lse: both weights were 1."""
+    for lse in (-1e9, torch.finfo(torch.float32).min):
+        total = Result(torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -math.inf))
+        for value in (2.0, 4.0):
+            merge_into(total, Result(torch.full((1, 1, 1, 4), value), torch.full((1, 1, 1), lse)))
+        assert total.out.unique().tolist() == [3.0]
+
+
 @pytest.mark.parametrize(("layout", "shape"), [("bshd", "bshd"), ("sbhd", "sbhd"), ("bhsd", "bhsd"), ("thd", "shd")])
 def test_a_result_is_viewed_as_bshd_and_back(layout: str, shape: str) -> None:
     sizes = {"b": 1 if layout == "thd" else 2, "s": 3, "h": 4, "d": 5}

@@ -103,7 +103,8 @@ def merge(
 def merge_into(total: Result, partial: Result) -> None:
     """`merge` of two results in place: ``total`` (in the precision of the softmax) becomes the result for all keys.
 
-    It needs less memory than `merge`: an eighth of one output if ``partial`` has a half-precision dtype.
+    It needs less memory than `merge`: an eighth of one output if ``partial`` has a half-precision dtype. Weights add up
+    to 1 even if both lse are so large that their sum is not represented (-1e9 in fp32).
 
     >>> total = Result(torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf))
     >>> merge_into(total, Result(torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)))
@@ -113,7 +114,9 @@ def merge_into(total: Result, partial: Result) -> None:
     """
     lse = torch.logaddexp(total.lse, partial.lse.to(total.lse.dtype))
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    keep, take = ((lse_i - finite).exp().transpose(1, 2).unsqueeze(-1) for lse_i in (total.lse, partial.lse))
+    weights_BHS = [(lse_i - finite).exp() for lse_i in (total.lse, partial.lse)]
+    sum_BHS = (weights_BHS[0] + weights_BHS[1]).clamp(min=0.5)  # 0 without keys
+    keep, take = ((weight / sum_BHS).transpose(1, 2).unsqueeze(-1) for weight in weights_BHS)
     rows = max(1, total.out.shape[1] if partial.out.dtype == total.out.dtype else -(-total.out.shape[1] // 8))
     for out, added, *weights in zip(*(t.split(rows, 1) for t in (total.out, partial.out, keep, take)), strict=True):
         out.mul_(weights[0]).addcmul_(added.to(out.dtype), weights[1])

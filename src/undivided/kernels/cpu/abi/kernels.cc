@@ -25,6 +25,7 @@ extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 
 namespace {
 
+using undivided::kZen5;
 using undivided::threshold;
 #if defined(UNDIVIDED_AMX)
 using undivided::kernels_avx512_bf16;
@@ -130,7 +131,7 @@ bool runs_in_units(const Attention& a, int64_t kv_heads, bool in_memory) {
     typedef decltype(mode) Mode;
     int64_t max_rows = 0;
     if (std::is_same<Mode, Direct>::value) max_rows = kMaxFewRows;
-    else if (Mode::Arith::kPairs) max_rows = threshold(kTuning.max_unit_rows, kTuning.max_unit_rows_zen5);
+    else if (Mode::Arith::kPairs) max_rows = threshold(kTuning.max_unit_rows, kZen5, kTuning.max_unit_rows_zen5);
     return rows_of_group(a) <= max_rows && fits_invariant<Mode>(a);
   });
 }

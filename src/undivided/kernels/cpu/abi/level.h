@@ -20,8 +20,10 @@ bool is_intel();
 uint32_t amd_family();
 constexpr uint32_t kZen4 = 0x19, kZen5 = 0x1a;  // 0x19 is Zen 3 too, which has no AVX-512
 
-// The value of a threshold on this processor: Zen 5, or another.
-inline int64_t threshold(int64_t others, int64_t zen5) { return amd_family() == kZen5 ? zen5 : others; }
+// The value of a threshold on this processor: one for a family of AMD's, one for all others.
+inline int64_t threshold(int64_t others, uint32_t family, int64_t of_family) {
+  return amd_family() == family ? of_family : others;
+}
 
 // The name of a level that the processor and the compiler allow, 0 being the lowest; null after the highest.
 const char* level_name(int level);

@@ -73,10 +73,10 @@ struct Tuning {
   // tune-cpu: min_dot_rows, min_dot_rows_zen4
   int64_t min_dot_rows = 5, min_dot_rows_zen4 = 3;
   // Bytes of K and V of all heads in a step, at most: this step and the next fit in L2. (256 KiB against 128, 8 heads of
-  // 128: Zen 5, bf16 from memory 1.0 to 1.05, in L3 1.06 to 1.1, fp32 1.0 and 1.1, 8 bits 0.97 to 1.0; Zen 4 within 5 %;
-  // Zen 3, whose L2 has 512 KiB, 0.77 to 1.0.)
+  // 128: Zen 5, fp32 and bf16 from memory 0.97 to 1.06, in L3 1.06 to 1.15, 8 bits 0.97 to 1.0, at AVX2 0.83
+  // to 1.19; Zen 4 within 5 %; Zen 3, whose L2 has 512 KiB, 0.77 to 1.0.)
   // tune-cpu: decode_step_bytes, decode_step_bytes_zen5
-  int64_t decode_step_bytes = 128 << 10, decode_step_bytes_zen5 = 256 << 10;
+  int64_t decode_step_bytes = 128 << 10, decode_step_bytes_zen5 = 128 << 10;
   // bf16 keys from memory (kMinUnitBytes): the most rows per key head that units of batch_invariant decode. (Units
   // against steps, 16k keys of 8 heads: Zen 5, one row 1.1, two 0.84; Zen 4, one row 1.06 to 1.25, two rows not measured
   // since steps prefetch line by line.)
@@ -90,6 +90,7 @@ constexpr Tuning avx512() {
   Tuning t = kVectors;
   t.max_row_major_keys = 128;
   t.decode_prefetch_zen5 = 3;
+  t.decode_step_bytes_zen5 = 256 << 10;
   return t;
 }
 constexpr Tuning kAvx512 = avx512();

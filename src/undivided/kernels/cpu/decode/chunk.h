@@ -126,7 +126,8 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
     start_head<Engine>(chunk, n, first, state, space.q + n * Engine::q_floats(a));
   }
   const int64_t key_bytes = chunk.kv_heads * stored<T>(a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
-  const int64_t max_bytes = undivided::threshold(kTuning.decode_step_bytes, kTuning.decode_step_bytes_zen5);
+  const int64_t max_bytes =
+      undivided::threshold(kTuning.decode_step_bytes, undivided::kZen5, kTuning.decode_step_bytes_zen5);
   const int64_t max_keys =
       larger_of(kStepAlignment, smaller_of(kDecodeStepKeys, max_bytes / key_bytes / kStepAlignment * kStepAlignment));
   Steps<T> steps = {chunk, p, max_keys};

@@ -93,9 +93,8 @@ struct DecodePairs : DecodeVectors<Key> {
 
 // Whether dot products pay off for bf16 keys.
 INLINE bool are_pairs_faster(const Attention& a) {
-  const bool zen4 = undivided::amd_family() == undivided::kZen4;
   const int64_t rows = rows_of_group(a);
-  return rows == 1 || rows >= (zen4 ? kTuning.min_dot_rows_zen4 : kTuning.min_dot_rows);
+  return rows == 1 || rows >= undivided::threshold(kTuning.min_dot_rows, undivided::kZen4, kTuning.min_dot_rows_zen4);
 }
 
 }  // namespace

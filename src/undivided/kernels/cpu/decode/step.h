@@ -135,11 +135,10 @@ class StepPrefetch {
   const Region *next_ = nullptr, *end_ = nullptr;
   int64_t lines_ = 0;
   const char *at_ = nullptr, *stop_ = nullptr;
-  bool to_l1_ = undivided::threshold(kTuning.decode_prefetch, kTuning.decode_prefetch_zen5) == 3;
+  bool to_l1_ = undivided::threshold(kTuning.decode_prefetch, undivided::kZen5, kTuning.decode_prefetch_zen5) == 3;
 
-  INLINE_MEMBER bool to_l1() const {
-    constexpr bool always = kTuning.decode_prefetch == 3, on_zen5 = kTuning.decode_prefetch_zen5 == 3;
-    return always == on_zen5 ? always : to_l1_;
+  INLINE_MEMBER bool to_l1() const {  // a constant where no processor differs
+    return kTuning.decode_prefetch == kTuning.decode_prefetch_zen5 ? kTuning.decode_prefetch == 3 : to_l1_;
   }
   // Prefetches whole groups of lines to the cache that __builtin_prefetch calls `Locality`.
   template <int Locality>
