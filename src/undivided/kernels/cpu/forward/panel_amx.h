@@ -34,17 +34,6 @@ static void add_sums(const float* sums, int64_t count, float* to) {
     for (int v = 0; v < V; v++) store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes));
 }
 
-// Prefetches what later panels need (`shared`) and the mask and bias of the next step (`own`), `times` lines of the
-// latter per call: 0 during the softmax, which would take twice as long.
-struct PrefetchPair {
-  Prefetch &shared, own;
-  int times;
-  inline __attribute__((always_inline)) void step() {
-    shared.step();
-    for (int i = 0; i < times; i++) own.step();
-  }
-};
-
 // One panel with the keys [start, stop) of a key block.
 template <class Mode>
 class AmxStep {

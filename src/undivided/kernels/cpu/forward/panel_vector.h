@@ -15,12 +15,18 @@ namespace {
 template <class Mode>
 static void panel_step(const Attention& a, const RowBlock& block, Panel& p, const PanelSums& sums,
                        const KeyBlock<Mode>& key_block, int64_t start, int64_t stop, const Workspace& w,
-                       Prefetch& prefetch) {
+                       Prefetch& shared) {
   typedef typename Mode::Arith Arith;
   typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type KT;
   const bool has_score_bias = changes_scores(a, block, p.first, p, start, stop);
   uint8_t visible[kBlockKeys];
   if (has_score_bias && !fill_score_bias(a, block, p.first, p, start, stop, w.score_bias, visible)) return;
+  PrefetchPair prefetch = {shared, Prefetch(), 1};
+  if (a.dense || a.bias) {
+    const int64_t steps = (stop - start + a.v_dim) / kBroadcasts;
+    prefetch.own = prefetch_score_bias(a, block, p, start, stop, steps);
+    prefetch.own.touch_far_rows();
+  }
   const bool fills = fills_gaps(a) && p.segments > 1 && !has_score_bias;
   if (fills) mark_segments(p, start, stop, visible);
   // pairs of keys start at even keys: an additional key before or after gets the weight 0

@@ -103,6 +103,17 @@ class Prefetch {
   int64_t lines_ = 0, lines_per_step_ = 0, rows_per_step_ = 0, at_ = 0;
 };
 
+// Prefetches what later panels need (`shared`) and the mask and bias of the next step (`own`), `times` lines of the
+// latter per call: 0 during the softmax, which would take twice as long.
+struct PrefetchPair {
+  Prefetch &shared, own;
+  int times;
+  inline __attribute__((always_inline)) void step() {
+    shared.step();
+    for (int i = 0; i < times; i++) own.step();
+  }
+};
+
 // The first rows of the next block, and at most so many of its first keys.
 template <class T>
 static void prefetch_next_block(Prefetch& prefetch, const Attention& a, const RowBlock& block,

@@ -6,6 +6,7 @@
 // shuffles of an fp32 bias.
 #pragma once
 
+#include "gemm/prefetch.h"
 #include "mask/mask_row.h"
 #include "mask/panel.h"
 #include "simd/transpose.h"
@@ -102,6 +103,10 @@ class RowLanes {
     const int64_t from = from_[i], to = to_[i];
     if (stride_ == 1 && key >= from && key + kKeys <= to)
       return load((const float*)(const void*)(row_[i] + (key - from)));
+    return some_words(i, key);
+  }
+  Vec __attribute__((noinline)) some_words(int i, int64_t key) const {
+    const int64_t from = from_[i], to = to_[i];
     T some[kKeys] = {};
     for (int64_t j = key; j < key + kKeys && j < to; j++)
       if (j >= from) some[j - key] = row_[i][(j - from) * stride_];
@@ -147,10 +152,13 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
   const bool covered = first + kLanes <= p.rows && p.covers(start, stop);
 
   for (int64_t j = start; j < stop; j += kLanes, score_bias += kLanes * kPanel, visible += kLanes) {
-    Vec x[kLanes] = {};
+    Vec x[kLanes];  // in registers, because all loops over it are unrolled
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) x[i] = Vec{};
     if (a.slopes)
+#pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++) {
-        const int64_t key = j + i < a.kv_len ? j + i : a.kv_len - 1;
+        const int64_t key = smaller_of(j + i, a.kv_len - 1);
         IVec distance = position - a.key_position[b * a.key_position_b + key];
         x[i] = slope * (Vec)((UVec) __builtin_convertvector(distance, Vec) & 0x7fffffffu);
       }
@@ -165,13 +173,25 @@ static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int
       for (int i = 0; i < kLanes; i++) x[i] = entry(dense[i], i, uint8_t()) ? x[i] : splat(-kInfinity);
     }
     if (!covered)
+#pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++) {
         const IVec key = isplat((int32_t)(j + i));
         const IVec allowed = ((key >= bound[0]) & (key < bound[1])) | ((key >= bound[2]) & (key < bound[3]));
         x[i] = allowed ? x[i] : splat(-kInfinity);
       }
     const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
-    for (int i = 0; i < count; i++) {
+    IVec hidden = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) hidden |= x[i] == -kInfinity;
+    if (count == kLanes && !any(hidden)) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) store(score_bias + i * kPanel, x[i]);
+      memset(visible, 1, kLanes);
+      continue;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) {
+      if (i >= count) break;
       store(score_bias + i * kPanel, x[i]);
       visible[i] |= any(x[i] != -kInfinity);
     }
@@ -189,6 +209,39 @@ static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block
   for (int64_t v = 0; v < kVectors; v++)
     fill(a, block, first, v * kLanes, p, start, stop, score_bias + v * kLanes, visible);
   return memchr(visible, 1, (size_t)(stop - start)) != nullptr;
+}
+
+// Prefetches what the next step reads of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's
+// rows at the next key block.
+static void prefetch_rows(Prefetch& prefetch, const undivided::RowBlock& block, int64_t q_len, const Panel& p,
+                          int64_t start, int64_t stop, int64_t kv_len, const void* base, int64_t size, int64_t h,
+                          int64_t q, int64_t k) {
+  int64_t first = p.first + p.rows;
+  if (first >= block.rows) first = 0, start += kBlockKeys, stop += kBlockKeys;
+  stop = smaller_of(stop, kv_len);
+  if (k != 1 || start >= stop) return;
+  int64_t row = block.row + first, left = q == 0 ? 1 : smaller_of(block.rows - first, kPanel);
+  while (left > 0) {
+    const int64_t at = row % q_len, some = smaller_of(left, q_len - at);
+    prefetch.add((const char*)base + (block.first_head + row / q_len) * h * size + (at * q + start) * size, q * size,
+                 some, (stop - start) * size);
+    row += some, left -= some;
+  }
+}
+
+// The mask and the bias of the next step.
+static Prefetch prefetch_score_bias(const Attention& a, const undivided::RowBlock& block, const Panel& p, int64_t start,
+                                    int64_t stop, int64_t steps) {
+  Prefetch prefetch;
+  if (a.dense && !a.dense_from)
+    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
+                  a.dense_q, a.dense_k);
+  const int64_t size = undivided::element_size(a.bias_dtype);
+  if (a.bias)
+    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len,
+                  (const char*)a.bias + block.batch * a.bias_b * size, size, a.bias_h, a.bias_q, a.bias_k);
+  prefetch.pace(steps);
+  return prefetch;
 }
 
 // Whether more than the rows' ranges changes the scores of keys [start, stop): false if there is only a boolean mask,

@@ -245,39 +245,6 @@ class BiasedScores {
   alignas(64) float key_[kSoftmaxKeys];
 };
 
-// Prefetches what the next step reads of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's
-// rows at the next key block.
-static void prefetch_rows(Prefetch& prefetch, const RowBlock& block, int64_t q_len, const Panel& p, int64_t start,
-                          int64_t stop, int64_t kv_len, const void* base, int64_t size, int64_t h, int64_t q,
-                          int64_t k) {
-  int64_t first = p.first + p.rows;
-  if (first >= block.rows) first = 0, start += kBlockKeys, stop += kBlockKeys;
-  stop = smaller_of(stop, kv_len);
-  if (k != 1 || start >= stop) return;
-  int64_t row = block.row + first, left = q == 0 ? 1 : smaller_of(block.rows - first, kPanel);
-  while (left > 0) {
-    const int64_t at = row % q_len, some = smaller_of(left, q_len - at);
-    prefetch.add((const char*)base + (block.first_head + row / q_len) * h * size + (at * q + start) * size, q * size,
-                 some, (stop - start) * size);
-    row += some, left -= some;
-  }
-}
-
-// The mask and the bias of the next step.
-static Prefetch prefetch_score_bias(const Attention& a, const RowBlock& block, const Panel& p, int64_t start,
-                                    int64_t stop, int64_t steps) {
-  Prefetch prefetch;
-  if (a.dense && !a.dense_from)
-    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len, a.dense + block.batch * a.dense_b, 1, a.dense_h,
-                  a.dense_q, a.dense_k);
-  const int64_t size = undivided::element_size(a.bias_dtype);
-  if (a.bias)
-    prefetch_rows(prefetch, block, a.q_len, p, start, stop, a.kv_len,
-                  (const char*)a.bias + block.batch * a.bias_b * size, size, a.bias_h, a.bias_q, a.bias_k);
-  prefetch.pace(steps);
-  return prefetch;
-}
-
 }  // namespace
 
 #endif
