@@ -26,11 +26,17 @@ from undivided.masks import Mask
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 from undivided.request.checks import draw_seed
 from undivided.run.autograd import autocast
+from undivided.selection.policy import current_policy
 
 _NUMBERS, _FLAGS = frozenset({int, float}), frozenset({bool, type(None)})
 
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
+_CUT = (
+    "generate(prefill_chunk_size=...) cuts the encoder's attention_mask to the decoder's length, with every "
+    "implementation: leave prefill_chunk_size out for encoder-decoder models, or attention_mask if no text is padded"
+)
+"""The hint for masks of fewer keys than a layer has, if they are not causal."""
 
 
 def attention(
@@ -106,6 +112,11 @@ def attention(
         report_restarts(module, attention_mask, others["position_ids"])
     of_documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     optional = s_aux, position_bias, sinks, indices, block_indices, *of_documents
+    if {*map(type, optional[1:])} == {type(None)} and _is_in_one_row(attention_mask, query, key, value):
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+        given["output_attentions"] = output_attentions
+        rows = query, cast(Tensor, key), cast(Tensor, value)
+        return _in_one_row(module, cast(ModelMask, attention_mask), rows, given)
     is_plain = {*map(type, optional)} == {type(None)} and type(dropout) in _NUMBERS and dropout == 0
     is_plain &= {type(is_causal), type(output_attentions)} <= _FLAGS and not output_attentions  # errors follow below
     if is_plain and isinstance(attention_mask, ModelMask) and not _collects_weights(module):
@@ -154,6 +165,28 @@ def attention(
     return out, weights if weights is None or share is None else weights * share
 
 
+def _is_in_one_row(mask: object, *states: object) -> bool:
+    """Whether the mask has a form for all rows in one, and these queries, keys and values have its rows and tokens."""
+    if not isinstance(mask, ModelMask) or mask.in_one_row is None:
+        return False
+    return all(type(one) is Tensor and one.dim() == 4 and one.shape[::2] == mask.shape[::2] for one in states)
+
+
+def _in_one_row(
+    module: nn.Module, mask: ModelMask, states: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of a layer with the documents of all rows in one row, for batch-invariant results.
+
+    Rows that follow one another in memory are not copied.
+    """
+    rows = mask.shape[0], mask.shape[2]
+    query, key, value = (one.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for one in states)
+    out, weights = attention(module, query, key, value, mask.in_one_row, **options)
+    if weights is not None:  # those of the keys in the query's own row
+        weights = weights[0].unflatten(2, rows).unflatten(1, rows).diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2)
+    return out[0].unflatten(0, rows), weights
+
+
 def _check_refused(others: dict[str, Any]) -> None:
     for name in REFUSED:
         if others.get(name) is not None:
@@ -183,6 +216,7 @@ def _mask_and_bias(
                 "attention_mask",
                 f"be for {q_len} queries and {kv_len} keys, as this layer has",
                 f"one for {attention_mask.shape[2]} and {attention_mask.shape[3]}",
+                hint=_CUT if attention_mask.pattern.right is None and attention_mask.shape[3] < kv_len else None,
             )
         return attention_mask.mask, None
     if attention_mask is None:
@@ -282,5 +316,6 @@ def _weights(q: Tensor, key: Tensor | CachedStates, options: dict[str, Any]) -> 
     batch, kv_len, kv_heads, _ = k.shape
     q, k, _ = autocast(q, k, k)
     identity = torch.eye(kv_len, dtype=q.dtype, device=q.device)[None, :, None, :]
-    weights: Tensor = attend(q, k, identity.expand(batch, kv_len, kv_heads, kv_len), backend="reference", **options)
+    backend = None if current_policy().batch_invariant else "reference"  # which does not promise the order of its sums
+    weights: Tensor = attend(q, k, identity.expand(batch, kv_len, kv_heads, kv_len), backend=backend, **options)
     return weights.transpose(1, 2)

@@ -25,6 +25,7 @@ from undivided.integrations.transformers._active import active_batch
 from undivided.integrations.transformers._model_mask import ModelMask, Sizes
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, is_recorded, read
 from undivided.masks import FULL, Mask
+from undivided.selection.policy import current_policy
 
 MANY_PAIRS = 1 << 22
 """Pairs of a query and a key from which on an unknown mask function is worth a warning: those of 2048 tokens."""
@@ -99,7 +100,10 @@ def model_mask(
     if attention_mask is not None:
         pattern = dataclasses.replace(pattern, padding=(*pattern.padding, attention_mask))
     device, is_additive = as_device("device", device), config is not None and not takes_booleans(type(config))
-    return ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if is_additive else torch.bool)
+    mask = ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if is_additive else torch.bool)
+    if current_policy().batch_invariant and (joined := _in_one_row(pattern, sizes)) is not None:
+        mask.in_one_row = ModelMask(to_mask(*joined, device), *joined, device, mask.dtype)
+    return mask
 
 
 def _as_size(argument: str, value: int | Tensor, at_least: int | None = None) -> int:
@@ -324,14 +328,36 @@ def _span(real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _documents(pattern: Pattern, packed: Packed) -> Mask:
     """The mask of packed documents; chunks become smaller documents."""
+    ids = _ids_of_chunks(pattern, packed)
+    if ids.shape[0] > 1:
+        return masks.document_ids(ids)
+    begins = (ids[0, 1:] != ids[0, :-1]).nonzero().flatten() + 1
+    ends = begins.new_tensor([0]), begins, begins.new_tensor([ids.shape[1]])
+    return masks.documents(torch.cat(ends))
+
+
+def _ids_of_chunks(pattern: Pattern, packed: Packed) -> Tensor:
+    """The ids of the packed documents, or of their chunks if the pattern has chunks, int ``[B, S]``."""
     ids = packed.ids
     for chunk in pattern.chunks:
         assert packed.positions is not None  # chunks of whole rows are among `Pattern.rest`
         index = (packed.positions - chunk.start[:, None]).div(chunk.size, rounding_mode="floor")
         index = index - index.min()
         ids = ids * (index.max() + 1) + index
-    if ids.shape[0] > 1:
-        return masks.document_ids(ids)
-    begins = (ids[0, 1:] != ids[0, :-1]).nonzero().flatten() + 1
-    ends = begins.new_tensor([0]), begins, begins.new_tensor([ids.shape[1]])
-    return masks.documents(torch.cat(ends))
+    return ids
+
+
+def _in_one_row(pattern: Pattern, sizes: Sizes) -> tuple[Pattern, Sizes] | None:
+    """The pattern and sizes of several rows of packed documents, put one after another into one row.
+
+    `masks.documents` says where each of them starts, which batch-invariant results need. None if the rows have no
+    documents, if there is only one, or if a mask function counts rows and positions.
+    """
+    if pattern.packed is None or sizes.batch < 2 or pattern.rest or not _fits(pattern, sizes):
+        return None
+    ids, real = _ids_of_chunks(pattern, pattern.packed), _real_keys(pattern.padding, sizes)
+    rows = torch.arange(sizes.batch, device=ids.device)[:, None]
+    packed = Packed((ids + rows * (ids.max() + 1)).reshape(1, -1), None)
+    padding = () if real is None else (real.reshape(1, -1),)
+    tokens = sizes.batch * sizes.q_len
+    return Pattern(pattern.left, pattern.right, (), packed, padding), Sizes(1, tokens, tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -73,6 +73,8 @@ class ModelMask(TensorLike):
         self.mask, self.pattern, self.sizes, self.device, self.dtype = mask, pattern, sizes, device, dtype
         self.shape = torch.Size((sizes.batch, 1, sizes.q_len, sizes.kv_len))
         self.documents: tuple[Tensor, Tensor, Mask] | None = None
+        self.in_one_row: ModelMask | None = None
+        """The same mask with the documents of all rows in one, for batch-invariant results."""
         self.prepared: dict[object, Prepared | None] = {}
         self.has_read_positions = False
         self._copies: dict[torch.device, ModelMask] = {}
@@ -120,6 +122,8 @@ class ModelMask(TensorLike):
         copy = self._copies.get(device)
         if copy is None:
             copy = ModelMask(self.mask.to(device), self.pattern.to(device), self.sizes, device, self.dtype)
+            if self.in_one_row is not None:
+                copy.in_one_row = cast(ModelMask, self.in_one_row._moved(device))  # it has no predicate
             self._copies[device] = copy
         return copy
 

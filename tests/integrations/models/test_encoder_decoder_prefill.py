@@ -1,0 +1,46 @@
+"""Chunked prefill of encoder-decoder models: ``generate(prefill_chunk_size=...)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+
+import transformers_models as models
+
+from undivided.errors import InputError
+from undivided.integrations.transformers import register
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+
+
+def generated(network: Any, **options: Any) -> torch.Tensor:
+    """8 tokens after a decoder's text of 9."""
+    text = {"input_ids": models.tokens(), "decoder_input_ids": models.tokens(length=9, seed=3)}
+    answer: torch.Tensor = network.generate(**text, max_new_tokens=8, do_sample=False, **options)
+    return answer
+
+
+def test_the_text_of_the_decoder_in_chunks_gives_the_same_tokens() -> None:
+    ours = models.build("t5", "undivided")
+    assert torch.equal(generated(ours, prefill_chunk_size=4), generated(ours))
+    assert torch.equal(generated(ours), generated(models.build("t5", "eager")))
+
+
+def test_an_attention_mask_that_transformers_cuts_is_refused_with_what_to_leave_out() -> None:
+    """It masks keys of the encoder, but is cut to the tokens of the decoder: eager fails, or ignores the other keys."""
+    real = models.real_tokens("right")
+    with pytest.raises(InputError, match="11 keys, as this layer has, got one for 4 and 4") as caught:
+        generated(models.build("t5", "undivided"), attention_mask=real, prefill_chunk_size=4)
+    assert caught.value.hint is not None
+    assert "leave prefill_chunk_size out for encoder-decoder models" in caught.value.hint
+    with pytest.raises(RuntimeError, match="must match the size"):
+        generated(models.build("t5", "eager"), attention_mask=real, prefill_chunk_size=4)
