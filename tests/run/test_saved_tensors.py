@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from brute_force import attend, error
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import undivided
 from undivided import masks
+from undivided.backends.reference import Reference
 
 # torch's own forward mode scripts its decompositions when it is first used
 
@@ -154,6 +156,39 @@ def test_checkpoint_gives_the_same_gradients(backend: str, use_reentrant: bool) 
     checkpoint(run, *x, use_reentrant=use_reentrant).sin().sum().backward()
     for t, b in zip(x, want, strict=True):
         assert torch.equal(t.grad, b)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "recomputed"])
+def test_a_selective_checkpoint_may_save_the_result_of_attention(
+    is_saved: bool, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator in the list of what is saved runs once; otherwise again in the backward pass."""
+    calls = 0
+    forward = Reference.forward
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return forward(*arguments)
+
+    def run(*t: Tensor) -> Tensor:
+        options: dict[str, Any] = {"layout": "bhsd", "mask": masks.causal(), "dropout_p": dropout_p}
+        out: Tensor = undivided.attention(*(2 * one for one in t), backend="reference", **options)
+        return out.sin()
+
+    x = [random(2, 2, 3, 2, seed=s).requires_grad_() for s in range(3)]
+    torch.manual_seed(0)
+    want = torch.autograd.grad(run(*x).sum(), x)
+    saved = [torch.ops.undivided.attention.default if is_saved else torch.ops.aten.mm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    monkeypatch.setattr(Reference, "forward", counted)
+    torch.manual_seed(0)
+    out = checkpoint(run, *x, use_reentrant=False, context_fn=contexts)
+    assert calls == 1
+    for a, b in zip(torch.autograd.grad(out.sum(), x), want, strict=True):
+        assert torch.equal(a, b)
+    assert calls == (1 if is_saved else 2)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
