@@ -142,3 +142,10 @@ def test_a_block_table_of_the_library_is_refused() -> None:
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(InputError, match=r"(?s)block_table must be None.*max_blocks_per_request=0"):
         _continuous_batching.attention(q, q, q, None, 0, {"block_table": q})
+
+
+def test_a_model_that_keeps_the_keywords_of_a_step_to_itself_is_refused() -> None:
+    """StableLM: the error was a KeyError, as with other implementations."""
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(InputError, match=r"(?s)read_index must be passed on to the attention.*model.generate instead"):
+        _continuous_batching.attention(q, q, q, None, 0, {"cu_seq_lens_q": torch.tensor([0, 3])})

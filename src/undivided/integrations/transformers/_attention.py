@@ -36,7 +36,8 @@ _CUT = (
     "generate(prefill_chunk_size=...) cuts the encoder's attention_mask to the decoder's length, with every "
     "implementation: leave prefill_chunk_size out for encoder-decoder models, or attention_mask if no text is padded"
 )
-"""The hint for masks of fewer keys than a layer has, if they are not causal."""
+"""The hint for an encoder's mask that has fewer keys than a layer."""
+_NOT_A_DECODER = "config.is_decoder=True for a model that generates with a cache"
 
 
 def attention(
@@ -130,7 +131,7 @@ def attention(
     elif has_latents(module):
         key, value = expand(module, cast(Tensor, key))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask, bias = _mask_and_bias(attention_mask, query, key, causal)
+    mask, bias = _mask_and_bias(module, attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:
         cu_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         mask = _document_mask(attention_mask, mask, causal, cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
@@ -204,7 +205,11 @@ def _keys_and_values(
 
 
 def _mask_and_bias(
-    attention_mask: ModelMask | Tensor | None, query: Tensor, key: Tensor | CachedStates, causal: bool
+    module: nn.Module,
+    attention_mask: ModelMask | Tensor | None,
+    query: Tensor,
+    key: Tensor | CachedStates,
+    causal: bool,
 ) -> tuple[Mask | None, Tensor | None]:
     """(mask, bias) from a layer's ``attention_mask``; None has the meaning of PyTorch's function."""
     q_len, kv_len = query.shape[2], key.shape[2]
@@ -216,13 +221,20 @@ def _mask_and_bias(
                 "attention_mask",
                 f"be for {q_len} queries and {kv_len} keys, as this layer has",
                 f"one for {attention_mask.shape[2]} and {attention_mask.shape[3]}",
-                hint=_CUT if attention_mask.pattern.right is None and attention_mask.shape[3] < kv_len else None,
+                hint=_hint_of_fewer_keys(module, attention_mask) if attention_mask.shape[3] < kv_len else None,
             )
         return attention_mask.mask, None
     if attention_mask is None:
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
     attention_mask = attention_mask[..., :kv_len]  # the mask may cover a whole static cache
     return (masks.dense(attention_mask), None) if attention_mask.dtype == torch.bool else (None, attention_mask)
+
+
+def _hint_of_fewer_keys(module: nn.Module, mask: ModelMask) -> str | None:
+    """What to change if a mask that is not causal has fewer keys than the layer: it is of an encoder, or no cache."""
+    if mask.pattern.right is not None:
+        return None
+    return _NOT_A_DECODER if getattr(module, "is_decoder", None) is False else _CUT
 
 
 def _context(mask: ModelMask | Tensor | None, refused: dict[str, Any]) -> ContextParallel:

@@ -65,6 +65,11 @@ def attention(
         raise InputError(
             "block_table", "be None", "a tensor", hint="ContinuousBatchingConfig(max_blocks_per_request=0)"
         )
+    if missing := [name for name in ("read_index", "write_index") if arguments.get(name) is None]:
+        must = (
+            "be passed on to the attention by each layer of the model, for continuous batching with any implementation"
+        )
+        raise InputError(missing[0], must, None, hint="model.generate instead of model.generate_batch")
     allocator = cache.layer_to_allocator[layer]
     new = key[0].transpose(0, 1), value[0].transpose(0, 1)
     read_index, write_index = (arguments[name][allocator.index] for name in ("read_index", "write_index"))

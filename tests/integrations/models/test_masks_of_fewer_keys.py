@@ -1,4 +1,4 @@
-"""Chunked prefill of encoder-decoder models: ``generate(prefill_chunk_size=...)``."""
+"""Masks of fewer keys than a layer has: chunked prefill of encoder-decoder models, and encoders with a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the transformers library is not inst
 import transformers_models as models
 
 from undivided.errors import InputError
-from undivided.integrations.transformers import register
+from undivided.integrations.transformers import attention, model_mask, register
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
 
@@ -44,3 +44,13 @@ def test_an_attention_mask_that_transformers_cuts_is_refused_with_what_to_leave_
     assert "leave prefill_chunk_size out for encoder-decoder models" in caught.value.hint
     with pytest.raises(RuntimeError, match="must match the size"):
         generated(models.build("t5", "eager"), attention_mask=real, prefill_chunk_size=4)
+
+
+def test_an_encoder_that_is_given_a_cache_is_refused_with_the_setting_of_a_decoder() -> None:
+    """BERT without ``is_decoder`` builds a mask for the new token alone, while its cache returns all keys."""
+    ours = models.build("bert", "undivided")
+    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 4, 12, 8)
+    layer = ours.bert.encoder.layer[0].attention.self
+    with pytest.raises(InputError, match="1 queries and 12 keys") as caught:
+        attention(layer, q, k, k, model_mask(1, 1, 1))
+    assert caught.value.hint == "config.is_decoder=True for a model that generates with a cache"
