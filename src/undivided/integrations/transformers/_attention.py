@@ -32,9 +32,9 @@ _NUMBERS, _FLAGS = frozenset({int, float}), frozenset({bool, type(None)})
 
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
-_CUT = (
-    "generate(prefill_chunk_size=...) cuts the encoder's attention_mask to the decoder's length, with every "
-    "implementation: leave prefill_chunk_size out for encoder-decoder models, or attention_mask if no text is padded"
+_ENCODER_DECODER = (
+    "for an encoder-decoder model, put a cache of yours into EncoderDecoderCache(cache, another), and leave out "
+    "prefill_chunk_size of generate, with which transformers cuts the attention_mask of the encoder"
 )
 """The hint for an encoder's mask that has fewer keys than a layer."""
 _NOT_A_DECODER = "config.is_decoder=True for a model that generates with a cache"
@@ -234,7 +234,7 @@ def _hint_of_fewer_keys(module: nn.Module, mask: ModelMask) -> str | None:
     """What to change if a mask that is not causal has fewer keys than the layer: it is of an encoder, or no cache."""
     if mask.pattern.right is not None:
         return None
-    return _NOT_A_DECODER if getattr(module, "is_decoder", None) is False else _CUT
+    return _NOT_A_DECODER if getattr(module, "is_decoder", None) is False else _ENCODER_DECODER
 
 
 def _context(mask: ModelMask | Tensor | None, refused: dict[str, Any]) -> ContextParallel:
