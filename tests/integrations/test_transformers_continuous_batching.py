@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,3 +150,14 @@ def test_a_model_that_keeps_the_keywords_of_a_step_to_itself_is_refused() -> Non
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(InputError, match=r"(?s)read_index must be passed on to the attention.*model.generate instead"):
         _continuous_batching.attention(q, q, q, None, 0, {"cu_seq_lens_q": torch.tensor([0, 3])})
+
+
+def test_a_layer_that_repeats_its_keys_after_the_cache_is_refused() -> None:
+    """JetMoE. The error was one of `Tensor.index_copy_`."""
+    stored = torch.zeros(8, 16, 2, 8)
+    allocator = SimpleNamespace(get_cache_for_block_table=lambda layer: (stored, stored))
+    cache = SimpleNamespace(layer_to_allocator=[allocator])
+    arguments = dict.fromkeys(("read_index", "write_index"), [torch.arange(3)])
+    q = torch.randn(1, 4, 3, 8)
+    with pytest.raises(InputError, match=r"(?s)key must have 2 heads of 8, as the paged cache.*got 4 heads of 8"):
+        _continuous_batching.attention(q, q, q, cache, 0, arguments)

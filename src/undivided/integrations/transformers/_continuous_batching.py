@@ -71,6 +71,8 @@ def attention(
         )
         raise InputError(missing[0], must, None, hint="model.generate instead of model.generate_batch")
     allocator = cache.layer_to_allocator[layer]
+    if _window(allocator) is None:
+        _check_heads(allocator.get_cache_for_block_table(layer), key, value)
     new = key[0].transpose(0, 1), value[0].transpose(0, 1)
     read_index, write_index = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
     if _window(allocator) is None and len(read_index):
@@ -82,6 +84,16 @@ def attention(
         step = _step(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
     out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=step.mask, pages=step.pages, **options)
     return out[None]
+
+
+def _check_heads(cached: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+    """InputError if a layer changed the heads of its new tokens after it updated the cache, as JetMoE does."""
+    for name, stored, new in zip(("key", "value"), cached, (key, value), strict=True):
+        heads, size = stored.shape[-2:]
+        if (new.shape[1], new.shape[3]) != (heads, size):
+            must = f"have {heads} heads of {size}, as the paged cache, when the layer calls the attention"
+            hint = "model.generate instead of model.generate_batch, or another attn_implementation"
+            raise InputError(name, must, f"{new.shape[1]} heads of {new.shape[3]}", hint=hint)
 
 
 def _window(allocator: Any) -> int | None:
