@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 pytest.importorskip("transformers.generation.continuous_batching", reason="this transformers has none")
 
+import transformers
 import transformers_models as models  # beside this file; it imports transformers
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
@@ -152,12 +154,43 @@ def test_a_model_that_keeps_the_keywords_of_a_step_to_itself_is_refused() -> Non
         _continuous_batching.attention(q, q, q, None, 0, {"cu_seq_lens_q": torch.tensor([0, 3])})
 
 
-def test_a_layer_that_repeats_its_keys_after_the_cache_is_refused() -> None:
-    """JetMoE. The error was one of `Tensor.index_copy_`."""
-    stored = torch.zeros(8, 16, 2, 8)
-    allocator = SimpleNamespace(get_cache_for_block_table=lambda layer: (stored, stored))
-    cache = SimpleNamespace(layer_to_allocator=[allocator])
-    arguments = dict.fromkeys(("read_index", "write_index"), [torch.arange(3)])
-    q = torch.randn(1, 4, 3, 8)
+def allocator_of(heads: int) -> Any:
+    """An allocator of pages for heads of 8, in place of that of transformers."""
+    stored = torch.zeros(8, 16, heads, 8)
+    return SimpleNamespace(index=0, get_cache_for_block_table=lambda layer: (stored, stored))
+
+
+def test_heads_that_the_cache_has_no_place_for_are_refused() -> None:
+    """The error was one of `Tensor.index_copy_`."""
+    cache, q = SimpleNamespace(layer_to_allocator=[allocator_of(2)]), torch.randn(1, 4, 3, 8)
+    arguments = {"read_index": [torch.arange(0)], "write_index": [torch.arange(3)]}
     with pytest.raises(InputError, match=r"(?s)key must have 2 heads of 8, as the paged cache.*got 4 heads of 8"):
         _continuous_batching.attention(q, q, q, cache, 0, arguments)
+
+
+def test_a_layer_that_changes_cached_keys_is_not_found_too_late() -> None:
+    q = torch.randn(1, 4, 3, 8)
+    cache = SimpleNamespace(layer_to_allocator=[allocator_of(4)], _undivided_new={0: (q.clone(), q)})
+    arguments = {"read_index": [torch.arange(3)], "write_index": [torch.arange(3)]}
+    with pytest.raises(InputError, match="key must be what the cache returned if cached keys are read"):
+        _continuous_batching.attention(q, q, q, cache, 0, arguments)
+
+
+@pytest.mark.parametrize("name", ["DiffLlama", "JetMoe"])
+def test_layers_that_compute_with_all_cached_keys(name: str) -> None:
+    """DiffLlama splits its values after the cache, and attends twice: it cached the halves, and its tokens were wrong.
+    JetMoE repeats its keys, which did not fit into the cache."""
+    own = {"kv_channels": 8, "num_experts_per_tok": 2, "num_local_experts": 4} if name == "JetMoe" else {}
+    config = {**models.LM, **own}
+    if name == "JetMoe":
+        config = {key: value for key, value in config.items() if key != "num_attention_heads"}
+    found = []
+    for implementation in ("sdpa", "undivided"):
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{name}Config")(**config, attn_implementation=implementation)
+        network = getattr(transformers, f"{name}ForCausalLM")(made).eval()
+        for label, parameter in network.named_parameters():
+            if parameter.dim() > 1 or not label.endswith("weight"):
+                nn.init.normal_(parameter, std=0.25)
+        found.append(batched(network, prompts()))
+    assert found[0] == found[1]

@@ -22,6 +22,11 @@ from undivided.functional import attention as attend
 from undivided.masks import Mask
 
 CAUSAL = masks.causal(align="bottom_right")
+GATHERED = "_undivided_gathered"
+"""The attribute of a cache with the layers that get all keys, gathered."""
+NEW = "_undivided_new"
+"""The attribute of a cache with the new keys and values of layers, until their attention."""
+_WITHOUT_PAGES = "model.generate instead of model.generate_batch"
 SWITCH = "switch_to_cb_friendly_attn"
 """The manager's method that refuses implementations it does not know."""
 
@@ -69,13 +74,14 @@ def attention(
         must = (
             "be passed on to the attention by each layer of the model, for continuous batching with any implementation"
         )
-        raise InputError(missing[0], must, None, hint="model.generate instead of model.generate_batch")
+        raise InputError(missing[0], must, None, hint=_WITHOUT_PAGES)
     allocator = cache.layer_to_allocator[layer]
-    if _window(allocator) is None:
-        _check_heads(allocator.get_cache_for_block_table(layer), key, value)
-    new = key[0].transpose(0, 1), value[0].transpose(0, 1)
     read_index, write_index = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
-    if _window(allocator) is None and len(read_index):
+    new = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if _are_gathered(cache, layer, key, value, read_index, write_index):
+        k, v = new
+        step = _step(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
+    elif _window(allocator) is None and len(read_index):
         allocator.update(*new, layer, read_index[:0], write_index)  # with nothing to read, `update` only writes
         k, v = allocator.get_cache_for_block_table(layer)
         step = _step(cache, allocator, layer, arguments, query.shape[2], None)
@@ -86,14 +92,36 @@ def attention(
     return out[None]
 
 
-def _check_heads(cached: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
-    """InputError if a layer changed the heads of its new tokens after it updated the cache, as JetMoE does."""
-    for name, stored, new in zip(("key", "value"), cached, (key, value), strict=True):
-        heads, size = stored.shape[-2:]
-        if (new.shape[1], new.shape[3]) != (heads, size):
-            must = f"have {heads} heads of {size}, as the paged cache, when the layer calls the attention"
-            hint = "model.generate instead of model.generate_batch, or another attn_implementation"
-            raise InputError(name, must, f"{new.shape[1]} heads of {new.shape[3]}", hint=hint)
+def _are_gathered(cache: Any, layer: int, key: Tensor, value: Tensor, read_index: Tensor, write_index: Tensor) -> bool:
+    """Whether these are the keys and values of all requests, because the layer computes with what the cache returns.
+
+    Such a layer (DiffLlama, JetMoE) is found in its first step, when there is nothing to read; from then on it gets all
+    keys.
+    """
+    gathered: set[int] = cache.__dict__.setdefault(GATHERED, set())
+    if layer in gathered:
+        return True
+    allocator, new = cache.layer_to_allocator[layer], cache.__dict__.get(NEW, {}).pop(layer, None)
+    is_changed = new is not None and not (new[0] is key and new[1] is value)
+    if _window(allocator) is None and not (is_changed and _fits(allocator, layer, *new)):
+        if _fits(allocator, layer, key, value):
+            return False
+        heads, size = allocator.get_cache_for_block_table(layer)[0].shape[-2:]
+        must = f"have {heads} heads of {size}, as the paged cache, when the layer calls the attention"
+        raise InputError("key", must, f"{key.shape[1]} heads of {key.shape[3]}", hint=_WITHOUT_PAGES)
+    if not is_changed:
+        return False
+    if len(read_index):
+        raise InputError("key", "be what the cache returned if cached keys are read", "another", hint=_WITHOUT_PAGES)
+    allocator.update(*(one[0].transpose(0, 1) for one in new), layer, read_index, write_index)
+    gathered.add(layer)
+    return True
+
+
+def _fits(allocator: Any, layer: int, key: Tensor, value: Tensor) -> bool:
+    """Whether the paged cache of a layer stores heads of this number and size."""
+    stored = allocator.get_cache_for_block_table(layer)
+    return all(page.shape[-2:] == new.shape[1::2] for page, new in zip(stored, (key, value), strict=True))
 
 
 def _window(allocator: Any) -> int | None:
@@ -179,6 +207,9 @@ def _pass_on_cache(paged_cache: Any, name: str) -> None:
         if self.config._attn_implementation != name:
             return gather(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
         kwargs["cache"] = self
+        if layer_idx in self.__dict__.get(GATHERED, ()):
+            return gather(self, key_states, value_states, layer_idx, dict(kwargs))  # type: ignore[no-any-return]
+        self.__dict__.setdefault(NEW, {})[layer_idx] = key_states, value_states
         return key_states, value_states
 
     update.passes_on_cache = True  # type: ignore[attr-defined]
