@@ -164,8 +164,8 @@ def test_heads_that_the_cache_has_no_place_for_are_refused() -> None:
     """The error was one of `Tensor.index_copy_`."""
     cache, q = SimpleNamespace(layer_to_allocator=[allocator_of(2)]), torch.randn(1, 4, 3, 8)
     arguments = {"read_index": [torch.arange(0)], "write_index": [torch.arange(3)]}
-    with pytest.raises(InputError, match=r"(?s)key must have 2 heads of 8, as the paged cache.*got 4 heads of 8"):
-        _continuous_batching.attention(q, q, q, cache, 0, arguments)
+    with pytest.raises(InputError, match=r"(?s)key and value must have 2 heads of 8, .*got 4 and 4 heads of 8 and 6"):
+        _continuous_batching.attention(q, q, q[..., :6], cache, 0, arguments)
 
 
 def test_a_layer_that_changes_cached_keys_is_not_found_too_late() -> None:

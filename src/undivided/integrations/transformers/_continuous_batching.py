@@ -108,7 +108,8 @@ def _are_gathered(cache: Any, layer: int, key: Tensor, value: Tensor, read_index
             return False
         heads, size = allocator.get_cache_for_block_table(layer)[0].shape[-2:]
         must = f"have {heads} heads of {size}, as the paged cache, when the layer calls the attention"
-        raise InputError("key", must, f"{key.shape[1]} heads of {key.shape[3]}", hint=_WITHOUT_PAGES)
+        found = f"{key.shape[1]} and {value.shape[1]} heads of {key.shape[3]} and {value.shape[3]}"
+        raise InputError("key and value", must, found, hint=_WITHOUT_PAGES)
     if not is_changed:
         return False
     if len(read_index):
