@@ -30,6 +30,9 @@ Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor 
 as far from the data pointer as in the call's tensors; shapes may differ (a whole pool for a slice of it, packed queries
 for a padded batch). Returns out with the axes of q. Nothing is checked."""
 
+KeyRange = tuple[int, int]
+"""The keys ``[start, stop)``."""
+
 ALL_FEATURES = frozenset(FEATURES)
 
 _MASK_WORDS = {
@@ -177,6 +180,19 @@ class Backend:
 
     def replay(self, call: Call, tensors: Tensors) -> Replay | None:
         """The forward of this call for other tensors of the same sizes; None if the backend prepares each call anew."""
+        return None
+
+    def replay_keys(
+        self, replay: Replay, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor
+    ) -> Replay | None:
+        """A result of `replay` for a problem with another number of keys; None if `replay` must prepare it.
+
+        Args:
+            replay: for one query per sequence, with a mask of lengths or without a mask; neither pages nor scales.
+            problem: the call's own but for the number of keys.
+            keys: which of them each sequence attends to; None: all, as without a mask.
+            k, v: as those of the call, but for the number of keys and all strides but the last.
+        """
         return None
 
     def recorded(self, call: Call, tensors: Tensors) -> Tensor | None:

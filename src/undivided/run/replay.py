@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from undivided.arguments.layout import SEQUENCE_AXIS
 from undivided.arguments.tensors import footprint, is_traced, jit_trace
-from undivided.backends._base import Replay
+from undivided.backends._base import KeyRange, Replay
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm, Ranges
 from undivided.request.call import Call
@@ -50,12 +51,11 @@ class Prepared:
         decision: which backend runs.
         replay: its forward.
         call: the call. Its block table and scales are not kept alive.
-        tensors: q, k, v and the scales of the first call, whose footprint in memory all must have.
+        footprints: bytes that q, k, v and the scales need, from their first element on.
     """
 
-    def __init__(self, decision: Decision, replay: Replay, call: Call, tensors: Sequence[Tensor | None]) -> None:
-        self._decision, self._replay, self._call = decision, replay, call.with_memory(None, None, None)
-        self._footprints = tuple([0 if t is None else footprint(t) * t.itemsize for t in tensors])
+    def __init__(self, decision: Decision, replay: Replay, call: Call, footprints: tuple[int, ...]) -> None:
+        self._decision, self._replay, self._call, self._footprints = decision, replay, call, footprints
 
     @staticmethod
     def of(request: Request, policy: Policy) -> Prepared | None:
@@ -80,6 +80,22 @@ class Prepared:
         call = self._call.with_form(Mask(parts=(Ranges(form),)), form).with_memory(pages, k_scale, v_scale)
         return _prepared(self._decision, call, Tensors(q, k, v))
 
+    def with_keys(self, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> Prepared | None:
+        """The same call of one query per sequence for another number of keys of the same `length_class`, without the
+        checks of `of`; None if the backend must prepare it. Not for pages or quantised keys.
+
+        Args:
+            keys: those that each sequence attends to, if the call has a mask of lengths; None if it has no mask.
+            k, v: as those of the call, but for the number of keys and all strides but the last.
+        """
+        decision, call = self._decision, self._call
+        problem = call.problem._replace(kv_len=k.shape[SEQUENCE_AXIS[call.problem.layout]])
+        replay = decision.backend.replay_keys(self._replay, problem, keys, k, v)
+        if replay is None:
+            return None
+        decision = Decision(problem, decision.machine, decision.policy, decision.chosen)
+        return Prepared(decision, replay, call, (self._footprints[0], _bytes(k), _bytes(v), 0, 0))
+
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor | None:
@@ -97,7 +113,12 @@ def _prepared(decision: Decision, call: Call, tensors: Tensors) -> Prepared | No
     replay = decision.backend.replay(call, tensors)
     if replay is None:
         return None
-    return Prepared(decision, replay, call, (*tensors[:3], call.k_scale, call.v_scale))
+    footprints = tuple(map(_bytes, (*tensors[:3], call.k_scale, call.v_scale)))
+    return Prepared(decision, replay, call.with_memory(None, None, None), footprints)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else footprint(tensor) * tensor.itemsize
 
 
 def _holds(tensor: Tensor | None, footprint: int) -> bool:

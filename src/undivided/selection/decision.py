@@ -243,17 +243,18 @@ def selection_key(problem: Problem) -> Problem:
     These are: the value up to 16, the divisibility by 8 to 64, the powers of two around it, and which of query and key
     length is larger. `Backend.reasons` must read nothing else.
     """
-    q_len, kv_len = _length_class(problem.q_len), _length_class(problem.kv_len)
+    q_len, kv_len = length_class(problem.q_len), length_class(problem.kv_len)
     order = (problem.q_len > problem.kv_len) - (problem.q_len < problem.kv_len)
     documents = problem.documents
     if documents is not None:
         count, max_q, max_kv = documents
-        documents = (_length_class(count), _maybe_class(max_q), _maybe_class(max_kv))
+        documents = (length_class(count), _maybe_class(max_q), _maybe_class(max_kv))
     # a class is an int that represents similar lengths; the comparison of the two is added to the class of q_len
     return problem._replace(q_len=q_len * 4 + order, kv_len=kv_len, documents=documents)
 
 
-def _length_class(length: int) -> int:
+def length_class(length: int) -> int:
+    """A number that is the same for lengths between which no backend may tell the difference."""
     if length <= 16:
         return length
     alignment = min(length & -length, 64)
@@ -261,7 +262,7 @@ def _length_class(length: int) -> int:
 
 
 def _maybe_class(length: int | None) -> int | None:
-    return None if length is None else _length_class(length)
+    return None if length is None else length_class(length)
 
 
 _decisions: Bounded[object, tuple[Problem, Policy, Machine, Decision]] = Bounded(4096)

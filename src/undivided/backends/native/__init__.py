@@ -8,12 +8,14 @@ whose sizes, strides or ranges contradict each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
-from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
+from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, KeyRange, Limits, Replay, limit_reasons
 from undivided.backends.native import chosen, gradients
 from undivided.backends.native.call import (
     Records,
@@ -139,10 +141,17 @@ class Native(Backend):
         if is_plain(call, tensors):
             own, addresses = with_addresses(tensors)
             strides, (_table, pages) = call.strides if own is tensors else None, page_fields(call, tensors)
-            return KernelReplay(library, plain_record(call, own, addresses, strides, out, UNREAD, pages), call)
+            plain = plain_record(call, own, addresses, strides, out, UNREAD, pages)
+            return KernelReplay(library, plain, call, is_plain=True)
         views = *_kernel_views(call, tensors), layout.heads_first(out, problem.layout), UNREAD
         records = Records(call, tensors, views, forward=True)
         return KernelReplay(library, records.record(slice(0, problem.q_len)), call)
+
+    def replay_keys(
+        self, replay: Replay, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor
+    ) -> Replay | None:
+        """The record of the first call with the keys of this one, if it is that of a plain call."""
+        return replay.with_keys(problem, keys, k, v) if isinstance(replay, KernelReplay) else None
 
     def backward(
         self, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None

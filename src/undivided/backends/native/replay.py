@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import struct
+from array import array
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from undivided.arguments.layout import STRIDES
+from undivided.backends._base import KeyRange
 from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -22,6 +27,10 @@ _BETWEEN = [slice(a, b) for a, b in zip([0, *(s + 8 for s in _STARTS)], [*_START
 _PACK = struct.Struct("=" + "q".join(f"{gap.stop - gap.start}s" for gap in _BETWEEN)).pack
 
 
+_KEYS, _K_STRIDES, _V_STRIDES, _RANGES = (8 * cpu.FIELDS.index(name) for name in ("kv_len", "k_b", "v_b", "ranges"))
+_PUT_NUMBER, _PUT_STRIDES, _PUT_PLACE = (struct.Struct(f"={count}q").pack_into for count in (1, 3, 2))
+
+
 class KernelReplay:
     """The forward of a call of one record.
 
@@ -29,12 +38,34 @@ class KernelReplay:
         library: the loaded kernel.
         record: of the call. What it points to need not be kept alive, but for the call's mask.
         call: the call.
+        is_plain: whether the record has no optional fields, as `plain_record` makes it.
     """
 
-    def __init__(self, library: cpu.Library, record: bytes, call: Call) -> None:
+    def __init__(self, library: cpu.Library, record: bytes, call: Call, is_plain: bool = False) -> None:
+        # the normal form of the mask owns the table of ranges that the record points to
+        self._set(library, record, call.problem, call.checked_mask)
+        self._is_plain = is_plain and call.pages is call.k_scale is None
+
+    def _set(self, library: cpu.Library, record: bytes, problem: Problem, ranges: object) -> None:
         self._constants = tuple([record[gap] for gap in _BETWEEN])
-        self._forward, self._problem = library.forward, call.problem
-        self._mask = call.checked_mask  # its normal form owns the table of ranges that the record points to
+        self._library, self._record, self._problem, self._ranges = library, record, problem, ranges
+        self._forward = library.forward
+
+    def with_keys(self, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> KernelReplay | None:
+        """The forward of a call with other keys (see `Backend.replay_keys`); None if the record has optional fields."""
+        if not self._is_plain:
+            return None
+        record, strides, table = bytearray(self._record), STRIDES[problem.layout], None
+        _PUT_NUMBER(record, _KEYS, problem.kv_len)
+        _PUT_STRIDES(record, _K_STRIDES, *strides(k.stride()))
+        _PUT_STRIDES(record, _V_STRIDES, *strides(v.stride()))
+        if keys is not None:
+            table = array("i", chain.from_iterable(keys))
+            _PUT_PLACE(record, _RANGES, table.buffer_info()[0], 2 if len(keys) > 1 else 0)
+        replay = object.__new__(KernelReplay)
+        replay._set(self._library, bytes(record), problem, table)
+        replay._is_plain = True
+        return replay
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None

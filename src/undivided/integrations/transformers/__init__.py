@@ -24,7 +24,7 @@ padding, packed documents and cached lengths keep their structure, and no S x S 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -83,10 +83,23 @@ def register() -> None:
         )
     learn(masking_utils)
     AttentionInterface.register(NAME, attention)
-    # a compiler cannot read closures: it leaves its graph once for each kind of mask
-    uncompiled = torch.compiler.disable(model_mask, reason="masks are read from closures")
-    AttentionMaskInterface.register(NAME, uncompiled)
+    AttentionMaskInterface.register(NAME, _mask_of_model)
     _continuous_batching.accept(NAME)
+
+
+@torch.compiler.disable(reason="masks are read from closures")  # type: ignore[untyped-decorator]
+def _uncompiled_mask(*arguments: Any, **options: Any) -> ModelMask:
+    """`model_mask`, outside of a graph, with its `Mask`: its layers are in graphs, which cannot build one."""
+    model_mask_ = model_mask(*arguments, **options)
+    assert model_mask_.mask is not None
+    return model_mask_
+
+
+def _mask_of_model(*arguments: Any, **options: Any) -> ModelMask:
+    """`model_mask`; a compiler leaves its graph once for each kind of mask, because it cannot read closures."""
+    make = _uncompiled_mask if torch.compiler.is_compiling() else model_mask
+    found: ModelMask = make(*arguments, **options)
+    return found
 
 
 if not TYPE_CHECKING:  # or type checkers would accept every name

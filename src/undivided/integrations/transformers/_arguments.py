@@ -101,11 +101,13 @@ _read_on_devices: set[type] = set()
 def report_restarts(module: nn.Module, mask: ModelMask, positions: object) -> None:
     """Warn, once per kind of layer, of positions that start again at 0 in a row whose causal mask has no documents: the
     model did not read the documents from its positions, and they attend to each other."""
-    if is_traced() or jit_trace() is not None or mask.has_read_positions or type(module) in _reported:
+    if mask.has_read_positions or mask.sizes.q_len < 2 or type(module) in _reported:
+        return
+    if is_traced() or jit_trace() is not None:
         return
     mask.has_read_positions = True
     pattern, (batch, q_len, _, q_offset, _) = mask.pattern, mask.sizes
-    if mask.context is not None or pattern.packed is not None or pattern.right != 0 or q_offset or q_len < 2:
+    if mask.context is not None or pattern.packed is not None or pattern.right != 0 or q_offset:
         return
     if type(positions) is not Tensor or tuple(positions.shape) not in {(1, q_len), (batch, q_len)} or positions.is_meta:
         return

@@ -111,15 +111,16 @@ def attention(
     _check_refused(others)
     if isinstance(attention_mask, ModelMask) and cu_seq_lens_q is None and "position_ids" in others:
         report_restarts(module, attention_mask, others["position_ids"])
-    of_documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    optional = s_aux, position_bias, sinks, indices, block_indices, *of_documents
-    if {*map(type, optional[1:])} == {type(None)} and _is_in_one_row(attention_mask, query, key, value):
+    optional = position_bias, sinks, indices, block_indices, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    if _is_in_one_row(attention_mask, query, key, value) and {*map(type, optional)} == {type(None)}:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         given["output_attentions"] = output_attentions
         rows = query, cast(Tensor, key), cast(Tensor, value)
         return _in_one_row(module, cast(ModelMask, attention_mask), rows, given)
-    is_plain = {*map(type, optional)} == {type(None)} and type(dropout) in _NUMBERS and dropout == 0
-    is_plain &= {type(is_causal), type(output_attentions)} <= _FLAGS and not output_attentions  # errors follow below
+    is_plain = s_aux is position_bias is sinks is indices is block_indices is cu_seq_lens_q is cu_seq_lens_k is None
+    is_plain = is_plain and max_length_q is max_length_k is None and type(dropout) in _NUMBERS and dropout == 0
+    # what is wrong raises an error below
+    is_plain = is_plain and type(is_causal) in _FLAGS and (output_attentions is None or output_attentions is False)
     if is_plain and isinstance(attention_mask, ModelMask) and not _collects_weights(module):
         same = repeated(module, query, key, value, attention_mask, scaling, softcap)
         if same is not None:

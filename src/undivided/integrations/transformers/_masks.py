@@ -22,7 +22,7 @@ from undivided.arguments.checks import as_device, as_integer, check_tensor, chec
 from undivided.arguments.tensors import is_traced, jit_trace
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import active_batch
-from undivided.integrations.transformers._model_mask import ModelMask, Sizes
+from undivided.integrations.transformers._model_mask import ModelMask, Sizes, keys_of_one_query
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, is_recorded, read
 from undivided.masks import FULL, Mask
 from undivided.selection.policy import current_policy
@@ -98,9 +98,11 @@ def model_mask(
     if use_vmap:
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
     if attention_mask is not None:
-        pattern = dataclasses.replace(pattern, padding=(*pattern.padding, attention_mask))
+        pattern = pattern.with_padding(attention_mask)
     device, is_additive = as_device("device", device), config is not None and not takes_booleans(type(config))
-    mask = ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, dtype if is_additive else torch.bool)
+    keys = keys_of_one_query(pattern, sizes, device)
+    form = to_mask(pattern, sizes, device) if keys is None else None
+    mask = ModelMask(form, pattern, sizes, device, dtype if is_additive else torch.bool, keys=keys)
     if current_policy().batch_invariant and (joined := _in_one_row(pattern, sizes)) is not None:
         mask.in_one_row = ModelMask(to_mask(*joined, device), *joined, device, mask.dtype)
     return mask

@@ -1,20 +1,26 @@
-"""Layers that share a mask: the attention that the first of them prepares runs in the others too.
+"""Layers that share a mask: the attention that the first of them prepares runs in the others too, and in later steps.
 
-For a few tokens, checks and selection take longer than the kernel.
+For a few tokens, checks and selection take longer than the kernel. Nothing here is found by the identity of a tensor:
+what is kept depends on sizes, strides and dtypes only, and on the numbers that `ModelMask.keys` has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from undivided._bounded import Bounded
 from undivided.integrations.transformers._active import active_batch
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._latent import has_latents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.request.request import Request
 from undivided.run.replay import NUMBERS, Prepared, may_replay
-from undivided.selection.policy import current_policy
+from undivided.selection.decision import length_class
+from undivided.selection.policy import Policy, current_policy
 
 
 def repeated(
@@ -39,21 +45,49 @@ def repeated(
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
         k, v, k_scale, v_scale = key.quantized, value.quantized, key.scale, value.scale
     elif type(key) is type(value) is Tensor and key.dim() == value.dim() == 4:
-        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        k, v = key, value
     else:
         return None
     if type(query) is not Tensor or query.dim() != 4 or not may_replay(query, k, v):
         return None
     q, policy = query.transpose(1, 2), current_policy()
-    places = [(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v, k_scale, v_scale) if t is not None]
-    kind = (*places, scale, softcap, policy)
+    kind = (*_place(q), *_place(k), *_place(v), *_place(k_scale), *_place(v_scale), scale, softcap, policy)
     try:
         prepared = mask.prepared[kind]
     except KeyError:
-        if mask.shape[2:] != (q.shape[1], k.shape[1]):
+        if mask.shape[2:] != (query.shape[2], key.shape[2]):
             return None
-        request = Request.from_keywords(
-            q, k, v, layout="bshd", mask=mask.mask, scale=scale, softcap=softcap, k_scale=k_scale, v_scale=v_scale
-        )
-        prepared = mask.prepared[kind] = Prepared.of(request, policy)
+        if k_scale is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
+        prepared = mask.prepared[kind] = _prepare(mask, q, k, v, options, policy)
     return None if prepared is None else prepared.run(q, k, v, None, k_scale, v_scale)
+
+
+def _place(tensor: Tensor | None) -> tuple[object, ...]:
+    """How a tensor lies in memory, wherever that is."""
+    return () if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+_steps: Bounded[object, Prepared] = Bounded(1024)
+"""Calls of one query per sequence, by all that they depend on but where tensors lie, and the exact number of keys."""
+
+
+def _prepare(
+    mask: ModelMask, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], policy: Policy
+) -> Prepared | None:
+    """The call of a layer, prepared: for one query per sequence that of an earlier step, with the keys of this one."""
+    key = None
+    if mask.keys is not None and len(mask.keys) == q.shape[0] and options["k_scale"] is None:
+        shapes = k.shape[0], k.shape[2:], v.shape[0], v.shape[2:], k.shape[1] - v.shape[1]
+        kinds = k.stride(3), k.dtype, k.device, v.stride(3), v.dtype, v.device
+        hides = None if mask.sees_all_keys else any(start for start, _ in mask.keys)
+        key = *_place(q), *shapes, *kinds, hides, length_class(k.shape[1]), options["scale"], options["softcap"], policy
+        if (earlier := _steps.get(key)) is not None:
+            prepared = earlier.with_keys(None if hides is None else mask.keys, k, v)
+            if prepared is not None:
+                return prepared
+    prepared = Prepared.of(Request.from_keywords(q, k, v, layout="bshd", mask=mask.mask, **options), policy)
+    if key is not None and prepared is not None:
+        _steps[key] = prepared
+    return prepared
