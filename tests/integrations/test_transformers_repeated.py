@@ -194,7 +194,13 @@ def gradients(mask: ModelMask, *tensors: Tensor) -> Tensor:
     return out.detach()
 
 
-@pytest.mark.parametrize("call", [flops, autocast, weights, vmap, gradients])
+def negated(mask: ModelMask, *tensors: Tensor) -> Tensor:
+    """The numbers at the pointers of keys and values are not theirs."""
+    q, k, v = tensors
+    return attention(LAYER, q, torch._neg_view(-k), torch._neg_view(-v), mask)[0]
+
+
+@pytest.mark.parametrize("call", [flops, autocast, weights, vmap, gradients, negated])
 def test_calls_that_something_else_sees_are_prepared_as_usual(call: Callable[..., Tensor]) -> None:
     mask, tensors = mask_of(), states()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from undivided.arguments.layout import SEQUENCE_AXIS
-from undivided.arguments.tensors import footprint, is_traced, jit_trace
+from undivided.arguments.tensors import footprint, is_lazy, is_traced, jit_trace
 from undivided.backends._base import KeyRange, Replay
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm, Ranges
@@ -34,8 +34,7 @@ def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         (q.is_cpu or (q.is_cuda and not is_elsewhere(q)))
         and type(q) is Tensor
-        and not q.is_neg()
-        and not q._is_zerotensor()
+        and not (is_lazy(q) or is_lazy(k) or is_lazy(v))
         and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not any_autocast()
         and not is_traced()
@@ -64,8 +63,7 @@ class Prepared:
         Raises:
             InputError, NoBackendError: as `prepare`.
         """
-        decision, call, tensors = prepare(request, policy)
-        return _prepared(decision, call, tensors)
+        return of_call(*prepare(request, policy))
 
     def with_form(
         self, form: NormalForm, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, scales: Sequence[Tensor]
@@ -78,7 +76,7 @@ class Prepared:
         """
         k_scale, v_scale = scales or (None, None)
         call = self._call.with_form(Mask(parts=(Ranges(form),)), form).with_memory(pages, k_scale, v_scale)
-        return _prepared(self._decision, call, Tensors(q, k, v))
+        return of_call(self._decision, call, Tensors(q, k, v))
 
     def with_keys(self, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> Prepared | None:
         """The same call of one query per sequence for another number of keys of the same `length_class`, without the
@@ -109,7 +107,8 @@ class Prepared:
         return self._replay(q, k, v, pages, k_scale, v_scale)
 
 
-def _prepared(decision: Decision, call: Call, tensors: Tensors) -> Prepared | None:
+def of_call(decision: Decision, call: Call, tensors: Tensors) -> Prepared | None:
+    """The call that `prepare` has returned; None if its backend prepares each call anew."""
     replay = decision.backend.replay(call, tensors)
     if replay is None:
         return None
