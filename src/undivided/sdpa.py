@@ -26,7 +26,7 @@ from undivided.masks import Mask
 from undivided.masks._kept import TensorMasks
 from undivided.request.checks import DTYPES
 from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_tuple
-from undivided.run import autograd, dispatch
+from undivided.run import autograd, dispatch, repeated_sdpa
 from undivided.run.prepare import prepare
 from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
 from undivided.selection import switches as _sdp_switches
@@ -88,6 +88,11 @@ def scaled_dot_product_attention(
         name = min(unknown)
         hint = did_you_mean(name, _NAMES) or (f"undivided.attention has {name}=" if name in KEYWORDS else None)
         raise_as_type_error(unknown_arguments, "scaled_dot_product_attention", unknown, _NAMES, hint)
+    kind = None
+    if attn_mask is None:
+        kind = repeated_sdpa.kind(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+        if kind is not None and (same := repeated_sdpa.run(kind, query, key, value)) is not None:
+            return same
     try:
         query, key, value = autograd.autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
@@ -115,7 +120,8 @@ def scaled_dot_product_attention(
         if isinstance(scale, Tensor):
             scale = _number(scale)
         options = new_tuple(Options, (layout, mask, scale, None, dropout_p, None, False, None, None, None))
-        out = _attend(new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None)))
+        request = new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None))
+        out = _attend(request, kind if shape is None else None)
     except InputError as error:
         if torch.compiler.is_compiling():
             raise
@@ -127,13 +133,15 @@ def scaled_dot_product_attention(
     return heads_first(out, layout) if shape is None else out.reshape(shape)
 
 
-def _attend(request: Request) -> Tensor:
-    """Prepare and run."""
+def _attend(request: Request, kind: object) -> Tensor:
+    """Prepare and run; kind: under which later calls find what was prepared, or None."""
     switches = _sdp_switches.read()
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
         return cast(Tensor, dispatch.attention(request, switches))
     decision, call, tensors = prepare(request, current_policy(switches=switches))
+    if kind is not None:
+        repeated_sdpa.keep(kind, decision, call, tensors)
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 

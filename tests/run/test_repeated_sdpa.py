@@ -1,0 +1,181 @@
+"""Repeated calls of `scaled_dot_product_attention` run what an earlier one has prepared, and give the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as pytorchs
+from torch.utils.flop_counter import FlopCounterMode
+
+import undivided
+from undivided.errors import InputError
+from undivided.run import repeated_sdpa
+from undivided.sdpa import scaled_dot_product_attention
+
+SIZES = 2, 2, 16, 16
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[object, Any]:
+    """The calls that are kept; what earlier tests have kept is forgotten."""
+    calls: dict[object, Any] = {}
+    monkeypatch.setattr(repeated_sdpa, "_calls", calls)
+    return calls
+
+
+def draw(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*(sizes or SIZES)).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-5 if expected.dtype in (torch.float32, torch.float64) else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+CALLS: dict[str, Callable[..., tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]] = {
+    "plain": lambda dtype: ((draw(dtype=dtype), draw(dtype=dtype), draw(dtype=dtype)), {}),
+    "causal": lambda dtype: ((draw(dtype=dtype), draw(dtype=dtype), draw(dtype=dtype)), {"is_causal": True}),
+    "scale": lambda dtype: ((draw(dtype=dtype), draw(dtype=dtype), draw(dtype=dtype)), {"scale": 0.5}),
+    "grouped": lambda dtype: (
+        (draw(2, 4, 16, 16, dtype=dtype), draw(dtype=dtype), draw(dtype=dtype)),
+        {"enable_gqa": True},
+    ),
+    "one query": lambda dtype: ((draw(2, 2, 1, 16, dtype=dtype), draw(dtype=dtype), draw(dtype=dtype)), {}),
+    "other values": lambda dtype: (
+        (draw(dtype=dtype), draw(dtype=dtype), draw(2, 2, 16, 8, dtype=dtype)),
+        {"is_causal": True},
+    ),
+    "heads last": lambda dtype: (
+        tuple(draw(2, 16, 2, 16, dtype=dtype).transpose(1, 2) for _ in range(3)),  # type: ignore[dict-item]
+        {},
+    ),
+    "strided": lambda dtype: ((draw(dtype=dtype), draw(2, 2, 32, 16, dtype=dtype)[:, :, ::2], draw(dtype=dtype)), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_other_tensors_in_other_memory(
+    make: Callable[..., tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]], dtype: torch.dtype
+) -> None:
+    """The memory of one call is that of the next if the allocator likes; tensors are also changed in place."""
+    for _ in range(3):
+        tensors, options = make(dtype)
+        for _ in range(2):
+            found, expected = scaled_dot_product_attention(*tensors, **options), pytorchs(*tensors, **options)
+            close(found, expected)
+            assert found.stride() == expected.stride() or dtype == torch.float64
+            for tensor in tensors:
+                tensor.normal_()
+
+
+def test_calls_are_kept_by_sizes_and_options(kept: dict[object, Any]) -> None:
+    for make in CALLS.values():
+        for _ in range(3):
+            tensors, options = make(torch.float32)
+            scaled_dot_product_attention(*tensors, **options)
+    if undivided.explain(draw(), draw(), draw(), layout="bhsd").backend.name != "native":
+        pytest.skip("the native kernel is not built")
+    assert len(kept) == len(CALLS)
+
+
+def test_the_decision_and_the_policy_are_those_of_the_call(kept: dict[object, Any]) -> None:
+    q, k, v = draw(), draw(), draw()
+    for _ in range(2):
+        scaled_dot_product_attention(q, k, v)
+        with undivided.use_backends("reference"):
+            scaled_dot_product_attention(q, k, v)
+            decision = undivided.last_decision()
+            assert decision is not None
+            assert decision.backend.name == "reference"
+        with sdpa_kernel(SDPBackend.MATH):
+            scaled_dot_product_attention(q, k, v)
+            decision = undivided.last_decision()
+            assert decision is not None
+            assert decision.backend.family == "math"
+        undivided.attention(q, k, v, layout="bhsd", backend="reference")
+        scaled_dot_product_attention(q, k, v)
+        decision = undivided.last_decision()
+        assert decision is not None
+        assert decision.policy.forced is None
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    leaf = v.clone().requires_grad_()
+    out = scaled_dot_product_attention(q, k, leaf)
+    (found,) = torch.autograd.grad(out.sum(), leaf)
+    close(found.sum(2), torch.full((2, 2, 16), 16.0))
+    return out.detach()
+
+
+def tangent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, derivative = torch.func.jvp(lambda t: scaled_dot_product_attention(q, k, t), (v,), (torch.ones_like(v),))
+    close(derivative, torch.ones_like(v))
+    return out
+
+
+def flops(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        out = scaled_dot_product_attention(q, k, v)
+    assert counter.get_total_flops() > 0
+    return out
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = scaled_dot_product_attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    return out.float()
+
+
+def lazily_negated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    for place in range(3):
+        tensors = [torch._neg_view(-t) if n == place else t for n, t in enumerate((q, k, v))]
+        close(scaled_dot_product_attention(*tensors), pytorchs(q, k, v))
+    return scaled_dot_product_attention(q, k, torch._neg_view(-v))
+
+
+def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    torch.compiler.reset()
+    out = torch.compile(lambda *t: scaled_dot_product_attention(*t), backend="eager", fullgraph=True)(q, k, v)
+    torch.compiler.reset()
+    return out
+
+
+@pytest.mark.parametrize("call", [gradients, tangent, flops, autocast, lazily_negated, compiled])
+def test_calls_that_something_else_sees_are_prepared_as_usual(call: Callable[..., Tensor]) -> None:
+    q, k, v = draw(), draw(), draw()
+    scaled_dot_product_attention(q, k, v)
+    tolerance = 0.05 if call is autocast else 1e-5
+    torch.testing.assert_close(call(q, k, v), pytorchs(q, k, v), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout_p": "0"}, {"dropout_p": -1.0}, {"is_causal": 1}, {"enable_gqa": None}, {"scale": "1"}],
+    ids=str,
+)
+def test_wrong_arguments_after_right_ones(options: dict[str, Any]) -> None:
+    q, k, v = draw(), draw(), draw()
+    scaled_dot_product_attention(q, k, v)
+    with pytest.raises(InputError, match=next(iter(options))):
+        scaled_dot_product_attention(q, k, v, **options)
+
+
+def test_a_tensor_that_lost_its_memory() -> None:
+    q, k, v = draw(), draw(), draw()
+    scaled_dot_product_attention(q, k, v)
+    k.untyped_storage().resize_(8)
+    with pytest.raises(InputError, match=r"key|k must"):
+        scaled_dot_product_attention(q, k, v)
+
+
+def test_dropout_after_a_call_without() -> None:
+    q, k, v = draw(), draw(), draw()
+    without = scaled_dot_product_attention(q, k, v)
+    assert not torch.equal(scaled_dot_product_attention(q, k, v, dropout_p=0.5), without)
