@@ -17,7 +17,7 @@ import undivided
 from undivided import sdpa
 from undivided.errors import InputError, NoBackendError
 from undivided.request.request import Request
-from undivided.run import prepare
+from undivided.run import prepare, repeated_sdpa
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
@@ -35,7 +35,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(decision.backend.name)
         return decision
 
+    def noted_again(*args: Any) -> Any:
+        out = run(*args)
+        decision = undivided.last_decision()
+        if out is not None and decision is not None:
+            names.append(decision.backend.name)
+        return out
+
+    run = repeated_sdpa.run
     monkeypatch.setattr(prepare, "select", noted)
+    monkeypatch.setattr(repeated_sdpa, "run", noted_again)
     return names
 
 
@@ -162,10 +171,10 @@ def test_tensors_are_reshaped_by_views(name: str, monkeypatch: pytest.MonkeyPatc
     seen: list[Tensor] = []
     attend = sdpa._attend
 
-    def spied(request: Request) -> Tensor:
+    def spied(request: Request, kind: object) -> Tensor:
         assert request.options.mask is not None
         seen.extend((*request.tensors[:3], *request.options.mask.tensors))
-        return attend(request)
+        return attend(request, kind)
 
     monkeypatch.setattr(sdpa, "_attend", spied)
     ours(*inputs, mask, enable_gqa=SHAPES[name].enable_gqa)
