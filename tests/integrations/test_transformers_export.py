@@ -77,9 +77,12 @@ def traced(network: Any, *inputs: Tensor) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma-2", "llama-4", "bert", "modernbert"])
 def test_traced_models_take_other_sizes_and_paddings(name: str) -> None:
-    """Sizes are tensors while a graph is recorded, which the mask refused."""
+    """Sizes are tensors while a graph is recorded, which the mask refused.
+
+    In fp64, because a model's own rounding in fp32 is larger than the tolerance: up to 1.6e-5 of 5.5, with any attention.
+    """
     register()
-    network = models.build(name, "undivided").eval()
+    network = models.build(name, "undivided").eval().double()
     with torch.no_grad():
         program = traced(network, models.tokens(), models.real_tokens("left"))
         for rows, length in ((3, 11), (2, 7), (3, 16)):
