@@ -175,6 +175,20 @@ def test_a_tensor_that_lost_its_memory() -> None:
         scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(
+    "convert",
+    [Tensor.to_sparse, Tensor.to_mkldnn, lambda x: torch.nested.nested_tensor(list(x))],
+    ids=["sparse", "onednn", "nested"],
+)
+def test_a_layout_without_strides_after_a_dense_one(convert: Callable[[Tensor], Tensor], place: int) -> None:
+    tensors = [draw(), draw(), draw()]
+    scaled_dot_product_attention(*tensors)
+    tensors[place] = convert(tensors[place])
+    with pytest.raises(InputError, match="be a dense"):
+        scaled_dot_product_attention(*tensors)
+
+
 def test_dropout_after_a_call_without() -> None:
     q, k, v = draw(), draw(), draw()
     without = scaled_dot_product_attention(q, k, v)

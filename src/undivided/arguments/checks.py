@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import functional_mode, has_dispatch, missing_memory
+from undivided.arguments.tensors import functional_mode, has_dispatch, is_dense, missing_memory
 from undivided.errors import InputError, did_you_mean
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -53,7 +53,7 @@ def check_tensor(name: str, value: object, hint: str | None = None) -> None:
         convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor"}.get(type(value).__name__)
         hint = hint or (convert and f"{convert}({name})")
         raise InputError(name, "be a torch.Tensor", type(value).__name__, hint)
-    if value.layout != torch.strided or value.is_nested:
+    if not is_dense(value):
         kind = "a nested tensor" if value.is_nested else str(value.layout)
         raise InputError(name, "be a dense (strided) tensor", kind, hint=_JAGGED if value.is_nested else None)
     if torch.compiler.is_compiling():

@@ -221,6 +221,11 @@ def _counted_version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor has sizes and strides: not one that is sparse, nested, or in a layout of oneDNN."""
+    return x.layout is torch.strided and not x.is_nested
+
+
 def is_lazy(tensor: Tensor) -> bool:
     """Whether the values at its pointer are not its own: a negated view, or a tensor of zeros without memory."""
     return tensor.is_neg() or tensor._is_zerotensor()
