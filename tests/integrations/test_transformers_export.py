@@ -79,7 +79,7 @@ def traced(network: Any, *inputs: Tensor) -> Any:
 def test_traced_models_take_other_sizes_and_paddings(name: str) -> None:
     """Sizes are tensors while a graph is recorded, which the mask refused.
 
-    In fp64, because a model's own rounding in fp32 is larger than the tolerance: up to 1.6e-5 of 5.5, with any attention.
+    In fp64, because a model's own rounding in fp32 is above the tolerance: up to 1.6e-5 of 5.5 with any attention.
     """
     register()
     network = models.build(name, "undivided").eval().double()

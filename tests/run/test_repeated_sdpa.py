@@ -175,6 +175,7 @@ def test_a_tensor_that_lost_its_memory() -> None:
         scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize(
     "convert",
