@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +14,15 @@ from rich.text import Text
 
 from undivided._files import read_json
 from undivided.backends import get
-from undivided.benchmarking import DTYPES, SUITES, Plan, execute, markdown, plan, tables
+from undivided.benchmarking import DTYPES, SUITES, Plan, execute, markdown, tables
+from undivided.benchmarking import plan as make_plan
 from undivided.benchmarking.catalogue import GPU_SUITES
 from undivided.benchmarking.competitors import OTHERS, selectable_backends, wrong_entries
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._exit_codes import INTERRUPTED
+from undivided.cli._flags import flags
 from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, print_text, progress, table
 from undivided.cli.commands.report import read_report
@@ -33,41 +35,39 @@ from undivided.selection.measured import read
 TONES = {"good": "green", "bad": "red", "": ""}
 
 
-def bench(
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags of a run: what is timed, and how."""
+
     suite: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. Default: all of the device."),
-    ] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. Default: all.")
-    ] = None,
+    ] = None
+    dtype: Annotated[list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. Default: all.")] = None
     filter: Annotated[
         str, typer.Option(help="Run only problems whose suite/name contains this text, such as forward/bf16-d128.")
-    ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Few problems and short runs, about a minute.")] = False,
+    ] = ""
+    quick: Annotated[bool, typer.Option("--quick", help="Few problems and short runs, about a minute.")] = False
     backend: Annotated[
         list[str] | None,
         typer.Option(help="Also time this backend; may be repeated. Default: native; on a GPU or with --ranks all."),
-    ] = None,
+    ] = None
     competitor: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join(OTHERS)}; may be repeated. Default: all but flex, which compiles for seconds."),
-    ] = None,
+    ] = None
     threads: Annotated[
         int | None,
         typer.Option(min=1, max=1024, help="Number of threads of every competitor; default: that of PyTorch."),
-    ] = None,
+    ] = None
     processor_time: Annotated[
         bool,
         typer.Option(
             "--processor-time",
             help="Count the time in which the core runs this process: for one thread on a machine that others use.",
         ),
-    ] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report to this file; - is stdout.")
-    ] = None,
+    ] = False
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     ranks: Annotated[
         Path | None,
         typer.Option(
@@ -75,28 +75,76 @@ def bench(
             help="Add the rates to this table for selection, see `undivided ranks`. Default: on a GPU, a file next to "
             "that of --json.",
         ),
-    ] = None,
-    as_markdown: Annotated[
-        Path | None,
-        typer.Option(
-            "--markdown", metavar="FILE", help="Print the tables of this report as Markdown, and run nothing."
-        ),
-    ] = None,
+    ] = None
+
+    def values(self) -> dict[str, object]:
+        """The value of each flag but --device, which has a default."""
+        return {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name != "device"}
+
+    def plan(self) -> Plan:
+        """What to run; InputError for an unknown device, and for an option that these suites do not use."""
+        if self.device != "cpu" and not (self.device == "cuda" and torch.cuda.is_available()):
+            known = "cpu or cuda" if torch.cuda.is_available() else "cpu (this machine has no CUDA device)"
+            raise InputError("--device", f"be {known}", repr(self.device))
+        all_suites = SUITES if self.device == "cpu" else GPU_SUITES
+        suites = all_suites if not self.suite or "all" in self.suite else tuple(self.suite)
+        planned = make_plan(suites, self.dtype or tuple(DTYPES), self.filter, self.quick)
+        if not planned.single and not planned.small:  # overhead and memory take none of these options
+            values, unused = self.values(), ("--dtype", "--backend", "--competitor", "--threads", "--ranks")
+            refuse_together(", ".join(suites), {name: values[name] for name in unused})
+        return planned
+
+    def settings(self) -> Settings:
+        """The implementations to time, how long, and by which clock."""
+        for name in self.backend or ():
+            get(name)  # raises for an unknown name, even if the suites time no backend by name
+        ours = ("native",) if self.device == "cpu" and self.ranks is None else selectable_backends(self.device)
+        settings = Settings(self.backend or ours, _others(self.competitor), self.device)
+        if self.quick:
+            settings = settings.hurried()
+        if self.processor_time:
+            settings = _by_processor_time(settings, self.threads or torch.get_num_threads())
+        return settings
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """The flags of what happens to the report of a run, or to an old report."""
+
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report to this file; - is stdout.")
+    ] = None
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Print the tables of this report as Markdown, and run nothing.")
+    ] = None
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="Write charts (PNG) to this folder: throughput over length, ratios to each competitor, roofline.",
         ),
-    ] = None,
+    ] = None
     compare: Annotated[
         Path | None,
         typer.Option(metavar="OLD.json", help=f"Also show what changed since this report. {comparison.RULE}"),
-    ] = None,
+    ] = None
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Show, plot or compare this report, and run nothing.")
-    ] = None,
-) -> None:
+    ] = None
+
+    @property
+    def to_stdout(self) -> bool:
+        """Whether the report is written to stdout as JSON."""
+        return self.json is not None and str(self.json) == "-"
+
+    @property
+    def path(self) -> Path | None:
+        """The file that the report is written to; None if there is none."""
+        return None if self.to_stdout else self.json
+
+
+@flags(run=RunFlags, output=ReportFlags)
+def bench(run: RunFlags, output: ReportFlags) -> None:
     """Time attention and compare it with PyTorch, onnxruntime and the peak of the machine. All suites take minutes.
 
     Competitors alternate in one run. Every result is first compared with an fp64 oracle, and the speed of a wrong
@@ -104,79 +152,44 @@ def bench(
     each problem, which is repeated if they detect other load. Ctrl-C ends the run and shows the results so far; the
     exit code is then 130.
     """
-    runs: dict[str, object] = {
-        "--suite": suite,
-        "--dtype": dtype,
-        "--filter": filter,
-        "--quick": quick,
-        "--backend": backend,
-        "--competitor": competitor,
-        "--threads": threads,
-        "--processor-time": processor_time,
-        "--ranks": ranks,
-    }
-    if as_markdown is not None:
-        shows: dict[str, object] = {"--json": as_json, "--plot": plot, "--compare": compare, "--from": source}
-        refuse_together("--markdown", runs | shows)
-        typer.echo(_as_markdown(as_markdown), nl=False)
+    if output.markdown is not None:
+        others = {"--json": output.json, "--plot": output.plot, "--compare": output.compare, "--from": output.source}
+        refuse_together("--markdown", run.values() | others)
+        typer.echo(_as_markdown(output.markdown), nl=False)
         return
-    if plot is not None:
+    if output.plot is not None:
         require_matplotlib("--plot")
-        folder_to_write("--plot", plot)
-    old = None if compare is None else read_report("--compare", compare)
-    if source is not None:
-        refuse_together("--from", runs | {"--json": as_json if as_json and str(as_json) != "-" else None})
-        _present(read_report("--from", source), as_json is not None, plot, old)
+        folder_to_write("--plot", output.plot)
+    old = None if output.compare is None else read_report("--compare", output.compare)
+    if output.source is not None:
+        refuse_together("--from", run.values() | {"--json": output.path})
+        _present(read_report("--from", output.source), output, old)
         return
-    _check_device(device)
-    planned = _plan(device, suite, dtype, filter, quick, runs)
-    settings = _settings(device, backend, competitor, quick, ranks)
-    if processor_time:
-        settings = _by_processor_time(settings, threads or torch.get_num_threads())
-    to_stdout = as_json is not None and str(as_json) == "-"
-    report_path = None if to_stdout else as_json
-    if ranks is None and report_path is not None and device != "cpu":
-        ranks = report_path.with_suffix(".ranks.json")
-    _check_files(report_path, ranks)
+    report = _run(run, output.path)
+    _present(report, output, old)
+    _exit_with_failures(report)
+
+
+def _run(flags: RunFlags, path: Path | None) -> dict[str, Any]:
+    """The report of a run, written to the path, and its rates to the table of ranks."""
+    planned, settings, ranks = flags.plan(), flags.settings(), flags.ranks
+    if ranks is None and path is not None and flags.device != "cpu":
+        ranks = path.with_suffix(".ranks.json")
+    _check_files(path, ranks)
     with progress(planned.steps) as step:
-        report = execute(planned, settings, threads, step)
-    _save(report, report_path, ranks)
-    _present(report, to_stdout, plot, old)
+        report = execute(planned, settings, flags.threads, step)
+    _save(report, path, ranks)
+    return report
+
+
+def _exit_with_failures(report: dict[str, Any]) -> None:
+    """Print what failed; exit if there is any such thing, or a wrong result, or if the run was interrupted."""
     for name, why in report["failed"].items():
         complain(f"{name}: {why}")
     if report["interrupted"]:
         raise typer.Exit(INTERRUPTED)
     if report["failed"] or any(map(wrong_entries, report["cases"])):
         raise typer.Exit(1)
-
-
-def _check_device(device: str) -> None:
-    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
-        known = "cpu or cuda" if torch.cuda.is_available() else "cpu (this machine has no CUDA device)"
-        raise InputError("--device", f"be {known}", repr(device))
-
-
-def _plan(
-    device: str, suite: list[str] | None, dtype: list[str] | None, text: str, quick: bool, options: dict[str, object]
-) -> Plan:
-    """What to run; InputError if an option was given that these suites do not use."""
-    suites = (SUITES if device == "cpu" else GPU_SUITES) if not suite or "all" in suite else tuple(suite)
-    planned = plan(suites, dtype or tuple(DTYPES), text, quick)
-    if not planned.single and not planned.small:  # overhead and memory take none of these options
-        unused = ("--dtype", "--backend", "--competitor", "--threads", "--ranks")
-        refuse_together(", ".join(suites), {name: options[name] for name in unused})
-    return planned
-
-
-def _settings(
-    device: str, backend: list[str] | None, competitor: list[str] | None, quick: bool, ranks: Path | None
-) -> Settings:
-    """The implementations to time, and how long."""
-    for name in backend or ():
-        get(name)  # raises for an unknown name, even if the suites time no backend by name
-    ours = ("native",) if device == "cpu" and ranks is None else selectable_backends(device)
-    settings = Settings(backend or ours, _others(competitor), device)
-    return settings.hurried() if quick else settings
 
 
 def _by_processor_time(settings: Settings, threads: int) -> Settings:
@@ -195,20 +208,20 @@ def _check_files(report: Path | None, ranks: Path | None) -> None:
         read(ranks)
 
 
-def _present(report: dict[str, Any], as_json: bool, plot: Path | None, old: dict[str, Any] | None) -> None:
+def _present(report: dict[str, Any], output: ReportFlags, old: dict[str, Any] | None) -> None:
     """Print a report, or write it as JSON to stdout; then its charts and its changes since an old report."""
-    if as_json:
+    if output.to_stdout:
         print_json(report)
     else:
         _show(report)
-    if old is not None and not as_json:
+    if old is not None and not output.to_stdout:
         _show_table(comparison.comparison(old, report))
-    if plot is not None:
-        paths = plots.write(report, plot)
+    if output.plot is not None:
+        paths = plots.write(report, output.plot)
         for path in paths:
             complain(f"written {path}")
         if not paths:
-            complain(f"nothing to plot: the report has no timed cases, and {plot} stays as it was")
+            complain(f"nothing to plot: the report has no timed cases, and {output.plot} stays as it was")
 
 
 def _save(report: dict[str, Any], path: Path | None, ranks: Path | None) -> None:

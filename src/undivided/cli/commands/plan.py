@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -20,52 +20,85 @@ from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, mesh_fac
 from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, CachedStep, Plan, cached_step, cells
 from undivided.context_parallel.plan import plan as make_plan
 from undivided.errors import InputError
-from undivided.parallel.plan import plan_training
+from undivided.parallel.plan import TrainingPlan, plan_training
 
-WORLD, HEADS, HEAD_DIM = 8, 32, 128
+WORLD, HEADS, HEAD_DIM, PAGE_SIZE = 8, 32, 128, 64
 MAX_WORLD = 1024
 """Ranks: the time grows with their square, to more than 40 seconds at 1000."""
 
 
-@flags(mask_flags=MaskFlags, cluster=ClusterFlags, model=ModelFlags)
+@dataclass(frozen=True)
+class CallFlags:
+    """The flags of an attention call over ranks; a plan for a cluster takes some of them."""
+
+    world: Annotated[int | None, typer.Option(help=f"Number of ranks; default: {WORLD}.")] = None
+    heads: Annotated[int | None, typer.Option(help=f"Number of query heads; default: {HEADS}, or the model's.")] = None
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Number of key heads; default: that of query heads, or the model's.")
+    ] = None
+    head_dim: Annotated[int | None, typer.Option(help=f"Head size; default: {HEAD_DIM}, or the model's.")] = None
+    value_dim: Annotated[int | None, typer.Option(help="Head size of the values; default: --head-dim.")] = None
+    kv_len: Annotated[
+        int | None, typer.Option(help="Number of keys, if they are not the same tokens as the queries.")
+    ] = None
+    cached: Annotated[
+        int | None,
+        typer.Option(help="Generation: SEQ_LEN new tokens per sequence over a cache with this many, paged over ranks."),
+    ] = None
+    page_size: Annotated[int | None, typer.Option(help=f"Tokens of a page, with --cached; default: {PAGE_SIZE}.")] = (
+        None
+    )
+    batch: Annotated[
+        int | None, typer.Option(help="Number of sequences; default: 1; with a cluster, per step, one per GPU.")
+    ] = None
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of q, k and v.")] = Dtype.bf16
+    strategy: Annotated[
+        str | None, typer.Option(help="Count only ring, all_gather, all_to_all or ring+all_to_all.")
+    ] = None
+    placement: Annotated[str | None, typer.Option(help="Count only zigzag, contiguous or balanced.")] = None
+    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that attention reaches on a rank.")] = FLOPS / 1e12
+    gigabytes: Annotated[float, typer.Option(min=0.001, help="GB/s that a rank sends.")] = BANDWIDTH / 1e9
+    by_rank: Annotated[
+        bool, typer.Option("--by-rank", help="Also print pairs and bytes of every rank for the best option.")
+    ] = False
+
+    def refuse(self, flag: str, *names: str) -> None:
+        """Refuse the fields of these names, together with another flag."""
+        refuse_together(flag, {f"--{name.replace('_', '-')}": getattr(self, name) for name in names})
+
+    def ranks(self) -> int:
+        """The number of ranks."""
+        world = WORLD if self.world is None else self.world
+        if world > MAX_WORLD:
+            hint = f"undivided plan --nodes {-(-world // 8)} --gpus 8 plans the mesh of a cluster"
+            raise InputError("--world", f"be at most {MAX_WORLD}: every pair of ranks is counted", world, hint)
+        return world
+
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of the call, as arguments."""
+        return {
+            "heads": HEADS if self.heads is None else self.heads,
+            "head_dim": HEAD_DIM if self.head_dim is None else self.head_dim,
+            "world": self.ranks(),
+            "kv_heads": self.kv_heads,
+            "value_dim": self.value_dim,
+            "dtype": DTYPES[self.dtype],
+            "batch": 1 if self.batch is None else self.batch,
+        }
+
+
+@flags(mask_flags=MaskFlags, cluster=ClusterFlags, model=ModelFlags, call=CallFlags)
 def plan(
     mask_flags: MaskFlags,
     cluster: ClusterFlags,
     model: ModelFlags,
+    call: CallFlags,
     seq_len: Annotated[
         int | None,
         typer.Argument(
             help="Number of tokens of the whole sequence; with a cluster, 8192 by default.", show_default=False
         ),
     ] = None,
-    world: Annotated[int | None, typer.Option(help=f"Number of ranks; default: {WORLD}.")] = None,
-    heads: Annotated[int | None, typer.Option(help=f"Number of query heads; default: {HEADS}, or the model's.")] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="Number of key heads; default: that of query heads, or the model's.")
-    ] = None,
-    head_dim: Annotated[int | None, typer.Option(help=f"Head size; default: {HEAD_DIM}, or the model's.")] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Head size of the values; default: --head-dim.")] = None,
-    kv_len: Annotated[
-        int | None, typer.Option(help="Number of keys, if they are not the same tokens as the queries.")
-    ] = None,
-    cached: Annotated[
-        int | None,
-        typer.Option(help="Generation: SEQ_LEN new tokens per sequence over a cache with this many, paged over ranks."),
-    ] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens of a page, with --cached; default: 64.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(help="Number of sequences; default: 1; with a cluster, per step, one per GPU.")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of q, k and v.")] = Dtype.bf16,
-    strategy: Annotated[
-        str | None, typer.Option(help="Count only ring, all_gather, all_to_all or ring+all_to_all.")
-    ] = None,
-    placement: Annotated[str | None, typer.Option(help="Count only zigzag, contiguous or balanced.")] = None,
-    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that attention reaches on a rank.")] = FLOPS / 1e12,
-    gigabytes: Annotated[float, typer.Option(min=0.001, help="GB/s that a rank sends.")] = BANDWIDTH / 1e9,
-    by_rank: Annotated[
-        bool, typer.Option("--by-rank", help="Also print pairs and bytes of every rank for the best option.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
     """Count the bytes sent, the work and the memory of every rank, before anything runs.
@@ -79,24 +112,7 @@ def plan(
     Example: undivided plan 32768 --nodes 16 --gpus 8 --link 400gbit --memory 141GB --model 70b
     """
     if cluster.is_cluster:
-        of_attention = {"--world": world, "--kv-len": kv_len, "--value-dim": value_dim, "--cached": cached}
-        refuse_together("--nodes, --gpus", of_attention | {"--page-size": page_size, "--by-rank": by_rank})
-        length = 8192 if seq_len is None else seq_len
-        mask = mask_flags.build(length, length)
-        meshes = plan_training(
-            model.sizes(heads, kv_heads, head_dim),
-            cluster.cluster(tflops * 1e12),
-            length,
-            batch,
-            masks.causal() if mask is None and mask_flags.mask is None else mask,
-            DTYPES[dtype],
-            recompute=model.recompute,
-            data=model.data,
-            context=model.context,
-            tensor=model.tensor,
-            strategy=strategy,  # type: ignore[arg-type]
-            placement=placement or "zigzag",  # type: ignore[arg-type]
-        )
+        meshes = _meshes(8192 if seq_len is None else seq_len, mask_flags, cluster, model, call)
         if as_json:
             print_json(mesh_facts(meshes))
         else:
@@ -106,44 +122,62 @@ def plan(
     if seq_len is None:
         hint = "undivided plan 1048576 --world 8, or undivided plan --nodes 2 --gpus 8"
         raise InputError("SEQ_LEN", "be given, or a cluster", "none", hint)
-    heads = HEADS if heads is None else heads
-    head_dim = HEAD_DIM if head_dim is None else head_dim
-    world = WORLD if world is None else world
-    if world > MAX_WORLD:
-        hint = f"undivided plan --nodes {-(-world // 8)} --gpus 8 plans the mesh of a cluster"
-        raise InputError("--world", f"be at most {MAX_WORLD}: every pair of ranks is counted", world, hint)
-    sizes: dict[str, Any] = {"kv_heads": kv_heads, "value_dim": value_dim, "dtype": DTYPES[dtype]}
-    sizes["batch"] = 1 if batch is None else batch
-    if cached is not None:
-        refuse_together(
-            "--cached", {"--kv-len": kv_len, "--strategy": strategy, "--placement": placement, "--by-rank": by_rank}
-        )
-        page = 64 if page_size is None else page_size
-        steps = [
-            cached_step(seq_len, cached, heads, head_dim, world, page_size=page, sharded=sharded, **sizes)
-            for sharded in (False, True)
-        ]
-        _show_cached(steps, seq_len, cached, as_json)
+    if call.cached is not None:
+        _show_cached(_cached_steps(seq_len, call.cached, call), seq_len, call.cached, as_json)
         return
-    if page_size is not None:
-        raise InputError("--page-size", "be given together with --cached", repr(page_size))
-    result = make_plan(
+    result = _strategies(seq_len, mask_flags, call)
+    if as_json:
+        print_json(_facts(result, call.by_rank))
+    else:
+        speeds = f"{call.tflops:g} TFLOP/s and {call.gigabytes:g} GB/s per rank (--tflops, --gigabytes)"
+        _show(result, speeds, call.by_rank)
+
+
+def _meshes(
+    seq_len: int, mask_flags: MaskFlags, cluster: ClusterFlags, model: ModelFlags, call: CallFlags
+) -> TrainingPlan:
+    """The meshes of a cluster that train a model."""
+    call.refuse("--nodes, --gpus", "world", "kv_len", "value_dim", "cached", "page_size", "by_rank")
+    mask = mask_flags.build(seq_len, seq_len)
+    return plan_training(
+        model.sizes(call.heads, call.kv_heads, call.head_dim),
+        cluster.cluster(call.tflops * 1e12),
         seq_len,
-        heads,
-        head_dim,
-        mask_flags.build(seq_len, kv_len or seq_len),
-        world,
-        strategy,  # type: ignore[arg-type]
-        placement,  # type: ignore[arg-type]
-        kv_len=kv_len,
-        flops=tflops * 1e12,
-        bandwidth=gigabytes * 1e9,
+        call.batch,
+        masks.causal() if mask is None and mask_flags.mask is None else mask,
+        DTYPES[call.dtype],
+        recompute=model.recompute,
+        data=model.data,
+        context=model.context,
+        tensor=model.tensor,
+        strategy=call.strategy,  # type: ignore[arg-type]
+        placement=call.placement or "zigzag",  # type: ignore[arg-type]
+    )
+
+
+def _cached_steps(seq_len: int, cached: int, call: CallFlags) -> list[CachedStep]:
+    """A step of generation with all new tokens on every rank, and one with a part of them on each."""
+    sizes = call.sizes()
+    call.refuse("--cached", "kv_len", "strategy", "placement", "by_rank")
+    page = PAGE_SIZE if call.page_size is None else call.page_size
+    return [cached_step(seq_len, cached, page_size=page, sharded=sharded, **sizes) for sharded in (False, True)]
+
+
+def _strategies(seq_len: int, mask_flags: MaskFlags, call: CallFlags) -> Plan:
+    """The strategies and placements of one call over ranks."""
+    sizes = call.sizes()
+    if call.page_size is not None:
+        raise InputError("--page-size", "be given together with --cached", repr(call.page_size))
+    return make_plan(
+        seq_len,
+        mask=mask_flags.build(seq_len, call.kv_len or seq_len),
+        strategy=call.strategy,  # type: ignore[arg-type]
+        placement=call.placement,  # type: ignore[arg-type]
+        kv_len=call.kv_len,
+        flops=call.tflops * 1e12,
+        bandwidth=call.gigabytes * 1e9,
         **sizes,
     )
-    if as_json:
-        print_json(_facts(result, by_rank))
-    else:
-        _show(result, f"{tflops:g} TFLOP/s and {gigabytes:g} GB/s per rank (--tflops, --gigabytes)", by_rank)
 
 
 def _show_cached(steps: list[CachedStep], new: int, cached: int, as_json: bool) -> None:
