@@ -8,7 +8,7 @@ from itertools import groupby
 
 from plots import PAINT, read_report, themed
 
-from undivided.benchmarking.roofline import LEVELS, Line, lines
+from undivided.benchmarking.roofline import LEVELS, CasePrediction, case_predictions
 
 REPORTS = {
     # name of the picture: (report, heading)
@@ -32,11 +32,11 @@ BOUNDS = {
 }
 
 
-def _kinds(report: str) -> Iterator[tuple[str, list[Line]]]:
-    """The lines of a report by kind."""
+def _kinds(report: str) -> Iterator[tuple[str, list[CasePrediction]]]:
+    """The cases of a report by kind."""
     order = ("prefill", "window", "documents", "decode")
-    in_order = sorted(lines(read_report(report)), key=lambda line: order.index(line.kind))
-    for kind, group in groupby(in_order, key=lambda line: line.kind):
+    in_order = sorted(case_predictions(read_report(report)), key=lambda case: order.index(case.kind))
+    for kind, group in groupby(in_order, key=lambda case: case.kind):
         yield kind, list(group)
 
 
@@ -48,13 +48,13 @@ def pictures() -> dict[str, str]:
 
 
 def _bars(name: str, heading: str, report: str) -> str:
-    """For each line, the predicted parts as fractions of the measured time."""
+    """For each case, the predicted parts as fractions of the measured time."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    cases = [line for _, group in _kinds(report) for line in group]
+    cases = [case for _, group in _kinds(report) for case in group]
     style = {
         "svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10,
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), PAINT["ink"]),
@@ -63,18 +63,18 @@ def _bars(name: str, heading: str, report: str) -> str:
     with plt.rc_context(style):
         figure, axis = plt.subplots(figsize=(8, 1.2 + 0.22 * len(cases)), layout="constrained")
         labelled: set[str] = set()
-        for y, line in enumerate(cases):
+        for y, case in enumerate(cases):
             left = 0.0
-            for term, seconds in line.predicted.terms.items():
-                if line.predicted.overlap and term != line.predicted.bound:
+            for term, seconds in case.predicted.terms.items():
+                if case.predicted.overlap and term != case.predicted.bound:
                     continue
-                share = seconds / line.measured
+                share = seconds / case.measured
                 label = None if term in labelled else term
                 axis.barh(y, share, left=left, height=0.75, color=PAINT[TERMS[term]], label=label)
                 labelled.add(term)
                 left += share
         axis.axvline(1, color=PAINT["ink"], linewidth=1)
-        axis.set_yticks(range(len(cases)), [line.name for line in cases])
+        axis.set_yticks(range(len(cases)), [case.name for case in cases])
         axis.set_ylim(len(cases) - 0.4, -0.6)
         axis.set_xlabel("predicted seconds of each part, divided by the measured time; the line is 1")
         axis.set_title(heading, loc="left", fontsize=11)
@@ -85,20 +85,20 @@ def _bars(name: str, heading: str, report: str) -> str:
     return text
 
 
-def _table(group: list[Line]) -> str:
+def _table(group: list[CasePrediction]) -> str:
     """One row per case."""
     terms = list(group[0].predicted.terms)
     head = ["case", "time", "of the peak", "predicted", "time / predicted", *terms, "bound by"]
     rows = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 2) + "---|"]
-    for line in group:
+    for case in group:
         cells = [
-            line.name + " ~" * line.disturbed,
-            f"{line.measured * 1e3:.3g} ms",
-            f"{line.peak / line.measured:.2f}",
-            f"{line.peak / line.predicted.seconds:.2f}",
-            f"{line.ratio:.2f}",
-            *(f"{line.predicted.terms[term] / line.measured:.2f}" for term in terms),
-            line.predicted.bound,
+            case.name + " ~" * case.disturbed,
+            f"{case.measured * 1e3:.3g} ms",
+            f"{case.peak / case.measured:.2f}",
+            f"{case.peak / case.predicted.seconds:.2f}",
+            f"{case.ratio:.2f}",
+            *(f"{case.predicted.terms[term] / case.measured:.2f}" for term in terms),
+            case.predicted.bound,
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -116,7 +116,7 @@ def _errors() -> str:
     for report, heading in REPORTS.values():
         level = read_report(report)["machine"]["native"]
         for kind, group in _kinds(report):
-            ratios = [line.ratio for line in group if not line.disturbed] or [float("nan")]
+            ratios = [case.ratio for case in group if not case.disturbed] or [float("nan")]
             cells = (f"{number:.2f}" for number in (statistics.median(ratios), min(ratios), max(ratios)))
             rows.append(f"| {level} | {_generation(heading)} | {kind} | {len(ratios)} | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -17,7 +17,7 @@ from undivided import masks
 from undivided.benchmarking import competitors, peak, runs, timing
 from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, Benchmark, Goal, benchmarks
 from undivided.benchmarking.catalogue.serving import STEPS
-from undivided.benchmarking.competitors import Competitor, Prepared, prepare
+from undivided.benchmarking.competitors import Competitor, PreparedBenchmark, prepare
 from undivided.benchmarking.serving.competitors import _copied_keys
 from undivided.benchmarking.timing import Reading
 from undivided.request.normalise import normalise
@@ -37,8 +37,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quiet")
 class TestVerificationFirst:
-    def wrong(self, by: float) -> Callable[[Prepared], Competitor]:
-        def make(prepared: Prepared) -> Competitor:
+    def wrong(self, by: float) -> Callable[[PreparedBenchmark], Competitor]:
+        def make(prepared: PreparedBenchmark) -> Competitor:
             right = competitors._sdpa(prepared)
             return replace(right, results=lambda: {name: by * x for name, x in right.results().items()})
 
@@ -60,7 +60,7 @@ class TestVerificationFirst:
         assert entries(runs.run(tiny(), hurried()))["sdpa"]["seconds"] > 0
 
     def test_a_wrong_gradient_is_as_bad_as_a_wrong_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def make(prepared: Prepared) -> Competitor:
+        def make(prepared: PreparedBenchmark) -> Competitor:
             right = competitors._sdpa(prepared)
             return replace(right, results=lambda: right.results() | {"dk": 0 * right.results()["dk"]})
 
@@ -97,7 +97,7 @@ class TestVerificationFirst:
         def raising() -> dict[str, Tensor]:
             raise RuntimeError("no such kernel")
 
-        def make(prepared: Prepared) -> Competitor:
+        def make(prepared: PreparedBenchmark) -> Competitor:
             return Competitor("sdpa", "broken", prepared, raising, raising)
 
         monkeypatch.setitem(competitors._MAKERS, "sdpa", make)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from undivided.kernels import cpu
 from undivided.machine import Machine
 from undivided.selection import decision as selection
 from undivided.selection import measured as _measured
-from undivided.selection.measured import Entry, Run, Table
+from undivided.selection.measured import MeasuredRates, Run, Table
 
 ONE = "fp32-full-h8-16-d64"
 """A problem that takes tenths of a second, with its backward."""
@@ -61,7 +61,7 @@ def level() -> str:
 
 
 def table(kind: str, source: str, **rates: float) -> Table:
-    return {kind: {(5, 20): Entry(Run("2027-01-02T03:04:05+00:00", "a CPU", "abc", "2", source), rates)}}
+    return {kind: {(5, 20): MeasuredRates(Run("2027-01-02T03:04:05+00:00", "a CPU", "abc", "2", source), rates)}}
 
 
 @needs_two_backends

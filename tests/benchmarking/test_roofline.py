@@ -1,4 +1,4 @@
-"""The roofline model: its parts follow from sizes and peaks, and a report gives a line per case that it covers."""
+"""The roofline model: its parts follow from sizes and peaks, and each case that it covers has a prediction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from undivided import masks
 from undivided.benchmarking import roofline
 from undivided.benchmarking.catalogue import benchmarks
-from undivided.benchmarking.roofline import LEVELS, Prediction, Rates, decode, lines, prefill
+from undivided.benchmarking.roofline import LEVELS, Prediction, Rates, case_predictions, decode, prefill
 
 RATES = Rates(products=2e11, vectors=2e11, reads=4e10)
 LEVEL = LEVELS["avx512"]
@@ -107,7 +107,7 @@ def report() -> dict[str, Any]:
 
 class TestReport:
     def test_every_forward_window_document_and_decoding_case_has_a_line(self, report: dict[str, Any]) -> None:
-        found = {line.name: line for line in lines(report)}
+        found = {case.name: case for case in case_predictions(report)}
         covered = [
             one.name
             for suite in ("forward", "mask", "decode")
@@ -116,24 +116,24 @@ class TestReport:
         ]
         measured = {case["name"] for case in report["cases"]}
         assert set(found) == set(covered) & measured
-        assert {line.kind for line in found.values()} == {"prefill", "window", "documents", "decode"}
+        assert {case.kind for case in found.values()} == {"prefill", "window", "documents", "decode"}
 
     def test_the_allowed_pairs_are_those_that_the_report_counted(self, report: dict[str, Any]) -> None:
-        for line in lines(report):
-            if not line.predicted.overlap:
-                assert line.predicted.terms["products"] == pytest.approx(line.peak), line.name
+        for case in case_predictions(report):
+            if not case.predicted.overlap:
+                assert case.predicted.terms["products"] == pytest.approx(case.peak), case.name
 
     def test_the_model_expects_no_call_to_be_slower_than_it_is(self, report: dict[str, Any]) -> None:
         """What it leaves out only adds time, so on a processor without matrix units it is a lower bound."""
-        for line in lines(report):
-            if not line.disturbed:
-                assert line.ratio > 0.97, line.name
+        for case in case_predictions(report):
+            if not case.disturbed:
+                assert case.ratio > 0.97, case.name
 
     def test_levels_and_dtypes_that_are_not_modelled_have_no_line(self, report: dict[str, Any]) -> None:
         generic = {**report, "machine": {**report["machine"], "native": "generic"}}
-        assert not list(lines(generic))
+        assert not list(case_predictions(generic))
         tiles = {**report, "machine": {**report["machine"], "native": "amx"}}
-        assert not [line for line in lines(tiles) if line.kind != "decode" and line.name.startswith("fp32")]
+        assert not [case for case in case_predictions(tiles) if case.kind != "decode" and case.name.startswith("fp32")]
 
     def test_documents_are_found_in_their_mask(self) -> None:
         """The lengths follow from the ranges of the mask; here they are compared with how the benchmark draws them."""

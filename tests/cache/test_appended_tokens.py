@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import undivided
 from undivided.cache import _appended
-from undivided.cache._storage import Heads, NewTokens, Storage
+from undivided.cache._storage import NewTokens, Storage, TokenSpec
 from undivided.errors import InputError
 from undivided.kernels import cpu
 
@@ -51,13 +51,13 @@ def bits(storage: Storage) -> list[Tensor]:
 
 def written(
     write: Callable[[Storage], None],
-    heads: Heads,
+    spec: TokenSpec,
     pages: int,
     page_size: int,
     by_kernel: bool,
     monkey: pytest.MonkeyPatch,
 ) -> Storage:
-    storage = Storage(pages, page_size, heads, torch.device("cpu"))
+    storage = Storage(pages, page_size, spec, torch.device("cpu"))
     for part in storage._all_pools:
         part.view(torch.uint8).zero_()
     with monkey.context() as patched:
@@ -86,7 +86,7 @@ def test_rows_of_any_size(format: str | None, dims: tuple[int, int], monkeypatch
 
 
 def compare(format: str | None, dtype: torch.dtype, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = Heads.checked(3, *dims, dtype, quantize=format)
+    spec = TokenSpec.checked(3, *dims, dtype, quantize=format)
     k, v = (difficult_rows((2, 9, 3, dim), dtype, seed) for seed, dim in enumerate(dims))
     new = NewTokens(k, v, (9, 9), False)
     rows = torch.randperm(40)[:18].tolist()
@@ -98,10 +98,10 @@ def compare(format: str | None, dtype: torch.dtype, dims: tuple[int, int], monke
         storage.fill(4, new)
 
     for write, pages, page_size in ((scatter, 5, 8), (fill, 2, 16)):
-        expected = bits(written(write, heads, pages, page_size, False, monkeypatch))
+        expected = bits(written(write, spec, pages, page_size, False, monkeypatch))
         for level in levels.here():
             with levels.running(level, 1):
-                found = bits(written(write, heads, pages, page_size, True, monkeypatch))
+                found = bits(written(write, spec, pages, page_size, True, monkeypatch))
             for name, mine, theirs in zip(("k", "v", "k_scale", "v_scale"), found, expected, strict=False):
                 assert torch.equal(mine, theirs), (level, write.__name__, name)
 
@@ -109,16 +109,16 @@ def compare(format: str | None, dtype: torch.dtype, dims: tuple[int, int], monke
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("format", FORMATS)
 def test_threads_share_many_tokens(format: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = Heads.checked(2, 64, 64, torch.float32, quantize=format)
+    spec = TokenSpec.checked(2, 64, 64, torch.float32, quantize=format)
     k, v = (difficult_rows((2, 700, 2, 64), torch.float32, seed) for seed in (0, 1))
     assert k.numel() + v.numel() > 2 * 64 << 10
 
     def fill(storage: Storage) -> None:
         storage.fill(3, NewTokens(k, v, (700, 700), False))
 
-    expected = bits(written(fill, heads, 2, 710, False, monkeypatch))
+    expected = bits(written(fill, spec, 2, 710, False, monkeypatch))
     with levels.running(levels.here()[-1], threads):
-        found = bits(written(fill, heads, 2, 710, True, monkeypatch))
+        found = bits(written(fill, spec, 2, 710, True, monkeypatch))
     assert all(map(torch.equal, found, expected))
 
 

@@ -80,15 +80,15 @@ class Looking(TorchDispatchMode):
 def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The query of each call that ran what another had prepared, or what it had prepared itself."""
     seen: list[Tensor] = []
-    run = replay.Prepared.run
+    run = replay.PreparedCall.run
 
-    def counted(self: replay.Prepared, q: Tensor, *others: Tensor | None) -> Tensor | None:
+    def counted(self: replay.PreparedCall, q: Tensor, *others: Tensor | None) -> Tensor | None:
         out = run(self, q, *others)
         if out is not None:
             seen.append(q)
         return out
 
-    monkeypatch.setattr(replay.Prepared, "run", counted)
+    monkeypatch.setattr(replay.PreparedCall, "run", counted)
     return seen
 
 

@@ -33,13 +33,13 @@ MASKS = {
 def prepared_anew(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """The requests that were prepared from their arguments."""
     seen: list[Request] = []
-    of: Callable[[Request, Policy], replay.Prepared | None] = replay.Prepared.of
+    of: Callable[[Request, Policy], replay.PreparedCall | None] = replay.PreparedCall.of
 
-    def counted(request: Request, allowed: Policy) -> replay.Prepared | None:
+    def counted(request: Request, allowed: Policy) -> replay.PreparedCall | None:
         seen.append(request)
         return of(request, allowed)
 
-    monkeypatch.setattr(replay.Prepared, "of", counted)
+    monkeypatch.setattr(replay.PreparedCall, "of", counted)
     return seen
 
 

@@ -22,9 +22,9 @@ from undivided import masks
 from undivided.errors import InputError
 from undivided.integrations.transformers import Cache, _repeated, model_mask, register
 from undivided.integrations.transformers._attention import attention
-from undivided.integrations.transformers._model_mask import ModelMask, Sizes
+from undivided.integrations.transformers._model_mask import MaskSizes, ModelMask
 from undivided.integrations.transformers._patterns import Pattern
-from undivided.run.replay import Prepared
+from undivided.run.replay import PreparedCall
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
 
@@ -36,19 +36,19 @@ CAUSAL = masks.causal(align="bottom_right")
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What layers prepare, in their order; what earlier tests have prepared is forgotten."""
     calls: list[object] = []
-    of = Prepared.of
+    of = PreparedCall.of
 
-    def recording(*arguments: Any) -> Prepared | None:
+    def recording(*arguments: Any) -> PreparedCall | None:
         calls.append(call := of(*arguments))
         return call
 
-    monkeypatch.setattr(Prepared, "of", recording)
+    monkeypatch.setattr(PreparedCall, "of", recording)
     monkeypatch.setattr(_repeated, "_steps", {})
     return calls
 
 
 def mask_of(mask: masks.Mask = CAUSAL, q_len: int = 3) -> ModelMask:
-    return ModelMask(mask, Pattern(), Sizes(1, q_len, 7), torch.device("cpu"))
+    return ModelMask(mask, Pattern(), MaskSizes(1, q_len, 7), torch.device("cpu"))
 
 
 def step(
@@ -89,12 +89,12 @@ def expected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def test_a_step_prepares_one_call_for_each_kind_of_layer(
     name: str, kinds_of_layers: int, kind: Any, prepared: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def recording(*arguments: Any) -> Prepared | None:
+    def recording(*arguments: Any) -> PreparedCall | None:
         prepared.append(call := with_keys(*arguments))
         return call
 
-    with_keys = Prepared.with_keys
-    monkeypatch.setattr(Prepared, "with_keys", recording)
+    with_keys = PreparedCall.with_keys
+    monkeypatch.setattr(PreparedCall, "with_keys", recording)
     register()
     networks = [models.build(name, implementation) for implementation in ("eager", "undivided")]
     length = {"max_cache_len": 16} if kind is StaticCache else {}

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from undivided.integrations.transformers import _attention, register
-from undivided.integrations.transformers.sweep import Outcome, __main__, _compare, _inputs, _models, _table, compare
+from undivided.integrations.transformers.sweep import (
+    ModelOutcome,
+    __main__,
+    _compare,
+    _inputs,
+    _models,
+    _table,
+    compare,
+)
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a library that is not ours
@@ -52,19 +60,19 @@ def test_the_comparison_detects_a_wrong_result(monkeypatch: pytest.MonkeyPatch) 
     assert all("of its norm" in outcome.detail for outcome in found.values())
     monkeypatch.setattr(_attention, "attend", ours)
     monkeypatch.setattr(_attention, "_collects_weights", lambda module: False)
-    assert compare("gpt2")["weights"] == Outcome("differs", "other results: ['attentions[0]', 'attentions[1]']")
+    assert compare("gpt2")["weights"] == ModelOutcome("differs", "other results: ['attentions[0]', 'attentions[1]']")
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise ValueError("not today")
 
     monkeypatch.setattr(_attention, "attend", refuse)
-    assert compare("llama")["none"] == Outcome("fails", "ValueError: not today")
+    assert compare("llama")["none"] == ModelOutcome("fails", "ValueError: not today")
 
 
 def test_attention_that_never_ran_does_not_count() -> None:
     register()
     assert {outcome.state for outcome in compare("bloom").values()} == {"unused"}
-    assert compare("layoutxlm") == {"": Outcome("unbuilt", "there is no module modeling_layoutxlm")}
+    assert compare("layoutxlm") == {"": ModelOutcome("unbuilt", "there is no module modeling_layoutxlm")}
 
 
 def test_amplified_rounding_is_distinguished_from_an_error() -> None:
@@ -115,7 +123,7 @@ def test_tiny_configurations_are_small_all_through(model_type: str) -> None:
 
 
 def test_equal_kinds_come_before_the_worst() -> None:
-    assert _table.kind({"none": Outcome("equal"), "left": Outcome("differs")}) == "unequal"
-    assert _table.kind({"none": Outcome("unused"), "left": Outcome("equal")}) == "equal"
-    assert _table.kind({"none": Outcome("unused")}) == "unused"
-    assert _table.kind({"": Outcome("unbuilt")}) == "unbuilt"
+    assert _table.kind({"none": ModelOutcome("equal"), "left": ModelOutcome("differs")}) == "unequal"
+    assert _table.kind({"none": ModelOutcome("unused"), "left": ModelOutcome("equal")}) == "equal"
+    assert _table.kind({"none": ModelOutcome("unused")}) == "unused"
+    assert _table.kind({"": ModelOutcome("unbuilt")}) == "unbuilt"

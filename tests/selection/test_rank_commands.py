@@ -26,7 +26,7 @@ from undivided.cli.commands import bench
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
 from undivided.selection import measured as _measured
-from undivided.selection.measured import Entry, Place
+from undivided.selection.measured import MeasuredRates, Place
 from undivided.verification import workers
 
 
@@ -213,7 +213,7 @@ class TestReports:
             report(case("a", cudnn=0.002, triton=0.004), case("b", cudnn=0.003, triton=0.001)), "made.json"
         )
         entry = found.table["sm90/bfloat16/forward/128/full"][13, 40]
-        assert entry == Entry(RUN, {"cudnn": 4e14, "triton": 4e14})
+        assert entry == MeasuredRates(RUN, {"cudnn": 4e14, "triton": 4e14})
 
     def test_training_is_forward_and_backward(self) -> None:
         both = case("a", cudnn=0.002, triton=0.004), case("a-backward", True, triton=0.004, cudnn=0.005)

@@ -13,7 +13,7 @@ from rank_tables import CAUSAL, H100, PACKAGES, RUN, Measured, explain, order, q
 import undivided
 from undivided import Machine, masks
 from undivided.selection import measured as _measured
-from undivided.selection.measured import Entry
+from undivided.selection.measured import MeasuredRates
 
 A100 = Machine("cuda", "A100", (8, 0), "9.13.0", PACKAGES)
 
@@ -78,10 +78,10 @@ class TestOrder:
         problem = undivided.explain(
             q(length), q(), q(), layout="bshd", mask=masks.causal("bottom_right"), machine=H100
         ).problem
-        found = _measured.estimate(Entry(RUN, {"triton": 2e9}), "triton", problem)
+        found = _measured.estimate(MeasuredRates(RUN, {"triton": 2e9}), "triton", problem)
         assert found is not None
         assert (found.unit, found.seconds) == (unit, _measured.work(problem) / 2e9)
-        assert _measured.estimate(Entry(RUN, {"triton": 2e9}), "cudnn", problem) is None
+        assert _measured.estimate(MeasuredRates(RUN, {"triton": 2e9}), "cudnn", problem) is None
 
     def test_within_five_hundredths_the_default_rank_decides(self, measured: Measured) -> None:
         measured(table(cudnn=4.80e14, flash_attn=5e14))
@@ -101,11 +101,11 @@ class TestOrder:
         at = _measured.place(problem, here)
         assert at is not None
         run = RUN._replace(machine="AMD EPYC, 1 thread")
-        measured({at.kind: {(at.length, at.work): Entry(run, {"native": 5.5e10, "torch_flash": 1.0e11})}})
+        measured({at.kind: {(at.length, at.work): MeasuredRates(run, {"native": 5.5e10, "torch_flash": 1.0e11})}})
         decision = undivided.explain(x, x, x, layout="bshd", machine=here)
         assert decision.backend.name == chosen
         assert ("measured rank, another vendor: est." in str(decision)) == (chosen == "native")
-        measured({at.kind: {(at.length, at.work): Entry(run, {"native": 4.5e10, "torch_flash": 1.0e11})}})
+        measured({at.kind: {(at.length, at.work): MeasuredRates(run, {"native": 4.5e10, "torch_flash": 1.0e11})}})
         assert undivided.explain(x, x, x, layout="bshd", machine=here).backend.name == "torch_flash"
 
     def test_backends_that_cannot_run_keep_their_place(self, measured: Measured) -> None:

@@ -28,7 +28,7 @@ from undivided.benchmarking.competitors import selectable_backends, wrong_entrie
 from undivided.benchmarking.overhead import HostTime, host_times
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.suites import empty_report
-from undivided.benchmarking.tasks import OTHERS, Task, compile_task, others, run_task, settings
+from undivided.benchmarking.tasks import OTHERS, BenchmarkTask, compile_task, others, run_task, settings
 from undivided.machine import Machine
 from undivided.selection.measured import read
 from undivided.verification import workers
@@ -75,7 +75,7 @@ def main() -> int:
     done_before = {(case["suite"], case["name"]) for case in report["cases"]}
     selected = sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda benchmark: not benchmark.quick)
     tasks = [
-        Task(benchmark.suite, benchmark.name, options.device, backends, competing, options.patience)
+        BenchmarkTask(benchmark.suite, benchmark.name, options.device, backends, competing, options.patience)
         for benchmark in selected
         if (benchmark.suite, benchmark.name) not in done_before
     ]
@@ -117,7 +117,7 @@ def _host(device: str, path: Path | None) -> int:
     return 0
 
 
-def _warm(tasks: list[Task], jobs: int, seconds: float) -> None:
+def _warm(tasks: list[BenchmarkTask], jobs: int, seconds: float) -> None:
     """Compile the kernels of all tasks, in at most half of the time that is left."""
     start, count = time.monotonic(), 0
     for _ in workers.work(tasks, compile_task, jobs=jobs, task_seconds=TASK_SECONDS, seconds=seconds / 2):

@@ -40,7 +40,7 @@ __all__ = [
     "OTHERS",
     "Absent",
     "Competitor",
-    "Prepared",
+    "PreparedBenchmark",
     "competitors",
     "make_all",
     "prepare",
@@ -68,13 +68,13 @@ class Competitor:
 
     name: str
     label: str
-    prepared: Prepared
+    prepared: PreparedBenchmark
     call: Callable[[], object]
     results: Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PreparedBenchmark:
     """A benchmark with its tensors."""
 
     benchmark: Benchmark
@@ -108,7 +108,7 @@ class Prepared:
         return _layout.heads_first(self.inputs.grad_out, self.problem.layout)
 
 
-def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
+def prepare(benchmark: Benchmark, device: str = "cpu") -> PreparedBenchmark:
     """The benchmark with its tensors.
 
     >>> from undivided.benchmarking.catalogue import benchmarks
@@ -118,7 +118,7 @@ def prepare(benchmark: Benchmark, device: str = "cpu") -> Prepared:
     inputs = build(benchmark.case, benchmark.dtype, device=device)
     if benchmark.batch_invariant:
         inputs = replace(inputs, arguments={**inputs.arguments, "batch_invariant": True})
-    return Prepared(benchmark, inputs, *normalise(Request.from_keywords(**inputs.arguments)))
+    return PreparedBenchmark(benchmark, inputs, *normalise(Request.from_keywords(**inputs.arguments)))
 
 
 def selectable_backends(device: str) -> tuple[str, ...]:
@@ -132,14 +132,16 @@ def selectable_backends(device: str) -> tuple[str, ...]:
 
 
 def competitors(
-    prepared: Prepared, backends: Sequence[str] = ("native",), others: Sequence[str] = ("sdpa", "math", "onnxruntime")
+    prepared: PreparedBenchmark,
+    backends: Sequence[str] = ("native",),
+    others: Sequence[str] = ("sdpa", "math", "onnxruntime"),
 ) -> tuple[list[Competitor], dict[str, str]]:
     """The competitors, and the reasons of those that are absent.
 
     The first is "undivided": a whole call with the backend that it chooses. A requested backend that is the chosen one
     is not timed twice.
     """
-    makers: dict[str, Callable[[Prepared], Competitor]] = {"undivided": partial(_ours, backend=None)}
+    makers: dict[str, Callable[[PreparedBenchmark], Competitor]] = {"undivided": partial(_ours, backend=None)}
     makers |= {name: partial(_ours, backend=name) for name in backends}
     if prepared.benchmark.without is not None:
         makers["without"] = partial(_without, case=prepared.benchmark.without)
@@ -148,7 +150,7 @@ def competitors(
 
 
 def make_all(
-    prepared: Prepared, makers: Mapping[str, Callable[[Prepared], Competitor]]
+    prepared: PreparedBenchmark, makers: Mapping[str, Callable[[PreparedBenchmark], Competitor]]
 ) -> tuple[list[Competitor], dict[str, str]]:
     """The competitors that these functions make, and the reasons of those that are absent."""
     participants: list[Competitor] = []
@@ -172,7 +174,7 @@ def wrong_entries(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [entry for entry in case["entries"] if not entry["ok"] and entry["name"] not in OTHERS]
 
 
-def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> Competitor:
+def _ours(prepared: PreparedBenchmark, backend: str | None, name: str | None = None) -> Competitor:
     """A call of the library with a backend, or with the one that it chooses."""
     arguments = dict(prepared.inputs.arguments)
     batch_invariant = arguments.get("batch_invariant")
@@ -197,7 +199,7 @@ def _ours(prepared: Prepared, backend: str | None, name: str | None = None) -> C
     )
 
 
-def _without(prepared: Prepared, case: Case) -> Competitor:
+def _without(prepared: PreparedBenchmark, case: Case) -> Competitor:
     """The same tensors without the feature of the case."""
     original, benchmark = prepared.inputs.arguments, prepared.benchmark
     mask = original["mask"]
@@ -223,10 +225,10 @@ def _without(prepared: Prepared, case: Case) -> Competitor:
         arguments["pages"] = torch.arange(table.numel(), dtype=table.dtype, device=table.device).view_as(table)
     call, tensors = normalise(Request.from_keywords(**arguments))
     inputs = Inputs(case, arguments, prepared.inputs.grad_out, None)
-    return _ours(Prepared(prepared.benchmark, inputs, call, tensors), None, "without")
+    return _ours(PreparedBenchmark(prepared.benchmark, inputs, call, tensors), None, "without")
 
 
-def _every_pair(prepared: Prepared) -> Mask | None:
+def _every_pair(prepared: PreparedBenchmark) -> Mask | None:
     """The mask that allows every pair: packed tokens are one document."""
     problem = prepared.problem
     return masks.documents([0, problem.q_len], [0, problem.kv_len]) if problem.packed else None
@@ -235,7 +237,7 @@ def _every_pair(prepared: Prepared) -> Mask | None:
 def _competitor(
     name: str,
     label: str,
-    prepared: Prepared,
+    prepared: PreparedBenchmark,
     forward: Callable[[], Tensor],
     leaves: tuple[Tensor, ...],
     grad: Tensor,
@@ -254,19 +256,19 @@ def _competitor(
     return Competitor(name, label, prepared, call, results)
 
 
-def _torch(name: str, prepared: Prepared, forward: Callable[..., Tensor], label: str) -> Competitor:
+def _torch(name: str, prepared: PreparedBenchmark, forward: Callable[..., Tensor], label: str) -> Competitor:
     """PyTorch's function on the same memory, viewed as [B, H, S, D]."""
     leaves = tuple(x.requires_grad_(prepared.benchmark.backward) for x in prepared.heads_first)
     return _competitor(name, label, prepared, partial(forward, *leaves), leaves, prepared.grad_out)
 
 
-def _sdpa(prepared: Prepared) -> Competitor:
+def _sdpa(prepared: PreparedBenchmark) -> Competitor:
     if prepared.problem.packed:
         return _torch("sdpa", prepared, _documents(prepared), "torch SDPA, one call per document")
     return _torch("sdpa", prepared, partial(_attend, **_sdpa_arguments(prepared)), "torch SDPA")
 
 
-def _math(prepared: Prepared) -> Competitor:
+def _math(prepared: PreparedBenchmark) -> Competitor:
     problem = prepared.problem
     if problem.packed:
         raise Absent("one call per document would be the same as sdpa")
@@ -284,7 +286,7 @@ def _math(prepared: Prepared) -> Competitor:
     return _torch("math", prepared, forward, "torch SDPA, math")
 
 
-def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
+def _sdpa_arguments(prepared: PreparedBenchmark) -> dict[str, Any]:
     """The problem as arguments of PyTorch's function; masks and biases become one tensor."""
     problem, call, tensors = prepared.problem, prepared.call, prepared.tensors
     if problem.page_size is not None:
@@ -313,7 +315,7 @@ def _sdpa_arguments(prepared: Prepared) -> dict[str, Any]:
     return arguments
 
 
-def _documents(prepared: Prepared) -> Callable[..., Tensor]:
+def _documents(prepared: PreparedBenchmark) -> Callable[..., Tensor]:
     """One call per document of a packed batch, the fastest way with PyTorch's function."""
     kinds, features = prepared.problem.mask.kinds, prepared.problem.features - {"backward"}
     if not kinds <= {"documents", "causal"} or features:
@@ -329,7 +331,7 @@ def _documents(prepared: Prepared) -> Callable[..., Tensor]:
     return forward
 
 
-def _flex(prepared: Prepared) -> Competitor:
+def _flex(prepared: PreparedBenchmark) -> Competitor:
     from undivided.backends import flex
 
     if prepared.benchmark.backward and prepared.problem.device == "cpu":
@@ -349,7 +351,7 @@ def _flex(prepared: Prepared) -> Competitor:
     )
 
 
-def _onnxruntime(prepared: Prepared) -> Competitor:
+def _onnxruntime(prepared: PreparedBenchmark) -> Competitor:
     from undivided.benchmarking import onnx
 
     problem = prepared.problem
@@ -363,7 +365,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
     return Competitor("onnxruntime", attend.label, prepared, attend.call, lambda: {"out": attend.out()})
 
 
-_MAKERS: Mapping[str, Callable[[Prepared], Competitor]] = {
+_MAKERS: Mapping[str, Callable[[PreparedBenchmark], Competitor]] = {
     "sdpa": _sdpa,
     "math": _math,
     "onnxruntime": _onnxruntime,

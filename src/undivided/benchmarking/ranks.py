@@ -16,7 +16,7 @@ from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.selection import measured
-from undivided.selection.measured import Entry, Place, Run, Table
+from undivided.selection.measured import MeasuredRates, Place, Run, Table
 
 __all__ = ["Ranks", "add", "describe_place", "ranks"]
 
@@ -66,10 +66,10 @@ def ranks(report: Mapping[str, Any], name: str) -> Ranks:
     except (KeyError, TypeError, AttributeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else "values of other types"
         raise InputError("report", "be one that `undivided bench --json` wrote", f"{name} ({why})") from None
-    table: dict[str, dict[tuple[int, int], Entry]] = {}
+    table: dict[str, dict[tuple[int, int], MeasuredRates]] = {}
     for place, place_timings in timings.items():
         if rates := dict(_rates(place_timings)):
-            table.setdefault(place.kind, {})[place.length, place.work] = Entry(run, rates)
+            table.setdefault(place.kind, {})[place.length, place.work] = MeasuredRates(run, rates)
     return Ranks(table, {why: tuple(names) for why, names in left_out.items()})
 
 

@@ -31,7 +31,17 @@ import torch
 from undivided.benchmarking.catalogue import benchmarks
 from undivided.benchmarking.catalogue.benchmark import FLOAT, Benchmark
 
-__all__ = ["LEVELS", "Level", "Line", "Prediction", "Rates", "decode", "kind_of", "lines", "prefill"]
+__all__ = [
+    "LEVELS",
+    "CasePrediction",
+    "Level",
+    "Prediction",
+    "Rates",
+    "case_predictions",
+    "decode",
+    "kind_of",
+    "prefill",
+]
 
 
 class Rates(NamedTuple):
@@ -173,7 +183,7 @@ def decode(bytes_read: float, operations: float, rates: Rates) -> Prediction:
     return Prediction({"reads": bytes_read / rates.reads, "products": operations / rates.vectors}, overlap=True)
 
 
-class Line(NamedTuple):
+class CasePrediction(NamedTuple):
     """A case of a report: its kind, the seconds that it took and those that were predicted, and what a peak allows.
 
     kind: "prefill", "window", "documents" or "decode". peak: seconds at the peak alone. disturbed: by other load.
@@ -192,10 +202,10 @@ class Line(NamedTuple):
         return self.measured / self.predicted.seconds
 
 
-def lines(report: Mapping[str, Any]) -> Iterator[Line]:
+def case_predictions(report: Mapping[str, Any]) -> Iterator[CasePrediction]:
     """The cases of a report of `undivided bench --json` that the model covers, in the order of the report.
 
-    >>> list(lines({"machine": {"native": "generic"}, "cases": []}))
+    >>> list(case_predictions({"machine": {"native": "generic"}, "cases": []}))
     []
     """
     level = LEVELS.get(report["machine"]["native"])
@@ -215,7 +225,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[Line]:
         else:
             predicted = _prefill_of(benchmark, level, Rates(used, vectors, reads or math.inf))
         peak = (case["bytes"] or case["operations"]) / used
-        yield Line(kind, case["name"], ours["seconds"], predicted, peak, case["rate"]["contended"])
+        yield CasePrediction(kind, case["name"], ours["seconds"], predicted, peak, case["rate"]["contended"])
 
 
 def _peak(report: Mapping[str, Any], what: str) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 from undivided.benchmarking import competitors as _competitors
 from undivided.benchmarking import peak, serving, timing
 from undivided.benchmarking.catalogue import Benchmark
-from undivided.benchmarking.competitors import Competitor, Prepared
+from undivided.benchmarking.competitors import Competitor, PreparedBenchmark
 from undivided.benchmarking.peak import Probe
 from undivided.benchmarking.ranks import describe_place
 from undivided.benchmarking.timing import Steady
@@ -109,7 +109,7 @@ def run(benchmark: Benchmark, settings: Settings) -> TimedCase:
     return case
 
 
-def _participants(prepared: Prepared, settings: Settings) -> tuple[list[Competitor], dict[str, str]]:
+def _participants(prepared: PreparedBenchmark, settings: Settings) -> tuple[list[Competitor], dict[str, str]]:
     """The competitors; those of the suite "serving" take a packed batch apart, each in its own way."""
     if prepared.benchmark.suite != "serving":
         return _competitors.competitors(prepared, settings.backends, settings.others)
@@ -161,7 +161,7 @@ def _measure_steadily(measure: Callable[[], Any], probe: Probe, settings: Settin
     return result
 
 
-def _probe(prepared: Prepared, settings: Settings) -> Probe:
+def _probe(prepared: PreparedBenchmark, settings: Settings) -> Probe:
     if prepared.benchmark.reads:
         return peak.reading(_bytes_read(prepared), settings.device, settings.clock)
     return peak.arithmetic(prepared.problem.dtype, settings.device, settings.clock)
@@ -169,7 +169,7 @@ def _probe(prepared: Prepared, settings: Settings) -> Probe:
 
 def verify(participants: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
     """An entry for each competitor, and the competitors whose results are within the budget."""
-    samples: dict[Prepared, Sample] = {}
+    samples: dict[PreparedBenchmark, Sample] = {}
     entries, right = [], []
     for competitor in participants:
         prepared = competitor.prepared
@@ -204,7 +204,7 @@ def _judge(competitor: Competitor, sample: Sample) -> Entry:
     return entry
 
 
-def describe(prepared: Prepared) -> TimedCase:
+def describe(prepared: PreparedBenchmark) -> TimedCase:
     """The fields of a case that describe its problem."""
     benchmark, problem = prepared.benchmark, prepared.problem
     return {
@@ -218,14 +218,14 @@ def describe(prepared: Prepared) -> TimedCase:
     }
 
 
-def operations(prepared: Prepared) -> float:
+def operations(prepared: PreparedBenchmark) -> float:
     """The FLOP of the allowed pairs in the pass that is timed."""
     problem = prepared.problem
     count = backward_flops if prepared.benchmark.backward else forward_flops
     return float(count(_pairs(prepared) * problem.heads, problem.qk_dim, problem.v_dim))
 
 
-def _pairs(prepared: Prepared) -> int:
+def _pairs(prepared: PreparedBenchmark) -> int:
     """The allowed pairs of one head, over the batch; a dense mask counts in full, because its tiles are computed."""
     problem, call = prepared.problem, prepared.call
     if call.mask.is_full:
@@ -235,7 +235,7 @@ def _pairs(prepared: Prepared) -> int:
     return int(lengths.sum()) * (problem.batch if ranges.shape[0] == 1 else 1)
 
 
-def _bytes_read(prepared: Prepared) -> int:
+def _bytes_read(prepared: PreparedBenchmark) -> int:
     """The bytes of the keys and values within the lengths, each read once; latents are both."""
     problem, is_latent = prepared.problem, prepared.benchmark.case.memory == "latent"
     row = problem.kv_heads * (problem.qk_dim + (0 if is_latent else problem.v_dim)) * problem.dtype.itemsize

@@ -10,7 +10,7 @@ from undivided.benchmarking import competitors
 from undivided.benchmarking.catalogue import Benchmark, benchmarks
 from undivided.benchmarking.runs import Settings, run
 
-__all__ = ["OTHERS", "Task", "compile_task", "others", "run_task", "settings"]
+__all__ = ["OTHERS", "BenchmarkTask", "compile_task", "others", "run_task", "settings"]
 
 OTHERS = ("sdpa", "flex")
 """The other competitors; flex only on a GPU, because on a CPU it compiles for seconds and is slow."""
@@ -18,7 +18,7 @@ COMPILED = ("undivided", "triton", "flex", "flash_attn", "cudnn")
 """The competitors that compile, which --warm runs once."""
 
 
-class Task(NamedTuple):
+class BenchmarkTask(NamedTuple):
     """One benchmark by name, and the settings of its run."""
 
     suite: str
@@ -45,12 +45,12 @@ def others(device: str) -> tuple[str, ...]:
     return tuple(name for name in OTHERS if device != "cpu" or name not in COMPILED)
 
 
-def run_task(task: Task) -> dict[str, Any]:
+def run_task(task: BenchmarkTask) -> dict[str, Any]:
     """The case that a benchmark reports."""
     return run(task.benchmark, settings(task.device, task.backends, task.others, task.seconds))
 
 
-def compile_task(task: Task) -> None:
+def compile_task(task: BenchmarkTask) -> None:
     """Call each competitor that compiles once, so that its kernels are in the caches on disk."""
     prepared = competitors.prepare(task.benchmark, task.device)
     compiled = [name for name in task.others if name in COMPILED]

@@ -32,7 +32,7 @@ from undivided.cache._masks import (
     with_cached_lengths,
     with_documents,
 )
-from undivided.cache._storage import Counts, Heads, Pools
+from undivided.cache._storage import Counts, Pools, TokenSpec
 from undivided.errors import InputError, did_you_mean
 from undivided.functional import attention
 from undivided.masks import Mask
@@ -40,7 +40,7 @@ from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.checks import checked_mask
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
 from undivided.run.autograd import any_autocast
-from undivided.run.replay import NUMBERS, Prepared, may_replay
+from undivided.run.replay import NUMBERS, PreparedCall, may_replay
 from undivided.selection.policy import Policy, current_policy
 
 OPTIONS = frozenset({*OPTIONAL_TENSORS, *RULES, "scale", "softcap", "return_lse"})
@@ -158,10 +158,10 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
 class _Latest:
     """The call of the latest step of decoding. Those of the next steps differ in nothing but the lengths."""
 
-    prepared: Prepared | None = None
+    prepared: PreparedCall | None = None
 
 
-def _prepare(call: CachedCall, mask: Mask, policy: Policy, kind: object) -> Prepared | None:
+def _prepare(call: CachedCall, mask: Mask, policy: Policy, kind: object) -> PreparedCall | None:
     """The call, prepared. kind: what decides on it besides the mask and the lengths."""
     latest = mask.cached(("latest", kind), _Latest) if _is_paged_decoding(call, mask) else None
     before = None if latest is None else latest.prepared  # another thread may replace it
@@ -171,7 +171,7 @@ def _prepare(call: CachedCall, mask: Mask, policy: Policy, kind: object) -> Prep
         q, k, v, options = _arguments(call, mask)
         if options.get("mask") is mask:  # a copy, because what a mask caches must not keep it alive
             options["mask"] = replace(mask)
-        prepared = Prepared.of(Request.from_keywords(q, k, v, **options), policy)
+        prepared = PreparedCall.of(Request.from_keywords(q, k, v, **options), policy)
     if latest is not None:
         latest.prepared = prepared
     return prepared
@@ -190,7 +190,7 @@ def _is_paged_decoding(call: CachedCall, mask: Mask) -> bool:
     return q_counts is None and q.shape[SEQUENCE_AXIS[layout]] == 1
 
 
-def _with_lengths(prepared: Prepared, call: CachedCall, mask: Mask) -> Prepared | None:
+def _with_lengths(prepared: PreparedCall, call: CachedCall, mask: Mask) -> PreparedCall | None:
     """The prepared call of an earlier step, with the lengths of this one."""
     q, (pools, lengths, pages, *_), layout, *_ = call
     assert pages is not None
@@ -304,7 +304,7 @@ def check_options(options: dict[str, Any]) -> None:
         raise unknown_arguments("InferenceParams.attend", unknown, known, hint).as_also(TypeError)
 
 
-def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
+def checked_query(q: Tensor, layout: Layout, batch: int, spec: TokenSpec) -> int:
     """The number of queries per sequence (packed: of all sequences); InputError if q does not fit the cache."""
     if type(q) is not Tensor or q.is_nested:  # `attention` checks all others
         check_tensor("q", q)
@@ -314,8 +314,8 @@ def checked_query(q: Tensor, layout: Layout, batch: int, heads: Heads) -> int:
     q_batch, q_len, _, dim = _layout.sizes(shape, layout)
     if layout != "thd" and q_batch != batch:
         raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))
-    if dim != heads.head_dim:
-        raise InputError("q", f"have the head size of the cache ({heads.head_dim})", f"{dim} in {list(q.shape)}")
-    if q.dtype != heads.dtype and heads.format is None and not any_autocast():  # `attention` checks the others
-        raise InputError("q", f"have the dtype of the cache ({heads.dtype})", str(q.dtype), f"q.to({heads.dtype})")
+    if dim != spec.head_dim:
+        raise InputError("q", f"have the head size of the cache ({spec.head_dim})", f"{dim} in {list(q.shape)}")
+    if q.dtype != spec.dtype and spec.format is None and not any_autocast():  # `attention` checks the others
+        raise InputError("q", f"have the dtype of the cache ({spec.dtype})", str(q.dtype), f"q.to({spec.dtype})")
     return q_len

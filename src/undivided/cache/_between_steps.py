@@ -21,7 +21,7 @@ from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ledger.received import Received
 from undivided.cache._ranks import PageRanks, compact_on_all_ranks
-from undivided.cache._storage import Heads, Memory, Storage
+from undivided.cache._storage import Memory, Storage, TokenSpec
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -52,35 +52,35 @@ class BetweenSteps(ABC):
     _sequences: OrderedDict[Hashable, int] | None  # `sequences`, if they were read since the last change
     _of_step: tuple[Step | None, OfStep] | None = None  # what belongs to a step: the last one that layers have called
 
-    def __init__(self, heads: Heads) -> None:
-        self._heads = heads
+    def __init__(self, spec: TokenSpec) -> None:
+        self._spec = spec
         self._storages: dict[int, Storage] = {}
         self._received = Received()
 
     @property
     def num_heads_kv(self) -> int:
         """Key/value heads in this process; with a mesh, those of this rank."""
-        return self._heads.kv_heads
+        return self._spec.kv_heads
 
     @property
     def head_dim_k(self) -> int:
         """Head size of queries and keys."""
-        return self._heads.head_dim
+        return self._spec.head_dim
 
     @property
     def head_dim_v(self) -> int:
         """Head size of values."""
-        return self._heads.value_dim
+        return self._spec.value_dim
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the new keys and values, and of the queries."""
-        return self._heads.dtype
+        return self._spec.dtype
 
     @property
     def quantize(self) -> str | None:
         """The format of the cached keys and values, or None."""
-        return self._heads.format
+        return self._spec.format
 
     @property
     def memory(self) -> Memory:

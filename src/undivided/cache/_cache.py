@@ -93,7 +93,7 @@ class Cache(ABC):
     @property
     def quantize(self) -> str | None:
         """The format of the cached keys and values, or None."""
-        return self._storage.heads.format
+        return self._storage.spec.format
 
     @property
     def memory(self) -> Memory:
@@ -108,7 +108,7 @@ class Cache(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the new keys and values, and of the queries."""
-        return self._storage.heads.dtype
+        return self._storage.spec.dtype
 
     def truncate(self, lengths: Lengths) -> None:
         """Drop the last tokens, so that ``lengths[b]`` tokens of sequence b remain, for example after a rejected draft.
@@ -214,7 +214,7 @@ class Cache(ABC):
         """
         storage = self._storage
         new = checked_tokens(
-            k, v, lengths, layout=self.layout, batch=self.batch, heads=storage.heads, device=storage.k.device
+            k, v, lengths, layout=self.layout, batch=self.batch, spec=storage.spec, device=storage.k.device
         )
         plan = self._ledger.plan(new.counts)
         before, count = self._ledger.lengths, new.counts[0]
@@ -326,7 +326,7 @@ class Cache(ABC):
 
     def _call(self, q: Tensor, mask: Mask | None, q_lengths: Lengths | None, options: dict[str, Any]) -> CachedCall:
         """The call of `attend`; InputError if q or q_lengths are wrong."""
-        q_len = _attend.checked_query(q, self.layout, self.batch, self._storage.heads)
+        q_len = _attend.checked_query(q, self.layout, self.batch, self._storage.spec)
         counts = self._queries(q_lengths, q_len)
         return CachedCall(q, self._cached_sequences(), self.layout, counts, mask, options)
 

@@ -15,7 +15,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.checks import INT64_MAX, as_integer, check_tensor
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import has_dispatch, is_autocast
-from undivided.cache._storage import Counts, Heads, NewTokens
+from undivided.cache._storage import Counts, NewTokens, TokenSpec
 from undivided.errors import InputError
 
 
@@ -26,7 +26,7 @@ def checked_tokens(
     *,
     layout: Layout,
     batch: int,
-    heads: Heads,
+    spec: TokenSpec,
     device: torch.device,
     names: tuple[str, str] = ("k", "v"),
     announced: Counts | None = None,
@@ -34,16 +34,16 @@ def checked_tokens(
     """New keys and values in canonical order with their counts; InputError if they do not fit. `announced`: the counts
     that `pre_step` received, in place of lengths."""
     k_name, v_name = names
-    for name, tensor, dim in ((k_name, k, heads.head_dim), (v_name, v, heads.value_dim)):
+    for name, tensor, dim in ((k_name, k, spec.head_dim), (v_name, v, spec.value_dim)):
         check_tensor(name, tensor)
         if tensor.dim() == _layout.rank(layout):
             sizes = _layout.sizes(tensor.shape, layout)
-            if sizes[0] == (1 if layout == "thd" else batch) and sizes[2:] == (heads.kv_heads, dim):
-                _check_dtype_and_device(name, tensor, heads.dtype, device)
+            if sizes[0] == (1 if layout == "thd" else batch) and sizes[2:] == (spec.kv_heads, dim):
+                _check_dtype_and_device(name, tensor, spec.dtype, device)
                 continue
-        axes = {"b": batch, "s": "new", "h": heads.kv_heads, "d": dim, "t": "tokens"}
+        axes = {"b": batch, "s": "new", "h": spec.kv_heads, "d": dim, "t": "tokens"}
         must = f"have shape [{', '.join(str(axes[letter]) for letter in layout)}] in {layout!r}"
-        raise InputError(name, must, list(tensor.shape), _shape_hint(tensor, layout, batch, heads.kv_heads, dim))
+        raise InputError(name, must, list(tensor.shape), _shape_hint(tensor, layout, batch, spec.kv_heads, dim))
     k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
     if k.shape[1] != v.shape[1]:
         raise InputError(v_name, f"have the length of {k_name} ({k.shape[1]})", v.shape[1])

@@ -12,7 +12,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache._attend import CachedCall, Output
 from undivided.cache._ledger.compaction import Compaction
 from undivided.cache._ledger.plan import Ledger
-from undivided.cache._storage import Heads, Storage
+from undivided.cache._storage import Storage, TokenSpec
 from undivided.errors import InputError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class PageRanks(Protocol):
     def world(self) -> int:
         """The number of ranks."""
 
-    def storage(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> Storage:
+    def storage(self, pages: int, page_size: int, spec: TokenSpec, device: torch.device) -> Storage:
         """This rank's pools of one layer, which accept the page numbers of all ranks."""
 
     def agree(self, prepare: Callable[[], T], shared: Callable[[T], Mapping[str, object]]) -> T:

@@ -25,7 +25,7 @@ from undivided.request.checks import DTYPES
 Counts = tuple[int, ...]
 
 
-class Heads(NamedTuple):
+class TokenSpec(NamedTuple):
     """The sizes and the dtype of a cached token, and the format of its keys and values if they are quantised."""
 
     kv_heads: int
@@ -43,8 +43,8 @@ class Heads(NamedTuple):
         names: tuple[str, str, str] = ("kv_heads", "head_dim", "value_dim"),
         quantize: object = None,
         mesh: object = None,
-    ) -> Heads:
-        """The heads; InputError if a size is not positive, or dtype or format are not supported. With a mesh, those of
+    ) -> TokenSpec:
+        """The sizes; InputError if a size is not positive, or dtype or format are not supported. With a mesh, those of
         one of its ranks."""
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise InputError("dtype", "be torch.float16, bfloat16, float32 or float64", dtype)
@@ -58,7 +58,7 @@ class Heads(NamedTuple):
                 raise InputError("dtype", "not be float64 in a quantised cache", dtype, hint=hint)
             for name, size in zip(names[1:], (dim, v_dim), strict=True):
                 check_head_size(name, size, format, is_size=True)
-        return Heads(heads, dim, v_dim, dtype, format)
+        return TokenSpec(heads, dim, v_dim, dtype, format)
 
 
 def _own_heads(name: str, heads: int, mesh: Any) -> int:
@@ -176,11 +176,11 @@ class Pools(NamedTuple):
 class Storage:
     """The pools of one layer, uninitialised."""
 
-    def __init__(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> None:
-        self.heads = heads
+    def __init__(self, pages: int, page_size: int, spec: TokenSpec, device: torch.device) -> None:
+        self.spec = spec
         with torch.inference_mode(False):  # an inference tensor cannot be written to outside of inference mode
-            shape = (pages, page_size, heads.kv_heads)
-            (k, k_scale), (v, v_scale) = (_pool(shape, d, heads, device) for d in (heads.head_dim, heads.value_dim))
+            shape = (pages, page_size, spec.kv_heads)
+            (k, k_scale), (v, v_scale) = (_pool(shape, d, spec, device) for d in (spec.head_dim, spec.value_dim))
             self._set_pools(Pools(k, v, k_scale, v_scale))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Storage:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or an unpickled storage, which may be made in inference mode and be written to outside of it."""
         self.__dict__.update(state)
-        dtype = self.heads.dtype if self.heads.format is None else FORMAT_DTYPES[self.heads.format]
+        dtype = self.spec.dtype if self.spec.format is None else FORMAT_DTYPES[self.spec.format]
         with torch.inference_mode(False):
             k, v, *scales = self.pools.each(lambda pool: pool.clone() if pool.is_inference() else pool)
             self._set_pools(Pools(k.view(dtype), v.view(dtype), *scales))
@@ -215,15 +215,15 @@ class Storage:
     @property
     def description(self) -> str:
         """The format and the bytes, for `repr`."""
-        format = "" if self.heads.format is None else f"quantize={self.heads.format!r}, "
+        format = "" if self.spec.format is None else f"quantize={self.spec.format!r}, "
         return f"{format}memory={self.memory}"
 
     @property
     def memory(self) -> Memory:
         """The bytes of the pools."""
         values = self.k.nbytes + self.v.nbytes
-        tokens = self.k.shape[0] * self.k.shape[1] * self.heads.kv_heads
-        wide = 2 * tokens * (self.heads.head_dim + self.heads.value_dim)
+        tokens = self.k.shape[0] * self.k.shape[1] * self.spec.kv_heads
+        wide = 2 * tokens * (self.spec.head_dim + self.spec.value_dim)
         return Memory(values, sum(scale.nbytes for scale in self.pools.scales), wide)
 
     def fill(self, position: int, new: NewTokens) -> None:
@@ -231,7 +231,7 @@ class Storage:
         k, v = new.k, new.v
         if new.packed:
             k, v = (t.squeeze(0).unflatten(0, (len(new.counts), -1)) for t in (k, v))
-        if _appended.append(self._all_pools, self.heads.format, k, v, first_row=position):
+        if _appended.append(self._all_pools, self.spec.format, k, v, first_row=position):
             return
         end = position + k.shape[1]
         for pool, tokens in zip(self._checked_pools, self._encoded(k, v), strict=True):
@@ -248,7 +248,7 @@ class Storage:
         k, v = (new.k, new.v) if new.all_real else (t[None] for t in new.rows())
         if rows.tokens is not None:
             k, v = (t.flatten(0, 1).index_select(0, rows.tokens)[None] for t in (k, v))
-        if _appended.append(self._all_pools, self.heads.format, k, v, rows.rows):
+        if _appended.append(self._all_pools, self.spec.format, k, v, rows.rows):
             return
         k, v = k.flatten(0, 1), v.flatten(0, 1)
         for pool, tokens in zip(self._rows, self._encoded(k, v), strict=True):
@@ -273,12 +273,12 @@ class Storage:
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of these pages, int [.., n], as k and v [.., n, R, N, D] in the dtype of the tokens."""
-        return Pools(*[pool[pages] for pool in self._checked_pools]).as_dtype(self.heads.dtype)
+        return Pools(*[pool[pages] for pool in self._checked_pools]).as_dtype(self.spec.dtype)
 
     def with_page_size(self, start: int, stop: int, page_size: int, pages: Tensor | None = None) -> Storage:
         """A storage of another page size with a copy of these tokens of every page, or of these pages, int64 [n]."""
         count = self.k.shape[0] if pages is None else len(pages)
-        new = Storage(count, page_size, self.heads, self.k.device)
+        new = Storage(count, page_size, self.spec, self.k.device)
         for source, target in zip(self._checked_pools, new._all_pools, strict=True):
             tokens = source[:, start:stop]
             target[:, : stop - start] = tokens if pages is None else tokens[pages]
@@ -286,17 +286,17 @@ class Storage:
 
     def _encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The tokens in the form of each pool, in memory of their own."""
-        if self.heads.format is None:
+        if self.spec.format is None:
             return tuple([t.clone() if any(_share_memory(t, pool) for pool in self._all_pools) else t for t in (k, v)])
-        keys, values = quantize(k, self.heads.format), quantize(v, self.heads.format)
+        keys, values = quantize(k, self.spec.format), quantize(v, self.spec.format)
         return keys.values, values.values, keys.scale, values.scale
 
 
-def _pool(shape: tuple[int, int, int], dim: int, heads: Heads, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _pool(shape: tuple[int, int, int], dim: int, spec: TokenSpec, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """An uninitialised pool for this head size, and its scales if it is quantised."""
-    if heads.format is None:
-        return torch.empty(*shape, dim, dtype=heads.dtype, device=device), None
-    return empty(heads.format, (*shape, dim), device)
+    if spec.format is None:
+        return torch.empty(*shape, dim, dtype=spec.dtype, device=device), None
+    return empty(spec.format, (*shape, dim), device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

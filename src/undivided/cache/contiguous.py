@@ -12,7 +12,7 @@ from undivided.arguments.signature import checked_call
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
 from undivided.cache._ledger.plan import Slots
-from undivided.cache._storage import Heads, Storage
+from undivided.cache._storage import Storage, TokenSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,17 +70,17 @@ class KVCache(Cache):
         quantize: str | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
+        spec = TokenSpec.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
         batch, self.max_len = as_integer("batch", batch, 1), as_integer("max_len", max_len, 1)
-        storage = Storage(batch, self.max_len, heads, as_device("device", device))
+        storage = Storage(batch, self.max_len, spec, as_device("device", device))
         super().__init__(Slots(batch, self.max_len), storage, batch, layout)
 
     def _cached_sequences(self) -> CachedSequences:
         return CachedSequences(self._storage.pools, self._ledger.lengths)
 
     def __repr__(self) -> str:
-        heads = self._storage.heads
+        spec = self._storage.spec
         return (
-            f"KVCache(batch={self.batch}, max_len={self.max_len}, kv_heads={heads.kv_heads}, "
-            f"head_dim={heads.head_dim}, lengths={list(self.lengths)}, {self._storage.description})"
+            f"KVCache(batch={self.batch}, max_len={self.max_len}, kv_heads={spec.kv_heads}, "
+            f"head_dim={spec.head_dim}, lengths={list(self.lengths)}, {self._storage.description})"
         )

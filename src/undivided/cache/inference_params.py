@@ -22,7 +22,7 @@ from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
 from undivided.cache._ranks import checked_ranks
 from undivided.cache._sharded_steps import LayerCall, ShardedSteps
-from undivided.cache._storage import Heads, Storage, TargetRows
+from undivided.cache._storage import Storage, TargetRows, TokenSpec
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -116,7 +116,7 @@ class InferenceParams(ShardedSteps):
             raise InputError("custom_cache_manager", "be None", type(custom_cache_manager).__name__)
         assert num_heads_kv is not None and head_dim_k is not None
         names = "num_heads_kv", "head_dim_k", "head_dim_v"
-        super().__init__(Heads.checked(num_heads_kv, head_dim_k, head_dim_v, dtype, names, quantize, mesh))
+        super().__init__(TokenSpec.checked(num_heads_kv, head_dim_k, head_dim_v, dtype, names, quantize, mesh))
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = as_integer("max_sequence_length", max_sequence_length, 1)
         if not isinstance(is_paged, bool):
@@ -158,7 +158,7 @@ class InferenceParams(ShardedSteps):
         """
         number = as_integer("layer_number", layer_number, 0)
         if self.device is not None and number not in self._storages:
-            sizes = self.total_num_pages, self.page_size, self._heads, self.device
+            sizes = self.total_num_pages, self.page_size, self._spec, self.device
             self._storages[number] = Storage(*sizes) if self._ranks is None else self._ranks.storage(*sizes)
             self._received.allocate(number)
         self._layers.add(number)
@@ -279,7 +279,7 @@ class InferenceParams(ShardedSteps):
         layer_number, q, new_k, new_v, qkv_format, mask, options = layer_call
         format = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         step = self._current_step()
-        q_len = _attend.checked_query(q, format, len(step.slots), self._heads)
+        q_len = _attend.checked_query(q, format, len(step.slots), self._spec)
         storage = self._append(layer_number, new_k, new_v, format, q_len)
         counts = None if format != "thd" and step.counts.count(q_len) == len(step.counts) else step.counts
         return CachedCall(q, self._cached_sequences(storage), format, counts, mask, options)
@@ -306,7 +306,7 @@ class InferenceParams(ShardedSteps):
             None,
             layout=format,
             batch=len(step.slots),
-            heads=self._heads,
+            spec=self._spec,
             device=storage.k.device,
             names=("new_k", "new_v"),
             announced=step.counts,

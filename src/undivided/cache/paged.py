@@ -18,7 +18,7 @@ from undivided.cache._cache import Cache
 from undivided.cache._checks import checked_token_ids
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.pages import Pages
-from undivided.cache._storage import Heads, Storage
+from undivided.cache._storage import Storage, TokenSpec
 from undivided.errors import InputError
 from undivided.masks import Mask
 
@@ -32,11 +32,11 @@ class SequencesOnPages(Cache):
     _ledger: Pages
 
     def __init__(
-        self, heads: Heads, num_pages: int, page_size: int, batch: int, device: torch.device | str, layout: Layout
+        self, spec: TokenSpec, num_pages: int, page_size: int, batch: int, device: torch.device | str, layout: Layout
     ) -> None:
         self.num_pages, self.page_size = as_integer("num_pages", num_pages, 1), as_integer("page_size", page_size, 1)
         batch = as_integer("batch", batch, 1)
-        ranks, sizes = self._ranks, (self.num_pages, self.page_size, heads, as_device("device", device))
+        ranks, sizes = self._ranks, (self.num_pages, self.page_size, spec, as_device("device", device))
         storage = Storage(*sizes) if ranks is None else ranks.storage(*sizes)
         ledger = Pages(self.num_pages, self.page_size, batch, 1 if ranks is None else ranks.world)
         super().__init__(ledger, storage, batch, layout)
@@ -208,8 +208,8 @@ class PagedKVCache(SequencesOnPages):
         quantize: str | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
-        super().__init__(heads, num_pages, page_size, batch, device, layout)
+        spec = TokenSpec.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
+        super().__init__(spec, num_pages, page_size, batch, device, layout)
 
     @property
     def free_pages(self) -> int:
@@ -217,9 +217,9 @@ class PagedKVCache(SequencesOnPages):
         return self._ledger.free_pages[0]
 
     def __repr__(self) -> str:
-        heads = self._storage.heads
+        spec = self._storage.spec
         return (
-            f"PagedKVCache(num_pages={self.num_pages}, page_size={self.page_size}, kv_heads={heads.kv_heads}, "
-            f"head_dim={heads.head_dim}, lengths={list(self.lengths)}, free_pages={self.free_pages}, "
+            f"PagedKVCache(num_pages={self.num_pages}, page_size={self.page_size}, kv_heads={spec.kv_heads}, "
+            f"head_dim={spec.head_dim}, lengths={list(self.lengths)}, free_pages={self.free_pages}, "
             f"{self._storage.description})"
         )

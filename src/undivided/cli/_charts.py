@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undivided.cli.demo.batch import Batch
+from undivided.cli.demo.batch import PackedBatch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 OURS, THEIRS, LIGHT = "#1f5fa8", "#9aa3ad", 0.5
 
 
-def draw(folder: Path, batch: Batch, report: dict[str, Any]) -> list[Path]:
+def draw(folder: Path, batch: PackedBatch, report: dict[str, Any]) -> list[Path]:
     """The paths of the pictures after they were saved: the packed mask, and the bars."""
     mask, bars = folder / "mask.png", folder / "demo.png"
     batch.packed_mask().plot(batch.tokens, batch.tokens, mask)

@@ -17,7 +17,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache._cache import Lengths
-from undivided.cache._storage import Heads
+from undivided.cache._storage import TokenSpec
 from undivided.cache.paged import SequencesOnPages
 from undivided.context_parallel.context import ContextParallel
 from undivided.context_parallel.decode import MergeMethod
@@ -82,8 +82,8 @@ class ContextPagedKVCache(SequencesOnPages):
     ) -> None:
         check_type("context", context, ContextParallel, "an undivided.ContextParallel")
         self.context, self._ranks = context, context.page_ranks()
-        heads = Heads.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
-        super().__init__(heads, num_pages, page_size, batch, device, layout)
+        spec = TokenSpec.checked(kv_heads, head_dim, value_dim, dtype, quantize=quantize, mesh=mesh)
+        super().__init__(spec, num_pages, page_size, batch, device, layout)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -146,9 +146,9 @@ class ContextPagedKVCache(SequencesOnPages):
         return self._ranks.attend(lambda: self._call(q, mask, q_lengths, options))
 
     def __repr__(self) -> str:
-        heads = self._storage.heads
+        spec = self._storage.spec
         return (
             f"ContextPagedKVCache(rank {self.context.rank} of {self.context.world}, num_pages={self.num_pages}, "
-            f"page_size={self.page_size}, kv_heads={heads.kv_heads}, head_dim={heads.head_dim}, "
+            f"page_size={self.page_size}, kv_heads={spec.kv_heads}, head_dim={spec.head_dim}, "
             f"lengths={list(self.lengths)}, {self._storage.description})"
         )

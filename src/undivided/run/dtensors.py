@@ -5,7 +5,7 @@ decides: over each axis of its mesh it is replicated, or sharded on its batch, o
 over the same ranks, on its sequence. The other tensors are sharded alike or replicated. Of a replicated one, a rank
 takes what its queries need, and its gradient is a partial sum over the ranks. Masks are plain and describe the whole.
 
-A `Division` follows from shapes and placements alone and is cached. Whether it refuses does not depend on the rank: a
+A `RankPart` follows from shapes and placements alone and is cached. Whether it refuses does not depend on the rank: a
 rank that raises alone would leave the others waiting.
 """
 
@@ -69,7 +69,7 @@ class TensorSlice(NamedTuple):
         return local
 
 
-class Division(NamedTuple):
+class RankPart(NamedTuple):
     """What this rank does.
 
     slices: of the tensors, by name. own: its sequences and heads. placements: those of q, and of out.
@@ -97,7 +97,7 @@ def has_dtensors(request: Request) -> bool:
     return any(is_dtensor(tensor) for tensor in request.tensors)
 
 
-def local_request(request: Request, context_groups: Sequence[Sequence[int]] | None = None) -> tuple[Request, Division]:
+def local_request(request: Request, context_groups: Sequence[Sequence[int]] | None = None) -> tuple[Request, RankPart]:
     """This rank's part of a request of DTensors, with plain tensors, and the division that places the result.
 
     Args:
@@ -170,7 +170,7 @@ def _divide(
     layout: Layout,
     placed: tuple[PlacedTensor, ...],
     groups: Groups | None,
-) -> Division:
+) -> RankPart:
     """The division of tensors of these shapes and placements. coordinate: of this rank in the mesh. groups: the ranks
     of the context, if there is one."""
     from torch.distributed.tensor import Replicate, Shard
@@ -196,7 +196,7 @@ def _divide(
         slices[tensor.name] = _tensor_slice(mesh, coordinate, tensor, _axes(tensor, layout), own, roles)
     lse_axes = {"heads": 0, "sequence": 1} if layout == "thd" else {"batch": 0, "heads": 1, "sequence": 2}
     lse_placements = tuple([Replicate() if role is None else Shard(lse_axes[role]) for role in roles])
-    return Division(mesh, slices, CallSlice(batch, own_batch, heads, own_heads), q.placements, lse_placements)
+    return RankPart(mesh, slices, CallSlice(batch, own_batch, heads, own_heads), q.placements, lse_placements)
 
 
 _cached_division = functools.lru_cache(256)(_divide)

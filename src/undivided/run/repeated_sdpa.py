@@ -14,7 +14,7 @@ from undivided.arguments.layout import Layout, from_heads_first, heads_first
 from undivided.arguments.tensors import is_dense
 from undivided.request.call import Call
 from undivided.request.request import Tensors
-from undivided.run.replay import NUMBERS, Prepared, may_replay, of_call
+from undivided.run.replay import NUMBERS, PreparedCall, may_replay, of_call
 from undivided.selection import switches
 from undivided.selection.decision import Decision
 from undivided.selection.policy import current_policy
@@ -76,4 +76,4 @@ def keep(kind: object, decision: Decision, call: Call, tensors: Tensors) -> None
         _calls[kind] = prepared, call.problem.layout
 
 
-_calls: Bounded[object, tuple[Prepared, Layout]] = Bounded(1024)
+_calls: Bounded[object, tuple[PreparedCall, Layout]] = Bounded(1024)

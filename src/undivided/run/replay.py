@@ -43,7 +43,7 @@ def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-class Prepared:
+class PreparedCall:
     """A call that was prepared, for tensors of the same sizes, strides and dtypes.
 
     Args:
@@ -57,7 +57,7 @@ class Prepared:
         self._decision, self._replay, self._call, self._footprints = decision, replay, call, footprints
 
     @staticmethod
-    def of(request: Request, policy: Policy) -> Prepared | None:
+    def of(request: Request, policy: Policy) -> PreparedCall | None:
         """The call of a request; None if its backend prepares each call anew.
 
         Raises:
@@ -67,7 +67,7 @@ class Prepared:
 
     def with_form(
         self, form: NormalForm, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, scales: Sequence[Tensor]
-    ) -> Prepared | None:
+    ) -> PreparedCall | None:
         """The same call, for a mask of the same structure that has this normal form; without the checks of `of`.
 
         Args:
@@ -78,7 +78,7 @@ class Prepared:
         call = self._call.with_form(Mask(parts=(Ranges(form),)), form).with_memory(pages, k_scale, v_scale)
         return of_call(self._decision, call, Tensors(q, k, v))
 
-    def with_keys(self, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> Prepared | None:
+    def with_keys(self, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> PreparedCall | None:
         """The same call of one query per sequence for another number of keys of the same `length_class`, without the
         checks of `of`; None if the backend must prepare it. Not for pages or quantised keys.
 
@@ -92,7 +92,7 @@ class Prepared:
         if replay is None:
             return None
         decision = Decision(problem, decision.machine, decision.policy, decision.chosen)
-        return Prepared(decision, replay, call, (self._footprints[0], _bytes(k), _bytes(v), 0, 0))
+        return PreparedCall(decision, replay, call, (self._footprints[0], _bytes(k), _bytes(v), 0, 0))
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
@@ -107,13 +107,13 @@ class Prepared:
         return self._replay(q, k, v, pages, k_scale, v_scale)
 
 
-def of_call(decision: Decision, call: Call, tensors: Tensors) -> Prepared | None:
+def of_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedCall | None:
     """The call that `prepare` has returned; None if its backend prepares each call anew."""
     replay = decision.backend.replay(call, tensors)
     if replay is None:
         return None
     footprints = tuple(map(_bytes, (*tensors[:3], call.k_scale, call.v_scale)))
-    return Prepared(decision, replay, call.with_memory(None, None, None), footprints)
+    return PreparedCall(decision, replay, call.with_memory(None, None, None), footprints)
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -19,8 +19,8 @@ from undivided.request.request import Tensors
 from undivided.verification.pieces import (
     NAMES,
     Leaves,
+    OraclePiece,
     PairTables,
-    Piece,
     Quantities,
     Upstream,
     add,
@@ -49,7 +49,7 @@ def oracle(call: Call, tensors: Tensors, upstream: Upstream) -> Quantities:
     return totals
 
 
-def piece_oracle(piece: Piece, call: Call, tensors: Tensors, upstream: Upstream | None) -> Quantities:
+def piece_oracle(piece: OraclePiece, call: Call, tensors: Tensors, upstream: Upstream | None) -> Quantities:
     """The right answer for one piece: out, lse and, with an upstream, what its rows contribute to every gradient."""
     tables = pair_tables(piece, call, tensors)
     with torch.enable_grad():
@@ -73,7 +73,7 @@ def unreachable(call: Call, tensors: Tensors) -> Mapping[str, Tensor]:
     return {name: total == 0 for name, total in totals.items() if name not in ("dsinks", "dalibi_slopes")}
 
 
-def piece_reach(piece: Piece, call: Call, tensors: Tensors) -> Quantities:
+def piece_reach(piece: OraclePiece, call: Call, tensors: Tensors) -> Quantities:
     """The number of pairs that reach each row, key and bias of a piece, broadcastable to each quantity."""
     allowed = pair_tables(piece, call, tensors).allowed
     row = allowed.any(-1, keepdim=True).double()
@@ -137,7 +137,7 @@ def reachable(x: Tensor, tables: PairTables) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1).masked_fill(~tables.allowed.any(-2).unsqueeze(-1), 0.0)
 
 
-def _per_kv_head(x_BHK: Tensor, piece: Piece, problem: Problem) -> Tensor:
+def _per_kv_head(x_BHK: Tensor, piece: OraclePiece, problem: Problem) -> Tensor:
     """The sums over the query heads of each key head, [B, N, K]."""
     kv_heads = kv_span(piece, problem)
     summed: Tensor = x_BHK.unflatten(1, (kv_heads.stop - kv_heads.start, -1)).sum(2)

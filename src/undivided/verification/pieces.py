@@ -37,7 +37,7 @@ class Upstream(NamedTuple):
     lse: Tensor | None = None
 
 
-class Piece(NamedTuple):
+class OraclePiece(NamedTuple):
     """Query rows of some heads of some sequences, with all of their keys.
 
     heads are whole head groups, or lie within one.
@@ -78,21 +78,21 @@ class Leaves(NamedTuple):
     alibi_slopes: Tensor | None
 
 
-def split(problem: Problem) -> Iterator[Piece]:
+def split(problem: Problem) -> Iterator[OraclePiece]:
     """The pieces of a problem: one if it has at most MAX_PAIRS, otherwise blocks of rows of one head."""
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
     if pairs <= MAX_PAIRS:
-        yield Piece(slice(0, problem.batch), slice(0, problem.heads), slice(0, problem.q_len))
+        yield OraclePiece(slice(0, problem.batch), slice(0, problem.heads), slice(0, problem.q_len))
         return
     step = max(1, MAX_PAIRS // problem.kv_len)
     for b in range(problem.batch):
         for h in range(problem.heads):
             for start in range(0, problem.q_len, step):
                 rows = slice(start, min(start + step, problem.q_len))
-                yield Piece(slice(b, b + 1), slice(h, h + 1), rows)
+                yield OraclePiece(slice(b, b + 1), slice(h, h + 1), rows)
 
 
-def pair_tables(piece: Piece, call: Call, tensors: Tensors) -> PairTables:
+def pair_tables(piece: OraclePiece, call: Call, tensors: Tensors) -> PairTables:
     """Which pairs of a piece are allowed, their ALiBi distances, and which of them dropout keeps."""
     problem = call.problem
     form = call.normal_form(tensors.q)
@@ -115,24 +115,24 @@ def pair_tables(piece: Piece, call: Call, tensors: Tensors) -> PairTables:
     return PairTables(allowed, distance, kept)
 
 
-def _table(table: Tensor, piece: Piece) -> Tensor:
+def _table(table: Tensor, piece: OraclePiece) -> Tensor:
     """The rows of a piece in a table [B|1, S]."""
     return table[piece.batch if table.shape[0] > 1 else slice(None), piece.rows]
 
 
-def span(tensor: Tensor, piece: Piece) -> tuple[slice, ...]:
+def span(tensor: Tensor, piece: OraclePiece) -> tuple[slice, ...]:
     """The slices of a piece in a tensor that broadcasts to [B, H, Sq, Sk]."""
     slices = (*piece, slice(None))
     return tuple(s if size > 1 else slice(None) for s, size in zip(slices, tensor.shape, strict=True))
 
 
-def kv_span(piece: Piece, problem: Problem) -> slice:
+def kv_span(piece: OraclePiece, problem: Problem) -> slice:
     """The key/value heads that serve the query heads of a piece."""
     group = problem.heads // problem.kv_heads
     return slice(piece.heads.start // group, (piece.heads.stop - 1) // group + 1)
 
 
-def piece_leaves(piece: Piece, call: Call, tensors: Tensors, precision: torch.dtype) -> Leaves:
+def piece_leaves(piece: OraclePiece, call: Call, tensors: Tensors, precision: torch.dtype) -> Leaves:
     """Copies of the inputs of a piece in a precision, as leaves that require gradients."""
     problem = call.problem
     q, k, v = call.dense_tensors(tensors, precision).heads_first(problem.layout)
@@ -162,7 +162,7 @@ def _per_row(x: Tensor, rows: tuple[int, ...]) -> Tensor:
     return x[None, :, None, None].expand(rows)
 
 
-def _sequence(piece: Piece, call: Call, tensors: Tensors) -> Tensor:
+def _sequence(piece: OraclePiece, call: Call, tensors: Tensors) -> Tensor:
     """The sequence of each row, int64 [B|1, R]."""
     assert tensors.alibi_slopes is not None
     sequence = _table(call.normal_form(tensors.q).q_sequence, piece)
@@ -170,7 +170,7 @@ def _sequence(piece: Piece, call: Call, tensors: Tensors) -> Tensor:
 
 
 def piece_upstream(
-    piece: Piece, problem: Problem, upstream: Upstream, tables: PairTables, precision: torch.dtype
+    piece: OraclePiece, problem: Problem, upstream: Upstream, tables: PairTables, precision: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the out and lse of a piece; 0 for rows without a key, whose output is constant."""
     empty = tables.empty_rows
@@ -218,7 +218,7 @@ def sum_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.sum(axes, keepdim=True) if axes else x
 
 
-def add(totals: Quantities, piece: Piece, call: Call, tensors: Tensors, own: Quantities) -> None:
+def add(totals: Quantities, piece: OraclePiece, call: Call, tensors: Tensors, own: Quantities) -> None:
     """Add the quantities of a piece to those of the problem; sums over rows are in the precision of the piece."""
     problem = call.problem
     kv = (piece.batch, kv_span(piece, problem))

@@ -21,8 +21,8 @@ from undivided.request.request import Tensors
 from undivided.verification.oracle import attend, input_gradients, reachable, scores
 from undivided.verification.pieces import (
     Leaves,
+    OraclePiece,
     PairTables,
-    Piece,
     Quantities,
     Upstream,
     add,
@@ -68,7 +68,7 @@ def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dty
 
 
 def plain_piece(
-    piece: Piece, call: Call, tensors: Tensors, upstream: Upstream | None, precision: torch.dtype, order: int = 0
+    piece: OraclePiece, call: Call, tensors: Tensors, upstream: Upstream | None, precision: torch.dtype, order: int = 0
 ) -> Quantities:
     """`plain` for one piece; without an upstream only out and lse."""
     tables = pair_tables(piece, call, tensors)

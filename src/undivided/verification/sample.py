@@ -20,7 +20,7 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.verification import oracle
 from undivided.verification.budget import FACTOR, distance, norm, undecided_quantities
-from undivided.verification.pieces import Piece, Quantities, Upstream, kv_span
+from undivided.verification.pieces import OraclePiece, Quantities, Upstream, kv_span
 from undivided.verification.plain_attention import orders, plain_piece
 
 __all__ = ["Sample", "sample_of"]
@@ -45,7 +45,7 @@ class Sample:
     """
 
     problem: Problem
-    pieces: tuple[Piece, ...]
+    pieces: tuple[OraclePiece, ...]
     right: Mapping[str, Tensor]
     zero: Mapping[str, Tensor]
     max_errors: Mapping[str, float]
@@ -91,7 +91,7 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
         worst = dict.fromkeys(names, 0.0)
         for order in orders(problem.dtype, tensors.q.device):
 
-            def plain_values(piece: Piece, order: int = order) -> Quantities:
+            def plain_values(piece: OraclePiece, order: int = order) -> Quantities:
                 return plain_piece(piece, call, tensors, upstream, problem.dtype, order)
 
             plain = gather(plain_values)
@@ -103,16 +103,16 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     return Sample(problem, pieces, right, zero, max_errors, undecided_quantities(worst, norms))
 
 
-def _pieces(problem: Problem, whole_heads: bool) -> tuple[Piece, ...]:
+def _pieces(problem: Problem, whole_heads: bool) -> tuple[OraclePiece, ...]:
     """One piece if the problem is small; otherwise parts of the first and of the last head group."""
     rows = slice(0, problem.q_len)
     if problem.batch * problem.heads * problem.q_len * problem.kv_len <= MAX_FULL_PAIRS:
-        return (Piece(slice(0, problem.batch), slice(0, problem.heads), rows),)
+        return (OraclePiece(slice(0, problem.batch), slice(0, problem.heads), rows),)
     group = problem.heads // problem.kv_heads
     first, last = ([rows], [rows]) if whole_heads else _row_blocks(problem.q_len)
     corners = {(0, 0): first, (problem.batch - 1, problem.kv_heads - 1): last}
     return tuple(
-        Piece(slice(b, b + 1), slice(n * group, (n + 1) * group), block)
+        OraclePiece(slice(b, b + 1), slice(n * group, (n + 1) * group), block)
         for (b, n), blocks in corners.items()
         for block in blocks
     )
@@ -127,7 +127,7 @@ def _row_blocks(length: int) -> tuple[list[slice], list[slice]]:
     return [head, body], [body, tail]
 
 
-def _slices(name: str, piece: Piece, problem: Problem) -> tuple[slice, ...]:
+def _slices(name: str, piece: OraclePiece, problem: Problem) -> tuple[slice, ...]:
     """The slices of a piece in a full quantity [B, heads, S, D]."""
     if name in ("dk", "dv"):
         return piece.batch, kv_span(piece, problem)
@@ -141,7 +141,10 @@ def _expand(reached: Quantities, problem: Problem) -> Quantities:
 
 
 def _gather(
-    pieces: tuple[Piece, ...], problem: Problem, names: tuple[str, ...], compute: Callable[[Piece], Quantities]
+    pieces: tuple[OraclePiece, ...],
+    problem: Problem,
+    names: tuple[str, ...],
+    compute: Callable[[OraclePiece], Quantities],
 ) -> dict[str, Tensor]:
     """The quantities that `compute` returns for all pieces, each one flat and in fp64."""
     computed = [_computed_in_blocks(piece, problem, names, compute) for piece in pieces]
@@ -149,7 +152,7 @@ def _gather(
 
 
 def _computed_in_blocks(
-    piece: Piece, problem: Problem, names: tuple[str, ...], compute: Callable[[Piece], Quantities]
+    piece: OraclePiece, problem: Problem, names: tuple[str, ...], compute: Callable[[OraclePiece], Quantities]
 ) -> Quantities:
     """The quantities of a piece in fp64, from blocks of its rows: rows follow one another, sums over rows are added."""
     heads, sequences = (span.stop - span.start for span in (piece.heads, piece.batch))

@@ -218,14 +218,14 @@ def test_keys_and_values_by_tensor_descriptors(name: str, layout: Any, monkeypat
     of the backward, which must not read the NaN."""
     torch.manual_seed(0)
     used: list[bool] = []
-    descriptors = _triton_inputs.Inputs.descriptors
+    descriptors = _triton_inputs.KernelInputs.descriptors
 
     def watched(*arguments: Any, **looped: torch.Tensor) -> Any:
         found = descriptors(*arguments, **looped)
         used.append(bool(found))
         return found
 
-    monkeypatch.setattr(_triton_inputs.Inputs, "descriptors", watched)
+    monkeypatch.setattr(_triton_inputs.KernelInputs, "descriptors", watched)
     lengths = [37, 3]
     mask = {"full": None, "causal": masks.causal("bottom_right"), "lengths": masks.lengths(lengths, q=lengths)}[name]
     draw = {"bshd": (2, 41, 0), "sbhd": (41, 2, 0), "bhsd": (2, 0, 41)}[layout]
@@ -303,7 +303,7 @@ def test_tensors_that_tma_cannot_read_are_loaded_by_address() -> None:
     base = torch.randn(2, 40, 2, 20)
     for k in (base[..., :16].half(), base[..., 1:17], base[:, :, :1, :16].expand(2, 40, 2, 16), base):
         q = torch.randn(2, 40, 4, k.shape[-1], dtype=k.dtype)
-        inputs = _triton_inputs.Inputs(*call_of(q, k, k, layout="bshd"))
+        inputs = _triton_inputs.KernelInputs(*call_of(q, k, k, layout="bshd"))
         found = inputs.descriptors(tile, k=inputs.k, v=inputs.v)
         odd_start = k.dtype == torch.float32 and k.shape[-1] == 16 and k.stride(2) != 0
         assert (not found) == (odd_start or k.stride(2) == 0 or k.shape[-1] == 20)
@@ -324,7 +324,7 @@ def test_a_predicate_is_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPa
     bias = torch.randn(1, 2, 150, 150)
     mask = masks.predicate(lambda b, h, i, j: (i - j) % 3 != h) & masks.causal()
     call, given = call_of(q, k, v, layout="bshd", mask=mask)
-    assert len(list(_triton_inputs.Inputs(call, given).rows())) == 2
+    assert len(list(_triton_inputs.KernelInputs(call, given).rows())) == 2
     found = []
     for name in ("triton", "reference"):
         leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]

@@ -19,7 +19,7 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.backends.triton import blocks, forward, invariant
-from undivided.backends.triton.inputs import Inputs
+from undivided.backends.triton.inputs import KernelInputs
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -97,7 +97,7 @@ def test_the_bits_do_not_depend_on_how_many_programs_share_the_keys(
     s = Sequences(MASKS[mask], torch.float32, SIZES, [3, 100], 40, backend="triton", sinks=torch.tensor([0.5, -1.0]))
     compute = blocks._batch_invariant
 
-    def told(*arguments: Any) -> blocks.Blocks:
+    def told(*arguments: Any) -> blocks.RowBlocks:
         found = compute(*arguments)
         split.add(found.splits)
         return found
@@ -113,7 +113,7 @@ def test_the_bits_do_not_depend_on_how_many_programs_share_the_keys(
 def test_many_pieces_are_computed_by_one_program_rather_than_written(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.randn(1, 2, 2, 16), torch.randn(1, 100, 1, 16)
     call, tensors = call_of(q, k, k, layout="bshd", batch_invariant=True)
-    inputs = Inputs(call, tensors)
+    inputs = KernelInputs(call, tensors)
     (rows,) = inputs.rows()
     assert blocks._batch_invariant(inputs, rows).splits == 4
     monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 4 * 2 * 2 * 16 * 4 - 1)

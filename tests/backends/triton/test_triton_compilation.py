@@ -276,7 +276,7 @@ def test_warp_specialisation_is_used_only_for_loops_that_compile_with_it() -> No
         ({"dropout_p": 0.1, "dropout_seed": 1}, False),
         ({"bias": torch.zeros(1, 1, 40, 40)}, False),
     ):
-        inputs = _triton_inputs.Inputs(*call_of(q, q, q, layout="bshd", **options))
+        inputs = _triton_inputs.KernelInputs(*call_of(q, q, q, layout="bshd", **options))
         assert inputs.uses_warp_specialisation(tile, has_descriptors=True) == sound, options
         assert not inputs.uses_warp_specialisation(tile, has_descriptors=False)
         assert not inputs.uses_warp_specialisation(tile._replace(specialise=False), has_descriptors=True)

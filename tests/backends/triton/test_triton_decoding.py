@@ -42,11 +42,11 @@ def test_decoding_of_wide_heads(qk_dim: int, v_dim: int, shared: bool, dtype: to
 def test_latents_are_read_once_and_in_one_program() -> None:
     latents = torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16)
     call, tensors = call_of(latents.new_zeros(1, 1, 4, 576), latents, latents[..., :512], layout="bshd")
-    inputs = triton_inputs.Inputs(call, tensors)
+    inputs = triton_inputs.KernelInputs(call, tensors)
     (blocks,) = all_blocks(inputs, next(inputs.rows()))
     assert blocks.steps == config.Steps(512, 64, 512)
     assert inputs.values_are_keys
-    apart = triton_inputs.Inputs(call, tensors._replace(v=latents[..., :512].clone()))
+    apart = triton_inputs.KernelInputs(call, tensors._replace(v=latents[..., :512].clone()))
     assert not apart.values_are_keys
 
 
@@ -74,7 +74,7 @@ def test_as_many_heads_as_fit_share_a_tile_in_decoding() -> None:
     shared = {}
     for heads, q_len in ((64, 1), (128, 1), (128, 4), (128, 5), (71, 1)):
         call, tensors = call_of(torch.zeros(1, q_len, heads, 16), k, k, layout="bshd")
-        inputs = triton_inputs.Inputs(call, tensors)
+        inputs = triton_inputs.KernelInputs(call, tensors)
         (blocks,) = all_blocks(inputs, next(inputs.rows()))
         shared[heads, q_len] = blocks.group
     assert shared == {(64, 1): 64, (128, 1): 64, (128, 4): 16, (128, 5): 1, (71, 1): 1}

@@ -151,7 +151,7 @@ def test_a_block_visits_the_tiles_of_its_own_document_alone() -> None:
     q, k = torch.randn(sum(new), 4, 16), torch.randn(sum(cached), 2, 16)
     mask = documents(new, cached) & masks.causal("bottom_right")
     call, tensors = normalise(Request.from_keywords(q, k, k, layout="thd", mask=mask))
-    inputs = triton_inputs.Inputs(call, tensors)
+    inputs = triton_inputs.KernelInputs(call, tensors)
     launches = all_blocks(inputs, next(inputs.rows()))
     tiles = [(blocks.runs[..., 3] - blocks.runs[..., 0]).sum().item() * 4 // blocks.group for blocks in launches]
     long, short = launches

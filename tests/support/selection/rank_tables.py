@@ -10,7 +10,7 @@ import torch
 import undivided
 from undivided import Machine, masks
 from undivided.selection import measured as _measured
-from undivided.selection.measured import Entry, Run, Table
+from undivided.selection.measured import MeasuredRates, Run, Table
 
 PACKAGES = {"triton": "3.5.0", "flash_attn": "2.8.3", "cudnn_frontend": "1.15.0"}
 
@@ -40,7 +40,7 @@ def table(kind: str = CAUSAL, length: int = 4096, run: Run = RUN, **rates: float
     """One entry, where `explain(length)` stands."""
     at = _measured.place(explain(length).problem, H100)
     assert at is not None
-    return {kind: {(at.length, at.work): Entry(run, rates)}}
+    return {kind: {(at.length, at.work): MeasuredRates(run, rates)}}
 
 
 def order(decision: undivided.Decision) -> list[str]:

@@ -14,7 +14,7 @@ from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients,
 from undivided.backends.shared import gpu_rules
 from undivided.backends.triton import chosen, forward, gradients, kept_launches
 from undivided.backends.triton.blocks import all_blocks
-from undivided.backends.triton.inputs import Inputs
+from undivided.backends.triton.inputs import KernelInputs
 from undivided.kernels.triton import config
 from undivided.machine import Machine
 from undivided.request.call import Call
@@ -79,7 +79,7 @@ class Triton(Backend):
         problem = call.problem
         if "blocks" in problem.mask.kinds and (result := chosen.forward(call, tensors, self.forward)) is not None:
             return result
-        inputs = Inputs(call, tensors)
+        inputs = KernelInputs(call, tensors)
         shape = (problem.batch, problem.q_len, problem.heads, problem.v_dim)
         out_BSHD = layout.empty(problem.layout, shape, tensors.q)
         out = out_BSHD.transpose(1, 2)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from undivided.backends.triton import invariant, packs, tables, trees
-from undivided.backends.triton.inputs import Inputs, processors
+from undivided.backends.triton.inputs import KernelInputs, processors
 from undivided.backends.triton.rows import Rows
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
@@ -38,7 +38,7 @@ MAX_PIECE_BYTES = 128 << 20
 """Pieces of batch-invariant calls take at most so much memory: if they took more, one program computes a block."""
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """The work of one launch. A row of a block is a (query, head of the group) pair.
 
     Args:
@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
     runs_of: Callable[[NormalForm], Tensor] | None = None
 
 
-def all_blocks(inputs: Inputs, rows: Rows) -> list[Blocks]:
+def all_blocks(inputs: KernelInputs, rows: Rows) -> list[RowBlocks]:
     """The blocks of each launch that these rows need."""
     if inputs.problem.batch_invariant:
         return [_batch_invariant(inputs, rows)]
@@ -71,7 +71,7 @@ def all_blocks(inputs: Inputs, rows: Rows) -> list[Blocks]:
     return [_of_rows(inputs, rows)]
 
 
-def _batch_invariant(inputs: Inputs, rows: Rows) -> Blocks:
+def _batch_invariant(inputs: KernelInputs, rows: Rows) -> RowBlocks:
     """Blocks that begin where a sequence begins. Their pieces are the same, however many programs share them."""
     problem, form = inputs.problem, inputs.form if inputs.masked else None
     tile, group, steps = inputs.tile("forward"), problem.heads // problem.kv_heads, _steps(problem, "forward")
@@ -82,10 +82,10 @@ def _batch_invariant(inputs: Inputs, rows: Rows) -> Blocks:
     splits = 1
     if pieces * problem.batch * problem.heads * length * problem.v_dim * 4 <= MAX_PIECE_BYTES:
         splits = _splits(inputs, pieces * invariant.piece(), programs, tile, invariant.piece())
-    return Blocks(tile, steps, group, number, splits, blocks.runs, blocks.places)
+    return RowBlocks(tile, steps, group, number, splits, blocks.runs, blocks.places)
 
 
-def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
+def _of_rows(inputs: KernelInputs, rows: Rows) -> RowBlocks:
     """Blocks that follow one another, of rows that are decoded or prefilled."""
     problem, length = inputs.problem, rows.span.stop - rows.span.start
     few = length * problem.heads <= MAX_DECODE_ROWS * problem.kv_heads or length <= MAX_DECODE_QUERIES
@@ -105,10 +105,10 @@ def _of_rows(inputs: Inputs, rows: Rows) -> Blocks:
 
     runs = _runs(inputs, (tile, group), runs_of)[:, rows.span.start // tile.block_m :]
     by_ranges = inputs.masked and not inputs.always_masked and rows.span.start == 0
-    return Blocks(tile, steps, group, count, splits, runs, None, runs_of if by_ranges else None)
+    return RowBlocks(tile, steps, group, count, splits, runs, None, runs_of if by_ranges else None)
 
 
-def _runs(inputs: Inputs, key: Hashable, runs_of: Callable[[NormalForm | None, bool], Tensor]) -> Tensor:
+def _runs(inputs: KernelInputs, key: Hashable, runs_of: Callable[[NormalForm | None, bool], Tensor]) -> Tensor:
     """The tiles of each block of rows, from a function of the mask and of whether no tile is full; with a draft tree,
     those before it are full."""
     form = inputs.form if inputs.masked else None
@@ -117,7 +117,7 @@ def _runs(inputs: Inputs, key: Hashable, runs_of: Callable[[NormalForm | None, b
     return trees.runs(form, key, lambda form: runs_of(form, not form.exact))
 
 
-def _of_documents(inputs: Inputs) -> list[Blocks]:
+def _of_documents(inputs: KernelInputs) -> list[RowBlocks]:
     """The blocks of long documents and those of short ones, or of one kind if that is known (see `packs`)."""
     problem = inputs.problem
     assert problem.documents is not None
@@ -129,7 +129,7 @@ def _of_documents(inputs: Inputs) -> list[Blocks]:
     return [_of_some(inputs, "forward", 1, short + 1, None), _of_some(inputs, "decode", group, 0, short)]
 
 
-def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int | None) -> Blocks:
+def _of_some(inputs: KernelInputs, name: str, group: int, shortest: int, longest: int | None) -> RowBlocks:
     """The blocks, for the tile sizes of a pass, of the documents of `shortest` to `longest` queries."""
     problem, form = inputs.problem, inputs.form
     assert form is not None and problem.documents is not None
@@ -148,7 +148,7 @@ def _of_some(inputs: Inputs, name: str, group: int, shortest: int, longest: int 
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
         programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
         splits = _splits(inputs, keys, programs, tile)
-    return Blocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
+    return RowBlocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
 
 
 def _heads_of_a_tile(problem: Problem, queries: int) -> int:
@@ -163,7 +163,7 @@ def _steps(problem: Problem, name: str) -> config.Steps:
     return config.column_steps(problem.qk_dim, problem.v_dim, name == "decode" and few_bytes)
 
 
-def _splits(inputs: Inputs, kv_len: int, programs: int, tile: config.Config, fewest: int = KEYS_PER_SPLIT) -> int:
+def _splits(inputs: KernelInputs, kv_len: int, programs: int, tile: config.Config, fewest: int = KEYS_PER_SPLIT) -> int:
     """Number of splits of the keys, a power of two: as many programs as processors run at once, with at least so many
     keys in each."""
     at_once = max(WARPS // tile.warps, 2) * processors(inputs.q.device)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from undivided.backends.triton import invariant
-from undivided.backends.triton.blocks import Blocks
-from undivided.backends.triton.inputs import Inputs, axis_strides, strides
+from undivided.backends.triton.blocks import RowBlocks
+from undivided.backends.triton.inputs import KernelInputs, axis_strides, strides
 from undivided.backends.triton.kept_launches import ForwardLaunch, KeptLaunch
 from undivided.backends.triton.launches import ALIGNMENT, Launch, launch
 from undivided.backends.triton.rows import Rows
@@ -25,14 +25,14 @@ MAX_TOGETHER = 8
 """Pieces of a row that the merge loads at once."""
 
 
-def compute(inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> ForwardLaunch | None:
+def compute(inputs: KernelInputs, rows: Rows, blocks: RowBlocks, out: Tensor, lse: Tensor) -> ForwardLaunch | None:
     """Compute out [B, H, R, Dv] and lse [B, H, R] of these blocks. Returns what the next such call needs; None under
     Triton's interpreter."""
     return _Forward(inputs, rows, blocks, out, lse).run()
 
 
 class _Forward:
-    def __init__(self, inputs: Inputs, rows: Rows, blocks: Blocks, out: Tensor, lse: Tensor) -> None:
+    def __init__(self, inputs: KernelInputs, rows: Rows, blocks: RowBlocks, out: Tensor, lse: Tensor) -> None:
         self.inputs, self.problem, self.rows, self.blocks = inputs, inputs.problem, rows, blocks
         self.out, self.lse = out, lse
         self.in_pieces = inputs.problem.batch_invariant and blocks.splits > 1
@@ -191,7 +191,7 @@ class _Forward:
 
     @property
     def _clean(self) -> int:
-        """As `Inputs.clean`; what lies between two documents is not between keys of one block of a pack."""
+        """As `KernelInputs.clean`; what lies between two documents is not between keys of one block of a pack."""
         inputs = self.inputs
         one_document = self.blocks.places is not None and not self.problem.batch_invariant
         one_range = not inputs.always_masked and "global" not in self.problem.mask.kinds

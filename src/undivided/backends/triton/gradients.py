@@ -14,7 +14,7 @@ from undivided.arguments.tensors import batch_stride, empty_rows_like, materiali
 from undivided.backends._base import Gradients
 from undivided.backends.shared.alibi import sum_of_sequences
 from undivided.backends.triton import kept_launches, tables
-from undivided.backends.triton.inputs import Inputs, axis_strides
+from undivided.backends.triton.inputs import KernelInputs, axis_strides
 from undivided.backends.triton.launches import launch
 from undivided.backends.triton.rows import Rows
 from undivided.kernels.triton.config import Config, column_step
@@ -32,11 +32,11 @@ def gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gr
     launches = kept_launches.find_gradients(call, tensors, result, grad_out) if grad_lse is None else None
     if launches is not None:
         return launches.run(call, tensors, result, grad_out)
-    return _Backward(Inputs(call, tensors), result, grad_out, grad_lse).run()
+    return _Backward(KernelInputs(call, tensors), result, grad_out, grad_lse).run()
 
 
 class _Backward:
-    def __init__(self, inputs: Inputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> None:
+    def __init__(self, inputs: KernelInputs, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> None:
         problem = inputs.problem
         self.inputs, self.problem = inputs, problem
         self.needs = inputs.call.needs

@@ -110,7 +110,7 @@ def scale_rows(scale: Tensor, problem: Problem) -> Tensor:
     return scale.contiguous() if problem.quantized == "int4" and scale.stride(-1) != 1 else scale
 
 
-class Inputs:
+class KernelInputs:
     """The inputs of one problem, for every kernel. Keeps its tensors alive until the launches are queued."""
 
     def __init__(self, call: Call, tensors: Tensors) -> None:

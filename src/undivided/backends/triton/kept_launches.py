@@ -17,7 +17,7 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import empty_rows_like, is_traced
 from undivided.backends._base import Gradients
 from undivided.backends.triton import descriptors
-from undivided.backends.triton.inputs import Inputs, as_bytes_of_fp8, fp32_in_order, precision, scale_rows
+from undivided.backends.triton.inputs import KernelInputs, as_bytes_of_fp8, fp32_in_order, precision, scale_rows
 from undivided.backends.triton.launches import ALIGNMENT, Launch
 from undivided.kernels.triton import config
 from undivided.masks.normal_form import NormalForm
@@ -207,7 +207,7 @@ def find_gradients(call: Call, tensors: Tensors, result: Result, grad_out: Tenso
     return found
 
 
-def keep(call: Call, inputs: Inputs, launches: Sequence[ForwardLaunch | None]) -> None:
+def keep(call: Call, inputs: KernelInputs, launches: Sequence[ForwardLaunch | None]) -> None:
     """Keep the launches of a forward, if such calls share an object to keep them in. None: of Triton's interpreter."""
     compiled = [launch for launch in launches if launch is not None]
     if len(compiled) == len(launches):
@@ -215,7 +215,7 @@ def keep(call: Call, inputs: Inputs, launches: Sequence[ForwardLaunch | None]) -
 
 
 def keep_gradients(
-    call: Call, inputs: Inputs, result: Result, grad_out: Tensor, launches: Sequence[KeptLaunch | None]
+    call: Call, inputs: KernelInputs, result: Result, grad_out: Tensor, launches: Sequence[KeptLaunch | None]
 ) -> None:
     """As `keep`, for a backward of all rows at once that copied none of its tensors."""
     compiled = [launch for launch in launches if launch is not None]
@@ -223,7 +223,7 @@ def keep_gradients(
         _keep(call, inputs, _gradient_key(call, inputs.tensors, result, grad_out), BackwardLaunches(compiled))
 
 
-def _keep(call: Call, inputs: Inputs, key: Hashable, launches: ForwardLaunches | BackwardLaunches) -> None:
+def _keep(call: Call, inputs: KernelInputs, key: Hashable, launches: ForwardLaunches | BackwardLaunches) -> None:
     kept, form = _kept(call), inputs.form
     if kept is None or is_traced() or (form is not None and not form.exact):
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from undivided import masks
-from undivided.benchmarking.competitors import Absent, Competitor, Prepared
+from undivided.benchmarking.competitors import Absent, Competitor, PreparedBenchmark
 from undivided.benchmarking.serving import vllm
 from undivided.cache import PagedKVCache
 from undivided.functional import attention
@@ -46,7 +46,7 @@ class Group(NamedTuple):
         return [len(k) for k in self.k]
 
 
-def groups(prepared: Prepared) -> list[Group]:
+def groups(prepared: PreparedBenchmark) -> list[Group]:
     """The sequences of a packed batch, grouped.
 
     >>> from undivided.benchmarking.catalogue import benchmarks
@@ -76,13 +76,13 @@ def groups(prepared: Prepared) -> list[Group]:
     return result
 
 
-def _chosen_pages(prepared: Prepared) -> Tensor | None:
+def _chosen_pages(prepared: PreparedBenchmark) -> Tensor | None:
     """The pages that the queries of each sequence see, [B, n]; None if all."""
     blocks = find_part(prepared.call.mask.parts, Blocks)
     return None if blocks is None else blocks.table[:, 0, 0]
 
 
-def _visible_groups(prepared: Prepared) -> list[Group]:
+def _visible_groups(prepared: PreparedBenchmark) -> list[Group]:
     """`groups`, with only the keys and values of the chosen pages, for implementations that cannot choose."""
     all_groups, chosen = groups(prepared), _chosen_pages(prepared)
     if chosen is None:
@@ -103,7 +103,7 @@ PartialCall = Callable[[], Tensor]
 """A part of the work; returns [B, S, H, D]."""
 
 
-def _competitor(name: str, label: str, prepared: Prepared, calls: Sequence[PartialCall]) -> Competitor:
+def _competitor(name: str, label: str, prepared: PreparedBenchmark, calls: Sequence[PartialCall]) -> Competitor:
     def call() -> list[Tensor]:
         return [call() for call in calls]
 
@@ -113,7 +113,7 @@ def _competitor(name: str, label: str, prepared: Prepared, calls: Sequence[Parti
     return Competitor(name, label, prepared, call, results)
 
 
-def _separate(prepared: Prepared) -> Competitor:
+def _separate(prepared: PreparedBenchmark) -> Competitor:
     """Our own calls, one for each group, of a dense batch."""
     all_groups = groups(prepared)
     if len(all_groups) == 1 and all_groups[0].q.shape[0] == 1:
@@ -123,7 +123,7 @@ def _separate(prepared: Prepared) -> Competitor:
     return _competitor("separate", "undivided, one call per group", prepared, calls)
 
 
-def _copied_keys(prepared: Prepared) -> tuple[Tensor, Tensor]:
+def _copied_keys(prepared: PreparedBenchmark) -> tuple[Tensor, Tensor]:
     """Keys and values in memory of their own: the packed call, timed just before, leaves some of its keys in caches."""
     k, v = prepared.tensors.k, prepared.tensors.v
     is_latent = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
@@ -131,7 +131,7 @@ def _copied_keys(prepared: Prepared) -> tuple[Tensor, Tensor]:
     return k_copy, k_copy[..., : v.shape[-1]] if is_latent else v.clone()
 
 
-def _dense(prepared: Prepared, group: Group, k: Tensor, v: Tensor) -> PartialCall:
+def _dense(prepared: PreparedBenchmark, group: Group, k: Tensor, v: Tensor) -> PartialCall:
     lengths = masks.lengths(torch.tensor(group.lengths, dtype=torch.int32))
     causal = masks.causal("bottom_right") if group.tree is None else masks.tree(group.tree)
     chosen = _chosen_pages(prepared)
@@ -150,7 +150,7 @@ def _dense(prepared: Prepared, group: Group, k: Tensor, v: Tensor) -> PartialCal
     return partial(attention, group.q, k, v, layout="bshd", mask=mask, pages=pages, **options)
 
 
-def _sdpa(prepared: Prepared) -> Competitor:
+def _sdpa(prepared: PreparedBenchmark) -> Competitor:
     """PyTorch's function, one call per sequence."""
     calls = [
         _one_sdpa(q, k, v, group.tree if group.tree is None else group.tree[b])
@@ -172,7 +172,7 @@ def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, tree: Tensor | None) -> PartialCa
     return lambda: call().transpose(1, 2)
 
 
-def _causal_groups(prepared: Prepared) -> list[Group]:
+def _causal_groups(prepared: PreparedBenchmark) -> list[Group]:
     """`_visible_groups`, for operators without masks."""
     all_groups = _visible_groups(prepared)
     if any(group.tree is not None for group in all_groups):
@@ -180,7 +180,7 @@ def _causal_groups(prepared: Prepared) -> list[Group]:
     return all_groups
 
 
-def _onnxruntime(prepared: Prepared) -> Competitor:
+def _onnxruntime(prepared: PreparedBenchmark) -> Competitor:
     """onnxruntime's GroupQueryAttention: one call per group, or per sequence if several tokens follow cached ones."""
     from undivided.benchmarking import onnx
 
@@ -197,7 +197,7 @@ def _onnxruntime(prepared: Prepared) -> Competitor:
     return _competitor("onnxruntime", label, prepared, calls)
 
 
-def _vllm(prepared: Prepared) -> Competitor:
+def _vllm(prepared: PreparedBenchmark) -> Competitor:
     """vLLM's operator for CPUs on the packed batch, with pages of its own format."""
     all_groups = _causal_groups(prepared)
     attend = vllm.attention(
@@ -210,7 +210,7 @@ def _vllm(prepared: Prepared) -> Competitor:
     return _competitor("vllm", "vLLM cpu_attention_with_kv_cache", prepared, [lambda: attend()[None]])
 
 
-def _cache(prepared: Prepared) -> Competitor:
+def _cache(prepared: PreparedBenchmark) -> Competitor:
     """A step of `PagedKVCache`: append the new tokens, attend, and truncate again."""
     if prepared.call.pages is None:
         raise Absent("the keys are not paged")
@@ -261,7 +261,7 @@ def _cache(prepared: Prepared) -> Competitor:
     return _competitor("cache", "undivided.PagedKVCache: append, attend, truncate", prepared, [step])
 
 
-MAKERS: Mapping[str, Callable[[Prepared], Competitor]] = {
+MAKERS: Mapping[str, Callable[[PreparedBenchmark], Competitor]] = {
     "separate": _separate,
     "cache": _cache,
     "sdpa": _sdpa,

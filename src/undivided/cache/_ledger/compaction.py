@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from undivided.arguments.checks import as_integer
 from undivided.cache._checks import as_list
 from undivided.cache._ledger.pages import Pages
-from undivided.cache._ledger.plan import Ledger, Plan
+from undivided.cache._ledger.plan import Ledger, MemoryPlan
 from undivided.cache._storage import Storage
 from undivided.errors import InputError
 
@@ -38,7 +38,7 @@ class Compaction(NamedTuple, Generic[L]):
     """
 
     ledger: L
-    plan: Plan
+    plan: MemoryPlan
     source: list[int]
     target: list[int]
 
@@ -73,7 +73,7 @@ def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compact
             raise InputError("indices", must, got, hint="keep(indices), then evict(mask)")
     after = ledger.copy()
     after.truncate(tuple(lengths))
-    plan, current = after.plan(tuple(counts)), Plan(ledger.lengths)
+    plan, current = after.plan(tuple(counts)), MemoryPlan(ledger.lengths)
     source: list[int] = []
     target: list[int] = []
     for sequence, indices in moved.items():

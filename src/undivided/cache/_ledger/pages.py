@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from undivided.cache._ledger.plan import Plan
+from undivided.cache._ledger.plan import MemoryPlan
 from undivided.cache._ledger.prefixes import Node, PrefixIndex
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
@@ -57,11 +57,11 @@ class Pages:
         self.changes = 0  # number of changes of the tables, so that copies of them can be refreshed
         self._digest = -1, 0  # (number of changes, digest of the tables after them)
 
-    def plan(self, counts: Counts) -> Plan:
+    def plan(self, counts: Counts) -> MemoryPlan:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
         needs = self._needs(lengths, counts)
         if not needs:
-            return Plan(lengths)
+            return MemoryPlan(lengths)
         forgotten = self._reclaimed(needs)
         following = [
             itertools.chain([node.page for node in forgotten if node.page % self.ranks == rank], reversed(pages))
@@ -74,7 +74,7 @@ class Pages:
                 copies.append((self.tables[n][first], pages[0]))
             tables[n] = self.tables[n][:first] + pages
             fresh += pages
-        return Plan(lengths, copies, tables, fresh, forgotten)
+        return MemoryPlan(lengths, copies, tables, fresh, forgotten)
 
     @property
     def free_pages(self) -> Counts:
@@ -140,7 +140,7 @@ class Pages:
                 needs.append(PageNeed(n, first, stop, copies_first))
         return needs
 
-    def commit(self, plan: Plan) -> None:
+    def commit(self, plan: MemoryPlan) -> None:
         self.lengths = plan.lengths
         if not plan.tables:
             return
@@ -166,7 +166,7 @@ class Pages:
         pages = self.tables[sequence]
         return pages if self.ranks == 1 else [page // self.ranks for page in pages[rank :: self.ranks]]
 
-    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
+    def rows(self, plan: MemoryPlan, sequence: int, count: int) -> list[int]:
         rows: list[int] = []
         size, end = self.page_size, plan.lengths[sequence]
         pages = plan.tables.get(sequence) or self.tables[sequence]

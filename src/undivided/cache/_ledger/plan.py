@@ -11,7 +11,7 @@ from undivided.cache._storage import Counts
 from undivided.errors import InputError
 
 
-class Plan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """Memory for new tokens, not yet committed.
 
     Args:
@@ -48,13 +48,13 @@ class Ledger(Protocol):
     def free(self, sequence: int) -> None:
         """Drop a sequence."""
 
-    def plan(self, counts: Counts) -> Plan:
+    def plan(self, counts: Counts) -> MemoryPlan:
         """A plan for this number of new tokens of each sequence; InputError if they do not fit."""
 
-    def commit(self, plan: Plan) -> None:
+    def commit(self, plan: MemoryPlan) -> None:
         """Apply the last plan."""
 
-    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
+    def rows(self, plan: MemoryPlan, sequence: int, count: int) -> list[int]:
         """The rows of a sequence's last `count` tokens in the flattened pool, after the plan."""
 
     def copy(self) -> Self:
@@ -68,19 +68,19 @@ class Slots:
         self.lengths: Counts = (0,) * batch
         self.max_len = max_len
 
-    def plan(self, counts: Counts) -> Plan:
+    def plan(self, counts: Counts) -> MemoryPlan:
         lengths = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
         if max(lengths) > self.max_len:
             n = lengths.index(max(lengths))
             must = f"leave every sequence within max_len={self.max_len} tokens"
             hint = "increase max_len, free(i) a sequence that has ended, or truncate(lengths)"
             raise InputError("k", must, f"{counts[n]} new after {self.lengths[n]} in sequence {n}", hint=hint)
-        return Plan(lengths)
+        return MemoryPlan(lengths)
 
-    def commit(self, plan: Plan) -> None:
+    def commit(self, plan: MemoryPlan) -> None:
         self.lengths = plan.lengths
 
-    def rows(self, plan: Plan, sequence: int, count: int) -> list[int]:
+    def rows(self, plan: MemoryPlan, sequence: int, count: int) -> list[int]:
         end = sequence * self.max_len + plan.lengths[sequence]
         return list(range(end - count, end))
 

@@ -18,7 +18,7 @@ from undivided.cli._paths import file_to_write, folder_to_write
 from undivided.cli._terminal import console, decision_json, print_json, progress
 from undivided.cli.byte_training import Recipe
 from undivided.cli.demo import comparison, text, training
-from undivided.cli.demo.batch import Batch, embed
+from undivided.cli.demo.batch import PackedBatch, embed
 from undivided.cli.demo.documents import Document, collect
 from undivided.cli.demo.training import train_and_generate
 from undivided.cli.demo.training_step import FORMATS, training_steps
@@ -104,7 +104,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _check(batch: Batch, chosen: list[Document], rounds: int, quiet: bool) -> Report:
+def _check(batch: PackedBatch, chosen: list[Document], rounds: int, quiet: bool) -> Report:
     """The report of the comparison: errors of every way, and its times if all are right."""
     ours, torchs = comparison.our_ways(batch), comparison.torch_ways(batch)
     raced = [*ours[:2], *torchs]
@@ -135,7 +135,7 @@ def _budget(plain: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
 
 def _runs(
     ways: list[comparison.Way],
-    batch: Batch,
+    batch: PackedBatch,
     truth: comparison.Results,
     budget: dict[str, float],
     step: Callable[[str], None],
@@ -164,7 +164,7 @@ def _verdict(way: comparison.Way, is_clean: bool, errors: dict[str, float], budg
     }
 
 
-def _facts(batch: Batch, chosen: list[Document]) -> Report:
+def _facts(batch: PackedBatch, chosen: list[Document]) -> Report:
     """The exact counts of tokens, pairs and bytes, packed and padded."""
     padded = len(batch.lengths) * batch.longest
     per_token = (2 * batch.q[0].numel() + batch.k[0].numel() + batch.v[0].numel()) * batch.q.element_size()
@@ -187,13 +187,13 @@ def _facts(batch: Batch, chosen: list[Document]) -> Report:
     }
 
 
-def _leaked_pairs(batch: Batch) -> Report:
+def _leaked_pairs(batch: PackedBatch) -> Report:
     total = batch.tokens * (batch.tokens + 1) // 2
     within = sum(length * (length + 1) // 2 for length in batch.lengths)
     return {"pairs": total - within, "share_of_pairs": 1 - within / total}
 
 
-def _decide(batch: Batch) -> Decision:
+def _decide(batch: PackedBatch) -> Decision:
     leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k, batch.v)]
     return explain(*leaves, layout="thd", mask=batch.packed_mask())
 

@@ -19,7 +19,7 @@ from undivided.cli._terminal import table as columns
 from undivided.cli.commands._measure_ranks import measure_levels
 from undivided.errors import InputError
 from undivided.selection import measured as _measured
-from undivided.selection.measured import Entry, Table
+from undivided.selection.measured import MeasuredRates, Table
 
 
 def ranks(
@@ -131,7 +131,7 @@ def _print(table: Table, as_json: bool) -> None:
         _show(table)
 
 
-def _rows(kind: str, places: Mapping[tuple[int, int], Entry]) -> list[dict[str, Any]]:
+def _rows(kind: str, places: Mapping[tuple[int, int], MeasuredRates]) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind,

@@ -20,7 +20,7 @@ HIDDEN = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PackedBatch:
     """q [T, H, D], k and v [T, N, D], and the gradient of the output [T, H, D], for every arrangement."""
 
     lengths: tuple[int, ...]
@@ -86,7 +86,7 @@ def _as_bshd(tensor: Tensor, layout: str) -> Tensor:
     return tensor.permute([layout.index(axis) for axis in "bshd"])
 
 
-def embed(documents: Sequence[Document], dtype: torch.dtype, seed: int = 0) -> Batch:
+def embed(documents: Sequence[Document], dtype: torch.dtype, seed: int = 0) -> PackedBatch:
     """The documents after a seeded random embedding and projection, with entries of unit variance."""
     draw = torch.Generator().manual_seed(seed)
     text = torch.frombuffer(bytearray(b"".join(document.text for document in documents)), dtype=torch.uint8)
@@ -99,4 +99,4 @@ def embed(documents: Sequence[Document], dtype: torch.dtype, seed: int = 0) -> B
 
     q, k, v = project(HEADS), project(KV_HEADS), project(KV_HEADS)
     grad = torch.randn(len(text), HEADS, HEAD_DIM, generator=draw).to(dtype)
-    return Batch(tuple(map(len, documents)), q, k, v, grad)
+    return PackedBatch(tuple(map(len, documents)), q, k, v, grad)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from undivided import masks
 from undivided.arguments.layout import Layout
-from undivided.cli.demo.batch import Batch
+from undivided.cli.demo.batch import PackedBatch
 from undivided.functional import attention
 from undivided.verification.budget import relative_error
 
@@ -41,7 +41,7 @@ class Way:
     is_ours: bool = True
 
 
-def our_ways(batch: Batch) -> list[Way]:
+def our_ways(batch: PackedBatch) -> list[Way]:
     """The ways of this library: packed, padded in every layout with NaN in the padding, and one document at a time."""
     packed, padded = batch.packed_mask(), batch.padded_mask()
 
@@ -59,7 +59,7 @@ def our_ways(batch: Batch) -> list[Way]:
     ]
 
 
-def torch_ways(batch: Batch) -> list[Way]:
+def torch_ways(batch: PackedBatch) -> list[Way]:
     """The ways of PyTorch's scaled_dot_product_attention. Its dense mask is built here, before the timing."""
     count, longest = len(batch.lengths), batch.longest
     dense = batch.padded_mask().to_dense(count, 1, longest, longest).contiguous()
@@ -83,7 +83,7 @@ def _sdpa_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
-def _each_document(batch: Batch, one_document: AttentionFunction) -> AttentionFunction:
+def _each_document(batch: PackedBatch, one_document: AttentionFunction) -> AttentionFunction:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         documents = zip(*(x.split(batch.lengths) for x in (q, k, v)), strict=True)
         return torch.cat([one_document(*document) for document in documents])
@@ -91,7 +91,7 @@ def _each_document(batch: Batch, one_document: AttentionFunction) -> AttentionFu
     return call
 
 
-def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Results:
+def oracle(batch: PackedBatch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Results:
     """The outcome of PyTorch's plain softmax(q k^T) v in `dtype`, one document at a time, without our code."""
     outcomes: list[tuple[Tensor, ...]] = []
     for q, k, v, grad in zip(*(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True):
@@ -104,7 +104,7 @@ def oracle(batch: Batch, dtype: torch.dtype, step: Callable[[], None] = lambda: 
     return Results(out, dq, dk, dv)
 
 
-def run(way: Way, batch: Batch) -> tuple[Results, bool]:
+def run(way: Way, batch: PackedBatch) -> tuple[Results, bool]:
     """The outcome of one run, and whether output and gradients are exactly 0 in the padding."""
     leaves = [batch.arrange(x, way.layout, way.poison).requires_grad_() for x in (batch.q, batch.k, batch.v)]
     out = way.call(*leaves)
@@ -121,7 +121,7 @@ def errors(outcome: Results, truth: Results) -> dict[str, float]:
     return {name: relative_error(x, y) for name, x, y in pairs}
 
 
-def leak(batch: Batch, truth: Results) -> float:
+def leak(batch: PackedBatch, truth: Results) -> float:
     """The relative error of the output if the packed documents run as one long causal sequence."""
     with torch.no_grad():
         q, k, v = (x[None] for x in (batch.q, batch.k, batch.v))
@@ -133,7 +133,7 @@ MAX_SECONDS = 20.0
 
 
 def race(
-    ways: Sequence[Way], batch: Batch, rounds: int, step: Callable[[str], None]
+    ways: Sequence[Way], batch: PackedBatch, rounds: int, step: Callable[[str], None]
 ) -> dict[str, list[tuple[float, float]]]:
     """The seconds (forward, backward) of every round by way; ways alternate, so that other load affects all alike."""
     ready = {}

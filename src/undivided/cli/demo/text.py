@@ -10,7 +10,7 @@ from rich.text import Text
 from undivided._units import human
 from undivided.arguments.tensors import dtype_name
 from undivided.cli._terminal import decision_table, mark, print_table, print_text, print_title, shaded, table
-from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, Batch
+from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, PackedBatch
 from undivided.cli.demo.documents import Document
 from undivided.selection.decision import Decision
 
@@ -18,7 +18,7 @@ Report = dict[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def introduce(screen: Console, documents: list[Document], batch: Batch) -> None:
+def introduce(screen: Console, documents: list[Document], batch: PackedBatch) -> None:
     """Print the documents and the mask, before the work starts."""
     screen.print(Text("Undivided: one call, any layout, any mask, and the same answer from every kernel", "bold"))
     print_title(screen, "The documents")

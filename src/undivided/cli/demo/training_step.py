@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undivided.cli.demo.batch import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Batch
+from undivided.cli.demo.batch import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, PackedBatch
 from undivided.cli.demo.documents import Document
 from undivided.nn import DotProductAttention
 from undivided.verification.budget import relative_error
@@ -21,7 +21,7 @@ AGREEMENT = 1e-5
 _IGNORED = -100
 
 
-class Model(nn.Module):
+class NextByteModel(nn.Module):
     """A model of the next byte: embedding, attention, logits."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def training_steps(
-    batch: Batch, documents: list[Document], step: Callable[[str], None] = lambda _: None
+    batch: PackedBatch, documents: list[Document], step: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
     """The same step in each format: its loss before and after, and how far its gradients differ from those of thd."""
     text = torch.frombuffer(bytearray(b"".join(document.text for document in documents)), dtype=torch.uint8).long()
@@ -69,7 +69,7 @@ def training_steps(
     return rows
 
 
-def _arrange(tokens: Tensor, batch: Batch, qkv_format: str, fill: int) -> Tensor:
+def _arrange(tokens: Tensor, batch: PackedBatch, qkv_format: str, fill: int) -> Tensor:
     """Tokens [T] as [T], [S, B] or [B, S]."""
     if qkv_format == "thd":
         return tokens
@@ -81,7 +81,7 @@ def _step(text: Tensor, following: Tensor, qkv_format: str, cu_seqlens: Tensor) 
     """(loss, loss after one step of gradient descent, gradients) of a model with fixed initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Model()
+        model = NextByteModel()
 
     def loss() -> Tensor:
         logits = model(text, qkv_format, cu_seqlens)

@@ -11,7 +11,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.cache._attend import CachedCall, Output
-from undivided.cache._storage import Heads
+from undivided.cache._storage import TokenSpec
 from undivided.context_parallel._sharded import ShardedTokens
 from undivided.context_parallel.exchange.collectives import Communicator
 from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
@@ -32,9 +32,9 @@ class RanksOfPages:
         self.rank, self.world = tokens.rank, tokens.world
         self._tokens, self._axes, self._check = tokens, axes, check
 
-    def storage(self, pages: int, page_size: int, heads: Heads, device: torch.device) -> RankStorage:
+    def storage(self, pages: int, page_size: int, spec: TokenSpec, device: torch.device) -> RankStorage:
         """See `PageRanks.storage`."""
-        return RankStorage(self._axes, self.rank, self.world, pages, page_size, heads, device)
+        return RankStorage(self._axes, self.rank, self.world, pages, page_size, spec, device)
 
     def agree(self, prepare: Callable[[], T], shared: Callable[[T], Mapping[str, object]]) -> T:
         """See `PageRanks.agree`."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided.cache._storage import Heads, Storage, TargetRows
+from undivided.cache._storage import Storage, TargetRows, TokenSpec
 from undivided.context_parallel.exchange.collectives import Communicator, gather_rows
 
 
@@ -25,10 +25,10 @@ class RankStorage(Storage):
         world: int,
         pages: int,
         page_size: int,
-        heads: Heads,
+        spec: TokenSpec,
         device: torch.device,
     ) -> None:
-        super().__init__(pages, page_size, heads, device)
+        super().__init__(pages, page_size, spec, device)
         self._axes, self._rank, self._world = axes, rank, world
 
     def rows(self, rows: Sequence[int]) -> TargetRows:

@@ -19,7 +19,7 @@ from undivided.request.result import lse_dtype
 
 
 @dataclass(frozen=True)
-class CallSizes:
+class PlanSizes:
     """The sizes of a call, and the dtype of q, k and v."""
 
     batch: int
@@ -114,7 +114,7 @@ class Counts:
     arrivals: the keys that each ring position needs from every other, int64 [R, R]; see `count_arrivals`.
     """
 
-    def __init__(self, strategy: Strategy, work: Work, arrivals: Tensor, sizes: CallSizes) -> None:
+    def __init__(self, strategy: Strategy, work: Work, arrivals: Tensor, sizes: PlanSizes) -> None:
         self.strategy, self.work, self.arrivals, self.sizes = strategy, work, arrivals, sizes
         self.key_bytes = (sizes.qk_dim + sizes.v_dim) * sizes.entry_bytes
         """Bytes of a key and its value, of one head."""

@@ -21,7 +21,7 @@ from undivided.arguments.checks import INT64_MAX, checked_choice
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel._schedule import STRATEGIES, MeshRanks, Strategy
 from undivided.context_parallel.plan.arrivals import count_arrivals
-from undivided.context_parallel.plan.counts import CallSizes, Counts, Work
+from undivided.context_parallel.plan.counts import Counts, PlanSizes, Work
 from undivided.context_parallel.plan.memory import PeakMemory
 from undivided.context_parallel.sharding import (
     MAX_LENGTH,
@@ -170,7 +170,7 @@ def plan(
     [1836032, 2097152, 2097152, 2097152]
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
-    sizes = CallSizes(batch, heads, kv_heads, head_dim, value_dim, dtype)
+    sizes = PlanSizes(batch, heads, kv_heads, head_dim, value_dim, dtype)
     keys = seq_len if kv_len is None else kv_len
     _check(seq_len, keys, world, sizes, strategy, placement)
     for rate_name, rate in (("flops", flops), ("bandwidth", bandwidth)):
@@ -206,7 +206,7 @@ def plan(
     )
 
 
-def _check(q_len: int, kv_len: int, world: int, sizes: CallSizes, strategy: object, placement: object) -> None:
+def _check(q_len: int, kv_len: int, world: int, sizes: PlanSizes, strategy: object, placement: object) -> None:
     """Raise InputError for a size, dtype, strategy or placement that is wrong."""
     named = {
         "seq_len": q_len,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from undivided.cache._checks import checked_tokens
-from undivided.cache._storage import Heads, Storage
+from undivided.cache._storage import Storage, TokenSpec
 from undivided.errors import InputError
 from undivided.integrations.transformers._cached_states import CachedStates
 
@@ -39,8 +39,8 @@ class _StoredLayer:
         """Allocate the memory for states of these shapes, ``[B, N, S, D]``."""
         batch, heads, count, dim = key_states.shape
         self.dtype, self.device = value_states.dtype, value_states.device  # keys may be wider under autocast
-        sizes = Heads.checked(heads, dim, value_states.shape[-1], self.dtype, quantize=self._quantize)
-        self.storage = Storage(batch, max(self._max_len, _with_room(count)), sizes, self.device)
+        spec = TokenSpec.checked(heads, dim, value_states.shape[-1], self.dtype, quantize=self._quantize)
+        self.storage = Storage(batch, max(self._max_len, _with_room(count)), spec, self.device)
         self.is_initialized = True
 
     @property
@@ -57,7 +57,7 @@ class _StoredLayer:
         if self.storage is None:
             return None
         pools = self.storage.pools.tokens(self._start, self._end)
-        return pools.as_dtype(self.storage.heads.dtype)[index].transpose(1, 2)
+        return pools.as_dtype(self.storage.spec.dtype)[index].transpose(1, 2)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> int:
         """Write new tokens, quantised if the cache is; their number."""
@@ -73,7 +73,7 @@ class _StoredLayer:
             None,
             layout="bhsd",
             batch=batch,
-            heads=storage.heads,
+            spec=storage.spec,
             device=storage.k.device,
             names=names,
         )
@@ -94,11 +94,11 @@ class _StoredLayer:
     def _states(self, start: int) -> tuple[States, States]:
         """Keys and values from this token of the storage on, ``[B, N, S, D]``: views, or quantised states."""
         assert self.storage is not None
-        heads, pools = self.storage.heads, self.storage.pools.tokens(start, self._end)
+        spec, pools = self.storage.spec, self.storage.pools.tokens(start, self._end)
         if pools.k_scale is None or pools.v_scale is None:
             return pools.k.transpose(1, 2), pools.v.transpose(1, 2)
-        k = CachedStates(pools.k, pools.k_scale, heads.head_dim, heads.dtype)
-        return k, CachedStates(pools.v, pools.v_scale, heads.value_dim, heads.dtype)
+        k = CachedStates(pools.k, pools.k_scale, spec.head_dim, spec.dtype)
+        return k, CachedStates(pools.v, pools.v_scale, spec.value_dim, spec.dtype)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b of the batch becomes a copy of row ``beam_idx[b]``; rows that stay are not copied."""

@@ -31,8 +31,8 @@ SWITCH = "switch_to_cb_friendly_attn"
 """The manager's method that refuses implementations it does not know."""
 
 
-class Step(NamedTuple):
-    """What the layers of one attention type share in one forward pass.
+class SharedInputs(NamedTuple):
+    """The inputs of attention that the layers of one type share in one forward pass.
 
     Args:
         offsets: the library's ``cu_seq_lens_q``; a new tensor object begins a new pass.
@@ -80,15 +80,15 @@ def attention(
     new = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if _are_gathered(cache, layer, key, value, read_index, write_index):
         k, v = new
-        step = _step(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
+        inputs = _shared_inputs(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
     elif _window(allocator) is None and len(read_index):
         allocator.update(*new, layer, read_index[:0], write_index)  # with nothing to read, `update` only writes
         k, v = allocator.get_cache_for_block_table(layer)
-        step = _step(cache, allocator, layer, arguments, query.shape[2], None)
+        inputs = _shared_inputs(cache, allocator, layer, arguments, query.shape[2], None)
     else:
         k, v = allocator.update(*new, layer, read_index, write_index)
-        step = _step(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
-    out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=step.mask, pages=step.pages, **options)
+        inputs = _shared_inputs(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
+    out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=inputs.mask, pages=inputs.pages, **options)
     return out[None]
 
 
@@ -130,20 +130,22 @@ def _window(allocator: Any) -> int | None:
     return getattr(allocator, "sliding_window", None)
 
 
-def _step(cache: Any, allocator: Any, layer: int, arguments: Any, total_q: int, total_kv: int | None) -> Step:
+def _shared_inputs(
+    cache: Any, allocator: Any, layer: int, arguments: Any, total_q: int, total_kv: int | None
+) -> SharedInputs:
     """The mask and block table of this forward pass, computed by the first layer of each attention type.
 
     Both totals count the padding behind the tokens of the last request. There are no keys but pages if `total_kv` is
     None.
     """
-    steps: dict[str, Step] = cache.__dict__.setdefault("_undivided_steps", {})
-    step = steps.get(allocator.layer_type)
-    if step is None or step.offsets is not arguments["cu_seq_lens_q"] or step.layer == layer:
-        step = steps[allocator.layer_type] = _new_step(allocator, layer, arguments, total_q, total_kv)
-    return step
+    by_type: dict[str, SharedInputs] = cache.__dict__.setdefault("_undivided_inputs", {})
+    inputs = by_type.get(allocator.layer_type)
+    if inputs is None or inputs.offsets is not arguments["cu_seq_lens_q"] or inputs.layer == layer:
+        inputs = by_type[allocator.layer_type] = _new_inputs(allocator, layer, arguments, total_q, total_kv)
+    return inputs
 
 
-def _new_step(allocator: Any, layer: int, arguments: Any, total_q: int, total_kv: int | None) -> Step:
+def _new_inputs(allocator: Any, layer: int, arguments: Any, total_q: int, total_kv: int | None) -> SharedInputs:
     offsets, kind = arguments["cu_seq_lens_q"], allocator.layer_type
     longest = {"max_q": arguments["max_length_q"], "max_kv": arguments["max_length_k"][kind]}
     with torch.inference_mode(False):  # the tensors of a mask have version counters
@@ -155,7 +157,7 @@ def _new_step(allocator: Any, layer: int, arguments: Any, total_q: int, total_kv
         if total_kv is None:
             rows = arguments["read_index"][allocator.index]
             pages = _block_table(rows, cu_kv, allocator.tokens_per_page, longest["max_kv"])
-    return Step(offsets, layer, mask & documents, pages)
+    return SharedInputs(offsets, layer, mask & documents, pages)
 
 
 def _block_table(rows: Tensor, cu_kv: Tensor, page_size: int, longest: int) -> Tensor:

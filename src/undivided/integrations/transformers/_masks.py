@@ -22,7 +22,7 @@ from undivided.arguments.checks import as_device, as_integer, check_tensor, chec
 from undivided.arguments.tensors import is_traced, jit_trace
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import active_batch
-from undivided.integrations.transformers._model_mask import ModelMask, Sizes, keys_of_one_query
+from undivided.integrations.transformers._model_mask import MaskSizes, ModelMask, keys_of_one_query
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, is_recorded, read
 from undivided.masks import FULL, Mask
 from undivided.selection.policy import current_policy
@@ -75,7 +75,7 @@ def model_mask(
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
-    sizes = Sizes(
+    sizes = MaskSizes(
         _as_size("batch_size", batch_size, 0),
         _as_size("q_length", q_length, 0),
         _as_size("kv_length", kv_length, 0),
@@ -159,10 +159,10 @@ def takes_booleans(config_class: type) -> bool:
 _takes_booleans: dict[type, bool] = {}
 
 
-def to_mask(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
+def to_mask(pattern: Pattern, sizes: MaskSizes, device: torch.device) -> Mask:
     """The mask of a pattern for these sizes; bands, chunks, documents and padding keep their structure.
 
-    >>> to_mask(Pattern(left=2, right=0), Sizes(1, 1, 8, q_offset=4), torch.device("cpu"))
+    >>> to_mask(Pattern(left=2, right=0), MaskSizes(1, 1, 8, q_offset=4), torch.device("cpu"))
     window(2, None, align='bottom_right') & lengths(kv=[5])
     """
     if not _fits(pattern, sizes):
@@ -197,11 +197,11 @@ def packed_mask(pattern: Pattern, cu_q: Tensor, cu_kv: Tensor, max_q: int | None
     return documents & _band(pattern)
 
 
-def _fits(pattern: Pattern, sizes: Sizes) -> bool:
+def _fits(pattern: Pattern, sizes: MaskSizes) -> bool:
     """Whether lengths can align undivided's diagonal with that of the model, or the pattern has no diagonal."""
     if pattern.packed is not None:
         batch, tokens = pattern.packed.ids.shape
-        return sizes == Sizes(batch, tokens, tokens)  # self-attention without a cache
+        return sizes == MaskSizes(batch, tokens, tokens)  # self-attention without a cache
     if pattern.left is None and pattern.right is None and not pattern.chunks:
         return True
     if pattern.right == 0:  # keys after the last query are hidden, so they need not be real
@@ -209,7 +209,7 @@ def _fits(pattern: Pattern, sizes: Sizes) -> bool:
     return sizes.diagonal >= 0 and sizes.end == sizes.kv_len
 
 
-def _without_redundant_limits(pattern: Pattern, sizes: Sizes) -> Pattern:
+def _without_redundant_limits(pattern: Pattern, sizes: MaskSizes) -> Pattern:
     """The pattern without limits that hide nothing for these sizes, which would only slow kernels down."""
     left, right = pattern.left, pattern.right
     if left is not None and left >= sizes.end - 1:
@@ -227,7 +227,7 @@ def _band(pattern: Pattern) -> Mask:
     return masks.window(pattern.left, pattern.right, align="bottom_right")
 
 
-def _report_evaluation(pattern: Pattern, sizes: Sizes) -> None:
+def _report_evaluation(pattern: Pattern, sizes: MaskSizes) -> None:
     """Warn, once per function and process, that a mask costs time in proportion to its pairs."""
     names = [getattr(fn, "__qualname__", repr(fn)) for fn in pattern.rest]
     if new := [name for name in names if name not in _reported]:
@@ -241,7 +241,7 @@ def _report_evaluation(pattern: Pattern, sizes: Sizes) -> None:
         )
 
 
-def _opaque(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
+def _opaque(pattern: Pattern, sizes: MaskSizes, device: torch.device) -> Mask:
     """The remaining mask functions as predicates of the indices of this call; torch.export records their pairs."""
     mask = FULL
     for fn in pattern.rest:
@@ -250,14 +250,14 @@ def _opaque(pattern: Pattern, sizes: Sizes, device: torch.device) -> Mask:
     return mask
 
 
-def _pairs(fn: MaskFunction, sizes: Sizes, device: torch.device) -> Tensor:
+def _pairs(fn: MaskFunction, sizes: MaskSizes, device: torch.device) -> Tensor:
     """The pairs that a function of this call's indices allows, bool ``[B, 1, Sq, Sk]``."""
     b, q, k = (torch.arange(size, device=device) for size in (sizes.batch, sizes.q_len, sizes.kv_len))
     pairs = fn(b[:, None, None, None], b.new_zeros(()), q[:, None], k)
     return pairs.expand(sizes.batch, 1, sizes.q_len, sizes.kv_len)
 
 
-def _with_offsets(fn: MaskFunction, sizes: Sizes) -> MaskFunction:
+def _with_offsets(fn: MaskFunction, sizes: MaskSizes) -> MaskFunction:
     """A function of absolute positions as a function of the rows of this call."""
 
     def of_rows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def _over_positions(fn: MaskFunction) -> MaskFunction:
     return of_tensors
 
 
-def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
+def _real_keys(padding: tuple[Tensor, ...], sizes: MaskSizes) -> Tensor | None:
     """The real keys of the call, bool ``[B, Sk]``, from masks that start at position 0; None if all are real."""
     real = None
     for key_mask in padding:
@@ -294,7 +294,7 @@ def _real_keys(padding: tuple[Tensor, ...], sizes: Sizes) -> Tensor | None:
     return real
 
 
-def _key_map(pattern: Pattern, sizes: Sizes) -> Mask:
+def _key_map(pattern: Pattern, sizes: MaskSizes) -> Mask:
     """The real keys as a dense mask of keys, for sequences whose lengths follow from documents."""
     real = _real_keys(pattern.padding, sizes)
     return FULL if real is None or bool(real.all()) else masks.dense(real[:, None, None, :])
@@ -349,7 +349,7 @@ def _ids_of_chunks(pattern: Pattern, packed: Packed) -> Tensor:
     return ids
 
 
-def _in_one_row(pattern: Pattern, sizes: Sizes) -> tuple[Pattern, Sizes] | None:
+def _in_one_row(pattern: Pattern, sizes: MaskSizes) -> tuple[Pattern, MaskSizes] | None:
     """The pattern and sizes of several rows of packed documents, put one after another into one row.
 
     `masks.documents` says where each of them starts, which batch-invariant results need. None if the rows have no
@@ -362,4 +362,4 @@ def _in_one_row(pattern: Pattern, sizes: Sizes) -> tuple[Pattern, Sizes] | None:
     packed = Packed((ids + rows * (ids.max() + 1)).reshape(1, -1), None)
     padding = () if real is None else (real.reshape(1, -1),)
     tokens = sizes.batch * sizes.q_len
-    return Pattern(pattern.left, pattern.right, (), packed, padding), Sizes(1, tokens, tokens)
+    return Pattern(pattern.left, pattern.right, (), packed, padding), MaskSizes(1, tokens, tokens)

@@ -18,10 +18,10 @@ from undivided.errors import InputError
 from undivided.integrations.transformers._patterns import Pattern
 from undivided.integrations.transformers._tensor_like import TensorLike
 from undivided.masks import FULL, Mask
-from undivided.run.replay import Prepared
+from undivided.run.replay import PreparedCall
 
 
-class Sizes(NamedTuple):
+class MaskSizes(NamedTuple):
     """The sizes of a call, and the absolute positions of its first query and of its first key."""
 
     batch: int
@@ -59,7 +59,7 @@ class ModelMask(TensorLike):
         keys: the keys of each sequence, if it has one query and they are known as numbers.
 
     >>> from undivided import masks
-    >>> mask = ModelMask(masks.causal(), Pattern(right=0), Sizes(1, 2, 2), torch.device("cpu"))
+    >>> mask = ModelMask(masks.causal(), Pattern(right=0), MaskSizes(1, 2, 2), torch.device("cpu"))
     >>> mask.shape, torch.where(mask, 0, -1).tolist()
     (torch.Size([1, 1, 2, 2]), [[[[0, -1], [0, 0]]]])
     """
@@ -68,7 +68,7 @@ class ModelMask(TensorLike):
         self,
         mask: Mask | None,
         pattern: Pattern,
-        sizes: Sizes,
+        sizes: MaskSizes,
         device: torch.device,
         dtype: torch.dtype = torch.bool,
         *,
@@ -83,7 +83,7 @@ class ModelMask(TensorLike):
         self.documents: tuple[Tensor, Tensor, Mask] | None = None
         self.in_one_row: ModelMask | None = None
         """The same mask with the documents of all rows in one, for batch-invariant results."""
-        self.prepared: dict[object, Prepared | None] = {}
+        self.prepared: dict[object, PreparedCall | None] = {}
         self.has_read_positions = False
         self._copies: dict[torch.device, ModelMask] = {}
 
@@ -155,12 +155,12 @@ class ModelMask(TensorLike):
         return f"<ModelMask {list(self.shape)}: {self.mask!r}>"
 
 
-def keys_of_one_query(pattern: Pattern, sizes: Sizes, device: torch.device) -> tuple[KeyRange, ...] | None:
+def keys_of_one_query(pattern: Pattern, sizes: MaskSizes, device: torch.device) -> tuple[KeyRange, ...] | None:
     """The keys of the only query of each sequence; None if there are more queries, or if the keys may be no range.
 
     A model that decodes asks for such a mask in each step: as numbers, it takes a tenth of the time of `to_mask`.
 
-    >>> keys_of_one_query(Pattern(left=2, right=0), Sizes(1, 1, 8, q_offset=4), torch.device("cpu"))
+    >>> keys_of_one_query(Pattern(left=2, right=0), MaskSizes(1, 1, 8, q_offset=4), torch.device("cpu"))
     ((2, 5),)
     """
     batch, q_len, kv_len, _, kv_offset = sizes

@@ -18,7 +18,7 @@ from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._latent import has_latents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.request.request import Request
-from undivided.run.replay import NUMBERS, Prepared, may_replay
+from undivided.run.replay import NUMBERS, PreparedCall, may_replay
 from undivided.selection.decision import length_class
 from undivided.selection.policy import Policy, current_policy
 
@@ -69,13 +69,13 @@ def _place(tensor: Tensor | None) -> tuple[object, ...]:
     return () if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-_steps: Bounded[object, Prepared] = Bounded(1024)
+_steps: Bounded[object, PreparedCall] = Bounded(1024)
 """Calls of one query per sequence, by all that they depend on but where tensors lie, and the exact number of keys."""
 
 
 def _prepare(
     mask: ModelMask, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], policy: Policy
-) -> Prepared | None:
+) -> PreparedCall | None:
     """The call of a layer, prepared: for one query per sequence that of an earlier step, with the keys of this one."""
     key = None
     if mask.keys is not None and len(mask.keys) == q.shape[0] and options["k_scale"] is None:
@@ -87,7 +87,7 @@ def _prepare(
             prepared = earlier.with_keys(None if hides is None else mask.keys, k, v)
             if prepared is not None:
                 return prepared
-    prepared = Prepared.of(Request.from_keywords(q, k, v, layout="bshd", mask=mask.mask, **options), policy)
+    prepared = PreparedCall.of(Request.from_keywords(q, k, v, layout="bshd", mask=mask.mask, **options), policy)
     if key is not None and prepared is not None:
         _steps[key] = prepared
     return prepared

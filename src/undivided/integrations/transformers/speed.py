@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """The sizes of the model, and the lengths of its inputs in tokens."""
 
     layers: int = 4
@@ -41,7 +41,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedRow:
     """One kind of work in one dtype: the minimum time of each implementation, in seconds."""
 
     work: str
@@ -54,8 +54,8 @@ class Row:
 
 
 def measure(
-    sizes: Sizes, turns: int, clock: Clock = time.perf_counter, step: Callable[[str], None] = lambda _: None
-) -> list[Row]:
+    sizes: ModelSizes, turns: int, clock: Clock = time.perf_counter, step: Callable[[str], None] = lambda _: None
+) -> list[SpeedRow]:
     """The times of prefill, decoding and a training step in fp32 and bf16.
 
     Args:
@@ -75,11 +75,11 @@ def measure(
         for work, make in {"prefill": _prefill, "decoding": _decoding, "training step": _training}.items():
             name = dtype_name(dtype)
             step(f"{work}, {name}")
-            rows.append(Row(work, name, _minimum_seconds(model, make(model, sizes), turns, clock)))
+            rows.append(SpeedRow(work, name, _minimum_seconds(model, make(model, sizes), turns, clock)))
     return rows
 
 
-def _model(sizes: Sizes, dtype: torch.dtype) -> Any:
+def _model(sizes: ModelSizes, dtype: torch.dtype) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def _minimum_seconds(model: Any, work: Callable[[], object], turns: int, clock: 
     return minimum
 
 
-def _prefill(model: Any, sizes: Sizes) -> Callable[[], object]:
+def _prefill(model: Any, sizes: ModelSizes) -> Callable[[], object]:
     """The forward pass of a prompt, with the logits of the last token."""
     text = _text(sizes.prefill)
 
@@ -142,7 +142,7 @@ def _prefill(model: Any, sizes: Sizes) -> Callable[[], object]:
     return work
 
 
-def _decoding(model: Any, sizes: Sizes) -> Callable[[], object]:
+def _decoding(model: Any, sizes: ModelSizes) -> Callable[[], object]:
     """Single tokens with a cache, which is cropped afterwards."""
     model.eval()
     name = cache_name(model)
@@ -159,7 +159,7 @@ def _decoding(model: Any, sizes: Sizes) -> Callable[[], object]:
     return work
 
 
-def _training(model: Any, sizes: Sizes) -> Callable[[], object]:
+def _training(model: Any, sizes: ModelSizes) -> Callable[[], object]:
     """Forward and backward of a text, without the optimizer step, which is the same for all."""
     model.train()
     text = _text(sizes.training)
@@ -171,7 +171,7 @@ def _training(model: Any, sizes: Sizes) -> Callable[[], object]:
     return work
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[SpeedRow]) -> str:
     """The rows as a table in Markdown."""
     lines = [
         "| | dtype | eager, s | sdpa, s | undivided, s | speed-up over eager | speed-up over sdpa |",
@@ -192,12 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="time.process_time, for one thread on a busy machine"
     )
-    for name, value in vars(Sizes()).items():
+    for name, value in vars(ModelSizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"({value})")
     options = vars(parser.parse_args(arguments))
     turns = options.pop("turns")
     clock = time.process_time if options.pop("processor_time") else time.perf_counter
-    sizes = Sizes(**options)
+    sizes = ModelSizes(**options)
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, {platform.machine()}; {sizes}")
     print(f"seconds by {clock.__name__}, the minimum of {turns} runs")

@@ -32,7 +32,7 @@ _FORMAT_HINT = (
 _AXES = {"sbhd": "[seq, batch, hidden]", "bshd": "[batch, seq, hidden]", "thd": "[tokens, hidden]"}
 
 
-class Sizes(NamedTuple):
+class HiddenSizes(NamedTuple):
     """Batch size and length of hidden states in one format."""
 
     batch: int
@@ -46,7 +46,7 @@ class Evidence(NamedTuple):
     batch: int | None = None
     length: int | None = None
 
-    def fits(self, sizes: Sizes) -> bool:
+    def fits(self, sizes: HiddenSizes) -> bool:
         """Whether these sizes agree with the evidence."""
         fits_batch = self.batch is None or self.batch == sizes.batch
         return fits_batch and (self.length is None or self.length == sizes.length)
@@ -107,9 +107,9 @@ def _other_rank(x: Tensor) -> str | None:
     return None
 
 
-def sizes(x: Tensor, format: Layout) -> Sizes:
+def sizes(x: Tensor, format: Layout) -> HiddenSizes:
     """Batch size and length of hidden states that are not packed."""
-    return Sizes(x.shape[1], x.shape[0]) if format == "sbhd" else Sizes(x.shape[0], x.shape[1])
+    return HiddenSizes(x.shape[1], x.shape[0]) if format == "sbhd" else HiddenSizes(x.shape[0], x.shape[1])
 
 
 def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:

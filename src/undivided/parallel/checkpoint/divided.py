@@ -27,7 +27,7 @@ from undivided.errors import InputError
 from undivided.parallel.state import Division
 
 
-class Chunk(NamedTuple):
+class TensorPart(NamedTuple):
     """Some rows or columns of a rank's tensor (a view), and where they begin in the whole tensor."""
 
     view: Tensor
@@ -52,7 +52,7 @@ class DividedTensor:
         whole = list(part.shape)
         whole[axis] = sum(sizes) * ranks.size
         self.size = torch.Size(whole)
-        self.chunks: list[Chunk] = []
+        self.chunks: list[TensorPart] = []
         local, place = _local(part)
         begin, stop = place[axis], place[axis] + local.shape[axis]
         first = 0  # of this part of the rank's tensor
@@ -61,7 +61,7 @@ class DividedTensor:
             if low < high and local.numel():
                 offsets = list(place)
                 offsets[axis] = first * ranks.size + ranks.rank * size + low - first
-                self.chunks.append(Chunk(local.narrow(axis, low - begin, high - low), torch.Size(offsets)))
+                self.chunks.append(TensorPart(local.narrow(axis, low - begin, high - low), torch.Size(offsets)))
             first += size
 
     def find(self, index: MetadataIndex) -> Tensor:

@@ -25,7 +25,7 @@ from undivided.selection.measured.places import Place, architecture, place, work
 from undivided.selection.measured.table import (
     OURS,
     SCHEMA,
-    Entry,
+    MeasuredRates,
     PlaceCounts,
     Run,
     Table,
@@ -45,7 +45,7 @@ __all__ = [
     "SCHEMA",
     "SHORT",
     "TIE",
-    "Entry",
+    "MeasuredRates",
     "Estimate",
     "Place",
     "PlaceCounts",

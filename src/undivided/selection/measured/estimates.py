@@ -11,7 +11,7 @@ from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.selection.measured import table
 from undivided.selection.measured.places import Place, pass_of, place, work
-from undivided.selection.measured.table import Entry, Run
+from undivided.selection.measured.table import MeasuredRates, Run
 
 NEAR = (1, 2)
 """By how many powers of two a measured problem may differ in key length and in work. The suites increase both by
@@ -42,7 +42,7 @@ class Estimate(NamedTuple):
         return f"est. {duration(self.seconds)}, from bench {self.run.when[:10]}, {self.run.machine}"
 
 
-def nearest(problem: Problem, machine: Machine) -> Entry | None:
+def nearest(problem: Problem, machine: Machine) -> MeasuredRates | None:
     """The entry of the nearest measured problem of this kind, within `NEAR` in key length and work, or None."""
     own = place(problem, machine)
     if own is None:
@@ -62,7 +62,7 @@ def _distance(own: Place, length: int, work: int) -> int | None:
     return length_steps + work_steps if length_steps <= reach and work_steps <= NEAR[1] else None
 
 
-def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | None:
+def estimate(entry: MeasuredRates | None, name: str, problem: Problem) -> Estimate | None:
     """The estimated time of this problem with the backend of this name; None if it was not measured."""
     rate = entry.rates.get(name) if entry is not None else None
     if entry is None or rate is None:
@@ -70,10 +70,10 @@ def estimate(entry: Entry | None, name: str, problem: Problem) -> Estimate | Non
     return Estimate(work(problem) / rate, rate, "B" if pass_of(problem) == "decode" else "FLOP", entry.run)
 
 
-def tie(entry: Entry, device: str, machine: Machine) -> float:
+def tie(entry: MeasuredRates, device: str, machine: Machine) -> float:
     """The fraction within which the rates of an entry are equal on this machine: `TIE`, or `FOREIGN_TIE`.
 
-    >>> entry = Entry(Run("2027-01-02", "AMD EPYC, 1 thread", "abc", "2.13", "a.json"), {})
+    >>> entry = MeasuredRates(Run("2027-01-02", "AMD EPYC, 1 thread", "abc", "2.13", "a.json"), {})
     >>> tie(entry, "cpu", Machine(processor="AMD Ryzen")), tie(entry, "cpu", Machine(processor="Intel(R) Xeon(R)"))
     (0.05, 0.5)
     """

@@ -30,14 +30,14 @@ class Run(NamedTuple):
     report: str
 
 
-class Entry(NamedTuple):
+class MeasuredRates(NamedTuple):
     """Rates by backend, all from one run."""
 
     run: Run
     rates: Mapping[str, float]
 
 
-Table = Mapping[str, Mapping[tuple[int, int], Entry]]
+Table = Mapping[str, Mapping[tuple[int, int], MeasuredRates]]
 """kind -> (length, work) -> entry."""
 
 
@@ -115,14 +115,14 @@ def _parsed(contents: Any) -> Table:
     for name, run in runs.items():
         if not all(isinstance(field, str) for field in run):
             raise ValueError(f"run {name} has a field that is not text")
-    table: dict[str, dict[tuple[int, int], Entry]] = {}
+    table: dict[str, dict[tuple[int, int], MeasuredRates]] = {}
     for kind, places in contents["rates"].items():
         for place, (run, rates) in places.items():
             length, size = map(int, place.split("/"))
             rates = {str(name): float(rate) for name, rate in rates.items()}
             if not all(0 < rate < math.inf for rate in rates.values()):
                 raise ValueError(f"a rate that is not a positive number in {kind} {place}")
-            table.setdefault(kind, {})[length, size] = Entry(runs[run], rates)
+            table.setdefault(kind, {})[length, size] = MeasuredRates(runs[run], rates)
     return table
 
 

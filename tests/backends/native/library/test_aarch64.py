@@ -19,7 +19,7 @@ from torch import Tensor
 
 import undivided
 from undivided.backends import get
-from undivided.cache._storage import Heads, NewTokens, Storage
+from undivided.cache._storage import NewTokens, Storage, TokenSpec
 from undivided.kernels import cpu
 from undivided.quantization import FORMATS, Format
 from undivided.verification import contract, runs
@@ -129,10 +129,10 @@ def test_new_tokens_have_the_bits_of_their_definition(
 ) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         k, v = (difficult_rows((2, 9, 3, 64), dtype, seed) for seed in range(2))
-        heads = Heads.checked(3, 64, 64, dtype, quantize=format)
+        spec = TokenSpec.checked(3, 64, 64, dtype, quantize=format)
 
-        def written(library: object, k: Tensor = k, v: Tensor = v, heads: Heads = heads) -> list[Tensor]:
-            storage = Storage(5, 8, heads, torch.device("cpu"))
+        def written(library: object, k: Tensor = k, v: Tensor = v, spec: TokenSpec = spec) -> list[Tensor]:
+            storage = Storage(5, 8, spec, torch.device("cpu"))
             for part in storage._all_pools:
                 part.view(torch.uint8).zero_()
             with monkeypatch.context() as patched:

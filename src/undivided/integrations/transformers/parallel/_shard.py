@@ -11,7 +11,7 @@ from torch import Tensor
 from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.integrations.transformers._masks import packed_mask, to_mask
-from undivided.integrations.transformers._model_mask import ModelMask, Sizes
+from undivided.integrations.transformers._model_mask import MaskSizes, ModelMask
 from undivided.integrations.transformers._patterns import Packed, Pattern
 from undivided.masks import Mask
 
@@ -73,11 +73,11 @@ class SequenceShard:
                 names,
                 hint="a function of this rank's tokens is unknown for those of other ranks",
             )
-        sizes = Sizes(self.batch, self.length, self.length)
+        sizes = MaskSizes(self.batch, self.length, self.length)
         mask = self._mask(pattern, sizes)
-        return ModelMask(mask, pattern, Sizes(batch, length, length), self.device, context=self.context)
+        return ModelMask(mask, pattern, MaskSizes(batch, length, length), self.device, context=self.context)
 
-    def _mask(self, pattern: Pattern, sizes: Sizes) -> Mask:
+    def _mask(self, pattern: Pattern, sizes: MaskSizes) -> Mask:
         if self.offsets is not None:
             bare = dataclasses.replace(pattern, packed=None, padding=())
             return packed_mask(bare, self.offsets, self.offsets, None, None)

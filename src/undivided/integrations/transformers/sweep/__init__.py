@@ -12,6 +12,6 @@
 
 from __future__ import annotations
 
-from undivided.integrations.transformers.sweep._compare import Outcome, compare
+from undivided.integrations.transformers.sweep._compare import ModelOutcome, compare
 
-__all__ = ["Outcome", "compare"]
+__all__ = ["ModelOutcome", "compare"]

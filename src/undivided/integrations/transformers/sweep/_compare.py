@@ -24,15 +24,15 @@ FLOOR = 1e-5
 bias."""
 
 
-class Outcome(NamedTuple):
+class ModelOutcome(NamedTuple):
     """``state``: equal, differs, fails, unused (no attention ran on Undivided) or unbuilt (the library's own limit)."""
 
     state: str
     detail: str = ""
 
 
-def compare(model_type: str) -> dict[str, Outcome]:
-    """The outcome of each case of an architecture; ``{"": Outcome}`` if there is no model or no input for it.
+def compare(model_type: str) -> dict[str, ModelOutcome]:
+    """The outcome of each case of an architecture; ``{"": ModelOutcome}`` if there is no model or no input for it.
 
     >>> from undivided.integrations.transformers import register
     >>> register()
@@ -48,14 +48,14 @@ def compare(model_type: str) -> dict[str, Outcome]:
             try:
                 outcomes = _cases(model_type, variant)
             except Exception as error:  # the library raises many kinds for sizes that do not fit together
-                first = first or Outcome("unbuilt", _in_a_line(error))
+                first = first or ModelOutcome("unbuilt", _in_a_line(error))
                 if isinstance(error, Unbuildable | ImportError):
                     break
                 continue
             if any(outcome.state != "unused" for outcome in outcomes.values()):
                 return outcomes
             unused = unused or outcomes
-    return unused or {"": first or Outcome("unbuilt")}
+    return unused or {"": first or ModelOutcome("unbuilt")}
 
 
 def _in_a_line(error: Exception) -> str:
@@ -63,9 +63,9 @@ def _in_a_line(error: Exception) -> str:
     return text if isinstance(error, Unbuildable) else f"{type(error).__name__}: {text}"
 
 
-def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
+def _cases(model_type: str, variant: Variant) -> dict[str, ModelOutcome]:
     eager, ours = build(model_type, "eager", variant), None
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, ModelOutcome] = {}
     seen: list[str] = []
     for case in CASES:
         try:
@@ -82,7 +82,7 @@ def _cases(model_type: str, variant: Variant) -> dict[str, Outcome]:
             ours = ours or build(model_type, "undivided", variant)
             outcomes[case] = _outcome(eager, ours, inputs, case, expected)
         except Exception as error:
-            outcomes[case] = Outcome("fails", _in_a_line(error))
+            outcomes[case] = ModelOutcome("fails", _in_a_line(error))
         if outcomes[case].state == "unused":
             break
     return outcomes
@@ -92,23 +92,23 @@ def _is_noise(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]) -> Outcome:
+def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]) -> ModelOutcome:
     with count_calls() as calls:
         words = difference(step(ours, inputs, case), expected, TOLERANCE)
     if not words:
-        return Outcome("equal" if calls else "unused")
+        return ModelOutcome("equal" if calls else "unused")
     actual = step(ours, inputs, case)
     if not difference(actual, expected, AMPLIFIED):
         exact = {name: v.double() if _is_noise(v) else v for name, v in inputs.items()}
         try:
             actual, expected = (step(one.double(), exact, case) for one in (ours, eager))
         except RuntimeError:  # a model that creates float32 tensors itself
-            return Outcome("differs", words)
+            return ModelOutcome("differs", words)
         finally:
             ours.float(), eager.float()
         if not difference(actual, expected, EXACT):
-            return Outcome("equal", f"in float64; in float32 {words}")
-    return Outcome("differs", words)
+            return ModelOutcome("equal", f"in float64; in float32 {words}")
+    return ModelOutcome("differs", words)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping
 
-from undivided.integrations.transformers.sweep._compare import Outcome
+from undivided.integrations.transformers.sweep._compare import ModelOutcome
 from undivided.integrations.transformers.sweep._known import EXPLAINED
 
-Outcomes = Mapping[str, Outcome]
+Outcomes = Mapping[str, ModelOutcome]
 
 INTRODUCTION = """# Hugging Face architectures
 
