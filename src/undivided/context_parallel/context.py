@@ -37,8 +37,9 @@ from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
 from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
-from undivided.request.checks import checked_mask, draw_seed
+from undivided.request.checks import checked_mask
 from undivided.request.request import Options, Request, Tensors
+from undivided.request.seed import draw_number
 from undivided.selection.decision import Decision, decide
 from undivided.selection.policy import Policy
 
@@ -135,8 +136,8 @@ class ContextParallel(ShardedTokens):
         >>> first == second
         True
         """
-        drawn = draw_seed(torch.device("cpu"))
-        return int(drawn) if self._axes is None else agree_on_seed(self._axes, int(drawn))
+        drawn = draw_number()
+        return drawn if self._axes is None else agree_on_seed(self._axes, drawn)
 
     @outside_of_graphs
     def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:

@@ -31,17 +31,16 @@ from undivided.request.checks import (
     check_pages,
     check_ranks,
     check_scalars,
-    check_seed,
     check_shapes,
     check_slopes,
     checked_mask,
     checked_scale,
-    checked_seed,
 )
 from undivided.request.foreign import tensor_hint
 from undivided.request.problem import Problem
 from undivided.request.quantized import check_quantized, check_scale_tensors
 from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
+from undivided.request.seed import check_seed, checked_seed
 from undivided.request.slopes import are_usual
 
 

@@ -30,10 +30,11 @@ from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.quantization import head_size
 from undivided.request.call import Call
-from undivided.request.checks import check_seed, checked_mask, draw_seed
+from undivided.request.checks import checked_mask
 from undivided.request.normalise import check_types
 from undivided.request.request import OPTIONAL_TENSORS, Options, Request, Tensors
 from undivided.request.result import lse_dtype
+from undivided.request.seed import check_seed, draw_seed
 from undivided.run import autograd, shared_masks
 from undivided.run.flop_counter import register_if_counting
 from undivided.run.operator_arguments import ANY_SWITCHES, FLAGS, SCHEMA, Arguments, Spec

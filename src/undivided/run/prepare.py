@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from undivided.machine import Machine
 from undivided.request.call import Call
-from undivided.request.checks import draw_seed
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
+from undivided.request.seed import draw_seed
 from undivided.selection.decision import Decision, decide, select
 from undivided.selection.policy import Policy
 

@@ -25,6 +25,7 @@ from undivided.masks import Mask
 from undivided.request.checks import check_scalars
 from undivided.request.foreign import keyword_hint
 from undivided.request.request import KEYWORDS, Options, Tensors
+from undivided.request.seed import draw_number
 from undivided.run import autograd
 from undivided.verification.report import Report, Row
 from undivided.verification.runs import build_trial, run
@@ -108,7 +109,7 @@ def verify(
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     q, k, v = autograd.autocast(q, k, v, k_scale)
     if dropout_p and dropout_seed is None:
-        options = options._replace(dropout_seed=int(torch.randint(2**62, ())))  # the same pattern for all backends
+        options = options._replace(dropout_seed=draw_number())  # the same pattern for all backends
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         tensors = Tensors(q, k, v, bias, sinks, alibi_slopes)._asdict()
         rest = {**options._asdict(), "deterministic": deterministic, "batch_invariant": batch_invariant}

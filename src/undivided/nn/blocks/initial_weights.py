@@ -10,6 +10,7 @@ from torch import Tensor, distributed
 
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.nn.blocks.tensor_ranks import TensorRanks, Tracker, forked
+from undivided.request.seed import draw_number
 
 Init = Callable[[Tensor], object]
 
@@ -93,7 +94,7 @@ def _process_number(size: int) -> int | None:
 
 
 def _draw_by_number(init: Init, number: int, weight: Tensor) -> None:
-    seed = int(torch.randint(2**62, ()))
+    seed = draw_number()
     devices = [] if weight.device.type == "cpu" else [weight.device]
     with torch.random.fork_rng(devices, device_type=weight.device.type if devices else "cuda"):
         torch.manual_seed(seed + number)

@@ -24,7 +24,7 @@ from undivided.context_parallel.exchange.timeouts import adopt_timeout
 from undivided.errors import InputError
 from undivided.nn.blocks.exchanged import exchanged
 from undivided.nn.blocks.rank_calls import running_call
-from undivided.request.checks import draw_seed
+from undivided.request.seed import draw_seed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
