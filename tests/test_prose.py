@@ -12,15 +12,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WHERE = ("README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md", "docs", "examples", "src", "tests")
-"""Files, and folders with all Markdown, Python and C++ files below them."""
+WHERE = (
+    *("README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md", "docs", "examples", "src", "tests"),
+    *("scripts", "cmake", ".github", "pyproject.toml"),
+)
+"""Files, and folders with all text files below them."""
 EXCEPT = ("docs/troubleshooting.md", "docs/reference/hugging-face.md", "tests/test_prose.py")
 """Pages that are generated (their text is in src), and this file."""
-SUFFIXES = {".md", ".py", ".h", ".cc"}
+SUFFIXES = {".md", ".py", ".h", ".cc", ".sh", ".js", ".toml", ".txt", ".cmake", ".yml", ".yaml"}
+"""And files without one in `scripts`, which are shell scripts."""
 
 COUNTED = """backend batch block byte call case chunk core decision document element file head key layer launch line
-machine mask page pass process processor program query rank row run score second sequence step text thread tile token
-unit variable wheel""".split()
+machine mask page pass platform process processor program query rank row run score second sequence step text thread
+tile token unit variable wheel""".split()
 A_UNIT = rf"an? ({'|'.join(COUNTED)})\b"
 THINGS = "int bool float string tensor number multiple range mask page file option error question".split()
 
@@ -37,7 +41,7 @@ PHRASES = [
     (r"\bto be had\b|\bmust be there\b", "is unavailable, must exist"),
     (r"\bbeliefs?\b", "default rank"),
     (r"\bstands? against\b", "is refused because"),
-    (r"\brepair(s|ed|ing)?\b", "fix"),
+    (r"(?<!auditwheel\s)(?<!auditwheel\"\s)\brepair(s|ed|ing)?\b(?!-wheel-command)", "fix"),
     (r"\bwill do\b", "is enough"),
     (r"\bhow many times as\b|\band in brackets which\b", "1.9x PyTorch, 72 % of peak"),
     (r"\bfor ever\b|\bthrown away\b|\bthe whole's\b", "permanently, discarded, of the whole"),
@@ -50,7 +54,8 @@ def _pages() -> Iterator[Path]:
     for name in WHERE:
         path = ROOT / name
         for page in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if page.suffix in SUFFIXES and page.relative_to(ROOT).as_posix() not in EXCEPT:
+            is_text = page.suffix in SUFFIXES or (name == "scripts" and not page.suffix and page.is_file())
+            if is_text and page.relative_to(ROOT).as_posix() not in EXCEPT:
                 yield page
 
 

@@ -25,7 +25,7 @@ ROUNDINGS = 16
 
 
 class Row(NamedTuple):
-    """A problem, and for each other value how many times as fast it is as with the current value.
+    """A problem, and for each other value its speed divided by that with the current value.
 
     spread: the largest distance between the quartiles of a ratio. wrong: the values whose result differs.
     """
@@ -99,7 +99,7 @@ def _native(problem: Benchmark) -> Competitor:
 
 
 def _caller(call: Callable[[], object], library: cpu.Library) -> Callable[[], object]:
-    """The call with another library: the native backend asks for it at every call."""
+    """The call with another library, which the native backend loads at every call."""
 
     def run() -> object:
         cpu.load = lambda: library  # type: ignore[assignment]

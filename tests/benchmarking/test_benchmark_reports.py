@@ -260,7 +260,7 @@ class TestCommand:
         assert "processor time" in benchmarking.markdown(report).splitlines()[0]
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "expected"),
         [
             (["--suite", "speed"], "forward"),
             (["--processor-time", "--threads", "2"], "for one thread of a CPU"),
@@ -274,10 +274,10 @@ class TestCommand:
         ids=["suite", "processor-time", "dtype", "competitor", "backend", "filter", "file", "device"],
     )
     def test_wrong_input_is_one_message_and_exit_code_2(
-        self, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+        self, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         done = command(*arguments)
         assert done.exit_code == 2
-        assert said in done.stderr
+        assert expected in done.stderr
         assert "Traceback" not in done.output

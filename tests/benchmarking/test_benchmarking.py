@@ -21,7 +21,7 @@ from undivided.kernels import cpu
 
 
 class Clock:
-    """A stopwatch on which every call takes as long as was said; the calls are made all the same."""
+    """A stopwatch on which every call takes as long as was given; the calls are made all the same."""
 
     def __init__(self, **seconds: float) -> None:
         self.seconds, self.calls = seconds, list[tuple[str, int]]()

@@ -67,12 +67,12 @@ class CacheMachine(RuleBasedStateMachine):
     def append_as_many_to_each(self, count: int) -> None:
         self.put([count] * BATCH, count, self.cache.layout == "thd")
 
-    def put(self, counts: list[int], length: int, said: bool) -> None:
+    def put(self, counts: list[int], length: int, with_lengths: bool) -> None:
         new = [self.new(count) for count in counts]
         k, v = (joined([tokens[n] for tokens in new], self.cache.layout, length) for n in range(2))
         before, fits = self.seen(), self.may_fit(counts)
         try:
-            self.cache.append(k, v, lengths=counts if said else None)
+            self.cache.append(k, v, lengths=counts if with_lengths else None)
         except InputError:
             assert not self.surely_fits(counts)
             assert self.seen() == before

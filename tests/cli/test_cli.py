@@ -162,7 +162,7 @@ class TestExplain:
         assert found["chosen"] == "flash_attn"
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "expected"),
         [
             pytest.param(["--q", "3x4"], "BxSxHxD", id="too-few-sizes"),
             pytest.param(["--layout", "thd", "--q", "3x4xq"], "TxHxD", id="no-numbers"),
@@ -170,7 +170,7 @@ class TestExplain:
             pytest.param(["--cudnn", "9.1"], "--device", id="cudnn-of-what"),
             pytest.param(["--device", "a100", "--package", "flash_attn"], "NAME=VERSION", id="package-without-version"),
             pytest.param(["--device", "a100", "--package", "left_pad=1"], "left_pad", id="unknown-package"),
-            pytest.param(["--kv", "2x512x8x64", "--mask", "causal"], "bottom_right", id="alignment-not-said"),
+            pytest.param(["--kv", "2x512x8x64", "--mask", "causal"], "bottom_right", id="alignment-not-given"),
             pytest.param(["--align", "sideways"], "sideways", id="no-such-alignment"),
             pytest.param(["--mask", "__import__('os')"], "causal", id="mask-is-not-evaluated"),
             pytest.param(["--window", "3"], "LEFT,RIGHT", id="one-sided-window"),
@@ -181,8 +181,8 @@ class TestExplain:
             pytest.param(["--softcap", "-1"], "softcap", id="negative-softcap"),
         ],
     )
-    def test_wrong_input_is_one_message_and_exit_code_2(self, arguments: list[str], said: str) -> None:
-        assert said in refused("explain", *arguments)
+    def test_wrong_input_is_one_message_and_exit_code_2(self, arguments: list[str], expected: str) -> None:
+        assert expected in refused("explain", *arguments)
 
 
 class TestVerify:

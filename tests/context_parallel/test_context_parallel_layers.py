@@ -61,12 +61,12 @@ def bound(group: SimulatedGroup, comm: str, call: dict[str, Any]) -> undivided.C
 def compare(module: torch.nn.Module, x: Tensor, call: dict[str, Any], comm: str, **more: Any) -> None:
     """The module over ranks and alone: outputs, gradients of the input and of every parameter."""
     axis = AXIS[call["qkv_format"]]
-    said = {name: value for name, value in call.items() if name not in NEW}
+    shared = {name: value for name, value in call.items() if name not in NEW}
     weights = torch.randn_like(x)
 
     def run(module: Any, x: Tensor, weights: Tensor) -> list[Tensor]:
         x = x.detach().requires_grad_()
-        out = module(x, **said, **more)
+        out = module(x, **shared, **more)
         (out * weights.reshape(out.shape)).sum().backward()
         return [out.detach(), x.grad, *(p.grad for p in module.parameters())]  # type: ignore[list-item]
 
@@ -95,9 +95,9 @@ class Core(torch.nn.Module):
     def set_context_parallel_group(self, *arguments: Any) -> None:
         self.core.set_context_parallel_group(*arguments)
 
-    def forward(self, x: Tensor, **said: Any) -> Tensor:
+    def forward(self, x: Tensor, **shared: Any) -> Tensor:
         q = x.unflatten(-1, (4, 8))
-        return self.core(q, q.flip(-1), q * 0.5, **said)
+        return self.core(q, q.flip(-1), q * 0.5, **shared)
 
 
 def tokens(call: dict[str, Any]) -> Tensor:

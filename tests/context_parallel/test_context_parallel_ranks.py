@@ -132,8 +132,8 @@ def planned() -> dict[tuple[str, str], list[tuple[int, ...]]]:
                 value_dim=4,
                 dtype=torch.float32,  # type: ignore[arg-type]
             ).options
-            said = (option.pairs, option.forward, option.backward, option.steps)
-            found[name, strategy] = list(zip(*(counts.tolist() for counts in said), strict=True))
+            tensors = (option.pairs, option.forward, option.backward, option.steps)
+            found[name, strategy] = list(zip(*(counts.tolist() for counts in tensors), strict=True))
     return found
 
 

@@ -254,8 +254,8 @@ def fuzz(count: int, first: int = 0) -> dict[str, list[int]]:
             run_case(number)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            said = str(error).partition("\n")[0][:80]
-            found[f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}: {said}"].append(number)
+            first_line = str(error).partition("\n")[0][:80]
+            found[f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}: {first_line}"].append(number)
     return dict(found)
 
 

@@ -92,12 +92,14 @@ T = torch.randn(12, 4, 8)
 CU = torch.tensor([0, 5, 12], dtype=torch.int32)
 
 
-def bad(arguments: dict[str, Any], said: str) -> Any:
-    return pytest.param(arguments, said, id="-".join(f"{k}={str(v)[:24]}" for k, v in arguments.items()) or "nothing")
+def bad(arguments: dict[str, Any], expected: str) -> Any:
+    return pytest.param(
+        arguments, expected, id="-".join(f"{k}={str(v)[:24]}" for k, v in arguments.items()) or "nothing"
+    )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         bad({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         bad({"num_attention_heads": 4.0}, "num_attention_heads must be an int, got 4.0"),
@@ -126,11 +128,11 @@ def bad(arguments: dict[str, Any], said: str) -> Any:
         bad({"cp_comm_type": "ring"}, "cp_comm_type must be one of 'p2p', 'all_gather', 'a2a', 'a2a+p2p', got 'ring'"),
     ],
 )  # fmt: skip
-def test_errors_of_the_constructor(arguments: dict[str, Any], said: str) -> None:
+def test_errors_of_the_constructor(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError) as caught:
         DotProductAttention(**({"num_attention_heads": 4, "kv_channels": 8} | arguments))
-    assert str(caught.value).startswith(said)
-    assert caught.value.argument == said.split(" ")[0]
+    assert str(caught.value).startswith(expected)
+    assert caught.value.argument == expected.split(" ")[0]
 
 
 def padding(*shape: int) -> Tensor:
@@ -237,14 +239,14 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize(
-    ("tensors", "call", "said", "hint"), BAD_CALLS, ids=[f"{n}-{c[2][:50]}" for n, c in enumerate(BAD_CALLS)]
+    ("tensors", "call", "expected", "hint"), BAD_CALLS, ids=[f"{n}-{c[2][:50]}" for n, c in enumerate(BAD_CALLS)]
 )
-def test_errors_of_a_call(tensors: tuple[Tensor, ...], call: dict[str, Any], said: str, hint: str) -> None:
+def test_errors_of_a_call(tensors: tuple[Tensor, ...], call: dict[str, Any], expected: str, hint: str) -> None:
     with pytest.raises(InputError) as caught:
         DotProductAttention(4, 8)(*tensors, **({"qkv_format": "bshd"} | call))
     message = str(caught.value)
-    assert message.startswith(said)
-    assert caught.value.argument == said.split(" ")[0]
+    assert message.startswith(expected)
+    assert caught.value.argument == expected.split(" ")[0]
     assert hint in (caught.value.hint or "")
     assert hint in message
 
@@ -276,11 +278,11 @@ def test_lengths_of_no_sequences() -> None:
     assert module(Q[:0], Q[:0], Q[:0], cu_seqlens_q=CU[:1]).shape == (0, 6, 32)
 
 
-@pytest.mark.parametrize(("format", "said"), [("thd", "given"), ("bshd", "given for cross-attention, got None")])
-def test_keys_of_cross_attention_have_their_own_offsets(format: str, said: str) -> None:
+@pytest.mark.parametrize(("format", "expected"), [("thd", "given"), ("bshd", "given for cross-attention, got None")])
+def test_keys_of_cross_attention_have_their_own_offsets(format: str, expected: str) -> None:
     module = DotProductAttention(4, 8, qkv_format=format, attn_mask_type="padding", attention_type="cross")
     x = T if format == "thd" else T.unflatten(0, (2, 6))
-    with pytest.raises(InputError, match=f"cu_seqlens_kv must be {said}"):
+    with pytest.raises(InputError, match=f"cu_seqlens_kv must be {expected}"):
         module(x, x, x, cu_seqlens_q=CU if format == "thd" else torch.tensor([0, 5, 8]))
 
 

@@ -29,7 +29,7 @@ def step(*, dtype: torch.dtype = torch.float32, **counts: int) -> InferenceParam
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"attn_input_format": None}, "attn_input_format must be given (there is no default): one of 'sbhd', 'bshd', 'thd', got None\n  HINT: look at hidden_states.shape: 'bshd' if it is [batch, seq, hidden]"),
         ({"attn_input_format": "bhsd"}, "attn_input_format must be one of 'sbhd', 'bshd', 'thd', got 'bhsd'\n  HINT: look at hidden_states.shape"),
@@ -80,12 +80,12 @@ def step(*, dtype: torch.dtype = torch.float32, **counts: int) -> InferenceParam
         ({"ub_bulk_wgrad": 1}, "ub_bulk_wgrad must be True or False, got 1"),
     ],
 )  # fmt: skip
-def test_errors_of_the_constructor(options: dict[str, Any], said: str) -> None:
+def test_errors_of_the_constructor(options: dict[str, Any], expected: str) -> None:
     given = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "attn_input_format": "bshd"}
     with pytest.raises(InputError) as caught:
         TransformerLayer(**(given | options))
-    assert str(caught.value).startswith(said)
-    assert caught.value.argument == said.split(" ")[0]
+    assert str(caught.value).startswith(expected)
+    assert caught.value.argument == expected.split(" ")[0]
 
 
 BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -144,16 +144,16 @@ BAD_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("options", "call", "said"), BAD_CALLS, ids=[f"{n}-{c[2][:40]}" for n, c in enumerate(BAD_CALLS)]
+    ("options", "call", "expected"), BAD_CALLS, ids=[f"{n}-{c[2][:40]}" for n, c in enumerate(BAD_CALLS)]
 )
-def test_errors_of_a_call(options: dict[str, Any], call: dict[str, Any], said: str) -> None:
+def test_errors_of_a_call(options: dict[str, Any], call: dict[str, Any], expected: str) -> None:
     module = TransformerLayer(
         HIDDEN, FFN, HEADS, **({"attn_input_format": "bshd", "attention_dropout": 0.0, "layer_number": 1} | options)
     )
     with torch.no_grad(), pytest.raises(InputError) as caught:
         module(**({"hidden_states": X} | call))
-    assert str(caught.value).startswith(said)
-    assert caught.value.argument == said.split(" ")[0]
+    assert str(caught.value).startswith(expected)
+    assert caught.value.argument == expected.split(" ")[0]
 
 
 def test_process_groups_may_be_none() -> None:

@@ -327,7 +327,7 @@ def test_a_named_backend_runs_or_gives_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "call", "said"),
+    ("options", "call", "expected"),
     [
         (
             {"qkv_format": None},
@@ -369,7 +369,7 @@ def test_a_named_backend_runs_or_gives_reasons() -> None:
         ),
     ],
 )
-def test_errors_of_wrong_arguments(options: dict[str, Any], call: dict[str, Any] | None, said: str) -> None:
+def test_errors_of_wrong_arguments(options: dict[str, Any], call: dict[str, Any] | None, expected: str) -> None:
     given: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "qkv_format": "bshd"} | options
 
     def run() -> None:
@@ -378,5 +378,5 @@ def test_errors_of_wrong_arguments(options: dict[str, Any], call: dict[str, Any]
 
     with pytest.raises(InputError) as caught:
         run()
-    assert str(caught.value).startswith(said)
-    assert caught.value.argument == said.split(" ")[0]
+    assert str(caught.value).startswith(expected)
+    assert caught.value.argument == expected.split(" ")[0]

@@ -239,7 +239,7 @@ FREQS = RotaryPositionEmbedding(8)(5)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message_start"),
     [
         (
             {"tensor_format": None},
@@ -318,14 +318,14 @@ FREQS = RotaryPositionEmbedding(8)(5)
         ),
     ],
 )
-def test_errors_of_wrong_calls(arguments: dict[str, Any], said: str) -> None:
+def test_errors_of_wrong_calls(arguments: dict[str, Any], message_start: str) -> None:
     with pytest.raises(InputError) as caught:
         apply_rotary_pos_emb(**({"t": T, "freqs": FREQS, "tensor_format": "bshd"} | arguments))
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message_start)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message_start"),
     [
         ({"dim": 7}, "dim must be an even number of rotated channels, got 7"),
         ({"dim": 8, "rotary_percent": 0.4}, "dim must be an even number of rotated channels, got 8 * 0.4 = 3"),
@@ -360,10 +360,10 @@ def test_errors_of_wrong_calls(arguments: dict[str, Any], said: str) -> None:
         ),
     ],
 )
-def test_errors_of_wrong_constructions(arguments: dict[str, Any], said: str) -> None:
+def test_errors_of_wrong_constructions(arguments: dict[str, Any], message_start: str) -> None:
     with pytest.raises(InputError) as caught:
         RotaryPositionEmbedding(**({"dim": 8} | arguments))
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message_start)
 
 
 def test_the_training_length_may_be_given_to_the_constructor() -> None:

@@ -299,7 +299,7 @@ def test_every_backend_has_gradients_in_a_recorded_call(how: str, backend: str) 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message_start"),
     [
         ({"backend": "native|math"}, "backend must be one of"),
         ({"backend": "nothing"}, "backend must be one of"),
@@ -307,9 +307,9 @@ def test_every_backend_has_gradients_in_a_recorded_call(how: str, backend: str) 
         ({"batch_invariant": 1}, "batch_invariant must be True, False or None, got 1"),
     ],
 )
-def test_errors_of_wrong_choices_on_fake_tensors(options: dict[str, Any], said: str) -> None:
+def test_errors_of_wrong_choices_on_fake_tensors(options: dict[str, Any], message_start: str) -> None:
     with FakeTensorMode():
         q = torch.empty(1, 4, 2, 8)
     with pytest.raises(InputError) as caught:
         undivided.attention(q, q, q, layout="bshd", **options)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message_start)

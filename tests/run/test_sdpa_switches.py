@@ -72,8 +72,8 @@ def test_allowing_only_flash_raises_its_reasons() -> None:
         ours(q.double(), k.double(), v[..., :3].double(), dropout_p=0.5)
     reasons = error.value.decision.reasons
     assert any("value head size" in reason for reason in reasons["torch_flash"])
-    said = "switched off by sdpa_kernel or torch.backends.cuda.enable_math_sdp(False)"
-    assert said in reasons["reference"]
+    reason = "switched off by sdpa_kernel or torch.backends.cuda.enable_math_sdp(False)"
+    assert reason in reasons["reference"]
 
 
 def test_only_flash_runs_flash(ran: list[str]) -> None:
@@ -132,9 +132,9 @@ def test_every_switch_is_named_in_its_reason() -> None:
         ("c", "fused", "cudnn"),
         ("m", "math", "math"),
     ):
-        said = dict(current_policy(switches=f"{letter}:").disabled)
-        assert f"enable_{switch}_sdp(False)" in said[family]
-        assert len(said) == (2 if letter == "f" else 1)
+        reasons = dict(current_policy(switches=f"{letter}:").disabled)
+        assert f"enable_{switch}_sdp(False)" in reasons[family]
+        assert len(reasons) == (2 if letter == "f" else 1)
     assert current_policy(switches="") == current_policy()
 
 

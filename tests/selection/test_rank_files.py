@@ -65,7 +65,7 @@ class TestFiles:
             assert explain().backend is not None
 
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("text", "expected"),
         [
             ("{", "Expecting property name"),
             ("[]", "another type"),
@@ -76,10 +76,10 @@ class TestFiles:
             ('{"schema": 1, "runs": {"0": {}}, "rates": {}}', "missing"),
         ],
     )
-    def test_a_file_that_is_not_a_table_is_ignored_with_a_warning(self, users: Path, text: str, said: str) -> None:
+    def test_a_file_that_is_not_a_table_is_ignored_with_a_warning(self, users: Path, text: str, expected: str) -> None:
         users.parent.mkdir()
         users.write_text(text)
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=expected):
             _measured.read(users)
         with pytest.warns(
             RuntimeWarning, match=r"ranks\.json must be a table of ranks.*the package's own ranks are used"

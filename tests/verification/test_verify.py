@@ -47,8 +47,8 @@ def test_a_backend_that_lacks_one_gradient_is_checked_for_the_others() -> None:
     report = verify(q, k, v, layout="bshd", bias=torch.randn(5, 5), backends=["reference", "torch_flash"])
     assert set(report.of("reference")) == {"out", "lse", "dq", "dk", "dv", "dbias"}
     assert set(report.of("torch_flash")) == {"out", "lse", "dq", "dk", "dv"}
-    (said,) = report.unchecked["torch_flash"]
-    assert said.startswith("gradients of q, k, v, bias: no support for the gradient of the bias")
+    (reason,) = report.unchecked["torch_flash"]
+    assert reason.startswith("gradients of q, k, v, bias: no support for the gradient of the bias")
     assert "not checked: gradients of q, k, v, bias" in str(report)
 
 

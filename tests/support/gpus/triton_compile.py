@@ -86,15 +86,15 @@ def resources(compiled: Any, architecture: str) -> dict[str, int]:
         source.write_text(ptx)
         words = (assembler, "-v", f"--gpu-name={name}", source, "-o", source.with_suffix(".cubin"))
         command = [str(word) for word in words]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         listing = ""
-        if " 0 bytes spill stores" not in said:
+        if " 0 bytes spill stores" not in report:
             command = [str(tools / "nvdisasm"), str(source.with_suffix(".cubin"))]
             listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers = re.search(r"Used (\d+) registers", said)
-    stores = re.search(r"(\d+) bytes spill stores", said)
-    assert registers is not None, said
-    assert stores is not None, said
+    registers = re.search(r"Used (\d+) registers", report)
+    stores = re.search(r"(\d+) bytes spill stores", report)
+    assert registers is not None, report
+    assert stores is not None, report
     return {
         "registers": int(registers[1]),
         "spilled": int(stores[1]),

@@ -199,8 +199,8 @@ def test_lost_speed_is_warned_of_once_per_process(tmp_path: Path) -> None:
     absent = (
         f"from undivided.kernels import cpu\ncpu.path = lambda: __import__('pathlib').Path({str(tmp_path / 'x')!r})"
     )
-    (said,) = lost_speed(absent)
-    assert said.startswith(
+    (warning,) = lost_speed(absent)
+    assert warning.startswith(
         "calls on the CPU run on PyTorch's kernels, which are slower: the native kernel's library was"
     )
     denied = "from undivided.kernels import cpu\ncpu.load().lost_level = 'the system denied it'"
@@ -209,8 +209,8 @@ def test_lost_speed_is_warned_of_once_per_process(tmp_path: Path) -> None:
         assert lost_speed(denied, UNDIVIDED_ISA="") == [found]
         assert lost_speed(denied, UNDIVIDED_ISA="generic") == []
         other = next(level for level in cpu.LEVELS if level not in LIBRARY.levels)
-        (said,) = lost_speed("", UNDIVIDED_ISA=other)
-        assert f"UNDIVIDED_ISA={other} (this processor and this build have" in said
+        (warning,) = lost_speed("", UNDIVIDED_ISA=other)
+        assert f"UNDIVIDED_ISA={other} (this processor and this build have" in warning
     assert lost_speed("", UNDIVIDED_ISA="generic") == []
 
 
