@@ -24,7 +24,7 @@ from undivided.integrations.transformers._patterns import Pattern
 from undivided.integrations.transformers._repeated import repeated
 from undivided.masks import Mask
 from undivided.nn.blocks.tensor_ranks import TensorRanks
-from undivided.request.checks import draw_seed
+from undivided.request.seed import draw_seed
 from undivided.run.autograd import autocast
 from undivided.selection.policy import current_policy
 
