@@ -29,6 +29,8 @@ from undivided.run.autograd import autocast
 from undivided.selection.policy import current_policy
 
 _NUMBERS, _FLAGS = frozenset({int, float}), frozenset({bool, type(None)})
+_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""The arguments that describe packed documents."""
 
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
@@ -98,39 +100,31 @@ def attention(
     >>> attention(layer, q, k, k)[0].shape
     torch.Size([1, 5, 8, 16])
     """
-    cache = others.get("cache")
-    if is_paged_cache(cache):  # its engine passes lengths and offsets in a form of its own
-        if has_latents(module):
-            key, value = expand(module, cast(Tensor, key))
-        arguments = {**others, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-        arguments |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        states = cast(Tensor, key), cast(Tensor, value)
-        out = paged_attention(query, *states, cache, layer, arguments, scale=scaling, softcap=softcap, sinks=s_aux)
-        return out, None
+    if is_paged_cache(others.get("cache")):
+        documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        arguments = others | dict(zip(_DOCUMENTS, documents, strict=True))
+        return _over_paged_cache(module, query, key, value, arguments, scaling, softcap, s_aux), None
     _check_refused(others)
     if isinstance(attention_mask, ModelMask) and cu_seq_lens_q is None and "position_ids" in others:
         report_restarts(module, attention_mask, others["position_ids"])
-    optional = position_bias, sinks, indices, block_indices, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    if _is_in_one_row(attention_mask, query, key, value) and {*map(type, optional)} == {type(None)}:
+    is_bare = position_bias is sinks is indices is block_indices is cu_seq_lens_q is cu_seq_lens_k is None
+    is_bare = is_bare and max_length_q is max_length_k is None
+    if is_bare and _is_in_one_row(attention_mask, query, key, value):
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         given["output_attentions"] = output_attentions
         rows = query, cast(Tensor, key), cast(Tensor, value)
         return _in_one_row(module, cast(ModelMask, attention_mask), rows, given)
-    is_plain = s_aux is position_bias is sinks is indices is block_indices is cu_seq_lens_q is cu_seq_lens_k is None
-    is_plain = is_plain and max_length_q is max_length_k is None and type(dropout) in _NUMBERS and dropout == 0
     # what is wrong raises an error below
+    is_plain = is_bare and s_aux is None and type(dropout) in _NUMBERS and dropout == 0
     is_plain = is_plain and type(is_causal) in _FLAGS and (output_attentions is None or output_attentions is False)
     if is_plain and isinstance(attention_mask, ModelMask) and not _collects_weights(module):
         same = repeated(module, query, key, value, attention_mask, scaling, softcap)
         if same is not None:
             return same, None
     check_arguments(dict(locals()))
-    absorbs = has_latents(module) and bool(query.shape[2]) and pays_off(module, query.shape[2])
-    if absorbs:
-        query = absorb_queries(module, query)
-    elif has_latents(module):
-        key, value = expand(module, cast(Tensor, key))
+    is_absorbed = False
+    if has_latents(module):
+        query, key, value, is_absorbed = _latent_states(module, query, cast(Tensor, key), value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, bias = _mask_and_bias(module, attention_mask, query, key, causal)
     if cu_seq_lens_q is not None:
@@ -155,16 +149,40 @@ def attention(
         refused |= {"indices": indices, "block_indices": block_indices, "cu_seq_lens_q": cu_seq_lens_q}
         options["context_parallel"] = _context(attention_mask, refused)
     if dropout:
-        options |= _dropout_over_ranks(module, query, options)
-        if needs_weights and "dropout_seed" not in options:  # output and weights must drop the same entries
-            options["dropout_seed"] = draw_seed(query.device)
-    q = query.transpose(1, 2)
+        options |= _seed_and_mask(module, query, options, needs_weights)
     k, v, scales = _keys_and_values(key, value)
-    out, share = _with_token_sinks(q, k, v, sinks, options | scales)
-    weights = _weights(q, key, options) if needs_weights else None
-    if absorbs:
+    out, share = _with_token_sinks(query.transpose(1, 2), k, v, sinks, options | scales)
+    weights = _weights(query.transpose(1, 2), key, options) if needs_weights else None
+    if is_absorbed:
         out = expand_output(module, out)
     return out, weights if weights is None or share is None else weights * share
+
+
+def _over_paged_cache(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    arguments: dict[str, Any],
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The output over the cache of continuous batching, whose engine passes lengths and offsets in its own form."""
+    if has_latents(module):
+        key, value = expand(module, key)
+    cache, layer = arguments["cache"], cast(int, module.layer_idx)
+    return paged_attention(query, key, value, cache, layer, arguments, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _latent_states(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor | CachedStates
+) -> tuple[Tensor, Tensor, Tensor | CachedStates, bool]:
+    """(query, key, value) of a layer of `use_latents`, and whether they are latents, because that is less work."""
+    q_len = query.shape[2]
+    if q_len and pays_off(module, q_len):
+        return absorb_queries(module, query), key, value, True
+    return query, *expand(module, key), False
 
 
 def _is_in_one_row(mask: object, *states: object) -> bool:
@@ -250,12 +268,18 @@ def _context(mask: ModelMask | Tensor | None, refused: dict[str, Any]) -> Contex
     return context
 
 
-def _dropout_over_ranks(module: nn.Module, query: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """The seed on which ranks agree, and the mask that knows which heads of the layer these are: as in one process."""
+def _seed_and_mask(module: nn.Module, query: Tensor, options: dict[str, Any], needs_weights: bool) -> dict[str, Any]:
+    """The seed and the mask of a dropout, as options, if the call must not draw the seed itself.
+
+    Ranks agree on the seed, and the mask knows which heads of the layer these are: as in one process. Output and
+    weights drop the same entries.
+    """
     context: ContextParallel | None = options.get("context_parallel")
     ranks: TensorRanks | None = getattr(module, TENSOR_RANKS, None)
     if ranks is None:
-        return {} if context is None else {"dropout_seed": context.seed()}
+        if context is not None:
+            return {"dropout_seed": context.seed()}
+        return {"dropout_seed": draw_seed(query.device)} if needs_weights else {}
     seed = ranks.agree_on_seed(draw_seed(query.device) if context is None else context.seed(), query.device)
     mask = masks.FULL if options["mask"] is None else options["mask"]
     return {"dropout_seed": seed, "mask": mask.with_first_head(ranks.rank * query.shape[1])}
