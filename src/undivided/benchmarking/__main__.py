@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command; the exit code is 1 if one of our results was wrong, 2 if something was not run."""
+    """The exit code of the command: 1 if one of our results was wrong, 2 if something was not run."""
     options = _parser().parse_args()
     if options.host:
         return _host(options.device, options.json)
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def _host(device: str, path: Path | None) -> int:
-    """Print the host's times of small calls, and write them."""
+    """The exit code, after the host's times of small calls are printed and written."""
     machine, times = str(Machine.this(device)), list[HostTime]()
     print(machine, flush=True)
     for row in host_times(device):

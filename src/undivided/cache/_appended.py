@@ -27,7 +27,7 @@ _SIZE, _PACK = cpu.APPEND_RECORD.size, cpu.APPEND_RECORD.pack
 def append(
     pools: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None = None, first_row: int = 0
 ) -> bool:
-    """Write tokens to pools. False, and nothing is written, if only tensor operations can.
+    """Whether the tokens were written to the pools; False, and nothing is written, if only tensor operations can.
 
     Args:
         pools: the pools [P, R, N, D] and, if they are quantised, their scales; all contiguous.

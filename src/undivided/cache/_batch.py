@@ -143,7 +143,7 @@ class Batch:
         ledger.remember(slot, tokens)
 
     def match(self, tokens: list[int], name: Hashable) -> int:
-        """Start a sequence with the indexed pages of a prompt; the number of their tokens."""
+        """The number of a prompt's first tokens that are in indexed pages; the new sequence starts with these pages."""
         ledger, slots = self.paged_ledger("share the pages of a prompt"), self._slots_with("seq_id", name)
         count = ledger.match(slots[name], tokens[:-1])
         self.slots = slots

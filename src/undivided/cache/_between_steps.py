@@ -168,7 +168,7 @@ class BetweenSteps(ABC):
 
     @outside_of_graphs
     def match(self, tokens: Sequence[int] | Tensor, seq_id: Hashable) -> int:
-        """Start a sequence with the pages that already hold the first tokens of a prompt, between two steps.
+        """The number of a prompt's first tokens that the cache has; a new sequence starts with them, between two steps.
 
         Only full pages match, and never the last token of the prompt: its query computes the first new token. Pass the
         number of the other tokens to the next `pre_step`; the sequence ends if that lacks its id.

@@ -82,7 +82,7 @@ class SequencesOnPages(Cache):
 
     @outside_of_graphs
     def match(self, tokens: Sequence[int] | Tensor, i: int) -> int:
-        """Start sequence i with the pages that already hold the first tokens of a prompt.
+        """The number of a prompt's first tokens that the cache has; sequence i starts with their pages.
 
         Only full pages match, and never the last token of the prompt: its query computes the first new token. Append
         the other tokens as usual.

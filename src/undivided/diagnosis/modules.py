@@ -260,7 +260,7 @@ def _differences(found: Sequence[Tensor], right: Sequence[Tensor], tolerance: fl
 
 
 def main() -> int:
-    """Run the command; the exit code is 1 if anything was wrong, 2 if something was not run."""
+    """The exit code of the command: 1 if anything was wrong, 2 if something was not run."""
     parser = command_parser(__doc__, "run only checks whose names contain this text")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     options = parser.parse_args()

@@ -100,8 +100,8 @@ def is_elsewhere(q: Tensor) -> bool:
 
 
 def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
-    """Run a backend's forward on the device of the tensors, with autocast off, because backends choose their own
-    precision."""
+    """The result of a backend's forward on the device of the tensors, with autocast off, because backends choose their
+    own precision."""
     q = tensors.q
     if is_elsewhere(q):
         with torch.cuda.device(q.device):
@@ -119,7 +119,7 @@ def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
 def backward(
     backend: Backend, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Run a backend's backward on the device of the tensors, with autocast off."""
+    """The gradients of a backend's backward on the device of the tensors, with autocast off."""
     if is_elsewhere(tensors.q):
         with torch.cuda.device(tensors.q.device):
             return backward(backend, call, tensors, result, grad_out, grad_lse)

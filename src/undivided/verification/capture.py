@@ -249,7 +249,7 @@ def tasks(device: str) -> list[Task]:
 
 
 def main() -> int:
-    """Run the command; the exit code is 1 if anything was wrong, 2 if something was not run."""
+    """The exit code of the command: 1 if anything was wrong, 2 if something was not run."""
     parser = command_parser(__doc__, "run only checks whose check/problem contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     arguments = parser.parse_args()

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command; the exit code is 1 if anything was wrong, 2 if something was not run or is undecided."""
+    """The exit code of the command: 1 if anything was wrong, 2 if something was not run or is undecided."""
     arguments = _parser().parse_args()
     print(f"{Machine.this(arguments.device)}", flush=True)
     names = arguments.backend or [backend.name for backend in available(arguments.device)]

@@ -119,8 +119,7 @@ class Lines:
             replace_text(self.path, json.dumps([line._asdict() for line in self.lines], indent=1) + "\n")
 
     def end(self, planned: Iterable[Task]) -> int:
-        """Print counts; the result is 1 if anything was wrong, 2 if something was not run or is
-        undecided."""
+        """The exit code: 1 if anything was wrong, 2 if something was not run or is undecided. Prints the counts."""
         counts = Counter((line.backend, line.verdict) for line in self.lines)
         words = ["right", "wrong", "refused"]
         words += ["undecided"] if any(line.verdict == "undecided" for line in self.lines) else []
@@ -137,7 +136,7 @@ class Lines:
 def run(
     planned: Sequence[Task], task_lines: Callable[[Task], list[Line]], options: argparse.Namespace, task_seconds: float
 ) -> int:
-    """Run the tasks whose lines the file lacks, and print what came out; the result is the exit code (`Lines.end`).
+    """The exit code (`Lines.end`), after the tasks whose lines the file lacks were run and their lines printed.
 
     options: of `command_parser`, and the number of processes as `jobs`; 0 runs in this one, without limits.
     """

@@ -54,7 +54,7 @@ class Native(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """If the library is not built or does not load. A described machine is assumed to have it."""
+        """Why the library cannot be used, or None: it is not built or does not load. A described machine has it."""
         if not machine.probed:
             return None
         library = cpu.load()

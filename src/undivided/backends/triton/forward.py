@@ -26,7 +26,7 @@ MAX_TOGETHER = 8
 
 
 def compute(inputs: KernelInputs, rows: Rows, blocks: RowBlocks, out: Tensor, lse: Tensor) -> ForwardLaunch | None:
-    """Compute out [B, H, R, Dv] and lse [B, H, R] of these blocks. Returns what the next such call needs; None under
+    """What the next such call needs, after out [B, H, R, Dv] and lse [B, H, R] of these blocks are computed; None under
     Triton's interpreter."""
     return _Forward(inputs, rows, blocks, out, lse).run()
 

@@ -60,7 +60,7 @@ class _StoredLayer:
         return pools.as_dtype(self.storage.spec.dtype)[index].transpose(1, 2)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> int:
-        """Write new tokens, quantised if the cache is; their number."""
+        """The number of new tokens, after they are written, quantised if the cache is."""
         if self.storage is None:
             self.lazy_initialization(key_states, value_states)
         storage = self.storage
@@ -132,7 +132,7 @@ class FullLayer(_StoredLayer, DynamicLayer):  # type: ignore[misc]
     """All tokens of a layer; `DynamicLayer` defines the interface."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **ignored: Any) -> tuple[States, States]:
-        """Append new tokens; all keys and values, ``[B, N, S, D]``."""
+        """All keys and values, ``[B, N, S, D]``, after new tokens are appended."""
         self._append(key_states, value_states)
         return self._states(0)
 
@@ -162,7 +162,7 @@ class SlidingLayer(_StoredLayer, DynamicSlidingWindowLayer):  # type: ignore[mis
         self.cumulative_length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **ignored: Any) -> tuple[States, States]:
-        """Append new tokens; the keys and values that their queries see, ``[B, N, S, D]``."""
+        """The keys and values that the queries of new tokens see, ``[B, N, S, D]``, after these are appended."""
         count = self._append(key_states, value_states)
         self.cumulative_length += count
         first = max(self._start, self._end - count - self.sliding_window + 1)

@@ -170,7 +170,7 @@ class _Hooks:
         self.real: Tensor | None = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Check the arguments, and take the shard out of them."""
+        """(args, options) without the shard; InputError if the model cannot compute with them."""
         shard = options.pop("shard", None)
         if self.context == 1:
             self._take_balancing_loss(module, options, options.get("attention_mask"))
