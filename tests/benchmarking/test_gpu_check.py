@@ -244,11 +244,11 @@ class TestBenchmarks:
         }
         asked: list[str] = []
 
-        def inline(tasks: list[Any], function: Any, **_: Any) -> Iterator[workers.Done[Any, Any]]:
+        def inline(tasks: list[Any], function: Any, **_: Any) -> Iterator[workers.TaskResult[Any, Any]]:
             for task in tasks[:2]:
                 asked.append(task.name)
                 value = None if "full" in task.name else {**case, "name": task.name}
-                yield workers.Done(task, value, "" if value else "its process ended")
+                yield workers.TaskResult(task, value, "" if value else "its process ended")
 
         monkeypatch.setattr(bench.workers, "work", inline)
         path = tmp_path / "b.json"

@@ -254,7 +254,10 @@ def different_sequences(model: Model, context: Any) -> None:
     """Lengths agree, but on one rank two sequences share a page."""
     if context.rank:
         model.params.pre_step({"a": 0, "b": 4})
-        model.params._received.called.update(model.params._storages)  # as if the layers had run, for which ranks meet
+        # as if the layers had run, for which ranks meet
+        model.params._missing_tokens.called.update(
+            model.params._storages
+        )  # as if the layers had run, for which ranks meet
     else:
         model.params.fork("a", "b")
         model.params.truncate("b", 4)

@@ -114,7 +114,7 @@ class TestCommands:
         quiet(monkeypatch)
 
         def here(tasks: Any, function: Any, **_: object) -> Any:
-            return (workers.Done(task, function(task)) for task in tasks)
+            return (workers.TaskResult(task, function(task)) for task in tasks)
 
         monkeypatch.setattr(plainly.workers, "work", here)
         words = ["--device", "cpu", "--suite", "small", "--filter", "small/bf16-b1-h8-100-d64", "--patience", "0.01"]

@@ -144,7 +144,7 @@ def competitors(
     makers: dict[str, Callable[[PreparedBenchmark], Competitor]] = {"undivided": partial(_ours, backend=None)}
     makers |= {name: partial(_ours, backend=name) for name in backends}
     if prepared.benchmark.without is not None:
-        makers["without"] = partial(_without, case=prepared.benchmark.without)
+        makers["without"] = partial(_plain_counterpart, case=prepared.benchmark.without)
     makers |= {name: _MAKERS[name] for name in others if name in _MAKERS}
     return make_all(prepared, makers)
 
@@ -199,7 +199,7 @@ def _ours(prepared: PreparedBenchmark, backend: str | None, name: str | None = N
     )
 
 
-def _without(prepared: PreparedBenchmark, case: Case) -> Competitor:
+def _plain_counterpart(prepared: PreparedBenchmark, case: Case) -> Competitor:
     """The same tensors without the feature of the case."""
     original, benchmark = prepared.inputs.arguments, prepared.benchmark
     mask = original["mask"]

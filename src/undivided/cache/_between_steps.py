@@ -17,9 +17,9 @@ from undivided.arguments.tensors import is_traced, versions
 from undivided.cache._checks import checked_token_ids
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.compaction import Compaction
+from undivided.cache._ledger.missing_tokens import MissingTokens
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.plan import Slots
-from undivided.cache._ledger.received import Received
 from undivided.cache._ranks import PageRanks, compact_on_all_ranks
 from undivided.cache._storage import Memory, Storage, TokenSpec
 from undivided.errors import InputError
@@ -55,7 +55,7 @@ class BetweenSteps(ABC):
     def __init__(self, spec: TokenSpec) -> None:
         self._spec = spec
         self._storages: dict[int, Storage] = {}
-        self._received = Received()
+        self._missing_tokens = MissingTokens()
 
     @property
     def num_heads_kv(self) -> int:
@@ -114,13 +114,13 @@ class BetweenSteps(ABC):
             before = dict(zip(step.slots, step.before, strict=True))
             new = {slot: before[slot] for slot, count in zip(step.slots, step.counts, strict=True) if count}
             lengths = tuple([before.get(slot, 0) for slot in range(len(lengths))])
-        self._received.start(self._storages, new, lengths)
+        self._missing_tokens.start(self._storages, new, lengths)
 
     def _check_received(self, layer_number: int) -> None:
         """InputError if a layer lacks tokens of earlier steps."""
         number, hint = as_integer("layer_number", layer_number, 0), "call every layer in every step"
         if number in self._storages:
-            missing = self._received.lacking.get(number)
+            missing = self._missing_tokens.lacking.get(number)
             if not missing:
                 return
             slot, first = next(iter(missing.items()))
@@ -163,7 +163,7 @@ class BetweenSteps(ABC):
         >>> dict(params.sequences)
         {'b': 5}
         """
-        complete = functools.partial(self._received.complete, self._storages)
+        complete = functools.partial(self._missing_tokens.complete, self._storages)
         self._batch.remember(checked_token_ids(tokens), seq_id, complete)
 
     @outside_of_graphs
@@ -206,7 +206,7 @@ class BetweenSteps(ABC):
         """
         self._batch.fork(src, dst, self._storages.values())
         self._set_step(None)
-        self._received.fork(self._batch.slots[src], self._batch.slots[dst])
+        self._missing_tokens.fork(self._batch.slots[src], self._batch.slots[dst])
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
         """Drop the last tokens of a sequence, between two steps, for example after a rejected draft.

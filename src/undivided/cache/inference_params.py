@@ -160,7 +160,7 @@ class InferenceParams(ShardedSteps):
         if self.device is not None and number not in self._storages:
             sizes = self.total_num_pages, self.page_size, self._spec, self.device
             self._storages[number] = Storage(*sizes) if self._ranks is None else self._ranks.storage(*sizes)
-            self._received.allocate(number)
+            self._missing_tokens.allocate(number)
         self._layers.add(number)
 
     def has_memory(self, layer_number: int) -> bool:
@@ -298,7 +298,7 @@ class InferenceParams(ShardedSteps):
                 self._set_step(step, self._sharded)
             self.allocate_memory(layer_number)
             storage = self._storages[layer_number]
-        elif layer_number in self._received.lacking:
+        elif layer_number in self._missing_tokens.lacking:
             self._check_received(layer_number)
         tokens = checked_tokens(
             new_k,
@@ -317,7 +317,7 @@ class InferenceParams(ShardedSteps):
             if self._rows is None:
                 self._rows = storage.rows(step.rows)
             storage.write(self._rows, tokens)
-        self._received.called.add(layer_number)
+        self._missing_tokens.called.add(layer_number)
         return storage
 
     def _set_step(self, step: Step | None, sharded: int | None = None) -> None:

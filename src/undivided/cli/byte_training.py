@@ -21,6 +21,9 @@ from undivided.cli.byte_model import END, ByteModel, Size
 from undivided.cli.demo.documents import library_files
 from undivided.errors import InputError
 
+SMALLEST_FILE = 256
+"""Bytes of the smallest document of a `Corpus`."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -52,13 +55,13 @@ class Corpus:
     held_out: list[Tensor]
 
     @classmethod
-    def of_library(cls, least: int = 256) -> Corpus:
-        """All source files of Python's library with at least `least` bytes; every eighth is held out.
+    def of_library(cls) -> Corpus:
+        """All source files of Python's library with at least SMALLEST_FILE bytes; every eighth is held out.
 
         Raises:
             InputError: this Python has too few source files.
         """
-        names = sorted(name for name, size in library_files() if size >= least)
+        names = sorted(name for name, size in library_files() if size >= SMALLEST_FILE)
         if len(names) < 16:
             raise InputError("documents", "be found: 16 source files of Python's library", len(names))
         library = Path(sysconfig.get_path("stdlib"))

@@ -163,10 +163,10 @@ class use_backends:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _block.set(_without(_block.get(), self))
+        _block.set(_blocks_without(_block.get(), self))
 
 
-def _without(block: _Block | None, manager: use_backends) -> _Block | None:
+def _blocks_without(block: _Block | None, manager: use_backends) -> _Block | None:
     """The blocks without the innermost one of a manager; all of them if it was entered in another thread or task."""
     inner = []
     rest = block

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["Done", "work"]
+__all__ = ["TaskResult", "work"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,7 +31,7 @@ END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Done(Generic[T, R]):
+class TaskResult(Generic[T, R]):
     """The result of a task: its value, or a text that describes the failure. `broken`: its process ended."""
 
     task: T
@@ -64,7 +64,7 @@ def work(
     jobs: int = 1,
     task_seconds: float = 120.0,
     seconds: float = 3600.0,
-) -> Iterator[Done[T, R]]:
+) -> Iterator[TaskResult[T, R]]:
     """The results of `function` on every task, computed in `jobs` processes, as they arrive.
 
     Args:
@@ -113,7 +113,7 @@ def _assign(worker: _Worker[T], task: T, seconds: float) -> None:
         worker.pipe.send(task)
 
 
-def _collect(workers: list[_Worker[T]], deadline: float) -> Iterator[Done[T, Any]]:
+def _collect(workers: list[_Worker[T]], deadline: float) -> Iterator[TaskResult[T, Any]]:
     """The results that have arrived, after a wait if there are none; removes processes that ended or took too long."""
     first = min([deadline, *(worker.deadline for worker in workers if worker.task is not None)])
     connection.wait([worker.pipe for worker in workers], timeout=max(first - time.monotonic(), 0.0) + 0.01)
@@ -126,10 +126,10 @@ def _collect(workers: list[_Worker[T]], deadline: float) -> Iterator[Done[T, Any
                 worker.process.join(1.0)
                 code = worker.process.exitcode
                 value, failure, broken = None, f"its process ended (exit code {code})", True
-            done = None if task is None else Done(task, value, failure, broken)
+            done = None if task is None else TaskResult(task, value, failure, broken)
             worker.task, worker.deadline = None, 0.0
         elif task is not None and time.monotonic() >= worker.deadline:
-            done, broken = Done(task, None, "it took too long, and its process was ended", True), True
+            done, broken = TaskResult(task, None, "it took too long, and its process was ended", True), True
         else:
             continue
         if broken:

@@ -135,11 +135,11 @@ class TensorSpec(NamedTuple):
     device: torch.device
     layout: Layout = "bshd"
 
-    def buffer(self, wanted: _Contribution) -> Tensor:
+    def buffer(self, part: _Contribution) -> Tensor:
         """An empty buffer for some of its rows and heads."""
         batch, _, heads, size = self.shape
-        own_heads = 1 if heads == 1 else count(wanted.heads)
-        return torch.empty((batch, count(wanted.index), own_heads, size), dtype=self.dtype, device=self.device)
+        own_heads = 1 if heads == 1 else count(part.heads)
+        return torch.empty((batch, count(part.index), own_heads, size), dtype=self.dtype, device=self.device)
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """The tensor, filled with zeros, in another dtype."""

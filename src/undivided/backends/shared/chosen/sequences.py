@@ -92,7 +92,7 @@ class ChosenPages(NamedTuple):
 
 
 @dataclass(eq=False)
-class Chosen:
+class ChosenSequences:
     """The chosen blocks of every virtual sequence: what follows from the mask and the sizes of a call.
 
     Args:
@@ -108,16 +108,18 @@ class Chosen:
     """Those of the last call."""
 
     @staticmethod
-    def of_call(call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool, reads_values: bool) -> Chosen:
+    def of_call(
+        call: Call, tensors: Tensors, pairs: BlockPairs, joins_heads: bool, reads_values: bool
+    ) -> ChosenSequences:
         """The chosen blocks of a call, kept with its checked mask; not if a CUDA graph is captured, whose memory holds
         nothing before a replay."""
         form, checked = call.normal_form(tensors.q), call.checked_mask
         assert checked is not None
         key, keeps = ("blocks", joins_heads, reads_values), reads_values or not is_traced()
-        chosen: Chosen | None = checked.derived.get(key) if keeps else None
+        chosen: ChosenSequences | None = checked.derived.get(key) if keeps else None
         if chosen is not None:
             return chosen
-        chosen = Chosen(pairs, BlockRows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
+        chosen = ChosenSequences(pairs, BlockRows.of_call(pairs, call.problem, joins_heads, reads_values), form.ranges)
         if keeps:
             checked.derived[key] = chosen
         return chosen
@@ -177,7 +179,7 @@ class VirtualSequences:
 
     call: Call
     tensors: Tensors
-    chosen: Chosen
+    chosen: ChosenSequences
 
     @staticmethod
     def of_call(
@@ -185,7 +187,7 @@ class VirtualSequences:
     ) -> VirtualSequences:
         """The virtual sequences of a call for which `block_pairs` is not None. joins_heads: see `BlockRows.of_call`;
         `gathered` requires one key head per sequence, and that values may be read."""
-        return VirtualSequences(call, tensors, Chosen.of_call(call, tensors, pairs, joins_heads, reads_values))
+        return VirtualSequences(call, tensors, ChosenSequences.of_call(call, tensors, pairs, joins_heads, reads_values))
 
     @property
     def rows(self) -> BlockRows:

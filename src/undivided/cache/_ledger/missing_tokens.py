@@ -1,4 +1,4 @@
-"""`Received`: which layers of a model lack tokens of the sequences, because a step ran without them."""
+"""`MissingTokens`: which layers of a model lack tokens of the sequences, because a step ran without them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from undivided.cache._storage import Counts
 
 
-class Received:
+class MissingTokens:
     """The layers that the current step has called, and the first token that each layer lacks of a sequence.
 
     Most steps call every layer, and no layer lacks a token.
