@@ -255,9 +255,7 @@ def different_sequences(model: Model, context: Any) -> None:
     if context.rank:
         model.params.pre_step({"a": 0, "b": 4})
         # as if the layers had run, for which ranks meet
-        model.params._missing_tokens.called.update(
-            model.params._storages
-        )  # as if the layers had run, for which ranks meet
+        model.params._missing_tokens.called.update(model.params._storages)
     else:
         model.params.fork("a", "b")
         model.params.truncate("b", 4)
