@@ -195,3 +195,10 @@ def test_a_report_of_nothing_is_not_ok() -> None:
     report = Report("a problem", (), {"cudnn": ("no GPU",)}, {})
     assert not report.ok
     assert str(report).startswith("1 backend refused: a problem")
+
+
+def test_a_seed_is_drawn_whatever_the_default_device() -> None:
+    """On the meta device there is no generator, and a number drawn there has no value."""
+    q = torch.randn(1, 5, 2, 16)
+    with torch.device("meta"):
+        assert verify(q, q, q, layout="bshd", dropout_p=0.5, backends=["reference"]).ok

@@ -97,7 +97,7 @@ def test_the_bits_do_not_depend_on_how_many_programs_share_the_keys(
     s = Sequences(MASKS[mask], torch.float32, SIZES, [3, 100], 40, backend="triton", sinks=torch.tensor([0.5, -1.0]))
     compute = blocks._batch_invariant
 
-    def told(*arguments: Any) -> blocks.RowBlocks:
+    def told(*arguments: Any) -> blocks.LaunchBlocks:
         found = compute(*arguments)
         split.add(found.splits)
         return found

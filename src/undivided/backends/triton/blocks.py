@@ -38,7 +38,7 @@ MAX_PIECE_BYTES = 128 << 20
 """Pieces of batch-invariant calls take at most so much memory: if they took more, one program computes a block."""
 
 
-class RowBlocks(NamedTuple):
+class LaunchBlocks(NamedTuple):
     """The work of one launch. A row of a block is a (query, head of the group) pair.
 
     Args:
@@ -62,7 +62,7 @@ class RowBlocks(NamedTuple):
     runs_of: Callable[[NormalForm], Tensor] | None = None
 
 
-def all_blocks(inputs: KernelInputs, rows: Rows) -> list[RowBlocks]:
+def all_blocks(inputs: KernelInputs, rows: Rows) -> list[LaunchBlocks]:
     """The blocks of each launch that these rows need."""
     if inputs.problem.batch_invariant:
         return [_batch_invariant(inputs, rows)]
@@ -71,7 +71,7 @@ def all_blocks(inputs: KernelInputs, rows: Rows) -> list[RowBlocks]:
     return [_of_rows(inputs, rows)]
 
 
-def _batch_invariant(inputs: KernelInputs, rows: Rows) -> RowBlocks:
+def _batch_invariant(inputs: KernelInputs, rows: Rows) -> LaunchBlocks:
     """Blocks that begin where a sequence begins. Their pieces are the same, however many programs share them."""
     problem, form = inputs.problem, inputs.form if inputs.masked else None
     tile, group, steps = inputs.tile("forward"), problem.heads // problem.kv_heads, _steps(problem, "forward")
@@ -82,10 +82,10 @@ def _batch_invariant(inputs: KernelInputs, rows: Rows) -> RowBlocks:
     splits = 1
     if pieces * problem.batch * problem.heads * length * problem.v_dim * 4 <= MAX_PIECE_BYTES:
         splits = _splits(inputs, pieces * invariant.piece(), programs, tile, invariant.piece())
-    return RowBlocks(tile, steps, group, number, splits, blocks.runs, blocks.places)
+    return LaunchBlocks(tile, steps, group, number, splits, blocks.runs, blocks.places)
 
 
-def _of_rows(inputs: KernelInputs, rows: Rows) -> RowBlocks:
+def _of_rows(inputs: KernelInputs, rows: Rows) -> LaunchBlocks:
     """Blocks that follow one another, of rows that are decoded or prefilled."""
     problem, length = inputs.problem, rows.span.stop - rows.span.start
     few = length * problem.heads <= MAX_DECODE_ROWS * problem.kv_heads or length <= MAX_DECODE_QUERIES
@@ -105,7 +105,7 @@ def _of_rows(inputs: KernelInputs, rows: Rows) -> RowBlocks:
 
     runs = _runs(inputs, (tile, group), runs_of)[:, rows.span.start // tile.block_m :]
     by_ranges = inputs.masked and not inputs.always_masked and rows.span.start == 0
-    return RowBlocks(tile, steps, group, count, splits, runs, None, runs_of if by_ranges else None)
+    return LaunchBlocks(tile, steps, group, count, splits, runs, None, runs_of if by_ranges else None)
 
 
 def _runs(inputs: KernelInputs, key: Hashable, runs_of: Callable[[NormalForm | None, bool], Tensor]) -> Tensor:
@@ -117,7 +117,7 @@ def _runs(inputs: KernelInputs, key: Hashable, runs_of: Callable[[NormalForm | N
     return trees.runs(form, key, lambda form: runs_of(form, not form.exact))
 
 
-def _of_documents(inputs: KernelInputs) -> list[RowBlocks]:
+def _of_documents(inputs: KernelInputs) -> list[LaunchBlocks]:
     """The blocks of long documents and those of short ones, or of one kind if that is known (see `packs`)."""
     problem = inputs.problem
     assert problem.documents is not None
@@ -129,7 +129,7 @@ def _of_documents(inputs: KernelInputs) -> list[RowBlocks]:
     return [_of_some(inputs, "forward", 1, short + 1, None), _of_some(inputs, "decode", group, 0, short)]
 
 
-def _of_some(inputs: KernelInputs, name: str, group: int, shortest: int, longest: int | None) -> RowBlocks:
+def _of_some(inputs: KernelInputs, name: str, group: int, shortest: int, longest: int | None) -> LaunchBlocks:
     """The blocks, for the tile sizes of a pass, of the documents of `shortest` to `longest` queries."""
     problem, form = inputs.problem, inputs.form
     assert form is not None and problem.documents is not None
@@ -148,7 +148,7 @@ def _of_some(inputs: KernelInputs, name: str, group: int, shortest: int, longest
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
         programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
         splits = _splits(inputs, keys, programs, tile)
-    return RowBlocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
+    return LaunchBlocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
 
 
 def _heads_of_a_tile(problem: Problem, queries: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.backends.triton import invariant
-from undivided.backends.triton.blocks import RowBlocks
+from undivided.backends.triton.blocks import LaunchBlocks
 from undivided.backends.triton.inputs import KernelInputs, axis_strides, strides
 from undivided.backends.triton.kept_launches import ForwardLaunch, KeptLaunch
 from undivided.backends.triton.launches import ALIGNMENT, Launch, launch
@@ -25,14 +25,14 @@ MAX_TOGETHER = 8
 """Pieces of a row that the merge loads at once."""
 
 
-def compute(inputs: KernelInputs, rows: Rows, blocks: RowBlocks, out: Tensor, lse: Tensor) -> ForwardLaunch | None:
+def compute(inputs: KernelInputs, rows: Rows, blocks: LaunchBlocks, out: Tensor, lse: Tensor) -> ForwardLaunch | None:
     """What the next such call needs, after out [B, H, R, Dv] and lse [B, H, R] of these blocks are computed; None under
     Triton's interpreter."""
     return _Forward(inputs, rows, blocks, out, lse).run()
 
 
 class _Forward:
-    def __init__(self, inputs: KernelInputs, rows: Rows, blocks: RowBlocks, out: Tensor, lse: Tensor) -> None:
+    def __init__(self, inputs: KernelInputs, rows: Rows, blocks: LaunchBlocks, out: Tensor, lse: Tensor) -> None:
         self.inputs, self.problem, self.rows, self.blocks = inputs, inputs.problem, rows, blocks
         self.out, self.lse = out, lse
         self.in_pieces = inputs.problem.batch_invariant and blocks.splits > 1
