@@ -228,6 +228,15 @@ def test_a_mask_of_other_sizes_is_refused_also_after_one_that_fits() -> None:
             attention(LAYER, q[:, :, :2], k, v, mask)
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_nested_tensors_after_dense_ones_are_refused(place: int) -> None:
+    mask, states = mask_of(), [torch.randn(1, 2, n, 16) for n in (3, 7, 7)]
+    attention(LAYER, *states, mask)
+    states[place] = torch.nested.nested_tensor(list(states[place]))
+    with pytest.raises(InputError, match="got a nested tensor"):
+        attention(LAYER, *states, mask)
+
+
 def test_copies_of_a_mask_prepare_their_own_calls(prepared: list[object]) -> None:
     mask, tensors = mask_of(), states()
     with torch.no_grad():

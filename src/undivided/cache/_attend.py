@@ -17,6 +17,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.checks import INT32_MAX, check_tensor
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import unknown_arguments
+from undivided.arguments.tensors import is_dense
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.pages import Places
 from undivided.cache._masks import (
@@ -306,7 +307,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 def checked_query(q: Tensor, layout: Layout, batch: int, spec: TokenSpec) -> int:
     """The number of queries per sequence (packed: of all sequences); InputError if q does not fit the cache."""
-    if type(q) is not Tensor or q.is_nested:  # `attention` checks all others
+    if type(q) is not Tensor or not is_dense(q):  # `attention` checks all others
         check_tensor("q", q)
     shape = q.shape
     if len(shape) != _layout.rank(layout):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from undivided._bounded import Bounded
 from undivided.arguments.layout import Layout, from_heads_first, heads_first
-from undivided.arguments.tensors import is_dense
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.run.replay import NUMBERS, PreparedCall, may_replay, of_call
@@ -37,7 +36,6 @@ def kind(
         or dropout_p != 0
         or not (type(is_causal) is type(enable_gqa) is bool and type(scale) in NUMBERS)
         or not may_replay(query, key, value)
-        or not (is_dense(query) and is_dense(key) and is_dense(value))
     ):
         return None
     return (

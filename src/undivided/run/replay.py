@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from undivided.arguments.layout import SEQUENCE_AXIS
-from undivided.arguments.tensors import footprint, is_lazy, is_traced, jit_trace
+from undivided.arguments.tensors import footprint, is_dense, is_lazy, is_traced, jit_trace
 from undivided.backends._base import KeyRange, Replay
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm, Ranges
@@ -29,11 +29,14 @@ NUMBERS = frozenset({float, type(None)})
 
 
 def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing but the backend sees a call with these tensors: no gradient, mode, transform or autocast, and no
-    GPU but the current one."""
+    """Whether nothing but the backend sees a call with these tensors: no gradient, mode, transform or autocast, no GPU
+    but the current one, and memory that strides describe."""
     return (
         (q.is_cpu or (q.is_cuda and not is_elsewhere(q)))
         and type(q) is Tensor
+        and is_dense(q)
+        and is_dense(k)
+        and is_dense(v)
         and not (is_lazy(q) or is_lazy(k) or is_lazy(v))
         and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not any_autocast()
@@ -92,7 +95,7 @@ class PreparedCall:
         if replay is None:
             return None
         decision = Decision(problem, decision.machine, decision.policy, decision.chosen)
-        return PreparedCall(decision, replay, call, (self._footprints[0], _bytes(k), _bytes(v), 0, 0))
+        return PreparedCall(decision, replay, call, (self._footprints[0], _needed_bytes(k), _needed_bytes(v), 0, 0))
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
@@ -112,11 +115,11 @@ def of_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedCall | 
     replay = decision.backend.replay(call, tensors)
     if replay is None:
         return None
-    footprints = tuple(map(_bytes, (*tensors[:3], call.k_scale, call.v_scale)))
+    footprints = tuple(map(_needed_bytes, (*tensors[:3], call.k_scale, call.v_scale)))
     return PreparedCall(decision, replay, call.with_memory(None, None, None), footprints)
 
 
-def _bytes(tensor: Tensor | None) -> int:
+def _needed_bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else footprint(tensor) * tensor.itemsize
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from undivided.arguments.checks import as_integer, check_int_dtype, check_tensor, check_type, checked_flag
 from undivided.arguments.shapes import broadcasts
-from undivided.arguments.tensors import is_traced, jit_trace, readable
+from undivided.arguments.tensors import is_dense, is_traced, jit_trace, readable
 from undivided.errors import InputError
 from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._model_mask import ModelMask
@@ -48,7 +48,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def _check_states(name: str, states: object) -> None:
     if isinstance(states, CachedStates):
         return
-    if type(states) is not Tensor or states.is_nested or states.is_sparse:  # `undivided.attention` checks all others
+    if type(states) is not Tensor or not is_dense(states):  # `undivided.attention` checks all others
         check_tensor(name, states)
     assert isinstance(states, Tensor)
     if states.dim() != 4:

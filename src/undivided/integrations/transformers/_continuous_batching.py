@@ -103,20 +103,20 @@ def _are_gathered(cache: Any, layer: int, key: Tensor, value: Tensor, read_index
         return True
     allocator, new = cache.layer_to_allocator[layer], cache.__dict__.get(NEW, {}).pop(layer, None)
     is_changed = new is not None and not (new[0] is key and new[1] is value)
-    if _window(allocator) is None and not (is_changed and _fits(allocator, layer, *new)):
-        if _fits(allocator, layer, key, value):
-            return False
+    has_pages = _window(allocator) is None
+    if is_changed and (not has_pages or _fits(allocator, layer, *new)):
+        if len(read_index):
+            must = "be what the cache returned if cached keys are read"
+            raise InputError("key", must, "another", hint=_WITHOUT_PAGES)
+        allocator.update(*(one[0].transpose(0, 1) for one in new), layer, read_index, write_index)
+        gathered.add(layer)
+        return True
+    if has_pages and not _fits(allocator, layer, key, value):
         heads, size = allocator.get_cache_for_block_table(layer)[0].shape[-2:]
         must = f"have {heads} heads of {size}, as the paged cache, when the layer calls the attention"
         found = f"{key.shape[1]} and {value.shape[1]} heads of {key.shape[3]} and {value.shape[3]}"
         raise InputError("key and value", must, found, hint=_WITHOUT_PAGES)
-    if not is_changed:
-        return False
-    if len(read_index):
-        raise InputError("key", "be what the cache returned if cached keys are read", "another", hint=_WITHOUT_PAGES)
-    allocator.update(*(one[0].transpose(0, 1) for one in new), layer, read_index, write_index)
-    gathered.add(layer)
-    return True
+    return False
 
 
 def _fits(allocator: Any, layer: int, key: Tensor, value: Tensor) -> bool:

@@ -176,7 +176,7 @@ def keys_of_one_query(pattern: Pattern, sizes: MaskSizes, device: torch.device) 
         return None
     if not pattern.padding:
         return ((first, stop),) * batch
-    real = _bytes(pattern.padding[0])
+    real = _mask_bytes(pattern.padding[0])
     if real is None or pattern.padding[0].shape[0] != batch:
         return None
     stored = pattern.padding[0].shape[1]  # keys beyond are not real
@@ -194,7 +194,7 @@ def keys_of_one_query(pattern: Pattern, sizes: MaskSizes, device: torch.device) 
     return tuple(keys)
 
 
-def _bytes(real: Tensor) -> bytes | None:
+def _mask_bytes(real: Tensor) -> bytes | None:
     """The bytes of a mask of real keys, not 0 where a key is real; None if they cannot be read, or there are none."""
     if type(real) is not Tensor or real.dtype != torch.bool or not real.is_cpu or not real.is_contiguous():
         return None

@@ -61,6 +61,7 @@ def repeated(
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
         prepared = mask.prepared[kind] = _prepare(mask, q, k, v, options, policy)
+    # k and v may have another order of axes than when they were prepared: a replay reads where they begin
     return None if prepared is None else prepared.run(q, k, v, None, k_scale, v_scale)
 
 
