@@ -254,6 +254,22 @@ def test_a_non_finite_bias_stays_in_its_rows(run: str) -> None:
     assert out[ids == 2].isnan().all()
 
 
+@each_run
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [3, 20, 64])
+def test_a_key_hidden_by_its_bias_is_hidden_beside_a_nan_bias_too(rows: int, dtype: torch.dtype, run: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 64).to(dtype) for length in (rows, 150, 150))
+    bias = torch.randn(1, 2, rows, 150).to(dtype)
+    k[:, :, 5] = v[:, :, 5] = math.nan
+    bias[..., 5] = -math.inf
+    bias[:, :, 1, 0] = math.nan  # read in one vector with the key
+    with running(run) as backend:
+        out = undivided.attention(q, k, v, layout="bhsd", bias=bias, backend=backend)
+    assert out[:, :, 1].isnan().all()
+    assert out[:, :, torch.arange(rows) != 1].isfinite().all()
+
+
 @pytest.mark.parametrize("run", levels.here())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_computed_pair_by_pair_equal_those_of_blocks(dtype: torch.dtype, run: str) -> None:

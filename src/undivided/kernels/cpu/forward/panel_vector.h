@@ -19,8 +19,8 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   typedef typename Mode::Arith Arith;
   typedef typename std::conditional<Mode::kConvertsK, float, typename Mode::T>::type KT;
   const bool has_score_bias = changes_scores(a, block, p.first, p, start, stop);
+  if (has_score_bias && !may_see_keys(a, block, p, start, stop)) return;
   uint8_t visible[kBlockKeys];
-  if (has_score_bias && !fill_score_bias(a, block, p.first, p, start, stop, w.score_bias, visible)) return;
   PrefetchPair prefetch = {shared, Prefetch(), 1};
   if (a.dense || a.bias) {
     const int64_t steps = (stop - start + a.v_dim) / kBroadcasts;
@@ -45,17 +45,21 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
                            q_depth<Mode>(a), run.stop - run.start, st + run.start * kPanel + run.first * kLanes,
                            run.vectors, &prefetch);
   }
+  const bool scales_rows = has_row_scales(a);
+  if (scales_rows)
+    apply_key_scales(key_block.k_scale + (start - key_block.start), few_rows ? Runs(keys, p.vectors()) : runs, st);
+  // the scale is applied with the bias, unless something comes between
+  const bool keeps = keeps_products(a), scales_first = !keeps && (!has_score_bias || a.softcap != 0);
+  if (scales_first) scale_products(a, keys, st);
+  if (has_score_bias) add_score_bias(a, block, p, start, stop, keeps || scales_first ? 1 : (float)a.scale, st, visible);
   // of values, from the first pair on; keys that no row of the panel sees may have any scale
   alignas(64) float value_scale[kBlockKeys + 2];
-  const bool scales_rows = has_row_scales(a);
   if (scales_rows) {
-    apply_key_scales(key_block.k_scale + (start - key_block.start), few_rows ? Runs(keys, p.vectors()) : runs, st);
     value_scale[0] = value_scale[front + keys] = 0;
     for (int64_t j = 0; j < keys; j++)
       value_scale[front + j] =
           (has_score_bias || fills) && !visible[j] ? 0 : key_block.v_scale[start - key_block.start + j];
   }
-  if (has_score_bias || !keeps_products(a)) apply_score_bias(a, has_score_bias ? w.score_bias : nullptr, keys, st);
   // the vectors and keys that have weights; in pairs, a group of columns spans twice as many keys
   constexpr int64_t each = Arith::kPairs ? 2 : 1;
   Runs weight_runs = p.row_major ? Runs(keys, p.vectors())

@@ -9,18 +9,12 @@
 
 namespace {
 
-// Converts products to scores in their unit, with the bias.
-[[maybe_unused]] static void apply_score_bias(const Attention& a, const float* score_bias, int64_t keys, float* st) {
-  const ScoreMap map(a, keeps_products(a) ? 1 : a.scale);
+// Converts products to scores in natural units.
+[[maybe_unused]] static void scale_products(const Attention& a, int64_t keys, float* st) {
+  const ScoreMap map(a);
   for (int64_t i = 0; i < keys * kPanel; i += kLanes) {
-    Vec x = load(st + i);
-    x = rounded(map.cap != 0 ? tanh_of(x * map.inverse) * map.cap
-                             : x * map.scale);  // rounded as the gradients round it
-    if (score_bias) {
-      Vec e = load(score_bias + i);
-      x = e == -kInfinity ? e : x + e;
-    }
-    store(st + i, x);
+    const Vec x = load(st + i);
+    store(st + i, map.cap != 0 ? tanh_of(x * map.inverse) * map.cap : x * map.scale);
   }
 }
 

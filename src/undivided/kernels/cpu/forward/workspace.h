@@ -60,7 +60,7 @@ static Workspace layout_block(const Attention& a, int64_t rows, int64_t keys, ch
   // on AMX two steps of scores, then weights
   w.scores = (float*)arena.allocate((kBlockKeys + 2) * kPanel * 4 + (kParts<Mode> - 1) * kBlockKeys / 2 * kPanel * 4);
   w.block_sums = (float*)arena.allocate(Mode::kAmx && kIsFloat32<Mode> ? o_depth<Mode>(a) * kPanel * 4 : 0);
-  w.score_bias = (float*)arena.allocate(has_score_bias ? kBlockKeys * kPanel * 4 : 0);
+  w.score_bias = (float*)arena.allocate(Mode::kAmx && has_score_bias ? kBlockKeys * kPanel * 4 : 0);
   w.v_own = arena.allocate(
       has_score_bias || fills_gaps(a) ? kBlockKeys * o_depth<Mode>(a) * larger_of(4, 2 * kParts<Mode>) : 0);
   w.keep = (LaneMask*)arena.allocate(a.dropout ? (kBlockKeys + 2) * kVectors * (int64_t)sizeof(LaneMask) : 0);

@@ -58,9 +58,7 @@ class RowLanes {
       for (int i = 0; i < kLanes; i++) word_[i] = (Vec)isplat(x[i]);
       return;
     }
-#if defined(__AVX512F__)
     if (stride_ == 1 && key >= all_from_ && key + kKeys <= all_to_) return read_transposed(key);
-#endif
     for (int i = 0; i < kLanes; i++) word_[i] = words(i, key);
     transpose(word_);
   }
@@ -74,30 +72,18 @@ class RowLanes {
     has_one_row_ &= row_[i] == row_[0] && from == from_[0];
     all_from_ = i == 0 ? from : larger_of(all_from_, from), all_to_ = i == 0 ? to : smaller_of(all_to_, to);
   }
-#if defined(__AVX512F__)
-  // A transposition whose loads put four words side by side, which halves the shuffles. A row's cache line is read four
-  // times in succession, because 16 rows a power of two apart do not fit one set of L1.
+  // A transposition whose loads put words of every fourth row side by side, which saves half of the shuffles. A row's
+  // cache line is read in succession, because rows a power of two apart share few sets of L1.
   void read_transposed(int64_t key) {
-    __m512i x[4][4];
+    const float* row[kLanes];
+    for (int i = 0; i < kLanes; i++) row[i] = (const float*)(const void*)(row_[i] + (key - from_[i]));
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; c++) {
-        auto four = [&](int r) {
-          return _mm_loadu_si128((const __m128i*)(const void*)(row_[r] + (key - from_[r])) + c);
-        };
-        __m512i y = _mm512_inserti32x4(_mm512_castsi128_si512(four(i)), four(4 + i), 1);
-        x[c][i] = _mm512_inserti32x4(_mm512_inserti32x4(y, four(8 + i), 2), four(12 + i), 3);
-      }
+      for (int c = 0; c < kLanes; c += 4) word_[c + i] = load_groups(row + i, c);
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-      const __m512i a = _mm512_unpacklo_epi32(x[c][0], x[c][1]), b = _mm512_unpacklo_epi32(x[c][2], x[c][3]);
-      const __m512i d = _mm512_unpackhi_epi32(x[c][0], x[c][1]), e = _mm512_unpackhi_epi32(x[c][2], x[c][3]);
-      word_[4 * c] = (Vec)_mm512_unpacklo_epi64(a, b), word_[4 * c + 1] = (Vec)_mm512_unpackhi_epi64(a, b);
-      word_[4 * c + 2] = (Vec)_mm512_unpacklo_epi64(d, e), word_[4 * c + 3] = (Vec)_mm512_unpackhi_epi64(d, e);
-    }
+    for (int c = 0; c < kLanes; c += 4) transpose_groups(word_ + c);
   }
-#endif
   // kKeys entries of row i; 1 before its first (of a boolean mask), 0 beyond its last.
   Vec words(int i, int64_t key) const {
     const int64_t from = from_[i], to = to_[i];
@@ -132,83 +118,191 @@ INLINE Vec entry(UVec word, int i, Float16) {
 }
 INLINE IVec entry(UVec word, int i, uint8_t) { return (word & 0xffu << i % 4 * 8) != 0; }
 
-// Keys [start, stop) of the kLanes rows from `first` on; `visible` is set for keys that some row sees.
-template <class B>
-static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first,
-                       const Panel& p, int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
-  const int64_t b = block.batch, origin = block.row + panel_row;
-  const LaneRows at(a, block, origin + first, origin + p.rows - 1);
-  RowLanes<B> bias((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, at);
-  RowLanes<uint8_t> dense(a, b, at);
-  Vec slope = {};
-  IVec position = {}, bound[4];
-  for (int i = 0; a.slopes && i < kLanes; i++) {
-    slope[i] = -a.slopes[b * a.slopes_b + at.head[i] * a.slopes_h + at.row[i] * a.slopes_q];
-    position[i] = a.row_position[b * a.row_position_b + at.row[i]];
-  }
-  for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop[i / 2] : p.start[i / 2]) + first);
-  for (int i = 0; i < kLanes; i++)
-    if (first + i >= p.rows) bound[1][i] = bound[3][i] = 0;  // lanes beyond the last row see nothing
-  const bool covered = first + kLanes <= p.rows && p.covers(start, stop);
+// Writes what is added to the scores.
+struct StoreScoreBias {
+  float* score_bias;
 
-  for (int64_t j = start; j < stop; j += kLanes, score_bias += kLanes * kPanel, visible += kLanes) {
-    Vec x[kLanes];  // in registers, because all loops over it are unrolled
+  StoreScoreBias after(int64_t keys) const { return {score_bias + keys * kPanel}; }
+  INLINE_MEMBER void add(int64_t at, Vec x) const { store(score_bias + at, x); }
+  INLINE_MEMBER void add_or_hide(int64_t at, Vec x) const { add(at, x); }
+};
+// Adds it to products times `scale`, which become -inf where x is: a product that was not computed may be NaN.
+struct AddToScores {
+  float* scores;
+  float scale;
+
+  AddToScores after(int64_t keys) const { return {scores + keys * kPanel, scale}; }
+  // Rounded before the addition, as the gradients round it.
+  INLINE_MEMBER Vec sum(int64_t at, Vec x) const { return rounded(load(scores + at) * scale) + x; }
+  INLINE_MEMBER void add(int64_t at, Vec x) const { store(scores + at, sum(at, x)); }
+  INLINE_MEMBER void add_or_hide(int64_t at, Vec x) const { store(scores + at, x == -kInfinity ? x : sum(at, x)); }
+};
+
+// What is added to the scores of kLanes rows of a panel, those from `first` on. B: the type of the bias.
+template <class B>
+class LaneBias {
+ public:
+  LaneBias(const Attention& a, const undivided::RowBlock& block, const Panel& p, int64_t panel_row, int64_t first)
+      : LaneBias(a, block.batch, p, first,
+                 LaneRows(a, block, block.row + panel_row + first, block.row + panel_row + p.rows - 1)) {}
+
+  // Of keys [start, stop). `scores` and `visible` are those of the first key; `visible` is set for keys that some row sees.
+  template <class Scores>
+  void fill(int64_t start, int64_t stop, const Scores scores, uint8_t* visible) {
+    const bool covered = is_full_ && panel_.covers(start, stop);
+    int64_t at = first_;
+    for (int64_t j = start; j < stop; j += kLanes, at += kLanes * kPanel, visible += kLanes) {
+      Vec x[kLanes];  // in registers, because all loops over it are unrolled
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) x[i] = Vec{};
-    if (a.slopes)
+      for (int i = 0; i < kLanes; i++) x[i] = Vec{};
+      if (a_.slopes)
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) {
+          IVec distance = position_ - key_position_[smaller_of(j + i, a_.kv_len - 1)];
+          x[i] = slope_ * (Vec)((UVec) __builtin_convertvector(distance, Vec) & 0x7fffffffu);
+        }
+      if (a_.bias) {
+        bias_.read(j, (j - start) / kLanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) x[i] += entry(bias_[i], i, B());
+      }
+      if (a_.dense) {
+        dense_.read(j, (j - start) / kLanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) x[i] = entry(dense_[i], i, uint8_t()) ? x[i] : splat(-kInfinity);
+      }
+      if (!covered)
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) {
+          const IVec allowed = is_within(isplat((int32_t)(j + i)), bound_[0], bound_[1], bound_[2], bound_[3]);
+          x[i] = allowed ? x[i] : splat(-kInfinity);
+        }
+      const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
+      Vec least = {};  // not NaN, if an entry is
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) least = smaller(x[i], least);
+      if (count == kLanes && !any(least == -kInfinity)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) scores.add(at + i * kPanel, x[i]);
+        memset(visible, 1, kLanes);
+        continue;
+      }
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++) {
-        const int64_t key = smaller_of(j + i, a.kv_len - 1);
-        IVec distance = position - a.key_position[b * a.key_position_b + key];
-        x[i] = slope * (Vec)((UVec) __builtin_convertvector(distance, Vec) & 0x7fffffffu);
+        if (i >= count) break;
+        scores.add_or_hide(at + i * kPanel, x[i]);
+        visible[i] |= any(x[i] != -kInfinity);
       }
-    if (a.bias) {
-      bias.read(j, (j - start) / kLanes);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) x[i] += entry(bias[i], i, B());
-    }
-    if (a.dense) {
-      dense.read(j, (j - start) / kLanes);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) x[i] = entry(dense[i], i, uint8_t()) ? x[i] : splat(-kInfinity);
-    }
-    if (!covered)
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) {
-        const IVec key = isplat((int32_t)(j + i));
-        const IVec allowed = ((key >= bound[0]) & (key < bound[1])) | ((key >= bound[2]) & (key < bound[3]));
-        x[i] = allowed ? x[i] : splat(-kInfinity);
-      }
-    const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
-    IVec hidden = {};
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) hidden |= x[i] == -kInfinity;
-    if (count == kLanes && !any(hidden)) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) store(score_bias + i * kPanel, x[i]);
-      memset(visible, 1, kLanes);
-      continue;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) {
-      if (i >= count) break;
-      store(score_bias + i * kPanel, x[i]);
-      visible[i] |= any(x[i] != -kInfinity);
     }
   }
+
+ private:
+  LaneBias(const Attention& a, int64_t b, const Panel& p, int64_t first, const LaneRows& rows)
+      : a_(a), panel_(p), first_(first), is_full_(first + kLanes <= p.rows),
+        key_position_(a.slopes ? a.key_position + b * a.key_position_b : nullptr),
+        bias_((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, rows), dense_(a, b, rows) {
+    for (int i = 0; a.slopes && i < kLanes; i++) {
+      slope_[i] = -a.slopes[b * a.slopes_b + rows.head[i] * a.slopes_h + rows.row[i] * a.slopes_q];
+      position_[i] = a.row_position[b * a.row_position_b + rows.row[i]];
+    }
+    for (int i = 0; i < 4; i++) bound_[i] = *(const UnalignedIVec*)((i % 2 ? p.stop[i / 2] : p.start[i / 2]) + first);
+    for (int i = 0; i < kLanes; i++)
+      if (first + i >= p.rows) bound_[1][i] = bound_[3][i] = 0;  // lanes beyond the last row see nothing
+  }
+
+  const Attention& a_;
+  const Panel& panel_;
+  const int64_t first_;
+  const bool is_full_;
+  const int32_t* const key_position_;
+  RowLanes<B> bias_;
+  RowLanes<uint8_t> dense_;
+  Vec slope_ = {};
+  IVec position_ = {}, bound_[4];
+};
+
+template <class B, class Scores, int... V>
+static void fill_vectors(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
+                         int64_t start, int64_t stop, Scores scores, uint8_t* visible,
+                         std::integer_sequence<int, V...>) {
+  LaneBias<B> vectors[] = {{a, block, p, first, V * kLanes}...};
+  // all vectors of a few keys before the next keys, whose scores then stay in L1
+  constexpr int64_t kKeys = 64;
+  static_assert(kKeys % RowLanes<uint8_t>::kKeys == 0);
+  for (int64_t key = start; key < stop; key += kKeys, scores = scores.after(kKeys), visible += kKeys)
+    for (LaneBias<B>& vector : vectors) vector.fill(key, smaller_of(stop, key + kKeys), scores, visible);
+}
+
+template <class Scores>
+static void fill_panel(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
+                       int64_t start, int64_t stop, const Scores& scores, uint8_t* visible) {
+  memset(visible, 0, (size_t)kBlockKeys);
+  auto fill = [&](auto type) {
+    fill_vectors<decltype(type)>(a, block, first, p, start, stop, scores, visible,
+                                 std::make_integer_sequence<int, kVectors>());
+  };
+  if (!a.bias || a.bias_dtype == kFloat32) fill(float());
+  else if (a.bias_dtype == kBFloat16) fill(BFloat16());
+  else fill(Float16());
 }
 
 // Writes what is added to the scores of rows and keys [start, stop), -inf where masked, and which keys some row sees.
 // Returns whether any is seen.
-static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
-                            int64_t start, int64_t stop, float* score_bias, uint8_t* visible) {
-  memset(visible, 0, (size_t)kBlockKeys);
-  auto fill = !a.bias || a.bias_dtype == kFloat32 ? fill_lanes<float>
-              : a.bias_dtype == kBFloat16         ? fill_lanes<BFloat16>
-                                                  : fill_lanes<Float16>;
-  for (int64_t v = 0; v < kVectors; v++)
-    fill(a, block, first, v * kLanes, p, start, stop, score_bias + v * kLanes, visible);
+[[maybe_unused]] static bool fill_score_bias(const Attention& a, const undivided::RowBlock& block, int64_t first,
+                                             const Panel& p, int64_t start, int64_t stop, float* score_bias,
+                                             uint8_t* visible) {
+  fill_panel(a, block, first, p, start, stop, StoreScoreBias{score_bias}, visible);
   return memchr(visible, 1, (size_t)(stop - start)) != nullptr;
+}
+
+// Turns products times `scale` into scores: adds to those of rows and keys [start, stop), -inf where masked, and writes
+// which keys some row sees.
+[[maybe_unused]] static void add_score_bias(const Attention& a, const undivided::RowBlock& block, const Panel& p,
+                                            int64_t start, int64_t stop, float scale, float* st, uint8_t* visible) {
+  fill_panel(a, block, p.first, p, start, stop, AddToScores{st, scale}, visible);
+}
+
+// Whether some of `count` numbers differ from `value`.
+template <class T>
+static bool has_other(const T* x, int64_t count, int64_t stride, T value) {
+  int64_t i = 0;
+  for (constexpr int64_t group = 64; stride == 1 && i + group <= count; i += group) {
+    int others = 0;
+    for (int64_t j = i; j < i + group; j++) others |= x[j] != value;
+    if (others) return true;
+  }
+  for (; i < count; i++)
+    if (x[i * stride] != value) return true;
+  return false;
+}
+// Whether a row's bias of some of the keys [from, to) is not -inf.
+static bool has_finite_bias(const Attention& a, int64_t batch, int64_t head, int64_t row, int64_t from, int64_t to) {
+  const int64_t size = undivided::element_size(a.bias_dtype);
+  const char* x = (const char*)a.bias + (batch * a.bias_b + head * a.bias_h + row * a.bias_q + from * a.bias_k) * size;
+  if (size == 4) return has_other((const uint32_t*)(const void*)x, to - from, a.bias_k, 0xff800000u);
+  return has_other((const uint16_t*)(const void*)x, to - from, a.bias_k,
+                   (uint16_t)(a.bias_dtype == kBFloat16 ? 0xff80u : 0xfc00u));
+}
+// Whether the mask allows some of the keys [from, to) to a row.
+static bool allows_keys(const Attention& a, int64_t batch, int64_t head, int64_t row, int64_t from, int64_t to) {
+  const MaskRow allowed(a, batch, head, row);
+  if (from < allowed.from) return true;
+  to = smaller_of(to, allowed.to);
+  return from < to && has_other(allowed.entries + (from - allowed.from) * a.dense_k, to - from, a.dense_k, (uint8_t)0);
+}
+// False if the mask, or the bias, hides keys [start, stop) from every row of a panel. Each is searched apart, up to its
+// first entry that allows a key, so that keys hidden by one here and by the other there count as seen.
+[[maybe_unused]] static bool may_see_keys(const Attention& a, const undivided::RowBlock& block, const Panel& p,
+                                          int64_t start, int64_t stop) {
+  stop = smaller_of(stop, a.kv_len);
+  bool allowed = !a.dense, finite = !a.bias;
+  int64_t row = (block.row + p.first) % a.q_len, head = block.first_head + (block.row + p.first) / a.q_len;
+  for (int64_t r = 0; r < p.rows && !(allowed && finite); r++) {
+    allowed = allowed || allows_keys(a, block.batch, head, row, start, stop);
+    finite = finite || has_finite_bias(a, block.batch, head, row, start, stop);
+    if (++row == a.q_len) row = 0, head++;
+  }
+  return allowed && finite;
 }
 
 // Prefetches what the next step reads of an array with axes H, Sq and Sk: the next panel's rows, or the first panel's

@@ -54,6 +54,19 @@ INLINE void transpose_groups(Vec* x) {
   x[0] = zip_low<2>(a, c, Lanes{}), x[1] = zip_high<2>(a, c, Lanes{});
   x[2] = zip_low<2>(b, d, Lanes{}), x[3] = zip_high<2>(b, d, Lanes{});
 }
+// Four numbers of every fourth row, those from `column` on, side by side: the loads of a transposition by transpose_groups.
+INLINE Vec load_groups(const float* const* row, int64_t column) {
+#if defined(__AVX512F__)
+  auto four = [&](int r) { return _mm_loadu_ps(row[r] + column); };
+  const __m512 x = _mm512_insertf32x4(_mm512_castps128_ps512(four(0)), four(4), 1);
+  return (Vec)_mm512_insertf32x4(_mm512_insertf32x4(x, four(8), 2), four(12), 3);
+#elif defined(__AVX__)
+  return (Vec)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row[0] + column)), _mm_loadu_ps(row[4] + column),
+                                   1);
+#else
+  return load(row[0] + column);
+#endif
+}
 INLINE void transpose(Vec (&x)[kLanes]) {
 #pragma GCC unroll 4
   for (int i = 0; i < kLanes; i += 4) transpose_groups(x + i);
