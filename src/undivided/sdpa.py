@@ -15,24 +15,21 @@ from typing import Any, Never, cast
 import torch
 from torch import Tensor
 
-from undivided import masks
 from undivided.arguments.checks import check_device, check_tensor
 from undivided.arguments.layout import Layout, from_heads_first, heads_first
-from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
-from undivided.arguments.tensors import dtype_name, is_autocast, is_dtensor, is_observed, readable, snapshot
+from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
-from undivided.masks._kept import TensorMasks
 from undivided.request.checks import DTYPES
 from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_tuple
-from undivided.run import autograd, dispatch, repeated_sdpa
+from undivided.run import autograd, dispatch, jagged_sdpa, repeated_sdpa
 from undivided.run.prepare import prepare
 from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
+from undivided.run.sdpa_masks import CAUSAL, mask_or_bias
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
-_CAUSAL = masks.causal("top_left")
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -55,7 +52,8 @@ def scaled_dot_product_attention(
     combined.
 
     Args:
-        query: [..., H, L, E], or fewer axes down to [L, E]; float16, bfloat16, float32 or float64.
+        query: [..., H, L, E], or fewer axes down to [L, E]; float16, bfloat16, float32 or float64. Jagged nested
+            tensors [B, H, L, E], sequences of different lengths, are computed as packed tokens, without padding.
         key: [..., H, S, E]; axes before S broadcast against query's and value's.
         value: [..., H, S, Ev].
         attn_mask: broadcastable to [..., H, L, S]. Boolean: True = attend. Otherwise added to the scores, in query's
@@ -96,6 +94,8 @@ def scaled_dot_product_attention(
     try:
         query, key, value = autograd.autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
+        if not type(query) is type(key) is type(value) is Tensor and jagged_sdpa.is_jagged(query, key, value):
+            return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         shape: Sequence[int] | None = None
         layout: Layout = "bhsd"
         if _is_plain(query, key, value, enable_gqa):
@@ -114,13 +114,10 @@ def scaled_dot_product_attention(
             if query.shape[-1] == 0:
                 query, key = _scores_of_zero(query), _scores_of_zero(key)
             q, k, v = _as_four_axes(query, key, value, shape, enable_gqa)
-        mask, bias = _CAUSAL if is_causal else None, None
+        mask, bias = CAUSAL if is_causal else None, None
         if attn_mask is not None:
-            mask, bias = _mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
-        if isinstance(scale, Tensor):
-            scale = _number(scale)
-        options = new_tuple(Options, (layout, mask, scale, None, dropout_p, None, False, None, None, None))
-        request = new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None))
+            mask, bias = mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
+        request = _request(q, k, v, bias, layout, mask, scale, dropout_p)
         out = _attend(request, kind if shape is None else None)
     except InputError as error:
         if torch.compiler.is_compiling():
@@ -131,6 +128,49 @@ def scaled_dot_product_attention(
         error.args = (f"{error.args[0]}\n  PYTORCH: {NO_KERNEL}",)
         raise
     return heads_first(out, layout) if shape is None else out.reshape(shape)
+
+
+def _of_jagged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: object,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The result for jagged nested tensors, each sequence by itself."""
+    if attn_mask is not None:
+        hint = "undivided.attention(..., layout='thd', mask=masks.documents(query.offsets()) & your mask)"
+        raise InputError("attn_mask", "be None, if query is jagged", "a mask", hint=hint)
+    if jagged_sdpa.has_jagged_heads(query, key, value):
+        q, k, v = query.values(), key.values(), value.values()
+        out = scaled_dot_product_attention(q, k, v, None, dropout_p, is_causal, scale, enable_gqa)
+        return jagged_sdpa.of_values(query, out)
+    q, k, v, mask = jagged_sdpa.packed(query, key, value)
+    _output_shape(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), enable_gqa)  # checks
+    if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        must = f"have as many heads as key ({k.shape[1]}), and query a multiple of them, if they are jagged"
+        raise InputError("value", must, f"{v.shape[1]}, query {q.shape[1]}")
+    request = _request(q, k, v, None, "thd", mask & CAUSAL if is_causal else mask, scale, dropout_p)
+    return jagged_sdpa.like(query, _attend(request, None))
+
+
+def _request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    mask: Mask | None,
+    scale: float | Tensor | None,
+    dropout_p: float,
+) -> Request:
+    if isinstance(scale, Tensor):
+        scale = _number(scale)
+    options = new_tuple(Options, (layout, mask, scale, None, dropout_p, None, False, None, None, None))
+    return new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None))
 
 
 def _attend(request: Request, kind: object) -> Tensor:
@@ -289,86 +329,3 @@ def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Ten
             t.repeat_interleave(heads // t.shape[-3], -3) if heads else t[..., :0, :, :] for t in (key, value)
         )
     return query @ key.transpose(-1, -2) @ value
-
-
-def _mask_or_bias(
-    attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
-) -> tuple[Mask | None, Tensor | None]:
-    """(mask, bias): a boolean attn_mask as `masks.dense`, combined with is_causal; any other as a bias. Views with four
-    axes, each of full size or 1."""
-    if not isinstance(attn_mask, Tensor):
-        raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
-    if type(attn_mask).__name__ == "CausalBias":
-        if is_causal:
-            raise InputError(
-                "attn_mask", "not be combined with is_causal=True, because it is a causal mask itself", "both"
-            )
-        return _causal_bias(attn_mask, query.shape[-2], kv_len), None
-    distributed = is_dtensor(attn_mask)
-    if not distributed:
-        check_tensor("attn_mask", attn_mask)
-    check_device("attn_mask", attn_mask, query.device, "query")
-    scores = (*shape[:-1], kv_len)
-    if not broadcasts(attn_mask.shape, scores):
-        hint = broadcast_hint(attn_mask.shape, scores, "attn_mask{}") if len(scores) == 4 else None
-        must = f"broadcast to [..., queries, keys] = {list(scores)}"
-        raise InputError("attn_mask", must, list(attn_mask.shape), hint)
-    if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
-        raise InputError(
-            "attn_mask",
-            "be None if is_causal=True and flash kernels are switched off",
-            "both",
-            hint="allow SDPBackend.FLASH_ATTENTION as well, or include the causal part in attn_mask",
-        )
-    folded = _folded_mask(attn_mask, scores[:-3])
-    causal = _CAUSAL if is_causal else None
-    if attn_mask.dtype != torch.bool:
-        return causal, _as_bias(folded, query)
-    # torch.func sees plain operations only, and masks are of plain tensors
-    if distributed or torch._C._functorch.peek_interpreter_stack() is not None:
-        return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
-
-    def build() -> Mask:
-        # the backward has the values of this call, as PyTorch's, whatever is written to attn_mask in the meantime
-        tensor = snapshot(folded) if readable(folded) else folded.detach()
-        return masks.dense(tensor) & _CAUSAL if is_causal else masks.dense(tensor)
-
-    if max(len(scores), attn_mask.dim()) > 4:  # perhaps a copy, which does not change with it
-        return build(), None
-    return _recent.get(is_causal, (attn_mask,), build), None
-
-
-_recent: TensorMasks[Mask] = TensorMasks(16)
-"""Masks that other layers pass too."""
-
-
-def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
-    """[B|1, H|1, L|1, S|1]: several leading axes are merged, as a view unless only some of them are broadcast."""
-    rank = max(len(batch), 1) + 3
-    if mask.dim() < rank:
-        mask = mask[(None,) * (rank - mask.dim())]
-    if rank == 4:
-        return mask
-    leading = mask.shape[:-3]
-    if all(size == 1 for size in leading):
-        return mask.flatten(0, -4)
-    return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
-
-
-def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask that is added, in a dtype that PyTorch accepts; under autocast it is cast like query."""
-    if is_autocast(query.device) and mask.is_floating_point() and mask.dtype != torch.float64:
-        mask = mask.to(query.dtype)
-    if mask.dtype not in (torch.float32, query.dtype):
-        dtypes = dict.fromkeys(("bool", "float32", dtype_name(query.dtype)))
-        hint = "attn_mask.bool(), if its ones mean attend" if not mask.is_floating_point() else None
-        raise InputError("attn_mask", f"be {' or '.join(dtypes)}", str(mask.dtype), hint=hint)
-    return mask
-
-
-def _causal_bias(bias: Any, q_len: int, kv_len: int) -> Mask:
-    """``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right`` as a mask with structure, never dense."""
-    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
-        got = f"a causal bias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys"
-        raise InputError("attn_mask", f"be for {q_len} queries and {kv_len} keys", got)
-    return masks.causal("top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right")

@@ -96,14 +96,18 @@ def test_another_librarys_replacement_stays_and_falls_back_to_pytorch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_left_to_pytorch() -> None:
-    nested = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged)
+@pytest.mark.parametrize(("layout", "calls"), [(torch.jagged, 1), (torch.strided, 0)], ids=["jagged", "strided"])
+def test_nested_tensors_are_left_to_pytorch_unless_they_are_jagged(layout: torch.layout, calls: int) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=layout)
     heads_first = nested.transpose(1, 2)
+    if layout is torch.strided:
+        heads_first = heads_first.contiguous()
     with undivided.replace_sdpa() as replaced:
         found = F.scaled_dot_product_attention(heads_first, heads_first, heads_first)
     expected = F.scaled_dot_product_attention(heads_first, heads_first, heads_first)
-    torch.testing.assert_close(found.values(), expected.values())
-    assert replaced.calls == 0
+    for a, b in zip(found.unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert replaced.calls == calls
 
 
 def test_errors_are_ours_and_pytorchs_while_it_is_active() -> None:

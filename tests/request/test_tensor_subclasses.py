@@ -134,7 +134,7 @@ def test_the_hint_for_jagged_tensors_is_a_call_that_runs() -> None:
     q = k = v = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged)
     heads_first = q.transpose(1, 2)
     with pytest.raises(InputError) as error:
-        undivided.scaled_dot_product_attention(heads_first, heads_first, heads_first)
+        undivided.attention(q, k, v, layout="bshd")
     suggested = re.search(r"undivided\.attention\(.*?\)\)\)", str(error.value))
     assert suggested, error.value
     found = eval(suggested[0], {"undivided": undivided, "masks": masks, "q": q, "k": k, "v": v})

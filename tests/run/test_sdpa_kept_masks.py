@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import undivided
-from undivided import sdpa
+from undivided.run import sdpa_masks
 
 sdp = torch.nn.functional.scaled_dot_product_attention
 
@@ -96,12 +96,12 @@ def test_is_causal_is_another_mask() -> None:
 
 def test_masks_go_with_their_tensors() -> None:
     gc.collect()
-    before = len(sdpa._recent)
+    before = len(sdpa_masks._recent)
     mask = random_mask(9, 9)
     undivided.scaled_dot_product_attention(*inputs(), mask)
-    assert len(sdpa._recent) == before + 1
+    assert len(sdpa_masks._recent) == before + 1
     del mask
-    assert len(sdpa._recent) == before
+    assert len(sdpa_masks._recent) == before
     for _ in range(20):  # their ids repeat
         (q, k, v), mask = inputs(), random_mask(9, 9)
         torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))

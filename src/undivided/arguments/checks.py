@@ -41,7 +41,7 @@ _ELSEWHERE = {
 """Classes whose values no kernel reads, and what to pass instead."""
 _JAGGED = (
     "for jagged q, k, v [B, S, H, D]: undivided.attention(q.values(), k.values(), v.values(), layout='thd', "
-    "mask=masks.documents(q.offsets())); if they are [B, H, S, D], transpose(1, 2) first"
+    "mask=masks.documents(q.offsets())); [B, H, S, D]: undivided.scaled_dot_product_attention(q, k, v)"
 )
 
 

@@ -28,6 +28,14 @@ _PACKED = """
     )
     """
 
+_JAGGED = """
+    # 3 and 7 tokens
+    tokens, offsets = torch.randn(10, 8, 64), torch.tensor([0, 3, 10])
+    jagged = torch.nested.nested_tensor_from_jagged(tokens, offsets)
+    q = k = v = jagged.transpose(1, 2)
+    out = undivided.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
+
 ENTRIES = (
     Entry(
         id="flex-cpu-backward",
@@ -215,7 +223,7 @@ ENTRIES = (
             them. The fused GPU kernels support causal jagged attention.""",
         confirm="It works with is_causal=False.",
         fix="Pad to a dense batch with a mask, or loop over q.unbind().",
-        call=_PACKED,
+        call=_JAGGED,
         source="pytorch/pytorch#156660, pytorch/pytorch#138993",
     ),
     Entry(
@@ -226,7 +234,7 @@ ENTRIES = (
         cause="transpose(1, 2) makes strided nested tensors non-contiguous, which their kernels do not support.",
         confirm="The tensors were created without layout=torch.jagged.",
         fix="torch.nested.nested_tensor(..., layout=torch.jagged), or .contiguous() after the transpose.",
-        call=_PACKED,
+        call=_JAGGED,
         source="pytorch/pytorch#136270",
     ),
 )

@@ -1,0 +1,106 @@
+"""The attn_mask of `scaled_dot_product_attention` as a mask or a bias.
+
+Legend: leading axes [...], H heads, L queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undivided import masks
+from undivided.arguments.checks import check_device, check_tensor
+from undivided.arguments.shapes import broadcast_hint, broadcasts
+from undivided.arguments.tensors import dtype_name, is_autocast, is_dtensor, readable, snapshot
+from undivided.errors import InputError
+from undivided.masks import Mask
+from undivided.masks._kept import TensorMasks
+from undivided.selection import switches as _sdp_switches
+
+CAUSAL = masks.causal("top_left")
+
+
+def mask_or_bias(
+    attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
+) -> tuple[Mask | None, Tensor | None]:
+    """(mask, bias): a boolean attn_mask as `masks.dense`, combined with is_causal; any other as a bias. Views with four
+    axes, each of full size or 1."""
+    if not isinstance(attn_mask, Tensor):
+        raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
+    if type(attn_mask).__name__ == "CausalBias":
+        if is_causal:
+            raise InputError(
+                "attn_mask", "not be combined with is_causal=True, because it is a causal mask itself", "both"
+            )
+        return _causal_bias(attn_mask, query.shape[-2], kv_len), None
+    distributed = is_dtensor(attn_mask)
+    if not distributed:
+        check_tensor("attn_mask", attn_mask)
+    check_device("attn_mask", attn_mask, query.device, "query")
+    scores = (*shape[:-1], kv_len)
+    if not broadcasts(attn_mask.shape, scores):
+        hint = broadcast_hint(attn_mask.shape, scores, "attn_mask{}") if len(scores) == 4 else None
+        must = f"broadcast to [..., queries, keys] = {list(scores)}"
+        raise InputError("attn_mask", must, list(attn_mask.shape), hint)
+    if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
+        raise InputError(
+            "attn_mask",
+            "be None if is_causal=True and flash kernels are switched off",
+            "both",
+            hint="allow SDPBackend.FLASH_ATTENTION as well, or include the causal part in attn_mask",
+        )
+    folded = _folded_mask(attn_mask, scores[:-3])
+    causal = CAUSAL if is_causal else None
+    if attn_mask.dtype != torch.bool:
+        return causal, _as_bias(folded, query)
+    # torch.func sees plain operations only, and masks are of plain tensors
+    if distributed or torch._C._functorch.peek_interpreter_stack() is not None:
+        return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
+
+    def build() -> Mask:
+        # the backward has the values of this call, as PyTorch's, whatever is written to attn_mask in the meantime
+        tensor = snapshot(folded) if readable(folded) else folded.detach()
+        return masks.dense(tensor) & CAUSAL if is_causal else masks.dense(tensor)
+
+    if max(len(scores), attn_mask.dim()) > 4:  # perhaps a copy, which does not change with it
+        return build(), None
+    return _recent.get(is_causal, (attn_mask,), build), None
+
+
+_recent: TensorMasks[Mask] = TensorMasks(16)
+"""Masks that other layers pass too."""
+
+
+def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
+    """[B|1, H|1, L|1, S|1]: several leading axes are merged, as a view unless only some of them are broadcast."""
+    rank = max(len(batch), 1) + 3
+    if mask.dim() < rank:
+        mask = mask[(None,) * (rank - mask.dim())]
+    if rank == 4:
+        return mask
+    leading = mask.shape[:-3]
+    if all(size == 1 for size in leading):
+        return mask.flatten(0, -4)
+    return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
+
+
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask that is added, in a dtype that PyTorch accepts; under autocast it is cast like query."""
+    if is_autocast(query.device) and mask.is_floating_point() and mask.dtype != torch.float64:
+        mask = mask.to(query.dtype)
+    if mask.dtype not in (torch.float32, query.dtype):
+        dtypes = dict.fromkeys(("bool", "float32", dtype_name(query.dtype)))
+        hint = "attn_mask.bool(), if its ones mean attend" if not mask.is_floating_point() else None
+        raise InputError("attn_mask", f"be {' or '.join(dtypes)}", str(mask.dtype), hint=hint)
+    return mask
+
+
+def _causal_bias(bias: Any, q_len: int, kv_len: int) -> Mask:
+    """``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right`` as a mask with structure, never dense."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
+        got = f"a causal bias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys"
+        raise InputError("attn_mask", f"be for {q_len} queries and {kv_len} keys", got)
+    return masks.causal("top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right")
