@@ -196,7 +196,7 @@ class InvariantUnit {
     }
     for (int64_t i = 0; i < heads_ * padded_; i += 4) add_totals(i, smaller_of(heads_ * padded_ - i, 4), first, last);
   }
-  // As apply_score_bias.
+  // As scale_products.
   void to_units(float* s, int64_t first, int64_t last) const {
     const ScoreMap map(a_);
     for (int64_t j = first; j < last; j += kLanes) {
