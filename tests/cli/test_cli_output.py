@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import pytest
-from command_runs import QUICK, answer, refused, run
+from command_runs import QUICK, answer, command_line, refused, run
 from largest import Largest
 
 import undivided
@@ -97,16 +98,6 @@ class TestTables:
         assert not any(line.endswith(" ") for line in text.splitlines())
 
 
-def command_line(*arguments: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """A process of its own, for what belongs to a process."""
-    return subprocess.run(
-        [sys.executable, "-m", "undivided", *arguments],
-        capture_output=True,
-        env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
-    )
-
-
 class TestStreams:
     @pytest.mark.parametrize(
         "arguments", [("mask", "causal", "--q-len", "3"), ("mask", "causal", "--q-len", "90"), ("--help",)]
@@ -114,10 +105,11 @@ class TestStreams:
     def test_ascii_is_enough(self, arguments: tuple[str, ...]) -> None:
         """UnicodeEncodeError."""
         done = command_line(*arguments, PYTHONIOENCODING="ascii")
-        assert (done.returncode, done.stderr) == (0, b"")
-        done.stdout.decode("ascii")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout
+        assert done.stdout.isascii()
         if arguments[-1] == "3":
-            assert b"0 # . .\n1 # # .\n2 # # #" in done.stdout
+            assert "0 # . .\n1 # # .\n2 # # #" in done.stdout
 
     def test_json_keeps_every_character_in_ascii(self) -> None:
         done = command_line("diagnose", "--list", "--json", PYTHONIOENCODING="ascii")
@@ -150,7 +142,7 @@ class TestStreams:
         running.wait()
 
     def test_version(self) -> None:
-        assert command_line("--version").stdout.decode().split() == ["undivided", undivided.__version__]
+        assert command_line("--version").stdout.split() == ["undivided", undivided.__version__]
 
 
 @pytest.fixture
@@ -264,7 +256,7 @@ def test_doctor_refuses_a_wrong_variable_in_json_too(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_typer_or_rich_it_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from undivided.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+    done = forked_processes.run(code)
     assert done.returncode == 2
     assert "pip install 'undivided[cli]'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -274,7 +266,7 @@ def test_the_module_runs_as_the_command_does() -> None:
     done = subprocess.run([sys.executable, "-m", "undivided.cli", "mask", "foo()"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("undivided: mask must")
-    assert command_line("mask", "foo()").stderr.decode() == done.stderr
+    assert command_line("mask", "foo()").stderr == done.stderr
 
 
 def test_the_backends_package_is_a_function_too() -> None:
@@ -293,7 +285,7 @@ def test_the_backends_package_is_a_function_too() -> None:
 def test_without_typer_a_command_names_the_extras_that_it_needs(command: str, extras: str) -> None:
     code = f"import sys; sys.modules['typer'] = None; sys.argv[1:] = [{command!r}]\n"
     code += "from undivided.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked_processes.run(code)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"undivided: the command line needs typer: pip install 'undivided[{extras}]'\n"
 

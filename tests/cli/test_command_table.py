@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_runs import verify_once
 from typer.testing import CliRunner
 
 from undivided.cli import _app
-from undivided.report import values
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
 
@@ -69,17 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@functools.cache
-def verified(compute: Callable[..., Any]) -> Any:
-    """The verification of a report, which compiles for seconds, and is the same in each output."""
-    return compute(lambda step: None)
-
-
 def run(folder: Path, arguments: tuple[str, ...], env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(folder)
     monkeypatch.delenv("UNDIVIDED_RANKS", raising=False)
-    compute = values.verifications
-    monkeypatch.setattr(values, "verifications", lambda step: verified(compute))
+    verify_once(monkeypatch)
     return CliRunner().invoke(_app.application(*arguments[:1]), list(arguments), env=env, catch_exceptions=False)
 
 

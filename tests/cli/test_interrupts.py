@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runs import run
+from command_runs import run, verify_once
 
 import undivided_command
 from undivided.benchmarking import suites
@@ -83,6 +83,7 @@ def test_an_interrupted_benchmark_shows_and_writes_its_results_and_exits_with_13
 def test_an_interrupted_report_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt during its benchmark wrote a page with a part of the results, and exited with 0."""
     monkeypatch.setattr(suites, "run", interrupt)
+    verify_once(monkeypatch)
     file = tmp_path / "report.html"
     file.write_text("an earlier page")
     done = run("report", "--out", str(file))

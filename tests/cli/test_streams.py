@@ -7,14 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from command_runs import refused
+from command_runs import command_line, refused
 
 FULL = "/dev/full"
 
 
-def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(line: str) -> subprocess.CompletedProcess[str]:
     """A command line, in which $U stands for the command."""
-    given = {**os.environ, "U": f"{sys.executable} -m undivided", **environment}
+    given = {**os.environ, "U": f"{sys.executable} -m undivided"}
     return subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=given, check=False)
 
 
@@ -40,7 +40,7 @@ class TestStreams:
 @pytest.mark.parametrize("columns", ["0", "00"])
 def test_no_columns_are_no_width(columns: str) -> None:
     """Nothing was printed."""
-    out = shell("$U mask 'causal()' --q-len 4", COLUMNS=columns).stdout
+    out = command_line("mask", "causal()", "--q-len", "4", COLUMNS=columns).stdout
     assert "■" in out or "#" in out
 
 

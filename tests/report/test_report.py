@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_runs import verify_once
 from typer.testing import CliRunner
 
 from undivided.benchmarking import execute, plan
@@ -48,7 +49,8 @@ def saved(measured: dict[str, Any], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def page(saved: Path, tmp_path: Path) -> str:
+def page(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    verify_once(monkeypatch)
     out = tmp_path / "a folder" / "report.html"
     done = run("report", "--out", str(out), "--bench", str(saved))
     assert done.exit_code == 0, done.output
@@ -253,6 +255,7 @@ class TestRefusals:
 
 def test_no_bench_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undivided.masks._drawing.require_matplotlib", lambda argument: pytest.fail("required"))
+    verify_once(monkeypatch)
     out = tmp_path / "report.html"
     done = run("report", "--no-bench", "--out", str(out), "--json")
     answer = json.loads(done.stdout)

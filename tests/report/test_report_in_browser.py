@@ -8,6 +8,7 @@ from typing import Any
 
 import browser
 import pytest
+from command_runs import verify_once
 from mask_expressions import FIXED, exact, generated
 from typer.testing import CliRunner
 
@@ -24,7 +25,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of a report, with charts if the repository has a benchmark report."""
     out = tmp_path_factory.mktemp("report") / "report.html"
     bench = ["--bench", str(BENCHMARKS[0])] if BENCHMARKS else ["--no-bench"]
-    done = CliRunner().invoke(application("report"), ["report", "--out", str(out), *bench], catch_exceptions=False)
+    with pytest.MonkeyPatch.context() as patch:
+        verify_once(patch)
+        done = CliRunner().invoke(application("report"), ["report", "--out", str(out), *bench], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return out.as_uri()
 

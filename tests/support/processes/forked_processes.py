@@ -43,7 +43,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """What ``python FILE`` or ``python -c PROGRAM`` does with these arguments, in this folder, without input.
 
-    The process is killed after `timeout` seconds, and its output has what it printed until then.
+    The process is killed after `timeout` seconds, and its output has what it printed until then. PYTHONIOENCODING in
+    `environment` names the encoding of its streams, as at the start of an interpreter.
     """
     with tempfile.TemporaryDirectory() as output:
         variables = os.environ | (environment or {})
@@ -76,7 +77,7 @@ def _run(
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(encoding="utf-8")
+        stream.reconfigure(encoding=environment.get("PYTHONIOENCODING") or "utf-8")
     if warnings_are_errors:
         _make_errors()
     quick_spawn.install()
