@@ -6,6 +6,7 @@ read, and that neither pages, nor strides, nor threads change a bit of the resul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -170,19 +171,26 @@ THREADED = {
 }
 
 
+@functools.lru_cache(maxsize=len(ALLOWED))
+def unequal_lengths(size: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[Tensor, Tensor]]:
+    """Queries, keys, values and both in pages with their table; arguments; the right output and log-sum-exp."""
+    torch.manual_seed(0)
+    q_len, heads, kv_heads, most = THREADED[size]
+    lengths = [most, most // 3, 1, 0]
+    k, v, *paged = cache(lengths, 16, kv_heads, 64, dtype)
+    q = torch.randn(4, q_len, heads, 64).to(dtype)
+    asked = {"mask": masks.lengths(torch.tensor(lengths)), "sinks": torch.randn(heads), "return_lse": True}
+    right = undivided.attention(q.double(), k.double(), v.double(), layout="bshd", backend="reference", **asked)
+    return (q, k, v, *paged), asked, right
+
+
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "paged"])
 @pytest.mark.parametrize("size", THREADED)
 def test_few_rows_over_unequal_lengths_on_any_number_of_threads(size: str, layout: str, dtype: torch.dtype) -> None:
     """The same bits, and the right result: with sinks, a log-sum-exp, an almost empty sequence and an empty one."""
-    q_len, heads, kv_heads, most = THREADED[size]
-    lengths = [most, most // 3, 1, 0]
-    k, v, k_pool, v_pool, table = cache(lengths, 16, kv_heads, 64, dtype)
-    q = torch.randn(4, q_len, heads, 64).to(dtype)
-    asked = {"mask": masks.lengths(torch.tensor(lengths)), "sinks": torch.randn(heads), "return_lse": True}
-    want, want_lse = undivided.attention(
-        q.double(), k.double(), v.double(), layout="bshd", backend="reference", **asked
-    )
+    (q, k, v, k_pool, v_pool, table), given, (want, want_lse) = unequal_lengths(size, dtype)
+    asked = dict(given)
     operands, asked["layout"] = (q, k, v), "bshd"
     if layout == "paged":
         operands, asked["pages"] = (q, k_pool, v_pool), table

@@ -38,13 +38,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, options: Options) -
     for b in range(batch):
         for h in range(heads):
             n = h * k.shape[1] // heads
+            head_q, head_k, head_v = q[b, h].unbind(0), k[b, n], v[b, n]  # a gradient of all of k for each row is slow
             for i in range(rows):
                 keys = allowed[b, h, i].nonzero().flatten()
                 if not len(keys):
                     outs.append(v.new_zeros(v.shape[-1]))
                     lses.append(v.new_full((), -math.inf))
                     continue
-                score = k[b, n, keys] @ q[b, h, i] * scale
+                score = head_k.index_select(0, keys) @ head_q[i] * scale
                 if options.softcap is not None:
                     score = options.softcap * torch.tanh(score / options.softcap)
                 if options.slopes is not None and options.distance is not None:
@@ -52,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, options: Options) -
                     score = score - options.slopes[h] * distance[b, 0, i, keys]
                 if bias is not None:
                     score = score + bias[b, h, i, keys]
-                outs.append(_row(score, v[b, n, keys], (b, h, i), keys, options, lses))
+                outs.append(_row(score, head_v.index_select(0, keys), (b, h, i), keys, options, lses))
     zero = q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()  # of every leaf, also if no row has a key
     out = torch.stack(outs).view(batch, heads, rows, v.shape[-1])
     return out + zero, torch.stack(lses).view(batch, heads, rows) + zero

@@ -91,21 +91,22 @@ DENIED = {
 def test_a_level_that_the_system_or_the_build_denies_is_named(name: str, tmp_path: Path) -> None:
     """A processor with AVX-512 whose registers the system does not save ran at a lower level without a message."""
     saved, options, levels, why = DENIED[name]
-    binary = build_on_pretended(tmp_path, options, "undivided::lost_level()", saved)
+    binary = build_on_pretended(tmp_path, options, ["undivided::lost_level()"], saved)
     found = subprocess.run([binary], capture_output=True, text=True, check=True).stdout.splitlines()
     assert found == [why, *cpu.LEVELS[:levels]]
 
 
 def build_on_pretended(
-    folder: Path, options: list[str], first_line: str, saved: str = "0xe6", permission: str = "-1L", more: str = ""
+    folder: Path, options: list[str], lines: list[str], saved: str = "0xe6", permission: str = "-1L", more: str = ""
 ) -> Path:
-    """A program that prints a line, then the levels of a pretended processor."""
+    """A program that prints these lines, then the levels of a pretended processor."""
     program, binary, header = folder / "levels.cc", folder / "levels", folder / "abi" / "cpu_features.h"
     header.parent.mkdir()
     features = SOURCES / "abi" / "cpu_features.h"
     text = PRETENDED_PROCESSOR.format(features=features, saved=saved, permission=permission, more=more)
     header.write_text(text, encoding="utf-8")
-    program.write_text(LEVELS_PROGRAM.replace("  for", f"  puts({first_line});\n  for"), encoding="utf-8")
+    printed = "".join(f"  puts({line});\n" for line in lines)
+    program.write_text(LEVELS_PROGRAM.replace("  for", f"{printed}  for"), encoding="utf-8")
     command = ["g++", "-std=c++17", "-DUNDIVIDED_X86", *options, f"-I{folder}", f"-I{SOURCES}"]
     subprocess.run([*command, program, SOURCES / "abi" / "level.cc", "-o", binary], check=True, timeout=120)
     return binary
@@ -127,27 +128,6 @@ CHOICES = {
 }
 
 
-def build_choice(name: str, folder: Path, first_line: str) -> Path:
-    """`build_on_pretended` for a processor of `CHOICES`."""
-    vendor, missing, permitted, _, _ = CHOICES[name]
-    more, permission = (f"all.{vendor} = true; " if vendor else "") + missing, "0L" if permitted else "-1L"
-    return build_on_pretended(folder, ["-DUNDIVIDED_AMX"], first_line, permission=permission, more=more)
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="of Linux on x86")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
-@pytest.mark.parametrize("name", CHOICES)
-def test_the_highest_level_runs_but_intels_slow_dot_products_only_on_request(name: str, tmp_path: Path) -> None:
-    """bf16 took twice the time on Intel's processors whose AMX was hidden."""
-    chosen, highest = CHOICES[name][3:]
-    binary = build_choice(name, tmp_path, "undivided::kernels().name")
-    levels = cpu.LEVELS[: cpu.LEVELS.index(highest) + 1]
-    for requested, running in [("", chosen), ("neon", chosen), *((level, level) for level in levels)]:
-        environment = {**os.environ, "UNDIVIDED_ISA": requested}
-        found = subprocess.run([binary], capture_output=True, text=True, check=True, env=environment).stdout.split()
-        assert found == [running, *levels], requested
-
-
 KERNELS_OF_PROBLEMS = """[] {
   static std::string line;
   Attention a{};
@@ -161,15 +141,41 @@ KERNELS_OF_PROBLEMS = """[] {
 }()"""
 
 
+Choice = tuple[str, Path]
+
+
+@pytest.fixture(scope="module", params=CHOICES)
+def choice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Choice:
+    """A processor of `CHOICES`, and a program that prints the chosen level, and the levels of some problems."""
+    vendor, missing, permitted, _, _ = CHOICES[request.param]
+    more, permission = (f"all.{vendor} = true; " if vendor else "") + missing, "0L" if permitted else "-1L"
+    lines, folder = ["undivided::kernels().name", KERNELS_OF_PROBLEMS], tmp_path_factory.mktemp("choice")
+    return request.param, build_on_pretended(folder, ["-DUNDIVIDED_AMX"], lines, permission=permission, more=more)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="of Linux on x86")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
-@pytest.mark.parametrize("name", CHOICES)
-def test_what_tiles_do_not_run_goes_to_vectors_and_bf16_to_multiply_adds_on_intels(name: str, tmp_path: Path) -> None:
+def test_the_highest_level_runs_but_intels_slow_dot_products_only_on_request(choice: Choice) -> None:
+    """bf16 took twice the time on Intel's processors whose AMX was hidden."""
+    name, binary = choice
+    chosen, highest = CHOICES[name][3:]
+    levels = cpu.LEVELS[: cpu.LEVELS.index(highest) + 1]
+    for requested, running in [("", chosen), ("neon", chosen), *((level, level) for level in levels)]:
+        environment = {**os.environ, "UNDIVIDED_ISA": requested}
+        printed = subprocess.run([binary], capture_output=True, text=True, check=True, env=environment).stdout
+        first, _, *found = printed.splitlines()
+        assert [first, *found] == [running, *levels], requested
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="of Linux on x86")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
+def test_what_tiles_do_not_run_goes_to_vectors_and_bf16_to_multiply_adds_on_intels(choice: Choice) -> None:
     """By dot products batch-invariant bf16 took 1.7 times the time there, prefill over int8 keys 1.4 times."""
+    name, binary = choice
     vendor, _, _, chosen, _ = CHOICES[name]
-    binary = build_choice(name, tmp_path, KERNELS_OF_PROBLEMS)
     environment = {**os.environ, "UNDIVIDED_ISA": ""}
-    found = subprocess.run([binary], capture_output=True, text=True, check=True, env=environment).stdout.split()[:12]
+    printed = subprocess.run([binary], capture_output=True, text=True, check=True, env=environment).stdout
+    found = printed.splitlines()[1].split()
     others = "avx512_bf16" if chosen.startswith("amx") else chosen
     bf16 = "avx512" if chosen.startswith("amx") and vendor == "intel" else others
     assert found == [chosen, *[bf16] * 3, *[chosen, *[others] * 3] * 2]
