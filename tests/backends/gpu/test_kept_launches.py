@@ -6,6 +6,8 @@ There is no GPU, so Triton's interpreter runs the kernels, in place of a compile
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ from undivided.request.call import Call
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
 from undivided.verification import inputs
-from undivided.verification.cases import CASES
+from undivided.verification.cases import CASES, Case
 
 
 class Compiled:
@@ -95,11 +97,12 @@ def backwards(
     return found
 
 
-def kinds_of_calls() -> dict[str, Any]:
+@functools.cache
+def kinds_of_calls() -> dict[str, Case]:
     """A case of the contract for each layout, paged or not, for each kind of mask, feature and format whose launches
-    are kept, and one with another feature."""
+    are kept, and one with another feature: the one with the fewest pairs, because kernels are interpreted."""
     chosen: dict[Any, str] = {}
-    for name, case in CASES.items():
+    for name, case in sorted(CASES.items(), key=lambda item: math.prod(item[1].sizes[:4])):
         call, _ = normalise(Request.from_keywords(**inputs.build(case, case.dtypes[0]).arguments))
         problem = call.problem
         if 0 in (problem.batch, problem.q_len, problem.kv_len) or "strided" in problem.features:
@@ -281,9 +284,14 @@ class TestChosenPages:
         assert not call.checked_mask.derived
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-@pytest.mark.parametrize("is_paged", [True, False])
-@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+LAYOUTS, STORED = ("bshd", "sbhd", "thd"), (None, "int8", "int4")
+
+
+# every pair of a layout, a format, and paged or not; the interpreter takes half a second for each
+@pytest.mark.parametrize(
+    ("layout", "is_paged", "quantize"),
+    [(layout, (i + j) % 2 == 0, quantize) for i, layout in enumerate(LAYOUTS) for j, quantize in enumerate(STORED)],
+)
 def test_the_layers_of_a_step_share_their_launches(
     layout: str, is_paged: bool, quantize: str | None, runs: list[kept_launches.ForwardLaunches]
 ) -> None:
@@ -302,9 +310,15 @@ def test_the_layers_of_a_step_share_their_launches(
         assert len(runs) - before >= 2, step  # 3 if an equal mask has the launches of an earlier step
 
 
-@pytest.mark.parametrize("mask", [None, masks.window(20, 0)], ids=["causal", "window"])
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
+# every pair of a layout, a format and a mask; the interpreter takes a second for each
+@pytest.mark.parametrize(
+    ("layout", "quantize", "mask"),
+    [
+        pytest.param(layout, quantize, (None, masks.window(20, 0))[(i + j) % 2], id=f"{layout}-{quantize}")
+        for i, layout in enumerate(("bshd", "thd"))
+        for j, quantize in enumerate(STORED)
+    ],
+)
 def test_the_steps_of_decoding_share_their_launches(
     layout: str, quantize: str | None, mask: masks.Mask | None, runs: list[kept_launches.ForwardLaunches]
 ) -> None:
@@ -386,7 +400,7 @@ def test_kept_launches_are_bounded_and_keep_placeholders_alone(
         assert all(value.numel() == 1 for value in values if isinstance(value, torch.Tensor))
 
 
-def differentiable_cases() -> dict[str, Any]:
+def differentiable_cases() -> dict[str, Case]:
     """The cases of `kinds_of_calls` that have gradients."""
     cases = {name: (case, inputs.build(case, case.dtypes[0])) for name, case in kinds_of_calls().items()}
     return {name: case for name, (case, built) in cases.items() if built.arguments["q"].requires_grad}
