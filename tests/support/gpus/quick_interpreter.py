@@ -148,26 +148,25 @@ COMPARISONS = {
 BITS = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
 
 
-def _call_functions_directly(interpreter: Any, core: Any, operands: Callable[..., Any]) -> None:
+def _call_functions_directly(interpreter: Any, core: Any, right_of: Callable[..., Any]) -> None:
     """Call the function within a builtin, without the two that add and check an argument, and NumPy's from operators.
 
-    operands: `binary_op_type_checking_impl`, whose tensors have one type that is not a pointer.
+    right_of: what `_pass_equal_types` returns.
     """
     own, tensor, plain, operators = interpreter._patch_attr, core.tensor, core.dtype, ARITHMETIC | COMPARISONS | BITS
+    handle = interpreter.TensorHandle
 
     def operator(name: str, general: Callable[..., Any]) -> Callable[..., Any]:
         op, is_compared, is_of_bits = operators[name], name in COMPARISONS, name in BITS
 
         def call(self: Any, other: Any) -> Any:
-            if type(self.dtype) is not plain or not (
-                other.dtype is self.dtype if type(other) is tensor else type(other) in (int, float)
-            ):
+            kind = self.dtype
+            found = right_of(self, other) if type(kind) is plain else None
+            if found is None or (is_of_bits and not kind.is_int()):
                 return general(self, other)
-            lhs, rhs = operands(interpreter.interpreter_semantic, self, other)
-            if lhs.dtype is not self.dtype or (is_of_bits and not lhs.dtype.is_int()):
-                return general(self, other)
-            data = interpreter.interpreter_builder.binary_op(lhs.handle, rhs.handle, op)
-            return tensor(data, lhs.type.with_element_ty(core.int1) if is_compared else lhs.type)
+            data, result = found
+            output = handle(op(self.handle.data, data), kind)
+            return tensor(output, result.with_element_ty(core.int1) if is_compared else result)
 
         return call
 
@@ -229,7 +228,8 @@ def _unwrap_by_type(core: Any) -> None:
 def _pass_equal_types(interpreter: Any, language: Any) -> Callable[..., Any]:
     """Look for a common type of two operands once per pair of types, and copy none to a common shape.
 
-    Returns the function that does so.
+    Returns a function of a tensor and an operand on its right: the data of the latter and the type of the result, or
+    None if they are not of one type, or that is not known yet.
     """
     semantic, tensor, plain = language.semantic.TritonSemantic, language.core.tensor, language.core.dtype
     own, own_cast, own_shape = (semantic.binary_op_type_checking_impl, semantic.cast, semantic.broadcast_impl_value)
@@ -239,6 +239,8 @@ def _pass_equal_types(interpreter: Any, language: Any) -> Callable[..., Any]:
 
     def common_types(one: Any, other: Any) -> tuple[Any, Any] | None:
         """Both types with the shape of the result; None if an operand needs another axis, or they do not fit."""
+        if not one.is_block() and not other.is_block():
+            return one, other
         if not (one.is_block() and other.is_block()):
             block = one if one.is_block() else other
             return block.with_element_ty(one.scalar), block.with_element_ty(other.scalar)
@@ -248,15 +250,16 @@ def _pass_equal_types(interpreter: Any, language: Any) -> Callable[..., Any]:
         shape = [max(pair) for pair in sizes]
         return block_type(one.scalar, shape), block_type(other.scalar, shape)
 
-    def in_common_shape(lhs: Any, rhs: Any) -> tuple[Any, Any] | None:
-        """Two tensors of the types of the result, whose data keep their shapes; None if that is not enough."""
-        one, other = lhs.type, rhs.type
-        if not one.is_block() and not other.is_block():
-            return lhs, rhs
+    def known_types(one: Any, other: Any) -> tuple[Any, Any] | None:
         key = one.name, other.name
         if key not in types:
             types[key] = common_types(one, other)
-        found = types[key]
+        return types[key]
+
+    def in_common_shape(lhs: Any, rhs: Any) -> tuple[Any, Any] | None:
+        """Two tensors of the types of the result, whose data keep their shapes; None if that is not enough."""
+        one, other = lhs.type, rhs.type
+        found = known_types(one, other)
         if found is None:
             return None
         left, right = found
@@ -298,7 +301,15 @@ def _pass_equal_types(interpreter: Any, language: Any) -> Callable[..., Any]:
 
     @functools.wraps(own_cast)
     def cast(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
-        return input if input.dtype is dst_ty and type(dst_ty) is plain else own_cast(self, input, dst_ty, *rounding)
+        kind = input.dtype
+        if type(dst_ty) is not plain or type(kind) is not plain:
+            return own_cast(self, input, dst_ty, *rounding)
+        if kind is dst_ty:
+            return input
+        if not (kind.is_int() and dst_ty.is_int()) or dst_ty.is_bool() or rounding:
+            return own_cast(self, input, dst_ty, *rounding)
+        data = input.handle.data.astype(interpreter._get_np_dtype(dst_ty))
+        return tensor(handle(data, dst_ty), input.type.with_element_ty(dst_ty))
 
     @functools.wraps(own_shape)
     def in_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -310,4 +321,12 @@ def _pass_equal_types(interpreter: Any, language: Any) -> Callable[..., Any]:
     _replace(semantic, "binary_op_type_checking_impl", operands)
     _replace(semantic, "cast", cast)
     _replace(semantic, "broadcast_impl_value", in_one_shape)
-    return operands
+
+    def right_of(lhs: Any, rhs: Any) -> tuple[Any, Any] | None:
+        if type(rhs) is tensor:
+            found = known_types(lhs.type, rhs.type) if rhs.dtype is lhs.dtype else None
+            return None if found is None else (rhs.handle.data, found[0])
+        data = constants.get((type(rhs), rhs, lhs.dtype.name, False)) if type(rhs) in (int, float) else None
+        return None if data is None else (data, lhs.type)
+
+    return right_of
