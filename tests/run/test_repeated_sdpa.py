@@ -74,6 +74,39 @@ def test_other_tensors_in_other_memory(
                 tensor.normal_()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("needs", ["q", "k", "v", "qkv"])
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_gradients_of_other_tensors(
+    make: Callable[..., tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]], needs: str, dtype: torch.dtype
+) -> None:
+    for _ in range(3):
+        tensors, options = make(dtype)
+        leaves = [t.detach().requires_grad_(name in needs) for name, t in zip("qkv", tensors, strict=True)]
+        needed = [t for t in leaves if t.requires_grad]
+        found, expected = (f(*leaves, **options) for f in (scaled_dot_product_attention, pytorchs))
+        close(found, expected)
+        assert found.stride() == expected.stride() or dtype == torch.float64
+        weight = torch.randn_like(expected)
+        for a, b in zip(*(torch.autograd.grad(out, needed, weight) for out in (found, expected)), strict=True):
+            close(a, b)
+        with torch.no_grad():
+            assert not scaled_dot_product_attention(*leaves, **options).requires_grad
+
+
+def test_second_derivatives_of_a_repeated_call() -> None:
+    for _ in range(3):
+        leaves = [draw(1, 1, 3, 4, dtype=torch.float64).requires_grad_() for _ in range(3)]
+        assert torch.autograd.gradgradcheck(scaled_dot_product_attention, leaves)
+        leaves = [draw(1, 1, 3, 4).requires_grad_() for _ in range(3)]
+        found = []
+        for function in (scaled_dot_product_attention, lambda *t: (t[0] @ t[1].mT / 2).softmax(-1) @ t[2]):
+            (first,) = torch.autograd.grad(function(*leaves).square().sum(), leaves[:1], create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), leaves))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_calls_are_kept_by_sizes_and_options(kept: dict[object, Any]) -> None:
     for make in CALLS.values():
         for _ in range(3):
@@ -82,6 +115,10 @@ def test_calls_are_kept_by_sizes_and_options(kept: dict[object, Any]) -> None:
     if undivided.explain(draw(), draw(), draw(), layout="bhsd").backend.name != "native":
         pytest.skip("the native kernel is not built")
     assert len(kept) == len(CALLS)
+    for _ in range(2):
+        scaled_dot_product_attention(draw().requires_grad_(), draw(), draw())
+        scaled_dot_product_attention(draw(), draw().requires_grad_(), draw())
+    assert len(kept) == len(CALLS) + 2
 
 
 def test_the_decision_and_the_policy_are_those_of_the_call(kept: dict[object, Any]) -> None:
@@ -147,12 +184,13 @@ def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.parametrize("needed", [False, True], ids=["without gradients", "with gradients"])
 @pytest.mark.parametrize("call", [gradients, tangent, flops, autocast, lazily_negated, compiled])
-def test_calls_that_something_else_sees_are_prepared_as_usual(call: Callable[..., Tensor]) -> None:
-    q, k, v = draw(), draw(), draw()
+def test_calls_that_something_else_sees_are_prepared_as_usual(call: Callable[..., Tensor], needed: bool) -> None:
+    q, k, v = draw().requires_grad_(needed), draw(), draw()
     scaled_dot_product_attention(q, k, v)
     tolerance = 0.05 if call is autocast else 1e-5
-    torch.testing.assert_close(call(q, k, v), pytorchs(q, k, v), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(call(q, k, v).detach(), pytorchs(q, k, v).detach(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +205,9 @@ def test_wrong_arguments_after_right_ones(options: dict[str, Any]) -> None:
         scaled_dot_product_attention(q, k, v, **options)
 
 
-def test_a_tensor_that_lost_its_memory() -> None:
-    q, k, v = draw(), draw(), draw()
+@pytest.mark.parametrize("needed", [False, True], ids=["without gradients", "with gradients"])
+def test_a_tensor_that_lost_its_memory(needed: bool) -> None:
+    q, k, v = draw().requires_grad_(needed), draw(), draw()
     scaled_dot_product_attention(q, k, v)
     k.untyped_storage().resize_(8)
     with pytest.raises(InputError, match=r"key|k must"):

@@ -13,7 +13,7 @@ from undivided._bounded import Bounded
 from undivided.arguments.layout import Layout, from_heads_first, heads_first
 from undivided.request.call import Call
 from undivided.request.request import Tensors
-from undivided.run.replay import NUMBERS, PreparedCall, may_replay, of_call
+from undivided.run.replay import NUMBERS, PreparedCall, RecordedCall, is_untransformed, needs_gradients, of_call
 from undivided.selection import switches
 from undivided.selection.decision import Decision
 from undivided.selection.policy import current_policy
@@ -26,16 +26,15 @@ def kind(
 ) -> object:
     """All that a call without attn_mask on the CPU depends on, but where its tensors lie; None if it must be prepared.
 
-    That is: with gradients, dropout, a mode, a transform or autocast, or with arguments that only checks understand.
+    That is: with dropout, a mode, a transform or autocast, or with arguments that only checks understand.
     """
     if (
         torch.compiler.is_compiling()
         or not (type(query) is type(key) is type(value) is Tensor and query.is_cpu)
-        or (query.requires_grad and torch.is_grad_enabled())  # the most frequent reason
         or type(dropout_p) not in _PROBABILITIES
         or dropout_p != 0
         or not (type(is_causal) is type(enable_gqa) is bool and type(scale) in NUMBERS)
-        or not may_replay(query, key, value)
+        or not is_untransformed(query, key, value)
     ):
         return None
     return (
@@ -51,6 +50,7 @@ def kind(
         is_causal,
         scale,
         enable_gqa,
+        torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
         current_policy(switches=switches.read()),
     )
 
@@ -61,17 +61,23 @@ def run(kind: object, query: Tensor, key: Tensor, value: Tensor) -> Tensor | Non
     if kept is None:
         return None
     prepared, layout = kept
-    if layout == "bhsd":
-        return prepared.run(query, key, value, None, None, None)
-    out = prepared.run(from_heads_first(query, layout), key, value, None, None, None)
-    return None if out is None else heads_first(out, layout)
+    if layout != "bhsd":
+        query = from_heads_first(query, layout)
+    if isinstance(prepared, RecordedCall):
+        if layout != "bhsd":
+            key, value = from_heads_first(key, layout), from_heads_first(value, layout)
+        out = prepared.run(query, key, value)
+    else:
+        out = prepared.run(query, key, value, None, None, None)
+    return out if out is None or layout == "bhsd" else heads_first(out, layout)
 
 
 def keep(kind: object, decision: Decision, call: Call, tensors: Tensors) -> None:
     """Keep a call with tensors of four axes for later ones of its kind, if its backend runs calls again."""
-    prepared = of_call(decision, call, tensors)
+    records = needs_gradients(*tensors[:3])
+    prepared = RecordedCall(decision, call, tensors) if records else of_call(decision, call, tensors)
     if prepared is not None:
         _calls[kind] = prepared, call.problem.layout
 
 
-_calls: Bounded[object, tuple[PreparedCall, Layout]] = Bounded(1024)
+_calls: Bounded[object, tuple[PreparedCall | RecordedCall, Layout]] = Bounded(1024)

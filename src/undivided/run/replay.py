@@ -20,6 +20,7 @@ from undivided.masks.normal_form import NormalForm, Ranges
 from undivided.request.call import Call
 from undivided.request.request import Request, Tensors
 from undivided.run.autograd import any_autocast, is_elsewhere
+from undivided.run.autograd import run as run_call
 from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision, set_last
 from undivided.selection.policy import Policy
@@ -29,8 +30,18 @@ NUMBERS = frozenset({float, type(None)})
 
 
 def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing but the backend sees a call with these tensors: no gradient, mode, transform or autocast, no GPU
-    but the current one, and memory that strides describe."""
+    """Whether nothing but the backend sees a call with these tensors: no gradient, and `is_untransformed`."""
+    return is_untransformed(q, k, v) and not needs_gradients(q, k, v)
+
+
+def needs_gradients(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call with these tensors is recorded."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def is_untransformed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call with these tensors has no mode, transform or autocast, no GPU but the current one, and memory that
+    strides describe."""
     return (
         (q.is_cpu or (q.is_cuda and not is_elsewhere(q)))
         and type(q) is Tensor
@@ -38,7 +49,6 @@ def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and is_dense(k)
         and is_dense(v)
         and not (is_lazy(q) or is_lazy(k) or is_lazy(v))
-        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         and not any_autocast()
         and not is_traced()
         and forward_ad._current_level < 0
@@ -108,6 +118,28 @@ class PreparedCall:
             return None
         set_last(self._decision)
         return self._replay(q, k, v, pages, k_scale, v_scale)
+
+
+class RecordedCall:
+    """A call with gradients that was prepared, for tensors of the same sizes, strides and dtypes that need the same
+    gradients.
+
+    Args:
+        decision: which backend runs.
+        call: the call, without dropout.
+        footprints: bytes that q, k and v need, from their first element on.
+    """
+
+    def __init__(self, decision: Decision, call: Call, tensors: Tensors) -> None:
+        self._decision, self._call = decision, call
+        self._footprints = tuple(map(_needed_bytes, tensors[:3]))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """The output for other tensors; None if one of them has lost its memory."""
+        if not all(map(_holds, (q, k, v), self._footprints)):
+            return None
+        set_last(self._decision)
+        return run_call(self._decision.backend, self._call, Tensors(q, k, v))  # type: ignore[return-value]  # no lse
 
 
 def of_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedCall | None:
