@@ -238,6 +238,19 @@ def test_created_on_the_meta_device_and_initialised_later() -> None:
         assert layer("bshd").layernorm_mlp.fc1_weight.is_meta
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_full_backward_hooks_see_the_gradients_of_every_block(kind: str) -> None:
+    module = layer("bshd", layer_type=kind)
+    seen = {}
+    for name, block in module.named_modules():
+        block.register_full_backward_hook(lambda block, inputs, outputs, name=name: seen.update({name: outputs[0]}))
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+    module(x, **({"encoder_output": x} if kind == "decoder" else {})).sum().backward()
+    assert set(seen) == {name for name, _ in module.named_modules()}
+    proj = module.self_attention.proj
+    torch.testing.assert_close(seen["self_attention.proj"].flatten(0, 1).sum(0), proj.bias.grad)
+
+
 def test_copies_are_the_same_layer() -> None:
     module = layer("bshd", num_gqa_groups=2, activation="clamped_swiglu", qk_norm_type="L2Normalization")
     x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)

@@ -369,17 +369,17 @@ class MultiheadAttention(DividedModule):
     def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""
         if self.attention_type == "self":
-            outputs, mapped = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x)
+            *outputs, mapped = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x)
             return *split_qkv(outputs, self.heads, self.qkv_weight_interleaved), mapped
-        (q,), mapped = (self.layernorm_query if self.input_layernorm else self.query_layer)(x)
-        outputs, _ = self.key_value(encoder)
+        q, mapped = (self.layernorm_query if self.input_layernorm else self.query_layer)(x)
+        *outputs, _ = self.key_value(encoder)
         return split_q(q, self.heads), *split_kv(outputs, self.heads, self.qkv_weight_interleaved), mapped
 
     def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def _outputs(self, context: Tensor, normalised: Tensor) -> Tensor | tuple[Tensor | None, ...]:
-        (out,), _ = self.proj(context, add_bias=not self.return_bias)
+        out, _ = self.proj(context, add_bias=not self.return_bias)
         outputs: tuple[Tensor | None, ...] = (out,)
         if self.return_bias:
             outputs += (self.proj.whole_bias(),)

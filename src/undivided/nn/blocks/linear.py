@@ -73,16 +73,17 @@ class Linear(Module):
         if self.norm is not None:
             self.norm.reset(self.layer_norm_weight, self.layer_norm_bias)
 
-    def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
-        """One tensor [.., features] per map, and the input of the maps.
+    def forward(self, x: Tensor, add_bias: bool = True) -> tuple[Tensor, ...]:
+        """One tensor [.., features] per map, and as the last one the input of the maps.
 
-        Each map is a separate matrix product, because joining the weights would copy them.
+        Each map is a separate matrix product, because joining the weights would copy them. The tuple is flat, because
+        full backward hooks of PyTorch do not see tensors of a tuple in it.
         """
         if self.norm is not None:
             x = self.norm(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
         whole = x if self.ranks is None else self.ranks.enter(x)
         used = map(self._used_map, self.names)
-        return tuple(functional.linear(whole, w, b if add_bias else None) for w, b in used), x
+        return *(functional.linear(whole, w, b if add_bias else None) for w, b in used), x
 
     def _used_map(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a map, as plain tensors: the rows that this rank uses."""
@@ -107,13 +108,13 @@ class Linear(Module):
 class OutputLinear(Linear):
     """A linear map with one weight, whose input features ranks may divide: the output is their sum."""
 
-    def forward(self, x: Tensor, add_bias: bool = True) -> tuple[tuple[Tensor, ...], Tensor]:
+    def forward(self, x: Tensor, add_bias: bool = True) -> tuple[Tensor, ...]:
         """The output, and the input of the map."""
         if self.ranks is None:
             return super().forward(x, add_bias)
         out = self.ranks.leave(functional.linear(x, self._own("weight", 1)))
         bias = self.whole_bias() if add_bias else None
-        return (out if bias is None else out + bias,), x
+        return out if bias is None else out + bias, x
 
     def whole_bias(self) -> Tensor | None:
         """The bias, for the caller to add."""

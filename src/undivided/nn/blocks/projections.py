@@ -9,6 +9,8 @@ Cross attention has the same order without the queries, which have a weight of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,7 @@ def kv_features(heads: Heads, fused: bool) -> dict[str, int]:
     return {"": sum(features.values())} if fused else features
 
 
-def split_qkv(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(outputs: Sequence[Tensor], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q [.., h, d], k [.., g, d] and v [.., g, d_v] from the outputs of the maps [.., features]."""
     group = heads.q // heads.kv
     if len(outputs) == 1 and interleaved:
@@ -77,7 +79,7 @@ def split_qkv(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> t
     return split_q(q, heads), *split_kv((k, v), heads, False)
 
 
-def split_kv(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor]:
+def split_kv(outputs: Sequence[Tensor], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor]:
     """k [.., g, d] and v [.., g, d_v] from the outputs of the maps [.., features]."""
     if len(outputs) == 1 and interleaved:
         k, v = outputs[0].unflatten(-1, (heads.kv, -1)).split((heads.qk_dim, heads.v_dim), -1)
