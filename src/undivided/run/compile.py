@@ -35,7 +35,7 @@ from undivided.request.normalise import check_types
 from undivided.request.request import OPTIONAL_TENSORS, Options, Request, Tensors
 from undivided.request.result import lse_dtype
 from undivided.request.seed import check_seed, draw_seed
-from undivided.run import autograd, shared_masks
+from undivided.run import autograd, onnx_export, shared_masks
 from undivided.run.flop_counter import register_if_counting
 from undivided.run.operator_arguments import ANY_SWITCHES, FLAGS, SCHEMA, Arguments, Spec
 from undivided.run.prepare import prepare
@@ -61,8 +61,11 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
         check_backend(request.backend)
     check_flag("deterministic", request.deterministic)
     check_flag("batch_invariant", request.batch_invariant)
+    mask = checked_mask(options.mask)
+    if onnx_export.is_exporting():
+        return onnx_export.attention(request, mask)
     lengths: list[int] = []
-    mask_text, mask_tensors = checked_mask(options.mask).flatten(lengths)
+    mask_text, mask_tensors = mask.flatten(lengths)
     # torch.jit.trace compares a graph with another, which it records without gradients
     grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
     needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in tensors]
