@@ -14,6 +14,7 @@ from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from undivided.arguments.checks import check_device, check_tensor
 from undivided.arguments.layout import Layout, from_heads_first, heads_first
@@ -123,6 +124,8 @@ def scaled_dot_product_attention(
         if torch.compiler.is_compiling():
             raise
         call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if others := tuple(x for x in call[:4] if not isinstance(x, Tensor) and has_torch_function((x,))):
+            return handle_torch_function(scaled_dot_product_attention, others, *call)  # torch.fx records it
         raise like_pytorchs(error, *call) from None
     except NoBackendError as error:
         error.args = (f"{error.args[0]}\n  PYTORCH: {NO_KERNEL}",)
@@ -223,11 +226,11 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bo
 def _layout_in_memory(query: Tensor) -> Layout:
     """The layout in which query [B, H, L, E] lies in memory. The result lies in the same one, as PyTorch's does:
     callers rely on it with ``out.transpose(1, 2).view(B, L, H * E)``."""
-    batch, heads, length, _ = query.stride()
+    batch, heads, length, size = query.stride()
     holds: Callable[[Any], bool] = bool
     if torch.compiler.is_compiling():  # a size that depends on values has no order
         from torch.fx.experimental.symbolic_shapes import guard_or_false as holds
-    if not holds(length > heads) or not holds(heads > 0) or holds(query.shape[2] == 1):
+    if not holds(length > heads) or not holds(heads > 0) or holds(query.shape[2] == 1) or not holds(size == 1):
         return "bhsd"
     return "sbhd" if holds(length > batch) and holds(batch > heads) else "bshd"
 

@@ -274,4 +274,7 @@ def test_only_the_attribute_is_replaced() -> None:
     with undivided.replace_sdpa() as replaced:
         PYTORCHS(x, x, x)
     assert replaced.calls == 0
+    names = replaced.bound_before
+    assert f"{__name__}.PYTORCHS" in names
+    assert not [name for name in names if name.startswith(("torch.", "undivided."))]
     assert torch_sdpa._active == []

@@ -163,3 +163,13 @@ def test_process_groups_may_be_none() -> None:
     module.set_tensor_parallel_group(None)
     with pytest.raises(InputError, match=r"tp_group must be a torch\.distributed process group or None, got object"):
         module.set_tensor_parallel_group(object())
+
+
+def test_a_layer_in_a_scripted_module_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"module must be traced, exported or compiled, got torch\.jit\.script of T"):
+        torch.jit.script(torch.nn.Sequential(layer("bshd")))
+
+
+def test_a_layer_under_torch_fx_names_what_records_it() -> None:
+    with pytest.raises(InputError, match=r"hidden_states must be a torch\.Tensor, got Proxy\n  HINT: torch\.fx"):
+        torch.fx.symbolic_trace(torch.nn.Sequential(layer("bshd")))

@@ -184,6 +184,7 @@ QUERIES: dict[str, Callable[[], Tensor]] = {
     "part-of-a-projection": lambda: torch.randn(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)[0],
     "rows-of-a-longer-one": lambda: torch.randn(2, 9, 4, 8).transpose(1, 2)[:, :, :5],
     "columns-first": lambda: torch.randn(2, 4, 8, 5).transpose(2, 3),
+    "channels-last": lambda: torch.randn(2, 4, 5, 8).to(memory_format=torch.channels_last),
     "one-batch-element": lambda: torch.randn(1, 5, 4, 8).transpose(1, 2),
     "one-head": lambda: torch.randn(2, 5, 1, 8).transpose(1, 2),
     "one-row": lambda: torch.randn(2, 1, 4, 8).transpose(1, 2),

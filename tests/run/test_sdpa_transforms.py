@@ -1,16 +1,18 @@
-"""scaled_dot_product_attention under autocast, torch.func, meta tensors and torch.compile."""
+"""scaled_dot_product_attention under autocast, torch.func, meta tensors, torch.compile and torch.fx."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from sdpa_calls import BFLOAT, DOUBLE, HALF, SINGLE, math, ours, qkv
-from torch import Tensor
+from torch import Tensor, nn
 
 import undivided
+from undivided.errors import InputError
 
 # torch's own forward mode scripts its decompositions when it is first used
 
@@ -158,3 +160,32 @@ def test_vmap_draws_dropout_for_each_element_or_for_all(name: str) -> None:
     assert not torch.equal(first, second)
     first, second = torch.vmap(attend, randomness="same")(q)
     assert torch.equal(first, second)
+
+
+class _Direct(nn.Module):
+    """A module that calls our function without a replacement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.randn(2, 4, 7, 8))
+
+    def forward(self, q: Tensor, mask: Tensor) -> Tensor:
+        return undivided.scaled_dot_product_attention(q, self.k, self.k, attn_mask=mask)
+
+
+def test_torch_fx_records_the_call() -> None:
+    module, q, mask = _Direct(), torch.randn(2, 4, 5, 8), torch.rand(5, 7) > 0.3
+    graph = torch.fx.symbolic_trace(module)
+    assert undivided.scaled_dot_product_attention in [node.target for node in graph.graph.nodes]
+    torch.testing.assert_close(copy.deepcopy(graph)(q, mask), module(q, mask))
+
+
+def test_torch_fx_records_a_call_whose_mask_alone_is_an_input() -> None:
+    q, mask = torch.randn(2, 4, 5, 8), torch.rand(5, 5) > 0.3
+    graph = torch.fx.symbolic_trace(lambda mask: undivided.scaled_dot_product_attention(q, q, q, mask))
+    torch.testing.assert_close(graph(mask), undivided.scaled_dot_product_attention(q, q, q, mask))
+
+
+def test_attention_under_torch_fx_names_what_records_it() -> None:
+    with pytest.raises(InputError, match=r"q must be a torch\.Tensor, got Proxy\n  HINT: torch\.fx\.symbolic_trace"):
+        torch.fx.symbolic_trace(lambda q: undivided.attention(q, q, q, layout="bshd"))

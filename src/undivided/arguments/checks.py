@@ -45,13 +45,20 @@ _JAGGED = (
 )
 
 
+_FOR_FX = (
+    "torch.fx.symbolic_trace records a function of yours under torch.fx.wrap(...), and a module that is_leaf_module of "
+    "its Tracer accepts, as one call; torch.export records everything"
+)
+
+
 def check_tensor(name: str, value: object, hint: str | None = None) -> None:
     """InputError unless it is a strided tensor whose memory holds all its elements; `hint` is for other types."""
     if value is REQUIRED:
         raise as_type_error(InputError(name, "be a torch.Tensor", REQUIRED, hint=f"{name} has no default"))
     if not isinstance(value, Tensor):
-        convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor"}.get(type(value).__name__)
-        hint = hint or (convert and f"{convert}({name})")
+        kind = type(value).__name__
+        convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor"}.get(kind)
+        hint = hint or (convert and f"{convert}({name})") or (_FOR_FX if kind == "Proxy" else None)
         raise InputError(name, "be a torch.Tensor", type(value).__name__, hint)
     if not is_dense(value):
         kind = "a nested tensor" if value.is_nested else str(value.layout)

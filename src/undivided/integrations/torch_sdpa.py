@@ -7,6 +7,7 @@ its function stays, and a reference to `_replacement` that it kept passes calls 
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import TracebackType
 from typing import Any
@@ -49,6 +50,19 @@ class Replacement:
         """Whether the replacement is active."""
         return any(handle is self for handle in _active)
 
+    @property
+    def bound_before(self) -> list[str]:
+        """Names in imported modules that are PyTorch's function, whose calls do not run on Undivided.
+
+        ``from torch.nn.functional import scaled_dot_product_attention`` before the replacement binds such a name.
+        """
+        found = []
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] not in ("torch", "undivided"):
+                values = list(getattr(module, "__dict__", {}).items())
+                found += [f"{name}.{attribute}" for attribute, value in values if value is _pytorch_sdpa]
+        return sorted(found)
+
     def restore(self) -> None:
         """End the replacement. Others stay active; a second call does nothing."""
         with _change:
@@ -74,7 +88,7 @@ def replace_sdpa() -> Replacement:
     The replacement is for the whole process, until ``restore()`` or the end of the ``with``. Calls that look up the
     function in ``torch.nn.functional`` get ours: ``F.scaled_dot_product_attention(...)``, ``nn.MultiheadAttention``,
     ``nn.TransformerEncoderLayer``. Names that were bound before, by ``from torch.nn.functional import
-    scaled_dot_product_attention``, keep PyTorch's function.
+    scaled_dot_product_attention``, keep PyTorch's function; ``bound_before`` lists them.
 
     ``nn.MultiheadAttention`` does not call the function with ``need_weights=True`` (its default) or in its C++ fast
     path. The fast path is disabled during the replacement (`torch.backends.mha`); ``need_weights`` is the caller's

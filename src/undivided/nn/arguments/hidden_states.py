@@ -69,9 +69,10 @@ def checked_format(argument: str, value: object) -> Layout:
 
 def check(name: str, x: object, hidden_size: int, format: Layout, like: Tensor) -> None:
     """Raise InputError if axes, features, device or dtype are wrong. `like` is a parameter of the layer."""
-    if not isinstance(x, Tensor):
-        raise InputError(name, "be a torch.Tensor", None if x is None else type(x).__name__)
+    if x is None:
+        raise InputError(name, "be a torch.Tensor", None)
     check_tensor(name, x)
+    assert isinstance(x, Tensor)
     axes = 2 if format == "thd" else 3
     if x.dim() != axes:
         must = f"have {axes} axes {_AXES[format]} in qkv_format={format!r}"

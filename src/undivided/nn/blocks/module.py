@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,6 +46,13 @@ class Module(torch.nn.Module):
     def _own(self, name: str, axis: int | None) -> Any:
         """This rank's part of a parameter, as `local_parameter` returns it."""
         return local_parameter(name, getattr(self, name), axis, self.ranks)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, whose own errors do not name the module."""
+        hint = "torch.jit.trace(module, inputs), torch.export.export or torch.compile"
+        raise InputError(
+            "module", "be traced, exported or compiled", f"torch.jit.script of {type(self).__name__}", hint
+        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         unused = torch.nn.Module.set_extra_state
