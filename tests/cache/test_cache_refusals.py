@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
         lambda c: c.append(K.to("meta"), V),
         r"k must be on the device of the cache(.|\n)*k.to\('cpu'\)",
     ),
+    "a-batch-of-vmap": (
+        lambda c: torch.vmap(lambda k: (c.append(k, V), k)[1])(torch.stack([K, K])),
+        r"k must be one tensor, not a batch of torch\.vmap(.|\n)*outside of vmap; attend\(\) may be called in it",
+    ),
     "gradients": (lambda c: c.append(K.clone().requires_grad_(), V), "k must not require a gradient"),
     "lengths-too-few": (lambda c: c.append(K, V, lengths=[1, 2]), "lengths must have an entry for each of the 3"),
     "lengths-cumulative": (

@@ -121,13 +121,13 @@ def readable(*tensors: Tensor | None) -> bool:
     record what follows from them as constants) and tracing or fake modes, that no vmap batches."""
     if torch.compiler.is_compiling() or jit_trace() is not None or (_modes() and values_are_traced()):
         return False
-    if _functorch.peek_interpreter_stack() is not None and any(map(_is_batched, tensors)):
+    if _functorch.peek_interpreter_stack() is not None and any(map(is_batched, tensors)):
         return False
     return all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)
 
 
-def _is_batched(tensor: Tensor | None) -> bool:
-    """Whether a tensor stands for several ones, of which a vmap runs the operations at once."""
+def is_batched(tensor: Tensor | None) -> bool:
+    """Whether a tensor stands for several ones, of which a vmap runs the operations at once. Only under torch.func."""
     while tensor is not None and _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True

@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import INT64_MAX, as_integer, check_tensor
 from undivided.arguments.layout import Layout
-from undivided.arguments.tensors import has_dispatch, is_autocast
+from undivided.arguments.tensors import has_dispatch, is_autocast, is_batched
 from undivided.cache._storage import Counts, NewTokens, TokenSpec
 from undivided.errors import InputError
 
@@ -87,6 +87,10 @@ def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, devic
     if tensor.requires_grad and torch.is_grad_enabled():
         hint = "call under torch.no_grad() or torch.inference_mode()"
         raise InputError(name, "not require a gradient (a cache has no backward)", "requires_grad=True", hint=hint)
+    if torch._C._functorch.peek_interpreter_stack() is not None and is_batched(tensor):
+        must = "be one tensor, not a batch of torch.vmap, because a cache is written in place"
+        hint = "append the whole batch outside of vmap; attend() may be called in it"
+        raise InputError(name, must, f"a batch of tensors {list(tensor.shape)}", hint=hint)
     if tensor.device != device:
         hint = f"{name}.to({str(device)!r})"
         raise InputError(name, f"be on the device of the cache ({device})", str(tensor.device), hint=hint)
