@@ -24,10 +24,11 @@ from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
 from undivided.request.checks import DTYPES
 from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_tuple
-from undivided.run import autograd, dispatch, jagged_sdpa, repeated_sdpa
+from undivided.run import autograd, dispatch
 from undivided.run.prepare import prepare
-from undivided.run.sdpa_errors import NO_KERNEL, like_pytorchs
-from undivided.run.sdpa_masks import CAUSAL, mask_or_bias
+from undivided.run.sdpa import jagged, repeated
+from undivided.run.sdpa.errors import NO_KERNEL, like_pytorchs
+from undivided.run.sdpa.masks import CAUSAL, mask_or_bias
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
@@ -89,13 +90,13 @@ def scaled_dot_product_attention(
         raise_as_type_error(unknown_arguments, "scaled_dot_product_attention", unknown, _NAMES, hint)
     kind = None
     if attn_mask is None:
-        kind = repeated_sdpa.kind(query, key, value, dropout_p, is_causal, scale, enable_gqa)
-        if kind is not None and (same := repeated_sdpa.run(kind, query, key, value)) is not None:
+        kind = repeated.kind(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+        if kind is not None and (same := repeated.run(kind, query, key, value)) is not None:
             return same
     try:
         query, key, value = autograd.autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
-        if not type(query) is type(key) is type(value) is Tensor and jagged_sdpa.is_jagged(query, key, value):
+        if not type(query) is type(key) is type(value) is Tensor and jagged.is_jagged(query, key, value):
             return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         shape: Sequence[int] | None = None
         layout: Layout = "bhsd"
@@ -147,17 +148,17 @@ def _of_jagged(
     if attn_mask is not None:
         hint = "undivided.attention(..., layout='thd', mask=masks.documents(query.offsets()) & your mask)"
         raise InputError("attn_mask", "be None, if query is jagged", "a mask", hint=hint)
-    if jagged_sdpa.has_jagged_heads(query, key, value):
+    if jagged.has_jagged_heads(query, key, value):
         q, k, v = query.values(), key.values(), value.values()
         out = scaled_dot_product_attention(q, k, v, None, dropout_p, is_causal, scale, enable_gqa)
-        return jagged_sdpa.of_values(query, out)
-    q, k, v, mask = jagged_sdpa.packed(query, key, value)
+        return jagged.of_values(query, out)
+    q, k, v, mask = jagged.packed(query, key, value)
     _output_shape(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), enable_gqa)  # checks
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         must = f"have as many heads as key ({k.shape[1]}), and query a multiple of them, if they are jagged"
         raise InputError("value", must, f"{v.shape[1]}, query {q.shape[1]}")
     request = _request(q, k, v, None, "thd", mask & CAUSAL if is_causal else mask, scale, dropout_p)
-    return jagged_sdpa.like(query, _attend(request, None))
+    return jagged.like(query, _attend(request, None))
 
 
 def _request(
@@ -184,7 +185,7 @@ def _attend(request: Request, kind: object) -> Tensor:
         return cast(Tensor, dispatch.attention(request, switches))
     decision, call, tensors = prepare(request, current_policy(switches=switches))
     if kind is not None:
-        repeated_sdpa.keep(kind, decision, call, tensors)
+        repeated.keep(kind, decision, call, tensors)
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 

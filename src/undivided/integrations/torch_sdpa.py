@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from undivided import sdpa
 from undivided.arguments.signature import checked_call
-from undivided.run import jagged_sdpa
+from undivided.run.sdpa import jagged
 
 __all__ = ["Replacement", "replace_sdpa"]
 
@@ -194,7 +194,7 @@ def _are_nested(*tensors: Tensor) -> bool:
 def _serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Count the call and return True, unless no replacement is active, or it has nested tensors that are not jagged."""
     try:
-        if any(t.is_nested and not jagged_sdpa.is_jagged(t) for t in (query, key, value)):
+        if any(t.is_nested and not jagged.is_jagged(t) for t in (query, key, value)):
             return False
     except AttributeError:  # not tensors: the later checks refuse them
         pass

@@ -11,6 +11,6 @@ flop_counter        the operator's formulas for PyTorch's FlopCounterMode
 shared_masks        one mask for all operators of a graph
 dtensors            what a rank holds of DTensors, and how its result is placed
 replay              a prepared call again, with other tensors
-repeated_sdpa       such calls of scaled_dot_product_attention
-sdpa_errors         the errors of PyTorch's scaled_dot_product_attention
+large_scores        gradients of rows whose log-sum-exp does not determine the weights
+sdpa                what only scaled_dot_product_attention needs
 """

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
 from undivided.errors import InputError
-from undivided.run import repeated_sdpa
+from undivided.run.sdpa import repeated
 from undivided.sdpa import scaled_dot_product_attention
 
 SIZES = 2, 2, 16, 16
@@ -24,7 +24,7 @@ SIZES = 2, 2, 16, 16
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[object, Any]:
     """The calls that are kept; what earlier tests have kept is forgotten."""
     calls: dict[object, Any] = {}
-    monkeypatch.setattr(repeated_sdpa, "_calls", calls)
+    monkeypatch.setattr(repeated, "_calls", calls)
     return calls
 
 

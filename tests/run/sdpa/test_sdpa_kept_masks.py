@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import undivided
-from undivided.run import sdpa_masks
+from undivided.run.sdpa import masks as sdpa_masks
 
 sdp = torch.nn.functional.scaled_dot_product_attention
 

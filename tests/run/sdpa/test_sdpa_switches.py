@@ -17,7 +17,8 @@ import undivided
 from undivided import sdpa
 from undivided.errors import InputError, NoBackendError
 from undivided.request.request import Request
-from undivided.run import prepare, repeated_sdpa
+from undivided.run import prepare
+from undivided.run.sdpa import repeated
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
@@ -42,9 +43,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(decision.backend.name)
         return out
 
-    run = repeated_sdpa.run
+    run = repeated.run
     monkeypatch.setattr(prepare, "select", noted)
-    monkeypatch.setattr(repeated_sdpa, "run", noted_again)
+    monkeypatch.setattr(repeated, "run", noted_again)
     return names
 
 
