@@ -94,10 +94,10 @@ def scaled_dot_product_attention(
         if kind is not None and (same := repeated.run(kind, query, key, value)) is not None:
             return same
     try:
-        query, key, value = autograd.autocast(query, key, value)
-        _check_flags(is_causal, enable_gqa)
         if not type(query) is type(key) is type(value) is Tensor and jagged.is_jagged(query, key, value):
             return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        query, key, value = autograd.autocast(query, key, value)
+        _check_flags(is_causal, enable_gqa)
         shape: Sequence[int] | None = None
         layout: Layout = "bhsd"
         if _is_plain(query, key, value, enable_gqa):
@@ -153,6 +153,8 @@ def _of_jagged(
         out = scaled_dot_product_attention(q, k, v, None, dropout_p, is_causal, scale, enable_gqa)
         return jagged.of_values(query, out)
     q, k, v, mask = jagged.packed(query, key, value)
+    q, k, v = autograd.autocast(q, k, v)
+    _check_flags(is_causal, enable_gqa)
     _output_shape(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), enable_gqa)  # checks
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         must = f"have as many heads as key ({k.shape[1]}), and query a multiple of them, if they are jagged"

@@ -116,6 +116,21 @@ def test_dropout_repeats_with_its_seed() -> None:
     assert not results[0].equal(results[2])
 
 
+def test_autocast_casts_the_tokens() -> None:
+    q = jagged(tokens(LENGTHS, 2, 8), offsets_of(LENGTHS))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ours(q, q, q)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.values().float(), ours(q, q, q).values(), rtol=2e-2, atol=2e-2)
+
+
+def test_inference_mode() -> None:
+    q = jagged(tokens(LENGTHS, 2, 8), offsets_of(LENGTHS))
+    with torch.inference_mode():
+        out = ours(q, q, q)
+    torch.testing.assert_close(out.values().clone(), ours(q, q, q).values())
+
+
 class Block(nn.Module):
     """Self-attention of jagged hidden states [B, j, C], with a residual."""
 
