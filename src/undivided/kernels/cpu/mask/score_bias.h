@@ -122,7 +122,6 @@ INLINE IVec entry(UVec word, int i, uint8_t) { return (word & 0xffu << i % 4 * 8
 struct StoreScoreBias {
   float* score_bias;
 
-  StoreScoreBias after(int64_t keys) const { return {score_bias + keys * kPanel}; }
   INLINE_MEMBER void add(int64_t at, Vec x) const { store(score_bias + at, x); }
   INLINE_MEMBER void add_or_hide(int64_t at, Vec x) const { add(at, x); }
 };
@@ -131,119 +130,86 @@ struct AddToScores {
   float* scores;
   float scale;
 
-  AddToScores after(int64_t keys) const { return {scores + keys * kPanel, scale}; }
   // Rounded before the addition, as the gradients round it.
   INLINE_MEMBER Vec sum(int64_t at, Vec x) const { return rounded(load(scores + at) * scale) + x; }
   INLINE_MEMBER void add(int64_t at, Vec x) const { store(scores + at, sum(at, x)); }
   INLINE_MEMBER void add_or_hide(int64_t at, Vec x) const { store(scores + at, x == -kInfinity ? x : sum(at, x)); }
 };
 
-// What is added to the scores of kLanes rows of a panel, those from `first` on. B: the type of the bias.
-template <class B>
-class LaneBias {
- public:
-  LaneBias(const Attention& a, const undivided::RowBlock& block, const Panel& p, int64_t panel_row, int64_t first)
-      : LaneBias(a, block.batch, p, first,
-                 LaneRows(a, block, block.row + panel_row + first, block.row + panel_row + p.rows - 1)) {}
+// Keys [start, stop) of the kLanes rows from `first` on; `visible` is set for keys that some row sees. B: the type of the
+// bias.
+template <class B, class Scores>
+static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first,
+                       const Panel& p, int64_t start, int64_t stop, const Scores scores, uint8_t* visible) {
+  const int64_t b = block.batch, origin = block.row + panel_row;
+  const LaneRows rows(a, block, origin + first, origin + p.rows - 1);
+  RowLanes<B> bias((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, rows);
+  RowLanes<uint8_t> dense(a, b, rows);
+  Vec slope = {};
+  IVec position = {}, bound[4];
+  for (int i = 0; a.slopes && i < kLanes; i++) {
+    slope[i] = -a.slopes[b * a.slopes_b + rows.head[i] * a.slopes_h + rows.row[i] * a.slopes_q];
+    position[i] = a.row_position[b * a.row_position_b + rows.row[i]];
+  }
+  for (int i = 0; i < 4; i++) bound[i] = *(const UnalignedIVec*)((i % 2 ? p.stop[i / 2] : p.start[i / 2]) + first);
+  for (int i = 0; i < kLanes; i++)
+    if (first + i >= p.rows) bound[1][i] = bound[3][i] = 0;  // lanes beyond the last row see nothing
+  const bool covered = first + kLanes <= p.rows && p.covers(start, stop);
 
-  // Of keys [start, stop). `scores` and `visible` are those of the first key; `visible` is set for keys that some row sees.
-  template <class Scores>
-  void fill(int64_t start, int64_t stop, const Scores scores, uint8_t* visible) {
-    const bool covered = is_full_ && panel_.covers(start, stop);
-    int64_t at = first_;
-    for (int64_t j = start; j < stop; j += kLanes, at += kLanes * kPanel, visible += kLanes) {
-      Vec x[kLanes];  // in registers, because all loops over it are unrolled
+  for (int64_t j = start, at = first; j < stop; j += kLanes, at += kLanes * kPanel, visible += kLanes) {
+    Vec x[kLanes];  // in registers, because all loops over it are unrolled
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) x[i] = Vec{};
-      if (a_.slopes)
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) {
-          IVec distance = position_ - key_position_[smaller_of(j + i, a_.kv_len - 1)];
-          x[i] = slope_ * (Vec)((UVec) __builtin_convertvector(distance, Vec) & 0x7fffffffu);
-        }
-      if (a_.bias) {
-        bias_.read(j, (j - start) / kLanes);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) x[i] += entry(bias_[i], i, B());
-      }
-      if (a_.dense) {
-        dense_.read(j, (j - start) / kLanes);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) x[i] = entry(dense_[i], i, uint8_t()) ? x[i] : splat(-kInfinity);
-      }
-      if (!covered)
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) {
-          const IVec allowed = is_within(isplat((int32_t)(j + i)), bound_[0], bound_[1], bound_[2], bound_[3]);
-          x[i] = allowed ? x[i] : splat(-kInfinity);
-        }
-      const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
-      Vec least = {};  // not NaN, if an entry is
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) least = smaller(x[i], least);
-      if (count == kLanes && !any(least == -kInfinity)) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) scores.add(at + i * kPanel, x[i]);
-        memset(visible, 1, kLanes);
-        continue;
-      }
+    for (int i = 0; i < kLanes; i++) x[i] = Vec{};
+    if (a.slopes)
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++) {
-        if (i >= count) break;
-        scores.add_or_hide(at + i * kPanel, x[i]);
-        visible[i] |= any(x[i] != -kInfinity);
+        const int64_t key = smaller_of(j + i, a.kv_len - 1);
+        IVec distance = position - a.key_position[b * a.key_position_b + key];
+        x[i] = slope * (Vec)((UVec) __builtin_convertvector(distance, Vec) & 0x7fffffffu);
       }
+    if (a.bias) {
+      bias.read(j, (j - start) / kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) x[i] += entry(bias[i], i, B());
+    }
+    if (a.dense) {
+      dense.read(j, (j - start) / kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) x[i] = entry(dense[i], i, uint8_t()) ? x[i] : splat(-kInfinity);
+    }
+    if (!covered)
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) {
+        const IVec allowed = is_within(isplat((int32_t)(j + i)), bound[0], bound[1], bound[2], bound[3]);
+        x[i] = allowed ? x[i] : splat(-kInfinity);
+      }
+    const int count = stop - j < kLanes ? (int)(stop - j) : kLanes;
+    Vec least = {};  // not NaN, if an entry is
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) least = smaller(x[i], least);
+    if (count == kLanes && !any(least == -kInfinity)) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) scores.add(at + i * kPanel, x[i]);
+      memset(visible, 1, kLanes);
+      continue;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) {
+      if (i >= count) break;
+      scores.add_or_hide(at + i * kPanel, x[i]);
+      visible[i] |= any(x[i] != -kInfinity);
     }
   }
-
- private:
-  LaneBias(const Attention& a, int64_t b, const Panel& p, int64_t first, const LaneRows& rows)
-      : a_(a), panel_(p), first_(first), is_full_(first + kLanes <= p.rows),
-        key_position_(a.slopes ? a.key_position + b * a.key_position_b : nullptr),
-        bias_((const B*)a.bias + b * a.bias_b, a.bias_h, a.bias_q, a.bias_k, a.kv_len, rows), dense_(a, b, rows) {
-    for (int i = 0; a.slopes && i < kLanes; i++) {
-      slope_[i] = -a.slopes[b * a.slopes_b + rows.head[i] * a.slopes_h + rows.row[i] * a.slopes_q];
-      position_[i] = a.row_position[b * a.row_position_b + rows.row[i]];
-    }
-    for (int i = 0; i < 4; i++) bound_[i] = *(const UnalignedIVec*)((i % 2 ? p.stop[i / 2] : p.start[i / 2]) + first);
-    for (int i = 0; i < kLanes; i++)
-      if (first + i >= p.rows) bound_[1][i] = bound_[3][i] = 0;  // lanes beyond the last row see nothing
-  }
-
-  const Attention& a_;
-  const Panel& panel_;
-  const int64_t first_;
-  const bool is_full_;
-  const int32_t* const key_position_;
-  RowLanes<B> bias_;
-  RowLanes<uint8_t> dense_;
-  Vec slope_ = {};
-  IVec position_ = {}, bound_[4];
-};
-
-template <class B, class Scores, int... V>
-static void fill_vectors(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
-                         int64_t start, int64_t stop, Scores scores, uint8_t* visible,
-                         std::integer_sequence<int, V...>) {
-  LaneBias<B> vectors[] = {{a, block, p, first, V * kLanes}...};
-  // all vectors of a few keys before the next keys, whose scores then stay in L1
-  constexpr int64_t kKeys = 64;
-  static_assert(kKeys % RowLanes<uint8_t>::kKeys == 0);
-  for (int64_t key = start; key < stop; key += kKeys, scores = scores.after(kKeys), visible += kKeys)
-    for (LaneBias<B>& vector : vectors) vector.fill(key, smaller_of(stop, key + kKeys), scores, visible);
 }
 
 template <class Scores>
 static void fill_panel(const Attention& a, const undivided::RowBlock& block, int64_t first, const Panel& p,
                        int64_t start, int64_t stop, const Scores& scores, uint8_t* visible) {
   memset(visible, 0, (size_t)kBlockKeys);
-  auto fill = [&](auto type) {
-    fill_vectors<decltype(type)>(a, block, first, p, start, stop, scores, visible,
-                                 std::make_integer_sequence<int, kVectors>());
-  };
-  if (!a.bias || a.bias_dtype == kFloat32) fill(float());
-  else if (a.bias_dtype == kBFloat16) fill(BFloat16());
-  else fill(Float16());
+  auto fill = !a.bias || a.bias_dtype == kFloat32 ? fill_lanes<float, Scores>
+              : a.bias_dtype == kBFloat16         ? fill_lanes<BFloat16, Scores>
+                                                  : fill_lanes<Float16, Scores>;
+  for (int64_t v = 0; v < kVectors; v++) fill(a, block, first, v * kLanes, p, start, stop, scores, visible);
 }
 
 // Writes what is added to the scores of rows and keys [start, stop), -inf where masked, and which keys some row sees.
