@@ -20,19 +20,18 @@ tile.
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.forward import nth_tile
-from undivided.kernels.triton.score_gradient import load_row_values, product, score_gradient
-from undivided.kernels.triton.tile import (
+from undivided.kernels.triton.key_ranges import (
     allowed_pairs,
-    dot,
-    dropout_keep,
+    count_tiles,
+    horizontal,
     hull,
-    load_descriptor_rows,
-    load_rows,
-    row_features,
+    load_runs,
+    nth_tile,
     row_ranges,
-    runs,
+    vertical,
 )
+from undivided.kernels.triton.score_gradient import load_row_values, product, score_gradient
+from undivided.kernels.triton.tile import dot, dropout_keep, load_descriptor_rows, load_rows, row_features
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def rows_kernel(
     n_head = h // HEADS_PER_KV
     o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     ok_m = o_m < q_len
-    start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
+    key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
     offsets = (b * heads + h) * row_values + o_m + first_row
     base2, f, d, g_lse = load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
     rows = o_m.to(tl.int64)
@@ -94,18 +93,15 @@ def rows_kernel(
         slope, at_m = slope[:, None], at_m[:, None]
     first_key, last_key = 0, kv_len
     if CLEAN == 1:
-        first_key, last_key = hull(start, stop, start2, stop2, COLUMNS)
-    start, stop, start2, stop2 = start[:, None], stop[:, None], start2[:, None], stop2[:, None]
+        first_key, last_key = hull(key_ranges, COLUMNS)
+    key_ranges = vertical(key_ranges)
     base2, f, d, g_lse, ok_rows = base2[:, None], f[:, None], d[:, None], g_lse[:, None], ok_m[:, None]
     q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
     k_head, v_head = q_head, g_head  # unused placeholders with TMA
     if not TMA:
         k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
-    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
-        tiles + b * tiles_b + block * 8
-    )
-    edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
-    whole = full_last - full_first + full_last2 - full_first2
+    runs = load_runs(tiles + b * tiles_b + block * 8)
+    edges, whole = count_tiles(runs)
     acc = tl.zeros([BLOCK_M, DIM_STEP], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     h_m = o_m * 0 + h + drop_head
@@ -115,9 +111,7 @@ def rows_kernel(
     for masked in tl.static_range(2):
         if masked or not (BIAS or DENSE):  # with these no tile is full
             for n in tl.range(0, edges if masked else whole, warp_specialize=SPECIALISE):
-                tile = nth_tile(
-                    n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
-                )
+                tile = nth_tile(n, runs, masked == 0)
                 o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 keys = o_n.to(tl.int64)
@@ -137,9 +131,7 @@ def rows_kernel(
                               PRECISION)
                 allowed = True
                 if masked:
-                    allowed = allowed_pairs(
-                        o_n[None, :], kv_len, ok_rows, start, stop, start2, stop2, COLUMNS
-                    )
+                    allowed = allowed_pairs(o_n[None, :], kv_len, ok_rows, key_ranges, COLUMNS)
                 keep = True
                 if DROPOUT:
                     keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
@@ -177,10 +169,12 @@ def rows_kernel(
 @triton.jit
 def _sees(run, tile, MASKED: tl.constexpr):
     """Whether a block of rows needs the tile without a mask; with MASKED, whether it needs it with one."""
-    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(run)
-    whole = ((tile >= full_first) & (tile < full_last)) | ((tile >= full_first2) & (tile < full_last2))
+    runs = load_runs(run)
+    full, full2 = (tile >= runs.full_first) & (tile < runs.full_last), (tile >= runs.full_first2) & (tile < runs.full_last2)
+    whole = full | full2
     if MASKED:
-        return (((tile >= first) & (tile < last)) | ((tile >= first2) & (tile < last2))) & (whole == 0)
+        needed, needed2 = (tile >= runs.first) & (tile < runs.last), (tile >= runs.first2) & (tile < runs.last2)
+        return (needed | needed2) & (whole == 0)
     return whole
 
 
@@ -248,10 +242,8 @@ def keys_kernel(
                         ok_m = o_m < q_len
                         rows = o_m.to(tl.int64)
                         if masked and CLEAN > 0 and COLUMNS > 0:  # rows without keys may hold NaN
-                            start, stop, start2, stop2 = row_ranges(
-                                ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
-                            )
-                            ok_m = (stop > start) | (stop2 > start2)
+                            key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
+                            ok_m = (key_ranges.stop > key_ranges.start) | (key_ranges.stop2 > key_ranges.start2)
                         offsets = (b * heads + h) * row_values + o_m + first_row
                         if TMA:
                             q_tile = load_descriptor_rows(q, b, h, block * BLOCK_M, BLOCK_M, DIM_STEP)
@@ -284,11 +276,8 @@ def keys_kernel(
                         )
                         allowed = True
                         if masked:
-                            start, stop, start2, stop2 = row_ranges(
-                                ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS
-                            )
-                            allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], start[None, :], stop[None, :],
-                                                    start2[None, :], stop2[None, :], COLUMNS)
+                            key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
+                            allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], horizontal(key_ranges), COLUMNS)
                         keep = True
                         if DROPOUT:
                             keep = tl.trans(dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
@@ -375,9 +364,8 @@ def pairs_kernel(
                           PRECISION)
             gv = product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
                           PRECISION)
-            start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
-            allowed = allowed_pairs(o_n[None, :], kv_len, ok_m[:, None], start[:, None], stop[:, None],
-                                    start2[:, None], stop2[:, None], COLUMNS)
+            key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
+            allowed = allowed_pairs(o_n[None, :], kv_len, ok_m[:, None], vertical(key_ranges), COLUMNS)
             keep = True
             if DROPOUT:
                 keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,

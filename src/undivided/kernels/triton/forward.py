@@ -19,43 +19,31 @@ Quantised keys and values are dequantised in registers to the dtype of q.
 import triton
 import triton.language as tl
 
+from undivided.kernels.triton.key_ranges import (
+    allowed_pairs,
+    ancestor_pairs,
+    count_tiles,
+    hull,
+    load_runs,
+    nth_tile,
+    row_ranges,
+    tiles_before,
+    vertical,
+)
 from undivided.kernels.triton.merging import merge, normalised
 from undivided.kernels.triton.quantized import INT4, load_numbers
 from undivided.kernels.triton.tile import (
     LOG2E,
-    allowed_pairs,
-    ancestor_pairs,
     dot,
     dropout_keep,
     finish_scores,
-    hull,
     load_descriptor_rows,
     next_weights,
     row_features,
-    row_ranges,
-    runs,
     tile_page,
     tile_rows,
 )
 from undivided.kernels.triton.words import join_columns, load_parts, split_columns
-
-
-@triton.jit
-def nth_tile(n, first, full_first, full_last, last, first2, full_first2, full_last2, FULL: tl.constexpr):
-    """The n-th tile: of the full tiles, or of the partial tiles at the edges of the two runs."""
-    if FULL:
-        one = full_last - full_first
-        return tl.where(n < one, full_first + n, full_first2 + n - one)
-    left, right, left2 = full_first - first, last - full_last, full_first2 - first2
-    in_first = tl.where(n < left, first + n, full_last + n - left)
-    m = n - left - right
-    return tl.where(n < left + right, in_first, tl.where(m < left2, first2 + m, full_last2 + m - left2))
-
-
-@triton.jit
-def tiles_before(tile, first, last, first2, last2):
-    """How many tiles of two runs come before a tile."""
-    return tl.minimum(tl.maximum(tile, first), last) - first + tl.minimum(tl.maximum(tile, first2), last2) - first2
 
 
 @triton.jit
@@ -121,11 +109,11 @@ def forward_kernel(
     rows = o_m // GROUP
     heads = (h * GROUP + o_m % GROUP).to(tl.int64)
     ok_m = o_m < end_m
-    start, stop, start2, stop2 = row_ranges(ranges + b * ranges_b, rows + first_row, ok_m, COLUMNS)
+    key_ranges = row_ranges(ranges + b * ranges_b, rows + first_row, ok_m, COLUMNS)
     first_key, last_key = 0, kv_len
     if CLEAN == 1 or CLEAN == 3:
-        first_key, last_key = hull(start, stop, start2, stop2, COLUMNS)
-    start, stop, start2, stop2 = start[:, None], stop[:, None], start2[:, None], stop2[:, None]
+        first_key, last_key = hull(key_ranges, COLUMNS)
+    key_ranges = vertical(key_ranges)
     q_rows = q + b * q_b + heads * q_h + rows.to(tl.int64) * q_s  # [M] pointers
     bias_rows = (bias + b * bias_b + heads * bias_h + rows.to(tl.int64) * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + heads * dense_h + rows.to(tl.int64) * dense_q)[:, None]
@@ -164,11 +152,8 @@ def forward_kernel(
     if WORDS == 4:
         acc_2, acc_3 = acc, acc
 
-    first, full_first, full_last, last, first2, full_first2, full_last2, last2 = runs(
-        tiles + b * tiles_b + block * 8
-    )
-    edges = full_first - first + last - full_last + full_first2 - first2 + last2 - full_last2
-    whole = full_last - full_first + full_last2 - full_first2
+    runs = load_runs(tiles + b * tiles_b + block * 8)
+    edges, whole = count_tiles(runs)
 
     from_piece, to_piece = 0, 1
     all_top, all_total, all_acc = m, total, acc
@@ -176,8 +161,8 @@ def forward_kernel(
         TILES: tl.constexpr = PIECE // BLOCK_N  # of a piece
         from_piece, to_piece = share, pieces
         if SPLITS == 1:
-            from_piece = tl.where(last > first, first, first2) // TILES
-            to_piece = (tl.maximum(last, last2) + TILES - 1) // TILES
+            from_piece = tl.where(runs.last > runs.first, runs.first, runs.first2) // TILES
+            to_piece = (tl.maximum(runs.last, runs.last2) + TILES - 1) // TILES
     for piece in range(from_piece, to_piece, SPLITS):  # all keys at once, unless INVARIANT
         if INVARIANT:
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -187,12 +172,10 @@ def forward_kernel(
                 count = edges if masked else whole
                 from_tile, to_tile = count * share // SPLITS, count * (share + 1) // SPLITS
                 if INVARIANT:
-                    from_tile = tiles_before(piece * TILES, first, last, first2, last2)
-                    to_tile = tiles_before((piece + 1) * TILES, first, last, first2, last2)
+                    from_tile = tiles_before(piece * TILES, runs)
+                    to_tile = tiles_before((piece + 1) * TILES, runs)
                 for n in tl.range(from_tile, to_tile, warp_specialize=SPECIALISE):
-                    tile = nth_tile(
-                        n, first, full_first, full_last, last, first2, full_first2, full_last2, masked == 0
-                    )
+                    tile = nth_tile(n, runs, masked == 0)
                     start_n = origin + tile * BLOCK_N
                     o_n = start_n + tl.arange(0, BLOCK_N)
                     ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
@@ -231,7 +214,7 @@ def forward_kernel(
                         qk *= tl.load(k_scale_base + k_scale_rows, mask=ok_n, other=0.0)[None, :]
                     keys, allowed = o_n[None, :], True
                     if masked:
-                        allowed = allowed_pairs(keys, kv_len, ok_m[:, None], start, stop, start2, stop2, COLUMNS)
+                        allowed = allowed_pairs(keys, kv_len, ok_m[:, None], key_ranges, COLUMNS)
                         if TREE:
                             allowed &= ancestor_pairs(keys - tree, ok_m[:, None], ancestor_rows, nodes)
                     if PLAIN:  # the scale is applied in the exponent, by a multiply-add at no extra cost

@@ -86,34 +86,6 @@ def load_descriptor_rows(tensor, b, h, first, ROWS: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def row_ranges(ranges, rows, ok, COLUMNS: tl.constexpr):
-    """(start, stop, start2, stop2) of each row's two ranges of keys; the second is empty if there is only one."""
-    nothing = rows * 0
-    if COLUMNS == 0:
-        return nothing, nothing, nothing, nothing
-    at = ranges + rows * COLUMNS
-    start, stop = tl.load(at, mask=ok, other=0), tl.load(at + 1, mask=ok, other=0)
-    if COLUMNS == 2:
-        return start, stop, nothing, nothing
-    return start, stop, tl.load(at + 2, mask=ok, other=0), tl.load(at + 3, mask=ok, other=0)
-
-
-@triton.jit
-def runs(at):
-    """[first, full_first, full_last, last) of the first and of the second range of a block of rows, in tiles."""
-    return (
-        tl.load(at),
-        tl.load(at + 1),
-        tl.load(at + 2),
-        tl.load(at + 3),
-        tl.load(at + 4),
-        tl.load(at + 5),
-        tl.load(at + 6),
-        tl.load(at + 7),
-    )
-
-
-@triton.jit
 def row_features(
     o_m,
     ok_m,
@@ -144,38 +116,6 @@ def row_features(
         i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
         b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
     return slope, at_m, i_m, b_m
-
-
-@triton.jit
-def hull(start, stop, start2, stop2, COLUMNS: tl.constexpr):
-    """The smallest [first, last) that contains the ranges of all rows; [0, 0) if no row has a key."""
-    first = tl.min(tl.where(stop > start, start, 2147483647), 0)
-    last = tl.max(stop, 0)
-    if COLUMNS == 4:
-        first = tl.minimum(first, tl.min(tl.where(stop2 > start2, start2, 2147483647), 0))
-        last = tl.maximum(last, tl.max(stop2, 0))
-    return first, last
-
-
-@triton.jit
-def allowed_pairs(keys, kv_len, ok_rows, start, stop, start2, stop2, COLUMNS: tl.constexpr):
-    """Whether a pair is within the row's ranges and the tensors: [M, N] for rows [M, 1] and keys [1, N]; [N, M] for
-    rows [1, M] and keys [N, 1]."""
-    inside = ok_rows & (keys < kv_len)
-    if COLUMNS == 0:
-        return inside
-    pairs = (keys >= start) & (keys < stop)
-    if COLUMNS == 4:
-        pairs |= (keys >= start2) & (keys < stop2)
-    return inside & pairs
-
-
-@triton.jit
-def ancestor_pairs(node, ok_rows, ancestors, nodes):
-    """Whether each row [M, 1] attends to these nodes of its draft tree [M, N]: to those before the tree (< 0), its
-    ancestors, and itself. ancestors: pointers [M, 1] to a byte for each node."""
-    inside = ok_rows & (node >= 0) & (node < nodes)
-    return (node < 0) | (tl.load(ancestors + node, mask=inside, other=0) != 0)
 
 
 @triton.jit
