@@ -31,7 +31,16 @@ from undivided.kernels.triton.key_ranges import (
     vertical,
 )
 from undivided.kernels.triton.merging import merge, normalised
-from undivided.kernels.triton.quantized import INT4, load_numbers
+from undivided.kernels.triton.parts import (
+    accumulate,
+    dot_columns,
+    join_columns,
+    load_parts,
+    select_rows,
+    split_columns,
+    zero_parts,
+)
+from undivided.kernels.triton.quantized import INT4, load_numbers, load_scales, stored_rows
 from undivided.kernels.triton.tile import (
     LOG2E,
     dot,
@@ -41,9 +50,59 @@ from undivided.kernels.triton.tile import (
     next_weights,
     row_features,
     tile_page,
-    tile_rows,
 )
-from undivided.kernels.triton.words import join_columns, load_parts, split_columns
+
+
+@triton.jit
+def block_pairs(
+    block, q_len, places, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PLACES: tl.constexpr, INVARIANT: tl.constexpr
+):
+    """(pairs of (query, head) of a block [M], the number that they are below, the key at which tiles begin)."""
+    o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    end, origin = q_len * GROUP, 0
+    if PLACES:
+        place = places + block * 3
+        o_m = tl.load(place) + tl.arange(0, BLOCK_M)
+        end = tl.load(place + 1)
+        if INVARIANT:
+            origin = tl.load(place + 2)
+    return o_m, end, origin
+
+
+@triton.jit
+def pieces_of(runs, TILES: tl.constexpr):
+    """[first, last) piece of TILES tiles that a block of rows needs."""
+    first = tl.where(runs.last > runs.first, runs.first, runs.first2) // TILES
+    return first, (tl.maximum(runs.last, runs.last2) + TILES - 1) // TILES
+
+
+@triton.jit
+def load_columns(rows, first, ok_m, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH columns from `first` on of rows [M] of pointers, [M, WIDTH]; 0 outside."""
+    o_d = first + tl.arange(0, WIDTH)
+    return tl.load(rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_columns(rows, values, first, ok_m, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Write values [M, WIDTH] to the columns from `first` on of rows [M] of pointers, in the dtype of what they point to."""
+    o_d = first + tl.arange(0, WIDTH)
+    at = rows[:, None] + o_d[None, :]
+    tl.store(at, values.to(rows.dtype.element_ty), mask=ok_m[:, None] & (o_d < DIM)[None, :])
+
+
+@triton.jit
+def dot_more_columns(
+    qk, q_rows, ok_m, k_rows, ok_n,
+    DIM: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, CHECKED: tl.constexpr, FORMAT: tl.constexpr,
+    dtype: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """qk plus the products of the columns from FIRST on, which are not kept in registers."""
+    for d in tl.static_range(FIRST, DIM, STEP):
+        q_tile = load_columns(q_rows, d, ok_m, DIM, STEP)
+        k_tile = load_numbers(k_rows, ok_n, DIM, d, STEP, d + STEP <= DIM, CHECKED, FORMAT, dtype, False, PTX)
+        qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
+    return qk
 
 
 @triton.jit
@@ -98,14 +157,8 @@ def forward_kernel(
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_head = (h * GROUP // HEADS_PER_KV).to(tl.int64)
 
-    o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    end_m, origin = q_len * GROUP, 0
-    if PLACES:
-        place = places + b * places_b + block * 3
-        o_m = tl.load(place) + tl.arange(0, BLOCK_M)
-        end_m = tl.load(place + 1)
-        if INVARIANT:
-            origin = tl.load(place + 2)
+    # the rows of this block, and what depends on them alone
+    o_m, end_m, origin = block_pairs(block, q_len, places + b * places_b, GROUP, BLOCK_M, PLACES, INVARIANT)
     rows = o_m // GROUP
     heads = (h * GROUP + o_m % GROUP).to(tl.int64)
     ok_m = o_m < end_m
@@ -134,84 +187,65 @@ def forward_kernel(
         k_head, v_head = k + n_head * k_h, v + n_head * v_h
         k_scales, v_scales = k_scale + n_head * k_scale_h, v_scale + n_head * v_scale_h
         if not PAGE:
-            k_head += b * k_b
-            v_head += b * v_b
-            k_scales += b * k_scale_b
-            v_scales += b * v_scale_b
+            k_head, v_head = k_head + b * k_b, v_head + b * v_b
+            k_scales, v_scales = k_scales + b * k_scale_b, v_scales + b * v_scale_b
 
     unit = scale * LOG2E if PLAIN else 1.0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, VALUE_STEP // WORDS if WORDS else VALUE_STEP], tl.float32)
-    acc_1, acc_2, acc_3 = 0.0, 0.0, 0.0  # of other columns
-    o_d = tl.arange(0, DIM_STEP)
-    q_tile = tl.load(q_rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < QK_DIM)[None, :], other=0.0)
-    q_tile, q_1, q_2, q_3 = split_columns(q_tile, BLOCK_M, DIM_STEP, WORDS)
-    if WORDS:
-        acc_1 = acc
-    if WORDS == 4:
-        acc_2, acc_3 = acc, acc
+    acc = zero_parts(BLOCK_M, VALUE_STEP, WORDS)
+    q_tile = load_columns(q_rows, 0, ok_m, QK_DIM, DIM_STEP)
+    q_parts = split_columns(q_tile, BLOCK_M, DIM_STEP, WORDS)
 
+    # the loop over tiles of keys
     runs = load_runs(tiles + b * tiles_b + block * 8)
     edges, whole = count_tiles(runs)
-
     from_piece, to_piece = 0, 1
-    all_top, all_total, all_acc = m, total, acc
+    all_top, all_total, all_acc = m, total, acc[0]
     if INVARIANT:
         TILES: tl.constexpr = PIECE // BLOCK_N  # of a piece
         from_piece, to_piece = share, pieces
         if SPLITS == 1:
-            from_piece = tl.where(runs.last > runs.first, runs.first, runs.first2) // TILES
-            to_piece = (tl.maximum(runs.last, runs.last2) + TILES - 1) // TILES
+            from_piece, to_piece = pieces_of(runs, TILES)
     for piece in range(from_piece, to_piece, SPLITS):  # all keys at once, unless INVARIANT
         if INVARIANT:
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, VALUE_STEP], tl.float32)
+            total, acc = tl.zeros([BLOCK_M], tl.float32), zero_parts(BLOCK_M, VALUE_STEP, WORDS)
         for masked in tl.static_range(2):
             if masked or not (BIAS or DENSE or INVARIANT):  # with these no tile is full
                 count = edges if masked else whole
                 from_tile, to_tile = count * share // SPLITS, count * (share + 1) // SPLITS
                 if INVARIANT:
-                    from_tile = tiles_before(piece * TILES, runs)
-                    to_tile = tiles_before((piece + 1) * TILES, runs)
+                    from_tile, to_tile = tiles_before(piece * TILES, runs), tiles_before((piece + 1) * TILES, runs)
                 for n in tl.range(from_tile, to_tile, warp_specialize=SPECIALISE):
                     tile = nth_tile(n, runs, masked == 0)
                     start_n = origin + tile * BLOCK_N
                     o_n = start_n + tl.arange(0, BLOCK_N)
                     ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
+
+                    # the scores of the tile
                     if TMA:
-                        k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
+                        k_parts = (load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP),)
                     else:
                         page, row = tile_page(start_n, o_n, kv_len, pages + b * pages_b, num_pages, PAGE, ONE_PAGE)
-                        k_base, k_rows = tile_rows(k_head, page, row, k_page, k_s, BLOCK_N, ONE_PAGE)
-                        v_base, v_rows = tile_rows(v_head, page, row, v_page, v_s, BLOCK_N, ONE_PAGE)
-                        k_scale_base, k_scale_rows = tile_rows(k_scales, page, row, k_scale_page, k_scale_s, BLOCK_N, ONE_PAGE)
-                        v_scale_base, v_scale_rows = tile_rows(v_scales, page, row, v_scale_page, v_scale_s, BLOCK_N, ONE_PAGE)
-                        k_tile, k_1, k_2, k_3 = load_parts(
-                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked,
-                            FORMAT, DTYPE, False, PTX, WORDS,
+                        k_rows = stored_rows(
+                            k_head, k_scales, page, row, k_page, k_s, k_scale_page, k_scale_s, BLOCK_N, ONE_PAGE
                         )
-                    qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                    qk = dot(q_tile, tl.trans(k_tile), qk, PRECISION)
-                    if WORDS:
-                        qk = dot(q_1, tl.trans(k_1), qk, PRECISION)
-                    if WORDS == 4:
-                        qk = dot(q_2, tl.trans(k_2), qk, PRECISION)
-                        qk = dot(q_3, tl.trans(k_3), qk, PRECISION)
-                    for d in tl.static_range(DIM_STEP, QK_DIM, MORE_STEP):
-                        o_more = d + tl.arange(0, MORE_STEP)
-                        q_more = tl.load(
-                            q_rows[:, None] + o_more[None, :],
-                            mask=ok_m[:, None] & (o_more < QK_DIM)[None, :],
-                            other=0.0,
+                        v_rows = stored_rows(
+                            v_head, v_scales, page, row, v_page, v_s, v_scale_page, v_scale_s, BLOCK_N, ONE_PAGE
                         )
-                        k_more = load_numbers(
-                            k_base, k_rows, k_scale_base, k_scale_rows, ok_n, QK_DIM, d, MORE_STEP, d + MORE_STEP <= QK_DIM,
-                            masked, FORMAT, DTYPE, False, PTX,
+                        k_parts = load_parts(
+                            k_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked, FORMAT, DTYPE, False, PTX, WORDS
                         )
-                        qk = dot(q_more, tl.trans(k_more), qk, PRECISION)
+                    qk = dot_columns(q_parts, k_parts, PRECISION)
+                    if QK_DIM > DIM_STEP:
+                        qk = dot_more_columns(
+                            qk, q_rows, ok_m, k_rows, ok_n, QK_DIM, DIM_STEP, MORE_STEP, masked, FORMAT, DTYPE, PTX, PRECISION
+                        )
                     if SCALED_ROWS:
-                        qk *= tl.load(k_scale_base + k_scale_rows, mask=ok_n, other=0.0)[None, :]
+                        qk *= load_scales(k_rows, ok_n)[None, :]
+
+                    # the mask, and what else changes scores
                     keys, allowed = o_n[None, :], True
                     if masked:
                         allowed = allowed_pairs(keys, kv_len, ok_m[:, None], key_ranges, COLUMNS)
@@ -226,73 +260,63 @@ def forward_kernel(
                             qk, allowed, keys, ok_m[:, None], kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
                             key_at + b * key_at_b, scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
                         )
+
+                    # the online softmax
                     p, shrink, m, total = next_weights(s, m, total, unit, masked)
                     if DROPOUT:
-                        keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value, threshold,
-                                    DROPOUT == 2, BLOCK_N)
+                        keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value,
+                                            threshold, DROPOUT == 2, BLOCK_N)
                         p = tl.where(keep, p * survivor, 0.0)
+
+                    # the values
                     if TMA:
-                        v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
+                        v_parts = (load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP),)
                     elif LATENT:
-                        v_tile = k_tile
+                        v_parts = k_parts
                     else:
-                        v_tile, v_1, v_2, v_3 = load_parts(
-                            v_base, v_rows, v_scale_base, v_scale_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP,
-                            V_DIM % VALUE_STEP == 0, masked, FORMAT, DTYPE, not SCALED_WEIGHTS, PTX, WORDS,
+                        v_parts = load_parts(
+                            v_rows, ok_n, V_DIM, step * VALUE_STEP, VALUE_STEP, V_DIM % VALUE_STEP == 0, masked, FORMAT,
+                            DTYPE, not SCALED_WEIGHTS, PTX, WORDS,
                         )
                     if SCALED_WEIGHTS:
-                        factor = tl.load(v_scale_base + v_scale_rows, mask=ok_n, other=0.0)
+                        factor = load_scales(v_rows, ok_n)
                     if masked and CLEAN >= 2:  # keys that no row of the block sees may be NaN, and 0 * NaN is NaN
                         used = tl.max(allowed.to(tl.int32), 0) > 0
-                        v_tile = tl.where(used[:, None], v_tile, 0.0)
-                        if WORDS:
-                            v_1 = tl.where(used[:, None], v_1, 0.0)
-                        if WORDS == 4:
-                            v_2, v_3 = tl.where(used[:, None], v_2, 0.0), tl.where(used[:, None], v_3, 0.0)
+                        v_parts = select_rows(v_parts, used, WORDS)
                         if SCALED_WEIGHTS:
                             factor = tl.where(used, factor, 0.0)
                     elif masked and CLEAN == 1 and TMA:
-                        v_tile = tl.where(ok_n[:, None], v_tile, 0.0)
+                        v_parts = select_rows(v_parts, ok_n, WORDS)
                     if SCALED_WEIGHTS:
                         p *= factor[None, :]
-                    weights, shrink = p.to(v_tile.dtype), shrink[:, None]
-                    acc = dot(weights, v_tile, acc * shrink, PRECISION)
-                    if WORDS:
-                        acc_1 = dot(weights, v_1, acc_1 * shrink, PRECISION)
-                    if WORDS == 4:
-                        acc_2 = dot(weights, v_2, acc_2 * shrink, PRECISION)
-                        acc_3 = dot(weights, v_3, acc_3 * shrink, PRECISION)
+                    acc = accumulate(acc, shrink, p, v_parts, PRECISION, WORDS)
 
         if INVARIANT and SPLITS == 1:
             all_top, all_total, some, keep, add = merge(all_top, all_total, tl.fma(m, unit, 0.0), total)
-            all_acc = tl.where(some[:, None], tl.fma(all_acc, keep[:, None], acc * add[:, None]), all_acc)
+            all_acc = tl.where(some[:, None], tl.fma(all_acc, keep[:, None], acc[0] * add[:, None]), all_acc)
         elif INVARIANT:
             written = out + tl.cast(piece, tl.int64) * out_z + b * out_b + h * out_h + o_m.to(tl.int64) * out_s
-            o_v = step * VALUE_STEP + tl.arange(0, VALUE_STEP)
-            tl.store(written[:, None] + o_v[None, :], acc, mask=ok_m[:, None] & (o_v < V_DIM)[None, :])
+            store_columns(written, acc[0], step * VALUE_STEP, ok_m, V_DIM, VALUE_STEP)
             if step == 0:
                 written = lse + tl.cast(piece, tl.int64) * lse_z + b * lse_b + h * lse_h + o_m
                 tl.store(written, tl.fma(m, unit, 0.0), mask=ok_m)
                 tl.store(written + pieces * lse_z, total, mask=ok_m)
 
+    # the output and the log-sum-exp
     if INVARIANT and SPLITS > 1:
         return
-    top, o_v = m * unit, step * VALUE_STEP + tl.arange(0, VALUE_STEP)
+    top = m * unit
     if INVARIANT:
-        top, total, acc = all_top, all_total, all_acc
+        top, total = all_top, all_total
     natural, divisor = normalised(top, total)
-    acc = join_columns(acc, acc_1, acc_2, acc_3, BLOCK_M, VALUE_STEP, WORDS)
-    result = acc / divisor[:, None]
+    result = all_acc if INVARIANT else join_columns(acc, BLOCK_M, VALUE_STEP, WORDS)
+    result = result / divisor[:, None]
     if SINKS:
         sink = tl.load(sinks + heads, mask=ok_m, other=0.0)
         result *= tl.where(total != 0, tl.sigmoid(natural - sink), 0.0)[:, None]
     if PLACES and SPLITS > 1:
         heads, rows = heads * 0 + h, block * BLOCK_M + tl.arange(0, BLOCK_M)
     o_rows = out + split * out_z + b * out_b + heads * out_h + rows.to(tl.int64) * out_s
-    tl.store(
-        o_rows[:, None] + o_v[None, :],
-        result.to(out.dtype.element_ty),
-        mask=ok_m[:, None] & (o_v < V_DIM)[None, :],
-    )
+    store_columns(o_rows, result, step * VALUE_STEP, ok_m, V_DIM, VALUE_STEP)
     if step == 0:
         tl.store(lse + split * lse_z + b * lse_b + heads * lse_h + rows, natural, mask=ok_m)

@@ -9,10 +9,12 @@ NVIDIA GPUs convert four bytes at a time in PTX. The other path has integer oper
 hardware, and Triton's interpreter must give the same numbers. Most decoding reads 16-bit words instead (`words`).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.tile import load_rows
+from undivided.kernels.triton.tile import load_rows, tile_rows
 from undivided.quantization import NUMBERS
 
 INT8 = tl.constexpr(NUMBERS["int8"])
@@ -144,12 +146,34 @@ TO_BF16 = tl.constexpr(("", INT8_TO_BF16.value, FP8_E4M3_TO_BF16.value, FP8_E5M2
 """The code of each format, by its number."""
 
 
+class StoredRows(NamedTuple):
+    """Where rows of one head are: element offsets [N] from `base`, and those of their scales from `scales`."""
+
+    base: tl.tensor
+    offsets: tl.tensor
+    scales: tl.tensor
+    scale_offsets: tl.tensor
+
+
+@triton.jit
+def stored_rows(
+    head, scales, page, row, page_stride, row_stride, scale_page, scale_row, N: tl.constexpr, ONE_PAGE: tl.constexpr
+):
+    """The `StoredRows` of N keys of a head. page, row: from `tile_page`."""
+    base, offsets = tile_rows(head, page, row, page_stride, row_stride, N, ONE_PAGE)
+    scales, scale_offsets = tile_rows(scales, page, row, scale_page, scale_row, N, ONE_PAGE)
+    return StoredRows(base, offsets, scales, scale_offsets)
+
+
+@triton.jit
+def load_scales(rows, ok_n):
+    """The scale of each row [N], for formats that have one per row."""
+    return tl.load(rows.scales + rows.scale_offsets, mask=ok_n, other=0.0)
+
+
 @triton.jit
 def load_numbers(
-    base,
-    offsets,
-    scales,
-    scale_offsets,
+    rows,
     ok_n,
     DIM: tl.constexpr,
     first,
@@ -164,20 +188,20 @@ def load_numbers(
     """As `load_rows`, for rows in any format, as numbers of `dtype`.
 
     Args:
-        scales: of this head, at scale_offsets [N]. Those of a row of int4 are contiguous.
+        rows: `StoredRows`. The scales of a row of int4 are contiguous.
         SCALED: ``value * scale`` in fp32, rounded once; otherwise the stored values, which are exact. int4 is always
             scaled.
         PTX: compute capability (major * 10 + minor) of the NVIDIA GPU; 0 for integer operations only.
     """
     if FORMAT == 0:
-        return load_rows(base, offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED)
+        return load_rows(rows.base, rows.offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED)
     elif FORMAT == INT4:
-        return _load_int4(base, offsets, scales + scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, dtype, PTX)
+        return _load_int4(rows, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, dtype, PTX)
     else:
-        values = converted(load_rows(base, offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED), FORMAT, dtype, PTX)
+        stored = load_rows(rows.base, rows.offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED)
+        values = converted(stored, FORMAT, dtype, PTX)
         if SCALED:
-            scale = tl.load(scales + scale_offsets, mask=ok_n, other=0.0)
-            values = (values.to(tl.float32) * scale[:, None]).to(dtype)
+            values = (values.to(tl.float32) * load_scales(rows, ok_n)[:, None]).to(dtype)
         return values
 
 
@@ -202,9 +226,7 @@ def converted(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.constex
 
 @triton.jit
 def _load_int4(
-    base,
-    offsets,
-    scales,
+    rows,
     ok_n,
     DIM: tl.constexpr,
     first,
@@ -214,8 +236,9 @@ def _load_int4(
     dtype: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """`load_numbers` for int4; scales [N] points to the scales of the rows."""
-    packed = load_rows(base, offsets, ok_n, DIM // 2, first // 2, WIDTH // 2, WHOLE, CHECKED)
+    """`load_numbers` for int4."""
+    scales = rows.scales + rows.scale_offsets  # [N] pointers
+    packed = load_rows(rows.base, rows.offsets, ok_n, DIM // 2, first // 2, WIDTH // 2, WHOLE, CHECKED)
     o_g = first // GROUP + tl.arange(0, WIDTH // GROUP)
     inside = ok_n[:, None] & (o_g < DIM // GROUP)[None, :]
     scale = tl.load(scales[:, None] + o_g[None, :], mask=inside, other=0.0)[:, :, None]

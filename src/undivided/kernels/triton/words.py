@@ -13,7 +13,7 @@ The numbers are those of `quantized`: with PTX on NVIDIA GPUs, otherwise by inte
 import triton
 import triton.language as tl
 
-from undivided.kernels.triton.quantized import FP8_E4M3, GROUP, INT8, converted, load_numbers
+from undivided.kernels.triton.quantized import FP8_E4M3, GROUP, INT8, converted, load_scales
 from undivided.kernels.triton.tile import load_rows
 
 REGISTERS = """
@@ -91,72 +91,8 @@ NIBBLES_TO_BF16 = tl.constexpr(
 
 
 @triton.jit
-def load_parts(
-    base,
-    offsets,
-    scales,
-    scale_offsets,
-    ok_n,
-    DIM: tl.constexpr,
-    first,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CHECKED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    dtype: tl.constexpr,
-    SCALED: tl.constexpr,
-    PTX: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """The parts of a tile of words of WORDS numbers, four of them; those that there are not repeat the first. With WORDS =
-    0 the first part is the tile, by `quantized.load_numbers`, which has the same arguments."""
-    if WORDS == 4:
-        return load_nibbles(base, offsets, scales, scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, dtype, PTX)
-    elif WORDS == 2:
-        even, odd = load_pairs(
-            base, offsets, scales, scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, FORMAT, dtype, SCALED, PTX
-        )
-        return even, odd, even, even
-    else:
-        tile = load_numbers(
-            base, offsets, scales, scale_offsets, ok_n, DIM, first, WIDTH, WHOLE, CHECKED, FORMAT, dtype, SCALED, PTX
-        )
-        return tile, tile, tile, tile
-
-
-@triton.jit
-def split_columns(tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr):
-    """The columns of a tile [ROWS, WIDTH] of numbers in the parts that `load_parts` has."""
-    if WORDS == 0:
-        return tile, tile, tile, tile
-    else:
-        even, odd = tl.split(tile.reshape(ROWS, WIDTH // 2, 2))
-        if WORDS == 2:
-            return even, odd, even, even
-        else:
-            first, third = tl.split(even.reshape(ROWS, WIDTH // 4, 2))
-            second, fourth = tl.split(odd.reshape(ROWS, WIDTH // 4, 2))
-            return first, second, third, fourth
-
-
-@triton.jit
-def join_columns(first, second, third, fourth, ROWS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr):
-    """The tile [ROWS, WIDTH] whose columns have these parts; the reverse of `split_columns`."""
-    if WORDS == 0:
-        return first
-    else:
-        if WORDS == 4:
-            first = tl.join(first, third).reshape(ROWS, WIDTH // 2)
-            second = tl.join(second, fourth).reshape(ROWS, WIDTH // 2)
-        return tl.join(first, second).reshape(ROWS, WIDTH)
-
-
-@triton.jit
 def load_pairs(
-    base,
-    offsets,
-    scales,
-    scale_offsets,
+    rows,
     ok_n,
     DIM: tl.constexpr,
     first,
@@ -169,11 +105,12 @@ def load_pairs(
     PTX: tl.constexpr,
 ):
     """As `quantized.load_numbers`, of words that are pairs of 8-bit numbers: even columns, then odd ones, each
-    [N, WIDTH // 2]. base: to words; offsets, scales and DIM are those of numbers."""
-    words = load_rows(base, offsets, ok_n, DIM // 2, first // 2, WIDTH // 2, WHOLE, CHECKED)
+    [N, WIDTH // 2]. The base of rows points to words; their offsets and DIM are
+    those of numbers."""
+    words = load_rows(rows.base, rows.offsets, ok_n, DIM // 2, first // 2, WIDTH // 2, WHOLE, CHECKED)
     even, odd = _bytes(words, FORMAT, dtype, PTX, 0), _bytes(words, FORMAT, dtype, PTX, 1)
     if SCALED:
-        scale = tl.load(scales + scale_offsets, mask=ok_n, other=0.0)[:, None]
+        scale = load_scales(rows, ok_n)[:, None]
         even, odd = (even.to(tl.float32) * scale).to(dtype), (odd.to(tl.float32) * scale).to(dtype)
     return even, odd
 
@@ -198,10 +135,7 @@ def _bytes(words, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr, 
 
 @triton.jit
 def load_nibbles(
-    base,
-    offsets,
-    scales,
-    scale_offsets,
+    rows,
     ok_n,
     DIM: tl.constexpr,
     first,
@@ -213,10 +147,10 @@ def load_nibbles(
 ):
     """As `load_pairs`, of words of four numbers of int4, scaled: columns 0, 4, 8, ..., then 1, 5, 9, ..., and so on, each
     [N, WIDTH // 4]."""
-    words = load_rows(base, offsets, ok_n, DIM // 4, first // 4, WIDTH // 4, WHOLE, CHECKED)
+    words = load_rows(rows.base, rows.offsets, ok_n, DIM // 4, first // 4, WIDTH // 4, WHOLE, CHECKED)
     o_g = first // GROUP + tl.arange(0, WIDTH // GROUP)
     inside = ok_n[:, None] & (o_g < DIM // GROUP)[None, :]
-    scale = tl.load((scales + scale_offsets)[:, None] + o_g[None, :], mask=inside, other=0.0)
+    scale = tl.load((rows.scales + rows.scale_offsets)[:, None] + o_g[None, :], mask=inside, other=0.0)
     if PTX >= 80 and dtype == tl.bfloat16:
         scale = _halves(scale)
     of_words = tl.broadcast_to(scale[:, :, None], words.shape[0], WIDTH // GROUP, GROUP // 4).reshape(words.shape)
