@@ -30,8 +30,8 @@ from undivided.kernels.triton.key_ranges import (
     row_ranges,
     vertical,
 )
-from undivided.kernels.triton.score_gradient import load_row_values, product, score_gradient
-from undivided.kernels.triton.tile import dot, dropout_keep, load_descriptor_rows, load_rows, row_features
+from undivided.kernels.triton.score_gradient import load_statistics, product, score_gradient
+from undivided.kernels.triton.tile import ScoreTerms, dot, dropout_keep, load_descriptor_rows, load_rows, row_features
 
 
 @triton.jit
@@ -78,24 +78,24 @@ def rows_kernel(
     ok_m = o_m < q_len
     key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
     offsets = (b * heads + h) * row_values + o_m + first_row
-    base2, f, d, g_lse = load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
+    statistics = load_statistics(lse, factor, delta, grad_lse, offsets, ok_m, 1, SINKS, GRAD_LSE)
     rows = o_m.to(tl.int64)
     bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None]
     dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None]
     slope, at_m, i_m, b_m = row_features(
         o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
-        sequence_b, b, h, ALIBI, DROPOUT,
+        sequence_b, b, h, 1, ALIBI, DROPOUT,
     )
     seed_value = 0
     if DROPOUT:
         seed_value = tl.load(seed)
-    if ALIBI:
-        slope, at_m = slope[:, None], at_m[:, None]
+    key_positions = key_at + b * key_at_b
+    terms = ScoreTerms(bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_positions, scale, softcap)
     first_key, last_key = 0, kv_len
     if CLEAN == 1:
         first_key, last_key = hull(key_ranges, COLUMNS)
     key_ranges = vertical(key_ranges)
-    base2, f, d, g_lse, ok_rows = base2[:, None], f[:, None], d[:, None], g_lse[:, None], ok_m[:, None]
+    ok_rows = ok_m[:, None]
     q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
     k_head, v_head = q_head, g_head  # unused placeholders with TMA
     if not TMA:
@@ -134,11 +134,9 @@ def rows_kernel(
                     allowed = allowed_pairs(o_n[None, :], kv_len, ok_rows, key_ranges, COLUMNS)
                 keep = True
                 if DROPOUT:
-                    keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, h_m, b_m, seed_value, threshold,
-                                DROPOUT == 2, BLOCK_N)
+                    keep = dropout_keep(o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N)
                 _, ds, allowed, rate, distance = score_gradient(
-                    qk, gv, allowed, o_n[None, :], ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
-                    key_at + b * key_at_b, keep, base2, f, d, g_lse, scale, softcap, survivor,
+                    qk, gv, allowed, o_n[None, :], ok_rows, kv_len, terms, statistics, keep, survivor,
                     masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
                 )
                 if WITH_SLOPES:
@@ -216,6 +214,7 @@ def keys_kernel(
     partial_first, partial_last, whole_first, whole_last = (
         tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3),
     )
+    key_positions = key_at + b * key_at_b
     seed_value = 0
     if DROPOUT:
         seed_value = tl.load(seed)
@@ -260,10 +259,8 @@ def keys_kernel(
                             )
                         slope, at_m, i_m, b_m = row_features(
                             o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q,
-                            row_at_b, position_b, sequence_b, b, h, ALIBI, DROPOUT,
+                            row_at_b, position_b, sequence_b, b, h, 0, ALIBI, DROPOUT,
                         )
-                        if ALIBI:
-                            slope, at_m = slope[None, :], at_m[None, :]
                         kq = product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
                                       DIM_STEP, PRECISION)
                         vg = kq  # an unused placeholder for dv alone
@@ -271,23 +268,23 @@ def keys_kernel(
                             vg = product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
                                           VALUE_STEP, PRECISION)
                         # loaded after the products: kept in registers across them, they would spill
-                        base2, f, d, g_lse = load_row_values(
-                            lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE
-                        )
+                        statistics = load_statistics(lse, factor, delta, grad_lse, offsets, ok_m, 0, SINKS, GRAD_LSE)
                         allowed = True
                         if masked:
                             key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
                             allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], horizontal(key_ranges), COLUMNS)
                         keep = True
                         if DROPOUT:
-                            keep = tl.trans(dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m,
-                                                 seed_value, threshold, DROPOUT == 2, BLOCK_N))
+                            h_m = o_m * 0 + h + drop_head
+                            keep = dropout_keep(o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold,
+                                                DROPOUT == 2, BLOCK_N)
+                            keep = tl.trans(keep)
+                        bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :]
+                        dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[None, :]
+                        terms = ScoreTerms(bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_positions, scale, softcap)
                         w, ds, allowed, rate, _ = score_gradient(
-                            kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len,
-                            (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :], bias_k,
-                            (dense + b * dense_b + h * dense_h + rows * dense_q)[None, :], dense_k, slope, at_m,
-                            key_at + b * key_at_b, keep, base2[None, :], f[None, :], d[None, :], g_lse[None, :],
-                            scale, softcap, survivor, masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
+                            kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len, terms, statistics, keep, survivor,
+                            masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
                         )
                         if QK_DIM > DIM_STEP or V_DIM > VALUE_STEP:  # a step may be beyond the columns of one of the two
                             q_tile = load_rows(
@@ -347,13 +344,11 @@ def pairs_kernel(
         if needed:
             n_head = h // HEADS_PER_KV
             offsets = (b * heads + h) * row_values + o_m + first_row
-            base2, f, d, g_lse = load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS, GRAD_LSE)
+            statistics = load_statistics(lse, factor, delta, grad_lse, offsets, ok_m, 1, SINKS, GRAD_LSE)
             slope, at_m, i_m, b_m = row_features(
                 o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b,
-                position_b, sequence_b, b, h, ALIBI, DROPOUT,
+                position_b, sequence_b, b, h, 1, ALIBI, DROPOUT,
             )
-            if ALIBI:
-                slope, at_m = slope[:, None], at_m[:, None]
             q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
             k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
             q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
@@ -366,16 +361,17 @@ def pairs_kernel(
                           PRECISION)
             key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
             allowed = allowed_pairs(o_n[None, :], kv_len, ok_m[:, None], vertical(key_ranges), COLUMNS)
+            key_positions = key_at + b * key_at_b
             keep = True
             if DROPOUT:
-                keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, o_m * 0 + h + drop_head, b_m, seed_value, threshold,
-                            DROPOUT == 2, BLOCK_N)
+                h_m = o_m * 0 + h + drop_head
+                keep = dropout_keep(o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N)
+            bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None]
+            dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None]
+            terms = ScoreTerms(bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_positions, scale, softcap)
             _, ds, _, _, _ = score_gradient(
-                qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len,
-                (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None], bias_k,
-                (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None], dense_k, slope, at_m,
-                key_at + b * key_at_b, keep, base2[:, None], f[:, None], d[:, None], g_lse[:, None],
-                scale, softcap, survivor, True, True, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
+                qk, gv, allowed, o_n[None, :], ok_m[:, None], kv_len, terms, statistics, keep, survivor,
+                True, True, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
             )
             acc += ds
     out = dbias + own_b.to(tl.int64) * dbias_b + own_h.to(tl.int64) * dbias_h + rows * dbias_q

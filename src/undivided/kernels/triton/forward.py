@@ -43,6 +43,7 @@ from undivided.kernels.triton.parts import (
 from undivided.kernels.triton.quantized import INT4, load_numbers, load_scales, stored_rows
 from undivided.kernels.triton.tile import (
     LOG2E,
+    ScoreTerms,
     dot,
     dropout_keep,
     finish_scores,
@@ -176,10 +177,10 @@ def forward_kernel(
         ancestor_rows = (ancestors + b * ancestors_b + rows.to(tl.int64) * ancestors_q)[:, None]
     slope, at_m, i_m, b_m = row_features(
         rows, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b, position_b,
-        sequence_b, b, heads, ALIBI, DROPOUT,
+        sequence_b, b, heads, 1, ALIBI, DROPOUT,
     )
-    if ALIBI:
-        slope, at_m = slope[:, None], at_m[:, None]
+    key_positions = key_at + b * key_at_b
+    terms = ScoreTerms(bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_positions, scale, softcap)
     seed_value = 0
     if DROPOUT:
         seed_value = tl.load(seed)
@@ -257,15 +258,15 @@ def forward_kernel(
                             s = tl.where(allowed, qk, float("-inf"))
                     else:
                         s, allowed, _, _ = finish_scores(
-                            qk, allowed, keys, ok_m[:, None], kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m,
-                            key_at + b * key_at_b, scale, softcap, masked, BIAS, DENSE, ALIBI, SOFTCAP,
+                            qk, allowed, keys, ok_m[:, None], kv_len, terms, masked, BIAS, DENSE, ALIBI, SOFTCAP
                         )
 
                     # the online softmax
                     p, shrink, m, total = next_weights(s, m, total, unit, masked)
                     if DROPOUT:
-                        keep = dropout_keep(o_n, kv_len, key_at + b * key_at_b, i_m, heads + drop_head, b_m, seed_value,
-                                            threshold, DROPOUT == 2, BLOCK_N)
+                        keep = dropout_keep(
+                            o_n, kv_len, key_positions, i_m, heads + drop_head, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N
+                        )
                         p = tl.where(keep, p * survivor, 0.0)
 
                     # the values

@@ -3,10 +3,21 @@
 # The arguments of kernels are grouped: pointers, strides, sizes, constants.
 # fmt: off
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from undivided.kernels.triton.tile import LOG2E, dot, finish_scores, load_rows
+
+
+class RowStatistics(NamedTuple):
+    """What the gradients of scores need of each row: values with an axis of length 1, that of keys."""
+
+    lse: tl.tensor  # in base 2; +inf without keys, so that the weights are 0
+    factor: tl.tensor  # of the sinks
+    delta: tl.tensor
+    grad_lse: tl.tensor
 
 
 @triton.jit
@@ -23,31 +34,29 @@ def product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl
 
 @triton.jit
 def score_gradient(
-    qk, gv, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at, keep,
-    lse, factor, delta, grad_lse, scale, softcap, survivor,
+    qk, gv, allowed, keys, ok_rows, kv_len, terms, statistics, keep, survivor,
     MASKED: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
 ):
-    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. Values of
-    rows and of keys have an axis of length 1, as in `finish_scores`."""
+    """(weights after dropout, ds, allowed pairs, rate, distance) of one tile, from ``q k^T`` and ``g v^T``. keep: which
+    weights survive dropout. Other arguments are as in `finish_scores`."""
     s, allowed, rate, distance = finish_scores(
-        qk, allowed, keys, ok_rows, kv_len, bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_at,
-        scale, softcap, MASKED, BIAS, DENSE, ALIBI, SOFTCAP,
+        qk, allowed, keys, ok_rows, kv_len, terms, MASKED, BIAS, DENSE, ALIBI, SOFTCAP
     )
-    p = tl.exp2(s - lse)
+    p = tl.exp2(s - statistics.lse)
     if MASKED:
         p = tl.where(allowed, p, 0.0)
         gv = tl.where(allowed, gv, 0.0)
     w = p
     if SINKS:
-        w = p * factor
+        w = p * statistics.factor
     dropped = w
     if DROPOUT:
         dropped = tl.where(keep, w * survivor, 0.0)
         gv = tl.where(keep, gv * survivor, 0.0)
-    ds = w * (gv - delta)
+    ds = w * (gv - statistics.delta)
     if GRAD_LSE:
-        ds += p * grad_lse
+        ds += p * statistics.grad_lse
     if MASKED:
         ds = tl.where(allowed, ds, 0.0)
         if SOFTCAP:
@@ -56,9 +65,10 @@ def score_gradient(
 
 
 @triton.jit
-def load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr):
-    """(lse in base 2, sink factor, delta, gradient of lse) of rows [M]. A row without keys has lse +inf, so that its
-    weights are 0."""
+def load_statistics(
+    lse, factor, delta, grad_lse, offsets, ok_m, AXIS: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr
+):
+    """The `RowStatistics` of rows at these offsets [M], with an axis AXIS of length 1."""
     natural = tl.load(lse + offsets, mask=ok_m, other=float("-inf"))
     base2 = tl.where(natural == float("-inf"), float("inf"), natural * LOG2E)
     d = tl.load(delta + offsets, mask=ok_m, other=0.0)
@@ -68,4 +78,6 @@ def load_row_values(lse, factor, delta, grad_lse, offsets, ok_m, SINKS: tl.const
     g = d * 0.0
     if GRAD_LSE:
         g = tl.load(grad_lse + offsets, mask=ok_m, other=0.0)
-    return base2, f, d, g
+    return RowStatistics(
+        tl.expand_dims(base2, AXIS), tl.expand_dims(f, AXIS), tl.expand_dims(d, AXIS), tl.expand_dims(g, AXIS)
+    )

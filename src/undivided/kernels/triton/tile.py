@@ -8,6 +8,8 @@ Memory: a tile is read once by each program that needs it. Nothing of size S x S
 dense bias, which has that size.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,20 @@ ROUND_A = tl.constexpr(0xD2511F53)
 ROUND_B = tl.constexpr(0xCD9E8D57)
 WEYL_A = tl.constexpr(0x9E3779B9)
 WEYL_B = tl.constexpr(0xBB67AE85)
+
+
+class ScoreTerms(NamedTuple):
+    """What turns the products of rows and keys into scores. Values of rows have an axis of length 1, that of keys."""
+
+    bias_rows: tl.tensor  # pointers
+    bias_k: tl.tensor  # stride of keys
+    dense_rows: tl.tensor  # pointers
+    dense_k: tl.tensor  # stride of keys
+    slope: tl.tensor  # of ALiBi
+    row_at: tl.tensor  # position of a row for ALiBi
+    key_at: tl.tensor  # pointer to the positions of keys
+    scale: tl.tensor
+    softcap: tl.tensor
 
 
 @triton.jit
@@ -102,16 +118,18 @@ def row_features(
     sequence_b,
     b,
     h,
+    AXIS: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """(slope, ALiBi position, dropout row, dropout sequence) of rows [M], 0 without the feature; h is one head, or one
-    per row."""
+    """(slope, ALiBi position, dropout row, dropout sequence) of rows, 0 without the feature; the first two have an axis
+    AXIS of length 1, as in `ScoreTerms`. h is one head, or one per row."""
     slope, at_m, i_m, b_m = 0.0, 0, 0, 0
     if ALIBI:
         at = slopes + b * slopes_b + h * slopes_h + (o_m + first_row) * slopes_q
         slope = tl.load(at, mask=ok_m, other=0.0)
         at_m = tl.load(row_at + b * row_at_b + o_m + first_row, mask=ok_m, other=0)
+        slope, at_m = tl.expand_dims(slope, AXIS), tl.expand_dims(at_m, AXIS)
     if DROPOUT:
         i_m = tl.load(position + b * position_b + o_m + first_row, mask=ok_m, other=0)
         b_m = tl.load(sequence + b * sequence_b + o_m + first_row, mask=ok_m, other=0)
@@ -137,15 +155,7 @@ def finish_scores(
     keys,
     ok_rows,
     kv_len,
-    bias_rows,
-    bias_k,
-    dense_rows,
-    dense_k,
-    slope,
-    row_at,
-    key_at,
-    scale,
-    softcap,
+    terms,
     MASKED: tl.constexpr,
     BIAS: tl.constexpr,
     DENSE: tl.constexpr,
@@ -155,31 +165,31 @@ def finish_scores(
     """(scores in base 2, -inf where masked; allowed pairs; d score / d (scale * qk); |i + d - j|), each in the shape of
     qk.
 
-    Values of rows (ok_rows, slope, row_at, pointers) and of keys have an axis of length 1, as in `allowed_pairs`.
+    terms: `ScoreTerms`. ok_rows and keys have an axis of length 1 too, as in `allowed_pairs`.
     """
     rate = 1.0
     distance = 0.0
     if SOFTCAP or ALIBI or BIAS:
-        x = qk * scale
+        x = qk * terms.scale
         if SOFTCAP:
-            t = tanh(x / softcap)
-            x = t * softcap
+            t = tanh(x / terms.softcap)
+            x = t * terms.softcap
             rate = 1.0 - t * t
         if ALIBI:
-            key_position = tl.load(key_at + keys, mask=keys < kv_len, other=0)
-            distance = tl.abs(row_at - key_position).to(tl.float32)
-            x -= slope * distance
+            key_position = tl.load(terms.key_at + keys, mask=keys < kv_len, other=0)
+            distance = tl.abs(terms.row_at - key_position).to(tl.float32)
+            x -= terms.slope * distance
         if BIAS:
             inside = ok_rows & (keys < kv_len)
-            added = tl.load(bias_rows + keys.to(tl.int64) * bias_k, mask=inside, other=0.0).to(tl.float32)
+            added = tl.load(terms.bias_rows + keys.to(tl.int64) * terms.bias_k, mask=inside, other=0.0).to(tl.float32)
             allowed &= added != float("-inf")
             x += added
         x *= LOG2E
     else:
-        x = qk * (scale * LOG2E)
+        x = qk * (terms.scale * LOG2E)
     if DENSE:
         inside = ok_rows & (keys < kv_len)
-        allowed &= tl.load(dense_rows + keys.to(tl.int64) * dense_k, mask=inside, other=0) != 0
+        allowed &= tl.load(terms.dense_rows + keys.to(tl.int64) * terms.dense_k, mask=inside, other=0) != 0
     if MASKED:
         x = tl.where(allowed, x, float("-inf"))
     return x, allowed, rate, distance
