@@ -30,8 +30,22 @@ from undivided.kernels.triton.key_ranges import (
     row_ranges,
     vertical,
 )
-from undivided.kernels.triton.score_gradient import load_statistics, product, score_gradient
-from undivided.kernels.triton.tile import ScoreTerms, dot, dropout_keep, load_descriptor_rows, load_rows, row_features
+from undivided.kernels.triton.score_gradient import (
+    HeadRows,
+    load_first,
+    load_statistics,
+    load_step,
+    product,
+    score_gradient,
+)
+from undivided.kernels.triton.tile import (
+    ScoreTerms,
+    dot,
+    dropout_keep,
+    load_descriptor_rows,
+    row_features,
+    store_columns,
+)
 
 
 @triton.jit
@@ -74,6 +88,8 @@ def rows_kernel(
     block, step = tl.program_id(0) // steps, tl.program_id(0) % steps
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     n_head = h // HEADS_PER_KV
+
+    # the rows of this block, and what depends on them alone
     o_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     ok_m = o_m < q_len
     key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
@@ -96,8 +112,9 @@ def rows_kernel(
         first_key, last_key = hull(key_ranges, COLUMNS)
     key_ranges = vertical(key_ranges)
     ok_rows = ok_m[:, None]
-    q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
-    k_head, v_head = q_head, g_head  # unused placeholders with TMA
+    q_rows = HeadRows(q + b * q_b + h * q_h, rows * q_s, ok_m)
+    g_rows = HeadRows(g + b * g_b + h * g_h, rows * g_s, ok_m)
+    k_head, v_head = q_rows.base, g_rows.base  # unused placeholders with TMA
     if not TMA:
         k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
     runs = load_runs(tiles + b * tiles_b + block * 8)
@@ -105,9 +122,10 @@ def rows_kernel(
     acc = tl.zeros([BLOCK_M, DIM_STEP], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     h_m = o_m * 0 + h + drop_head
-    q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
-    g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
+    q_tile = load_first(q_rows, QK_DIM, DIM_STEP, True)
+    g_tile = load_first(g_rows, V_DIM, VALUE_STEP, True)
 
+    # the loop over tiles of keys
     for masked in tl.static_range(2):
         if masked or not (BIAS or DENSE):  # with these no tile is full
             for n in tl.range(0, edges if masked else whole, warp_specialize=SPECIALISE):
@@ -115,20 +133,19 @@ def rows_kernel(
                 o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 ok_n = (o_n >= first_key) & (o_n < tl.minimum(last_key, kv_len))
                 keys = o_n.to(tl.int64)
+                k_rows, v_rows = HeadRows(k_head, keys * k_s, ok_n), HeadRows(v_head, keys * v_s, ok_n)
+
+                # the products of the tile
                 if TMA:
                     k_tile = load_descriptor_rows(k, b, n_head, tile * BLOCK_N, BLOCK_N, DIM_STEP)
                     v_tile = load_descriptor_rows(v, b, n_head, tile * BLOCK_N, BLOCK_N, VALUE_STEP)
                 else:
-                    k_tile = load_rows(
-                        k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked
-                    )
-                    v_tile = load_rows(
-                        v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, masked
-                    )
-                qk = product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
-                              PRECISION)
-                gv = product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
-                              PRECISION)
+                    k_tile = load_first(k_rows, QK_DIM, DIM_STEP, masked)
+                    v_tile = load_first(v_rows, V_DIM, VALUE_STEP, masked)
+                qk = product(q_tile, q_rows, k_tile, k_rows, QK_DIM, DIM_STEP, PRECISION)
+                gv = product(g_tile, g_rows, v_tile, v_rows, V_DIM, VALUE_STEP, PRECISION)
+
+                # the gradient of its scores
                 allowed = True
                 if masked:
                     allowed = allowed_pairs(o_n[None, :], kv_len, ok_rows, key_ranges, COLUMNS)
@@ -141,10 +158,10 @@ def rows_kernel(
                 )
                 if WITH_SLOPES:
                     slope_sum -= tl.sum(ds * distance, 1)
+
+                # dq
                 if QK_DIM > DIM_STEP:
-                    k_tile = load_rows(
-                        k_head, keys * k_s, ok_n, QK_DIM, step * DIM_STEP, DIM_STEP, False, True
-                    )
+                    k_tile = load_step(k_rows, step * DIM_STEP, QK_DIM, DIM_STEP)
                 if masked and CLEAN == 2:
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     k_tile = tl.where(used[:, None], k_tile, 0.0)
@@ -152,13 +169,7 @@ def rows_kernel(
                     k_tile = tl.where(ok_n[:, None], k_tile, 0.0)
                 acc = dot((ds * rate).to(k_tile.dtype), k_tile, acc, PRECISION)
 
-    o_d = step * DIM_STEP + tl.arange(0, DIM_STEP)
-    out = dq + b * dq_b + h * dq_h + rows * dq_s
-    tl.store(
-        out[:, None] + o_d[None, :],
-        (acc * scale).to(dq.dtype.element_ty),
-        mask=ok_m[:, None] & (o_d < QK_DIM)[None, :],
-    )
+    store_columns(dq + b * dq_b + h * dq_h + rows * dq_s, acc * scale, step * DIM_STEP, ok_m, QK_DIM, DIM_STEP)
     if WITH_SLOPES:
         if step == 0:
             tl.store(dslope + offsets, slope_sum, mask=ok_m)
@@ -206,10 +217,13 @@ def keys_kernel(
     """
     tile, step = tl.program_id(0) // steps, tl.program_id(0) % steps
     n_head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+
+    # the keys of this tile
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     ok_n = o_n < kv_len
     keys = o_n.to(tl.int64)
-    k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
+    k_rows = HeadRows(k + b * k_b + n_head * k_h, keys * k_s, ok_n)
+    v_rows = HeadRows(v + b * v_b + n_head * v_h, keys * v_s, ok_n)
     blocks = columns + b * columns_b + tile * 4
     partial_first, partial_last, whole_first, whole_last = (
         tl.load(blocks), tl.load(blocks + 1), tl.load(blocks + 2), tl.load(blocks + 3),
@@ -220,19 +234,18 @@ def keys_kernel(
         seed_value = tl.load(seed)
     acc_k = tl.zeros([BLOCK_N, DIM_STEP], tl.float32)
     acc_v = tl.zeros([BLOCK_N, VALUE_STEP], tl.float32)
-    k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
-    v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
+    k_tile = load_first(k_rows, QK_DIM, DIM_STEP, True)
+    v_tile = load_first(v_rows, V_DIM, VALUE_STEP, True)
 
+    # the loops over heads of the group and over blocks of rows
     for member in range(0, HEADS_PER_KV):
         h = n_head * HEADS_PER_KV + member
-        q_head, g_head = k_head, v_head  # unused placeholders with TMA
+        q_head, g_head = k_rows.base, v_rows.base  # unused placeholders with TMA
         if not TMA:
             q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
         for masked in tl.static_range(2):
             if masked or not (BIAS or DENSE):  # with these no tile is full
-                for block in range(
-                    partial_first if masked else whole_first, partial_last if masked else whole_last
-                ):
+                for block in range(partial_first if masked else whole_first, partial_last if masked else whole_last):
                     visit = True
                     if masked or not GAPLESS:
                         visit = _sees(tiles + b * tiles_b + block * 8, tile, masked)
@@ -244,6 +257,7 @@ def keys_kernel(
                             key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
                             ok_m = (key_ranges.stop > key_ranges.start) | (key_ranges.stop2 > key_ranges.start2)
                         offsets = (b * heads + h) * row_values + o_m + first_row
+                        q_rows, g_rows = HeadRows(q_head, rows * q_s, ok_m), HeadRows(g_head, rows * g_s, ok_m)
                         if TMA:
                             q_tile = load_descriptor_rows(q, b, h, block * BLOCK_M, BLOCK_M, DIM_STEP)
                             g_tile = load_descriptor_rows(g, b, h, block * BLOCK_M, BLOCK_M, VALUE_STEP)
@@ -251,23 +265,20 @@ def keys_kernel(
                                 q_tile = tl.where(ok_m[:, None], q_tile, 0.0)
                                 g_tile = tl.where(ok_m[:, None], g_tile, 0.0)
                         else:
-                            q_tile = load_rows(
-                                q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True
-                            )
-                            g_tile = load_rows(
-                                g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True
-                            )
+                            q_tile = load_first(q_rows, QK_DIM, DIM_STEP, True)
+                            g_tile = load_first(g_rows, V_DIM, VALUE_STEP, True)
                         slope, at_m, i_m, b_m = row_features(
                             o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q,
                             row_at_b, position_b, sequence_b, b, h, 0, ALIBI, DROPOUT,
                         )
-                        kq = product(k_tile, k_head, keys * k_s, ok_n, q_tile, q_head, rows * q_s, ok_m, QK_DIM,
-                                      DIM_STEP, PRECISION)
+
+                        # the products of the tile
+                        kq = product(k_tile, k_rows, q_tile, q_rows, QK_DIM, DIM_STEP, PRECISION)
                         vg = kq  # an unused placeholder for dv alone
                         if WITH_K:
-                            vg = product(v_tile, v_head, keys * v_s, ok_n, g_tile, g_head, rows * g_s, ok_m, V_DIM,
-                                          VALUE_STEP, PRECISION)
-                        # loaded after the products: kept in registers across them, they would spill
+                            vg = product(v_tile, v_rows, g_tile, g_rows, V_DIM, VALUE_STEP, PRECISION)
+
+                        # the gradient of its scores; statistics are loaded after the products, because kept across them they would spill
                         statistics = load_statistics(lse, factor, delta, grad_lse, offsets, ok_m, 0, SINKS, GRAD_LSE)
                         allowed = True
                         if masked:
@@ -286,13 +297,11 @@ def keys_kernel(
                             kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len, terms, statistics, keep, survivor,
                             masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
                         )
+
+                        # dk and dv
                         if QK_DIM > DIM_STEP or V_DIM > VALUE_STEP:  # a step may be beyond the columns of one of the two
-                            q_tile = load_rows(
-                                q_head, rows * q_s, ok_m, QK_DIM, step * DIM_STEP, DIM_STEP, False, True
-                            )
-                            g_tile = load_rows(
-                                g_head, rows * g_s, ok_m, V_DIM, step * VALUE_STEP, VALUE_STEP, False, True
-                            )
+                            q_tile = load_step(q_rows, step * DIM_STEP, QK_DIM, DIM_STEP)
+                            g_tile = load_step(g_rows, step * VALUE_STEP, V_DIM, VALUE_STEP)
                         if WITH_V:
                             acc_v = dot(w.to(g_tile.dtype), g_tile, acc_v, PRECISION)
                         if WITH_K:
@@ -349,16 +358,14 @@ def pairs_kernel(
                 o_m, ok_m, first_row, slopes, row_at, position, sequence, slopes_b, slopes_h, slopes_q, row_at_b,
                 position_b, sequence_b, b, h, 1, ALIBI, DROPOUT,
             )
-            q_head, g_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
-            k_head, v_head = k + b * k_b + n_head * k_h, v + b * v_b + n_head * v_h
-            q_tile = load_rows(q_head, rows * q_s, ok_m, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
-            k_tile = load_rows(k_head, keys * k_s, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, True)
-            g_tile = load_rows(g_head, rows * g_s, ok_m, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
-            v_tile = load_rows(v_head, keys * v_s, ok_n, V_DIM, 0, VALUE_STEP, V_DIM >= VALUE_STEP, True)
-            qk = product(q_tile, q_head, rows * q_s, ok_m, k_tile, k_head, keys * k_s, ok_n, QK_DIM, DIM_STEP,
-                          PRECISION)
-            gv = product(g_tile, g_head, rows * g_s, ok_m, v_tile, v_head, keys * v_s, ok_n, V_DIM, VALUE_STEP,
-                          PRECISION)
+            q_rows = HeadRows(q + b * q_b + h * q_h, rows * q_s, ok_m)
+            g_rows = HeadRows(g + b * g_b + h * g_h, rows * g_s, ok_m)
+            k_rows = HeadRows(k + b * k_b + n_head * k_h, keys * k_s, ok_n)
+            v_rows = HeadRows(v + b * v_b + n_head * v_h, keys * v_s, ok_n)
+            q_tile, k_tile = load_first(q_rows, QK_DIM, DIM_STEP, True), load_first(k_rows, QK_DIM, DIM_STEP, True)
+            g_tile, v_tile = load_first(g_rows, V_DIM, VALUE_STEP, True), load_first(v_rows, V_DIM, VALUE_STEP, True)
+            qk = product(q_tile, q_rows, k_tile, k_rows, QK_DIM, DIM_STEP, PRECISION)
+            gv = product(g_tile, g_rows, v_tile, v_rows, V_DIM, VALUE_STEP, PRECISION)
             key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
             allowed = allowed_pairs(o_n[None, :], kv_len, ok_m[:, None], vertical(key_ranges), COLUMNS)
             key_positions = key_at + b * key_at_b

@@ -50,6 +50,7 @@ from undivided.kernels.triton.tile import (
     load_descriptor_rows,
     next_weights,
     row_features,
+    store_columns,
     tile_page,
 )
 
@@ -82,14 +83,6 @@ def load_columns(rows, first, ok_m, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """WIDTH columns from `first` on of rows [M] of pointers, [M, WIDTH]; 0 outside."""
     o_d = first + tl.arange(0, WIDTH)
     return tl.load(rows[:, None] + o_d[None, :], mask=ok_m[:, None] & (o_d < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def store_columns(rows, values, first, ok_m, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Write values [M, WIDTH] to the columns from `first` on of rows [M] of pointers, in the dtype of what they point to."""
-    o_d = first + tl.arange(0, WIDTH)
-    at = rows[:, None] + o_d[None, :]
-    tl.store(at, values.to(rows.dtype.element_ty), mask=ok_m[:, None] & (o_d < DIM)[None, :])
 
 
 @triton.jit

@@ -20,14 +20,33 @@ class RowStatistics(NamedTuple):
     grad_lse: tl.tensor
 
 
+class HeadRows(NamedTuple):
+    """Rows of one head: element offsets [N] from `base`, and whether a row exists [N]."""
+
+    base: tl.tensor
+    offsets: tl.tensor
+    ok: tl.tensor
+
+
 @triton.jit
-def product(a, left, left_rows, left_ok, b, right, right_rows, right_ok, DIM: tl.constexpr, STEP: tl.constexpr,
-             PRECISION: tl.constexpr):
-    """left @ right^T over DIM columns, STEP at a time; a and b are the first steps of left and right."""
+def load_first(rows, DIM: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr):
+    """The first WIDTH columns of `HeadRows`, [N, WIDTH]; 0 outside. Not CHECKED: all rows exist."""
+    return load_rows(rows.base, rows.offsets, rows.ok, DIM, 0, WIDTH, DIM >= WIDTH, CHECKED)
+
+
+@triton.jit
+def load_step(rows, first, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH columns from `first` on of `HeadRows`, [N, WIDTH]; 0 outside."""
+    return load_rows(rows.base, rows.offsets, rows.ok, DIM, first, WIDTH, False, True)
+
+
+@triton.jit
+def product(a, left, b, right, DIM: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr):
+    """left @ right^T of `HeadRows` over DIM columns, STEP at a time; a and b are the first steps of left and right."""
     acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
     for d in tl.static_range(STEP, DIM, STEP):
-        a = load_rows(left, left_rows, left_ok, DIM, d, STEP, d + STEP <= DIM, True)
-        b = load_rows(right, right_rows, right_ok, DIM, d, STEP, d + STEP <= DIM, True)
+        a = load_rows(left.base, left.offsets, left.ok, DIM, d, STEP, d + STEP <= DIM, True)
+        b = load_rows(right.base, right.offsets, right.ok, DIM, d, STEP, d + STEP <= DIM, True)
         acc = dot(a, tl.trans(b), acc, PRECISION)
     return acc
 

@@ -95,6 +95,14 @@ def load_rows(
 
 
 @triton.jit
+def store_columns(rows, values, first, ok_m, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Write values [M, WIDTH] to the columns from `first` on of rows [M] of pointers, in the dtype of what they point to."""
+    o_d = first + tl.arange(0, WIDTH)
+    at = rows[:, None] + o_d[None, :]
+    tl.store(at, values.to(rows.dtype.element_ty), mask=ok_m[:, None] & (o_d < DIM)[None, :])
+
+
+@triton.jit
 def load_descriptor_rows(tensor, b, h, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of one head from `first` on, [ROWS, WIDTH], by a tensor descriptor of blocks [1, 1, ROWS, WIDTH]; 0
     outside."""
