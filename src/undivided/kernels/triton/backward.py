@@ -151,7 +151,9 @@ def rows_kernel(
                     allowed = allowed_pairs(o_n[None, :], kv_len, ok_rows, key_ranges, COLUMNS)
                 keep = True
                 if DROPOUT:
-                    keep = dropout_keep(o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N)
+                    keep = dropout_keep(
+                        o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N
+                    )
                 _, ds, allowed, rate, distance = score_gradient(
                     qk, gv, allowed, o_n[None, :], ok_rows, kv_len, terms, statistics, keep, survivor,
                     masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
@@ -179,11 +181,12 @@ def rows_kernel(
 def _sees(run, tile, MASKED: tl.constexpr):
     """Whether a block of rows needs the tile without a mask; with MASKED, whether it needs it with one."""
     runs = load_runs(run)
-    full, full2 = (tile >= runs.full_first) & (tile < runs.full_last), (tile >= runs.full_first2) & (tile < runs.full_last2)
-    whole = full | full2
+    whole = (tile >= runs.full_first) & (tile < runs.full_last)
+    whole |= (tile >= runs.full_first2) & (tile < runs.full_last2)
     if MASKED:
-        needed, needed2 = (tile >= runs.first) & (tile < runs.last), (tile >= runs.first2) & (tile < runs.last2)
-        return (needed | needed2) & (whole == 0)
+        needed = (tile >= runs.first) & (tile < runs.last)
+        needed |= (tile >= runs.first2) & (tile < runs.last2)
+        return needed & (whole == 0)
     return whole
 
 
@@ -278,12 +281,14 @@ def keys_kernel(
                         if WITH_K:
                             vg = product(v_tile, v_rows, g_tile, g_rows, V_DIM, VALUE_STEP, PRECISION)
 
-                        # the gradient of its scores; statistics are loaded after the products, because kept across them they would spill
+                        # the gradient of its scores
+                        # statistics are loaded after the products: kept in registers across them, they would spill
                         statistics = load_statistics(lse, factor, delta, grad_lse, offsets, ok_m, 0, SINKS, GRAD_LSE)
                         allowed = True
                         if masked:
                             key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
-                            allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], horizontal(key_ranges), COLUMNS)
+                            key_ranges = horizontal(key_ranges)
+                            allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], key_ranges, COLUMNS)
                         keep = True
                         if DROPOUT:
                             h_m = o_m * 0 + h + drop_head
@@ -292,7 +297,9 @@ def keys_kernel(
                             keep = tl.trans(keep)
                         bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[None, :]
                         dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[None, :]
-                        terms = ScoreTerms(bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_positions, scale, softcap)
+                        terms = ScoreTerms(
+                            bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_positions, scale, softcap
+                        )
                         w, ds, allowed, rate, _ = score_gradient(
                             kq, vg, allowed, o_n[:, None], ok_m[None, :], kv_len, terms, statistics, keep, survivor,
                             masked, BIAS, DENSE, ALIBI, SOFTCAP, SINKS, GRAD_LSE, DROPOUT,
@@ -372,7 +379,9 @@ def pairs_kernel(
             keep = True
             if DROPOUT:
                 h_m = o_m * 0 + h + drop_head
-                keep = dropout_keep(o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N)
+                keep = dropout_keep(
+                    o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N
+                )
             bias_rows = (bias + b * bias_b + h * bias_h + rows * bias_q)[:, None]
             dense_rows = (dense + b * dense_b + h * dense_h + rows * dense_q)[:, None]
             terms = ScoreTerms(bias_rows, bias_k, dense_rows, dense_k, slope, at_m, key_positions, scale, softcap)

@@ -229,12 +229,14 @@ def forward_kernel(
                             v_head, v_scales, page, row, v_page, v_s, v_scale_page, v_scale_s, BLOCK_N, ONE_PAGE
                         )
                         k_parts = load_parts(
-                            k_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked, FORMAT, DTYPE, False, PTX, WORDS
+                            k_rows, ok_n, QK_DIM, 0, DIM_STEP, QK_DIM >= DIM_STEP, masked, FORMAT, DTYPE, False, PTX,
+                            WORDS,
                         )
                     qk = dot_columns(q_parts, k_parts, PRECISION)
                     if QK_DIM > DIM_STEP:
                         qk = dot_more_columns(
-                            qk, q_rows, ok_m, k_rows, ok_n, QK_DIM, DIM_STEP, MORE_STEP, masked, FORMAT, DTYPE, PTX, PRECISION
+                            qk, q_rows, ok_m, k_rows, ok_n, QK_DIM, DIM_STEP, MORE_STEP, masked, FORMAT, DTYPE, PTX,
+                            PRECISION,
                         )
                     if SCALED_ROWS:
                         qk *= load_scales(k_rows, ok_n)[None, :]
@@ -258,7 +260,8 @@ def forward_kernel(
                     p, shrink, m, total = next_weights(s, m, total, unit, masked)
                     if DROPOUT:
                         keep = dropout_keep(
-                            o_n, kv_len, key_positions, i_m, heads + drop_head, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N
+                            o_n, kv_len, key_positions, i_m, heads + drop_head, b_m, seed_value, threshold,
+                            DROPOUT == 2, BLOCK_N,
                         )
                         p = tl.where(keep, p * survivor, 0.0)
 

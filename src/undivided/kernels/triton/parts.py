@@ -1,6 +1,6 @@
 """Tiles in parts, by columns: products with rows of words (`words`) are computed for each part of a word.
 
-A tile is a tuple of parts: 1 if rows are stored as numbers, otherwise WORDS of them, the numbers in each word. Part i has
+A tile is a tuple of parts: one if rows are stored as numbers, otherwise one per number of a word, WORDS. Part i has
 columns i, i + WORDS, i + 2 WORDS, and so on.
 """
 

@@ -96,7 +96,7 @@ def load_rows(
 
 @triton.jit
 def store_columns(rows, values, first, ok_m, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Write values [M, WIDTH] to the columns from `first` on of rows [M] of pointers, in the dtype of what they point to."""
+    """Write values [M, WIDTH] to the columns from `first` on of rows [M] of pointers, in the dtype of the memory."""
     o_d = first + tl.arange(0, WIDTH)
     at = rows[:, None] + o_d[None, :]
     tl.store(at, values.to(rows.dtype.element_ty), mask=ok_m[:, None] & (o_d < DIM)[None, :])
