@@ -20,20 +20,19 @@ from undivided.masks import Mask
 _HEADS = "[B, H, S, D] with a jagged S, or [B, S, D]"
 _BUILD = "torch.nested.nested_tensor_from_jagged(values, query.offsets()).transpose(1, 2)"
 
-
-_queries = torch._C.DisableTorchFunctionSubclass
-"""Under it, the class of jagged tensors does not see each attribute that is read, which takes 10 us."""
+_directly = torch._C.DisableTorchFunctionSubclass
+"""Under it, attributes are read without a call of the class of jagged tensors, which takes 10 us each time."""
 
 
 def is_jagged(*tensors: object) -> bool:
     """Whether one of them is a jagged nested tensor."""
-    with _queries():
+    with _directly():
         return any(isinstance(t, Tensor) and t.layout is torch.jagged for t in tensors)
 
 
 def has_jagged_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether all are [B, H, S, D] with a jagged H: their values are dense tensors [all heads, S, D]."""
-    with _queries():
+    with _directly():
         return all(is_jagged(t) and t.dim() == 4 and _ragged_axis(t) == 1 for t in (query, key, value))
 
 
@@ -44,7 +43,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
         InputError: one of the tensors is not jagged, or not in S; they have different numbers of sequences, or key and
             value different sequences.
     """
-    with _queries():
+    with _directly():
         q, k, v = (_tokens(name, t) for name, t in (("query", query), ("key", key), ("value", value)))
         if not _are_alike(key, value):
             raise InputError("value", "have the sequences of key", "others", hint=_BUILD.replace("query", "key"))
@@ -59,7 +58,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
 
 def like(query: Tensor, out: Tensor) -> Tensor:
     """The results [T, H, D] of query's tokens as a jagged tensor of the axes and sequences of query."""
-    with _queries():
+    with _directly():
         three_axes = query.dim() == 3
         nested = torch.nested.nested_tensor_from_jagged(
             out.squeeze(1) if three_axes else out,
