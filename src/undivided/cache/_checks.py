@@ -87,7 +87,11 @@ def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, devic
     if tensor.requires_grad and torch.is_grad_enabled():
         hint = "call under torch.no_grad() or torch.inference_mode()"
         raise InputError(name, "not require a gradient (a cache has no backward)", "requires_grad=True", hint=hint)
-    if torch._C._functorch.peek_interpreter_stack() is not None and is_batched(tensor):
+    if (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+        and is_batched(tensor)
+    ):
         must = "be one tensor, not a batch of torch.vmap, because a cache is written in place"
         hint = "append the whole batch outside of vmap; attend() may be called in it"
         raise InputError(name, must, f"a batch of tensors {list(tensor.shape)}", hint=hint)

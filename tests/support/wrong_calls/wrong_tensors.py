@@ -80,7 +80,7 @@ TENSORS: WrongCalls = {
         lambda: att(q=NESTED, k=NESTED, v=NESTED),
         "q must be a dense (strided) tensor, got a nested tensor",
         "for jagged q, k, v [B, S, H, D]: undivided.attention(q.values(), k.values(), v.values(), layout='thd', "
-        "mask=masks.documents(q.offsets())); if they are [B, H, S, D], transpose(1, 2) first",
+        "mask=masks.documents(q.offsets())); [B, H, S, D]: undivided.scaled_dot_product_attention(q, k, v)",
     ),
     "q-sparse": (lambda: att(q=Q.to_sparse()), "q must be a dense (strided) tensor, got torch.sparse_coo", None),
     "k-sparse": (lambda: att(k=K.to_sparse()), "k must be a dense (strided) tensor, got torch.sparse_coo", None),
