@@ -151,7 +151,7 @@ def _of_jagged(
     if jagged.has_jagged_heads(query, key, value):
         q, k, v = query.values(), key.values(), value.values()
         out = scaled_dot_product_attention(q, k, v, None, dropout_p, is_causal, scale, enable_gqa)
-        return jagged.of_values(query, out)
+        return jagged.like(query, out)
     q, k, v, mask = jagged.packed(query, key, value)
     q, k, v = autograd.autocast(q, k, v)
     _check_flags(is_causal, enable_gqa)

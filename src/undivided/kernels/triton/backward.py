@@ -163,7 +163,7 @@ def rows_kernel(
 
                 # dq
                 if QK_DIM > DIM_STEP:
-                    k_tile = load_step(k_rows, step * DIM_STEP, QK_DIM, DIM_STEP)
+                    k_tile = load_step(k_rows, step * DIM_STEP, QK_DIM, DIM_STEP, False)
                 if masked and CLEAN == 2:
                     used = tl.max(allowed.to(tl.int32), 0) > 0
                     k_tile = tl.where(used[:, None], k_tile, 0.0)
@@ -307,8 +307,8 @@ def keys_kernel(
 
                         # dk and dv
                         if QK_DIM > DIM_STEP or V_DIM > VALUE_STEP:  # a step may be beyond the columns of one of the two
-                            q_tile = load_step(q_rows, step * DIM_STEP, QK_DIM, DIM_STEP)
-                            g_tile = load_step(g_rows, step * VALUE_STEP, V_DIM, VALUE_STEP)
+                            q_tile = load_step(q_rows, step * DIM_STEP, QK_DIM, DIM_STEP, False)
+                            g_tile = load_step(g_rows, step * VALUE_STEP, V_DIM, VALUE_STEP, False)
                         if WITH_V:
                             acc_v = dot(w.to(g_tile.dtype), g_tile, acc_v, PRECISION)
                         if WITH_K:

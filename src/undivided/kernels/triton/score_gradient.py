@@ -35,9 +35,9 @@ def load_first(rows, DIM: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constex
 
 
 @triton.jit
-def load_step(rows, first, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """WIDTH columns from `first` on of `HeadRows`, [N, WIDTH]; 0 outside."""
-    return load_rows(rows.base, rows.offsets, rows.ok, DIM, first, WIDTH, False, True)
+def load_step(rows, first, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """WIDTH columns from `first` on of `HeadRows`, [N, WIDTH]; 0 outside. WHOLE: all these columns exist."""
+    return load_rows(rows.base, rows.offsets, rows.ok, DIM, first, WIDTH, WHOLE, True)
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def product(a, left, b, right, DIM: tl.constexpr, STEP: tl.constexpr, PRECISION:
     """left @ right^T of `HeadRows` over DIM columns, STEP at a time; a and b are the first steps of left and right."""
     acc = dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
     for d in tl.static_range(STEP, DIM, STEP):
-        a = load_rows(left.base, left.offsets, left.ok, DIM, d, STEP, d + STEP <= DIM, True)
-        b = load_rows(right.base, right.offsets, right.ok, DIM, d, STEP, d + STEP <= DIM, True)
+        a = load_step(left, d, DIM, STEP, d + STEP <= DIM)
+        b = load_step(right, d, DIM, STEP, d + STEP <= DIM)
         acc = dot(a, tl.trans(b), acc, PRECISION)
     return acc
 

@@ -105,8 +105,7 @@ def load_pairs(
     PTX: tl.constexpr,
 ):
     """As `quantized.load_numbers`, of words that are pairs of 8-bit numbers: even columns, then odd ones, each
-    [N, WIDTH // 2]. The base of rows points to words; their offsets and DIM are
-    those of numbers."""
+    [N, WIDTH // 2]. The base of rows points to words; their offsets and DIM are those of numbers."""
     words = load_rows(rows.base, rows.offsets, ok_n, DIM // 2, first // 2, WIDTH // 2, WHOLE, CHECKED)
     even, odd = _bytes(words, FORMAT, dtype, PTX, 0), _bytes(words, FORMAT, dtype, PTX, 1)
     if SCALED:

@@ -17,7 +17,6 @@ from undivided import masks
 from undivided.errors import InputError
 from undivided.masks import Mask
 
-_HEADS = "[B, H, S, D] with a jagged S, or [B, S, D]"
 _BUILD = "torch.nested.nested_tensor_from_jagged(values, query.offsets()).transpose(1, 2)"
 
 _directly = torch._C.DisableTorchFunctionSubclass
@@ -57,25 +56,20 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def like(query: Tensor, out: Tensor) -> Tensor:
-    """The results [T, H, D] of query's tokens as a jagged tensor of the axes and sequences of query."""
+    """A jagged tensor of the axes and sequences of query, from results [T, H, D] of its tokens, or from those of all
+    heads [all heads, S, D] if `has_jagged_heads`."""
     with _directly():
-        three_axes = query.dim() == 3
         nested = torch.nested.nested_tensor_from_jagged(
-            out.squeeze(1) if three_axes else out,
+            out.squeeze(1) if query.dim() == 3 else out,
             *_sequences(query),
-            min_seqlen=query._maybe_min_seqlen,  # type: ignore[attr-defined]
-            max_seqlen=query._maybe_max_seqlen,  # type: ignore[attr-defined]
+            min_seqlen=cast(Any, query)._maybe_min_seqlen,
+            max_seqlen=cast(Any, query)._maybe_max_seqlen,
         )
-        return nested if three_axes else nested.transpose(1, 2)
-
-
-def of_values(query: Tensor, out: Tensor) -> Tensor:
-    """The result [all heads, S, D] as a jagged tensor, if `has_jagged_heads`."""
-    return torch.nested.nested_tensor_from_jagged(out, *_sequences(query))
+        return nested.transpose(1, 2) if _ragged_axis(query) == 2 else nested
 
 
 def _ragged_axis(tensor: Tensor) -> int:
-    return tensor._ragged_idx  # type: ignore[attr-defined,no-any-return]
+    return int(cast(Any, tensor)._ragged_idx)
 
 
 def _tokens(name: str, tensor: Tensor) -> Tensor:
@@ -86,7 +80,12 @@ def _tokens(name: str, tensor: Tensor) -> Tensor:
     if tensor.dim() == 4 and _ragged_axis(tensor) == 2:
         return tensor.values().transpose(0, 1)
     got = f"{tensor.dim()} axes, of which axis {_ragged_axis(tensor)} is jagged"
-    raise InputError(name, f"be {_HEADS}", got, hint=f"{name}.transpose(1, 2), if it is [B, S, H, D]")
+    raise InputError(
+        name,
+        "be [B, H, S, D] with a jagged S, or [B, S, D]",
+        got,
+        hint=f"{name}.transpose(1, 2), if it is [B, S, H, D]",
+    )
 
 
 def _sequences(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -107,7 +106,7 @@ def _are_alike(a: Tensor, b: Tensor) -> bool:
 def _extents(side: str, tensor: Tensor, tokens: Tensor) -> dict[str, Any]:
     """The arguments of `masks.documents` for one side, "q" or "kv"."""
     offsets, lengths = _sequences(tensor)
-    longest = None if offsets.is_cpu else tensor._max_seqlen  # type: ignore[attr-defined]
+    longest = None if offsets.is_cpu else cast(Any, tensor)._max_seqlen
     total = tokens.shape[0]
     if lengths is None:
         return {f"cu_seqlens_{side}": offsets, f"max_{side}": longest, f"total_{side}": total}

@@ -67,7 +67,7 @@ def run(kind: object, query: Tensor, key: Tensor, value: Tensor) -> Tensor | Non
         if layout != "bhsd":
             key, value = from_heads_first(key, layout), from_heads_first(value, layout)
         out = prepared.run(query, key, value)
-    else:
+    else:  # a kernel, which gets the addresses of key and value, and knows their strides
         out = prepared.run(query, key, value, None, None, None)
     return out if out is None or layout == "bhsd" else heads_first(out, layout)
 
