@@ -46,6 +46,22 @@ def test_numbers_of_any_size(length: int, which: int, number: float) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(("rows", "batch_invariant"), [(40, False), (40, True), (5, True), (1, True)])
+def test_a_score_adds_the_products_of_128_entries_at_a_time(rows: int, batch_invariant: bool) -> None:
+    """2^24 + 1 is 2^24 in fp32: a single chain of additions would lose the entries of 1."""
+    q, k = torch.ones(1, rows, 1, 256), torch.zeros(1, 200, 1, 256)
+    k[0, 0, 0, 0], k[0, 0, 0, 128:] = 2.0**24, 1.0
+    for level in levels.here():
+        if level.startswith("amx") and not batch_invariant:
+            continue  # splits the numbers instead
+        with levels.running(level, 1):
+            _, lse = undivided.attention(
+                q, k, k, layout="bshd", scale=1.0, return_lse=True, backend="native", batch_invariant=batch_invariant
+            )
+        assert (lse == 2.0**24 + 128).all(), level
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", ALLOWED, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("rows", [1, 4, 40, 300], ids="{}-rows".format)
 @pytest.mark.parametrize("mask", [None, masks.causal("bottom_right"), masks.lengths([280])], ids=str)

@@ -62,7 +62,7 @@ def test_every_8_bit_key_is_read_exactly(heads: int, format: str) -> None:
 @pytest.mark.parametrize("size", [(32, 32), (96, 64), (128, 160), (256, 128)], ids=str)
 @pytest.mark.parametrize("format", [None, *FORMATS])
 def test_all_shapes_of_the_micro_kernels(format: Format | None, size: tuple[int, int], keys: int) -> None:
-    for heads in (1, 2, 3, 4, 5, 8):
+    for heads in (1, 2, 3, 4, 5, 8, 11, 20):
         q = draw(2, 1, 2 * heads, size[0], seed=heads).bfloat16()
         k, v = (draw(2, keys, 2, n, seed=n) for n in size)
         asked: dict[str, object] = {"layout": "bshd", "mask": masks.lengths(torch.tensor([keys, (keys + 1) // 2]))}
@@ -81,8 +81,8 @@ def test_all_shapes_of_the_micro_kernels(format: Format | None, size: tuple[int,
         assert apart(lse, want_lse) < ALLOWED[torch.bfloat16], heads
 
 
-@pytest.mark.parametrize("heads", [1, 4, 8])
-@pytest.mark.parametrize("keys", [33, 34])
+@pytest.mark.parametrize("heads", [1, 4, 8, 20])
+@pytest.mark.parametrize("keys", [33, 34, 201])
 def test_an_infinite_value_stays_infinite(keys: int, heads: int) -> None:
     """Values are multiplied in pairs: the place beside the last of an odd number is 0, not a repetition."""
     q, k, v = (draw(1, n, 1, 64, seed=n).bfloat16() for n in (1, keys, keys))

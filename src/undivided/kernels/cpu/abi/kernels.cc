@@ -138,8 +138,9 @@ bool runs_in_units(const Attention& a, int64_t kv_heads, bool in_memory) {
 template <class Half>
 bool can_decode(const Attention& a) {
   if (a.batch_invariant) return with_mode(a.dtype, [&](auto mode) { return fits_invariant<decltype(mode)>(a); });
-  return rows_of_group(a) <= kMaxDecodeRows && !is_small_forward(a) &&
-         with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+  const int64_t rows = rows_of_group(a);
+  if (rows > kMaxDecodeRows || (rows > kFewDecodeRows && a.kv_len < kMinKeysOfManyRows)) return false;
+  return !is_small_forward(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {

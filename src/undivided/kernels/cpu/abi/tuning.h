@@ -66,6 +66,12 @@ struct Tuning {
   // 0.9. On AMX only L2 was measured, on other processors nothing.)
   // tune-cpu: decode_prefetch, decode_prefetch_zen5
   int64_t decode_prefetch = 2, decode_prefetch_zen5 = 2;
+  // The most rows per key/value head that are decoded; see also kMinKeysOfManyRows. They take turns, 8 at a time, at the
+  // keys of a step; beyond, prefill is faster. (Emerald Rapids, against prefill, 8 sequences of 4k keys, bf16 and fp32;
+  // 512 keys in the caches. AVX-512: 12 rows 1.6, 1.55; 1.45, 1.25. 16 rows 1.4, 1.4; 1.15, 1.05. 20 rows 1.35, 1.3;
+  // 1.2, 1.0. 24 rows 1.2, 1.2; 1.0, 0.85. AVX2: 12 rows 1.45, 1.25; 1.3, 1.0. 16 rows 1.1, 1.0; 1.0, 0.8.)
+  // tune-cpu: max_decode_rows
+  int64_t max_decode_rows = 12;
   // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
   // half as many instructions. (Zen 5, 16k keys of 8 heads: one row 1.1 to 1.25, two 0.9 to 1.0, four 0.7 to 0.9, eight
   // 1.05 to 1.2; 1k keys, in L3: one row 0.8 to 1.0, four 1.0, eight 1.3. Zen 4, 32k keys: two rows 0.9 to 0.95, four 1.1;
@@ -89,6 +95,7 @@ constexpr Tuning kVectors = {};
 constexpr Tuning avx512() {
   Tuning t = kVectors;
   t.max_row_major_keys = 128;
+  t.max_decode_rows = 20;
   t.decode_prefetch_zen5 = 3;
   t.decode_step_bytes_zen5 = 256 << 10;
   return t;
@@ -107,6 +114,7 @@ constexpr Tuning amx() {
   t.block_keys = 192;
   t.max_row_bytes = 1 << 20;  // 4 to 6 % faster than 512 KiB
   t.max_small_forward_fp16 = 16;
+  t.max_decode_rows = 8;  // those of a tile; more were not measured
   t.backward_rows = 256;
   return t;
 }
@@ -281,6 +289,10 @@ struct ChunkLimits {
 // tune-cpu: kOneHead.min_bytes, kOneHead.max_keys, kAllHeads.min_bytes, kAllHeads.max_keys
 // set by: the number of threads to keep busy (chunks)
 constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
+// More than kFewDecodeRows rows per key/value head are decoded if there are at least so many keys.
+// tune-cpu: kMinKeysOfManyRows
+// set by: the rows of one pass (kFewDecodeRows)
+constexpr int64_t kMinKeysOfManyRows = 128, kFewDecodeRows = 8;
 // Keys of a step, at most: the scores of 8 rows take 2 KiB.
 // tune-cpu: kDecodeStepKeys
 constexpr int64_t kDecodeStepKeys = 64;

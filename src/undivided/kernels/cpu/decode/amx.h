@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kGroup = kTileRows;  // keys per tile
 static_assert(kGroup == kStepAlignment);
+static_assert(kMaxDecodeRows <= 8, "DecodeAmx holds no more");
 
 // A pair whose lower half, and one whose upper half, is the weight.
 INLINE void split_weights(Vec w, UVec& lower, UVec& upper, BFloat16) {

@@ -1,13 +1,14 @@
 // Decoding: a few query rows with a long cache.
 //
 // Memory traffic. Every key and value is read once and used for all rows of its group (query heads x query rows, at
-// most kMaxDecodeRows), 2 operations per element and row: reading the cache is the whole cost. Lanes therefore lie
-// along the head axis, where K and V are contiguous: a multiply-add computes kLanes elements of one row, whereas with
-// rows in lanes most lanes would be idle. The cache is cut into chunks of keys by sizes and lengths alone. A chunk is
-// read in steps of kDecodeStepKeys keys, for all heads at once if their rows are adjacent ("bshd"). During a step the
-// next one is prefetched in the order of memory, because the hardware's prefetcher stops at each 4 KiB page. Rows are
-// found through a table of a step's addresses, so that paged caches cost nothing extra. The partial results of the
-// chunks (sums, largest score, total) are merged in order.
+// most kMaxDecodeRows), 2 operations per element and row: with few rows, reading the cache is the whole cost. More than
+// 8 rows take turns at the keys of a step, which are in L2 by then. Lanes lie along the head axis, where K and V are
+// contiguous: a multiply-add computes kLanes elements of one row, whereas with rows in lanes most lanes would be idle.
+// The cache is cut into chunks of keys by sizes and lengths alone. A chunk is read in steps of kDecodeStepKeys keys, for
+// all heads at once if their rows are adjacent ("bshd"). During a step the next one is prefetched in the order of
+// memory, because the hardware's prefetcher stops at each 4 KiB page. Rows are found through a table of a step's
+// addresses, so that paged caches cost nothing extra. The partial results of the chunks (sums, largest score, total) are
+// merged in order.
 #pragma once
 
 #include "decode/amx.h"

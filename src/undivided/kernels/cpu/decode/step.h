@@ -8,9 +8,11 @@
 
 namespace {
 
-constexpr int64_t kMaxDecodeRows = 8;
-// numbers per row, rounded up to whole vectors
-constexpr int64_t kRowSlots = kLanes > kMaxDecodeRows ? kLanes : kMaxDecodeRows;
+// Query rows of a key/value head, at most. They are computed up to 8 at a time (see for_each_pass).
+constexpr int64_t kMaxDecodeRows = kPanel < kTuning.max_decode_rows ? kPanel : kTuning.max_decode_rows;
+static_assert(kMaxDecodeRows % 4 == 0, "rows are rounded up to a multiple of 4 at most");
+// Places of one number per row; the numbers of any row may be loaded as a whole vector.
+constexpr int64_t kRowSlots = kMaxDecodeRows + kLanes;
 // steps start at multiples of it, except at the start of a segment; one tile of keys
 constexpr int64_t kStepAlignment = 16;
 
@@ -113,12 +115,13 @@ class StepPrefetch {
     else prefetch_lines<2>(at_, stop);
     at_ = stop;
   }
-  // The next N lines, for the caller to prefetch() one by one between other instructions.
+  // The next N lines, for the caller to prefetch() one by one between other instructions; lines that are in L1 if none
+  // is left.
   template <int N>
   INLINE_MEMBER const char* take() {
     if (__builtin_expect(stop_ - at_ < N * 64, 0)) return take_across(N);
     const char* at = at_;
-    at_ += N * 64;
+    at_ += N * line_bytes_;
     return at;
   }
   INLINE_MEMBER void prefetch(const char* line) const {
@@ -135,6 +138,7 @@ class StepPrefetch {
   const Region *next_ = nullptr, *end_ = nullptr;
   int64_t lines_ = 0;
   const char *at_ = nullptr, *stop_ = nullptr;
+  int64_t line_bytes_ = 64;  // 0 if no line is left: take() then returns the same ones, without another test
   bool to_l1_ = undivided::threshold(kTuning.decode_prefetch, undivided::kZen5, kTuning.decode_prefetch_zen5) == 3;
 
   INLINE_MEMBER bool to_l1() const {  // a constant where no processor differs
@@ -150,6 +154,7 @@ class StepPrefetch {
   }
   // Whether a line is left, at at_.
   INLINE_MEMBER bool begin_if_left() {
+    if (line_bytes_ == 0) return false;
     if (at_ < stop_) return true;
     if (next_ == end_) return false;
     at_ = next_->at, stop_ = at_ + next_->lines * 64, next_++;
@@ -160,8 +165,16 @@ class StepPrefetch {
   }
   // Prefetches up to `count` lines, and returns the address of some that are in L1.
   const char* __attribute__((noinline)) take_across(int64_t count) {
-    for (int64_t i = 0; i < count && begin_if_left(); i++) prefetch(at_), at_ += 64;
-    return (const char*)this;
+    static constexpr int64_t kMaxTaken = 16;
+    alignas(64) static const char lines[kMaxTaken * 64] = {};
+    for (int64_t i = 0; i < count; i++) {
+      if (!begin_if_left()) {
+        at_ = lines, stop_ = lines + sizeof lines, line_bytes_ = 0;
+        break;
+      }
+      prefetch(at_), at_ += 64;
+    }
+    return lines;
   }
 };
 
@@ -186,6 +199,14 @@ INLINE Vec fold(const Vec (&x)[R], F f) {
   if constexpr (kLanes > 4) all = f(all, rotate<4 % kLanes>(all, Lanes{}));
   if constexpr (kLanes > 8) all = f(all, rotate<8 % kLanes>(all, Lanes{}));
   return all;
+}
+
+// Stores the first N lanes.
+template <int N>
+INLINE void store_first(float* to, Vec x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  memcpy(to, lanes, N * 4);
 }
 
 // Turns the scores [row][key] of R rows, from `first` on, into weights, scaled by 2^bits; decay is the factor of each
@@ -222,8 +243,8 @@ static void decode_softmax(const Attention& a, const Panel& p, const HeadState& 
   const Vec grown = now > max_score ? now : max_score, base = grown == -kInfinity ? Vec{} : grown;
   // the polynomial's 2^0 is not exactly 1
   const Vec shrink = max_score == base ? splat(1) : exp2_or_zero((max_score - base) * factor);
-  store(state.max_score + first, grown);
-  store(decay + first, shrink);
+  store_first<R>(state.max_score + first, grown);
+  store_first<R>(decay + first, shrink);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
     float* s = scores + r * kDecodeStepKeys;
@@ -235,7 +256,7 @@ static void decode_softmax(const Attention& a, const Panel& p, const HeadState& 
     }
   }
   const Vec added = fold(total, [](Vec x, Vec y) { return x + y; });
-  store(state.total + first, load(state.total + first) * shrink + added);
+  store_first<R>(state.total + first, load(state.total + first) * shrink + added);
 }
 
 }  // namespace

@@ -10,8 +10,11 @@ constexpr int kAccumulators = kLanes < 16 ? 8 : 16;  // accumulators of the seco
 // Rows of the second product at a time: more than 4 need more accumulators than there are registers.
 constexpr int kValueRows = kLanes < 16 ? 4 : 8;
 
-// Rows are computed 1, 2, 4 or 8 at a time; the added rows are zeros.
-INLINE int64_t round_up_rows(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
+// Rows are computed 8 at a time, and the rest 1, 2, 4 or 8; the added rows are zeros.
+INLINE int64_t round_up_rows(int64_t rows) {
+  const int64_t rest = rows % 8;
+  return rows - rest + (rest > 4 ? 8 : rest > 2 ? 4 : rest);
+}
 
 // One load, as kVecs vectors of fp32. For bf16 these are the even and the odd elements, which takes two operations;
 // widening in order takes four. Queries are stored in this order, and sums are reordered at the end; a last single
@@ -194,8 +197,8 @@ static void decode_value_step(const float* weights, const StepPart<T>& v, int64_
       }
 }
 
-// Calls f(integral_constant R, row) so that each of `rows` rows (1, 2, 4 or 8) is in one pass of at most Limit rows, 4 or
-// 8.
+// Calls f(integral_constant R, row) so that each of `rows` rows is in one pass of 1, 2, 4 or 8 rows, at most Limit (4 or
+// 8).
 template <int Limit = kRowsPerPass, class F>
 INLINE void for_each_pass(int64_t rows, F f) {
   for (int64_t r = 0; r < rows;) {
