@@ -18,6 +18,10 @@ REPORTS = {
     "avx512-bf16-zen4": ("2026-11-25-native-zen4-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 4"),
     "avx512-zen4": ("2026-11-25-native-zen4-avx512.json", "Level avx512, forced: AMD EPYC, Zen 4"),
     "avx2-zen4": ("2026-11-25-native-zen4-avx2.json", "Level avx2, forced: AMD EPYC, Zen 4"),
+    "avx512-emerald-rapids": (
+        "2026-11-29-native-emerald-rapids-avx512.json",
+        "Level avx512: Intel Xeon, Emerald Rapids without AMX",
+    ),
     "avx2-zen3": ("2026-11-29-native-zen3-avx2.json", "Level avx2: AMD EPYC, Zen 3"),
     "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
 }

@@ -19,6 +19,7 @@ static void wait_for_turn(const Backward& p, const int64_t* turn, int64_t index)
 // Prefetches what the next row block needs, some lines per step: the hardware's prefetcher does not look so far ahead.
 class RowPrefetch {
  public:
+  static constexpr int64_t kTerms = kAllTerms;  // see NoPrefetch
   RowPrefetch() = default;
   // Two ranges of memory, within about `steps` steps.
   RowPrefetch(const char* rows, int64_t row_bytes, const float* sums, int64_t sum_bytes, int64_t steps)

@@ -274,7 +274,9 @@ class Block {
   int64_t work_of(int64_t keys) const {
     if (Mode::kAmx)
       return (keys + kKeyStep<Mode> - 1) / kKeyStep<Mode> * (kKeyStep<Mode> / 2 + a_.qk_dim / 32 + a_.v_dim / 32);
-    return keys / kBroadcasts + (keys + kBlockKeys - 1) / kBlockKeys * (a_.v_dim / kBroadcasts);
+    const int64_t blocks = keys / kBlockKeys, rest = keys % kBlockKeys;
+    return prefetch_steps(keys, q_depth<Mode>(a_)) + blocks * prefetch_steps(a_.v_dim, value_terms<Mode>(kBlockKeys)) +
+           prefetch_steps(a_.v_dim, value_terms<Mode>(rest));
   }
   void add_rows(Prefetch& prefetch, const T* base, int64_t h, int64_t s, int64_t columns, const Panel& p) {
     int64_t row = block_.row + p.first, left = p.rows;

@@ -23,7 +23,8 @@ static void panel_step(const Attention& a, const RowBlock& block, Panel& p, cons
   uint8_t visible[kBlockKeys];
   PrefetchPair prefetch = {shared, Prefetch(), 1};
   if (a.dense || a.bias) {
-    const int64_t steps = (stop - start + a.v_dim) / kBroadcasts;
+    const int64_t steps =
+        prefetch_steps(stop - start, q_depth<Mode>(a)) + prefetch_steps(a.v_dim, value_terms<Mode>(stop - start));
     prefetch.own = prefetch_score_bias(a, block, p, start, stop, steps);
     prefetch.own.touch_far_rows();
   }

@@ -70,7 +70,7 @@ static __attribute__((noinline)) void score_few(const float* qt, const T* k, int
                                                 int64_t keys, float* st, Prefetcher* prefetch) {
   if (keys < kLanes) return score_vectors<Arith, 1>(qt, k, stride, count, keys, st, prefetch);
   for (int64_t j = 0; j < keys; j += kLanes) {
-    for (int i = 0; i < kLanes; i += kBroadcasts) prefetch->step();
+    for (int i = 0; i < kLanes; i += kBroadcasts) take_steps(prefetch, count);
     const int64_t key = j + kLanes <= keys ? j : keys - kLanes;  // the last keys: computes some again
     score_key_lanes<Arith, R>(qt, k + key * stride, stride, count, st + key * kPanel);
   }
@@ -109,7 +109,7 @@ static __attribute__((noinline)) void value_few(const float* pt, const T* v, int
   constexpr int C = kFewRowColumns<R>;
   int64_t d = 0;
   for (; d + C * kLanes <= columns; d += C * kLanes) {
-    for (int i = 0; i < C * kLanes; i += kBroadcasts) prefetch->step();
+    for (int i = 0; i < C * kLanes; i += kBroadcasts) take_steps(prefetch, keys);
     value_column_lanes<Arith, R, C>(pt, v + d, stride, keys, decay, ot + d * kPanel);
   }
   for (; d + kLanes <= columns; d += kLanes)

@@ -118,6 +118,11 @@ INLINE int64_t q_depth(const Attention& a) {
   const int64_t dim = round_up(a.qk_dim, kDkStep<Mode>);
   return Mode::Arith::kPairs ? (dim + 1) / 2 * kParts<Mode> : dim;
 }
+// Terms of a sum over this many keys, on vectors.
+template <class Mode>
+INLINE int64_t value_terms(int64_t keys) {
+  return Mode::Arith::kPairs ? (keys + 1) / 2 : keys;
+}
 // Rows of O^T.
 template <class Mode>
 INLINE int64_t o_depth(const Attention& a) {

@@ -104,8 +104,10 @@ class Prefetch {
 };
 
 // Prefetches what later panels need (`shared`) and the mask and bias of the next step (`own`), `times` lines of the
-// latter per call: 0 during the softmax, which would take twice as long.
+// latter per call: 0 during the softmax, which would take twice as long. A core waits for some 10 to 24 lines at a time,
+// and loads from L2 wait with them, so that steps are small.
 struct PrefetchPair {
+  static constexpr int64_t kTerms = 32;  // see NoPrefetch
   Prefetch &shared, own;
   int times;
   inline __attribute__((always_inline)) void step() {
@@ -113,6 +115,11 @@ struct PrefetchPair {
     for (int i = 0; i < times; i++) own.step();
   }
 };
+
+// Steps of the vector micro-kernels for this many sums of so many terms.
+INLINE int64_t prefetch_steps(int64_t sums, int64_t terms) {
+  return sums / kBroadcasts * ((terms + PrefetchPair::kTerms - 1) / PrefetchPair::kTerms);
+}
 
 // The first rows of the next block, and at most so many of its first keys.
 template <class T>

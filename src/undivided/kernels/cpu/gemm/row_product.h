@@ -61,7 +61,7 @@ static void multiply_row_groups(const Panel& p, int64_t start, int64_t keys, con
       float* to_sums = sums + row * columns;
       int64_t d = 0;
       for (; d + C * kLanes <= columns; d += C * kLanes) {
-        prefetch.step();
+        take_steps(&prefetch, keys);
         multiply_row_group<decltype(rows)::value, C>(pt + row, v + d, stride, from, to, scales, to_sums + d, columns);
       }
       for (; d < columns; d += kLanes)

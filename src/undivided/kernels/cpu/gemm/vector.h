@@ -148,15 +148,36 @@ INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, 
 // 3.4e-7 with chains of 128, 5.9e-7 with 256. Plain attention on Intel's BLAS has 2.3e-7, and budgets allow twice that.
 constexpr int64_t kMaxChain = 128;
 
+// A micro-kernel calls step() before every Prefetcher::kTerms terms of its kBroadcasts sums or fewer.
+constexpr int64_t kAllTerms = INT64_MAX / 2;
+struct NoPrefetch {
+  static constexpr int64_t kTerms = kAllTerms;
+  inline __attribute__((always_inline)) void step() {}
+};
+// The calls of step() for sums of `terms` terms, all at once.
+template <class Prefetcher>
+INLINE void take_steps(Prefetcher* prefetch, int64_t terms) {
+  for (int64_t c = 0; prefetch && c < terms; c += Prefetcher::kTerms) prefetch->step();
+}
+// Calls f(first, count) for the terms between two steps.
+template <class Prefetcher, class F>
+INLINE void between_steps(Prefetcher* prefetch, int64_t from, int64_t to, F f) {
+  for (int64_t c = from; c < to; c += Prefetcher::kTerms) {
+    if (prefetch) prefetch->step();
+    f(c, to - c < Prefetcher::kTerms ? to - c : Prefetcher::kTerms);
+  }
+}
+
 // st[i][rows] for i < N keys; `step` elements of T make one Scalar.
-template <class Arith, int N, int V, class T>
-INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st) {
+template <class Arith, int N, int V, class T, class Prefetcher>
+INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t count, float* st, Prefetcher* prefetch) {
   constexpr int64_t step = sizeof(typename Arith::Scalar) / sizeof(T), chain = kMaxChain / (Arith::kPairs ? 2 : 1);
   for (int64_t from = 0; from == 0 || from < count; from += chain) {
     Vec acc[N][V];
     clear(acc);
-    accumulate<Arith>(acc, k + from * step, stride, step, qt + from * kPanel,
-                      count - from < chain ? count - from : chain);
+    between_steps(prefetch, from, count - from < chain ? count : from + chain,
+                  [&](int64_t c, int64_t some)
+                      INLINE_LAMBDA { accumulate<Arith>(acc, k + c * step, stride, step, qt + c * kPanel, some); });
 #pragma GCC unroll 8
     for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
@@ -167,29 +188,22 @@ INLINE void score_keys(const float* qt, const T* k, int64_t stride, int64_t coun
   }
 }
 
-// A micro-kernel calls step() once per kBroadcasts keys or columns, to prefetch.
-struct NoPrefetch {
-  inline __attribute__((always_inline)) void step() {}
-};
-
 template <class Arith, int V, class T, class Prefetcher>
 static __attribute__((noinline)) void score_vectors(const float* qt, const T* k, int64_t stride, int64_t count,
                                                     int64_t keys, float* st, Prefetcher* prefetch) {
   int64_t j = 0;
-  for (; j + kBroadcasts <= keys; j += kBroadcasts) {
-    if (prefetch) prefetch->step();
-    score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
-  }
+  for (; j + kBroadcasts <= keys; j += kBroadcasts)
+    score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel, prefetch);
   if (j < keys && keys > kBroadcasts) {  // the last keys: recomputes some rather than taking few at a time
     j = keys - kBroadcasts;
-    score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel);
+    score_keys<Arith, kBroadcasts, V>(qt, k + j * stride, stride, count, st + j * kPanel, prefetch);
     return;
   }
   if (kBroadcasts > 4 && j + 4 <= keys) {
-    score_keys<Arith, 4, V>(qt, k + j * stride, stride, count, st + j * kPanel);
+    score_keys<Arith, 4, V>(qt, k + j * stride, stride, count, st + j * kPanel, prefetch);
     j += 4;
   }
-  for (; j < keys; j++) score_keys<Arith, 1, V>(qt, k + j * stride, stride, count, st + j * kPanel);
+  for (; j < keys; j++) score_keys<Arith, 1, V>(qt, k + j * stride, stride, count, st + j * kPanel, prefetch);
 }
 // The scores of `keys` keys; `count` is the contracted length in Scalars.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
@@ -200,15 +214,19 @@ static void multiply_scores(const float* qt, const T* k, int64_t stride, int64_t
 
 // ot[i][rows] = ot[i][rows] * decay[rows] + the sum over a key block, for i < N columns of V. The block is summed from
 // zero: in one chain over all keys the error would grow with their number. Without decay, ot starts here.
-template <class Arith, bool kWhole, int N, int V, class T>
+template <class Arith, bool kWhole, int N, int V, class T, class Prefetcher>
 INLINE void value_columns(const float* pt, const T* v_rows, int64_t stride, const Runs& runs, const Vec* decay,
-                          float* ot) {
+                          float* ot, Prefetcher* prefetch) {
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   Vec acc[N][V];
   clear(acc);
-  if constexpr (kWhole) accumulate_some<Arith, 0, V>(acc, v_rows, step, stride, pt, runs.run[0].stop);
+  if constexpr (kWhole)
+    between_steps(prefetch, 0, runs.run[0].stop, [&](int64_t c, int64_t some) INLINE_LAMBDA {
+      accumulate_some<Arith, 0, V>(acc, v_rows + c * stride, step, stride, pt + c * kPanel, some);
+    });
   for (int r = 0; !kWhole && r < runs.count; r++) {
     const Run& run = runs.run[r];
+    take_steps(prefetch, run.stop - run.start);
     with_run<V>(run, [&](auto first, auto some) INLINE_LAMBDA {
       accumulate_some<Arith, first.value, some.value>(acc, v_rows + run.start * stride, step, stride,
                                                       pt + run.start * kPanel, run.stop - run.start);
@@ -231,15 +249,14 @@ static __attribute__((noinline)) void value_vectors(const float* pt, const T* v,
   constexpr int step = sizeof(typename Arith::Scalar) / sizeof(T);
   if (group == 0) group = kBroadcasts * step;
   int64_t d = 0;
-  for (; d + kBroadcasts <= columns; d += kBroadcasts, v += group) {
-    if (prefetch) prefetch->step();
-    value_columns<Arith, kWhole, kBroadcasts, V>(pt, v, stride, runs, decay, ot + d * kPanel);
-  }
+  for (; d + kBroadcasts <= columns; d += kBroadcasts, v += group)
+    value_columns<Arith, kWhole, kBroadcasts, V>(pt, v, stride, runs, decay, ot + d * kPanel, prefetch);
   if (kBroadcasts > 4 && d + 4 <= columns) {
-    value_columns<Arith, kWhole, 4, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+    value_columns<Arith, kWhole, 4, V>(pt, v, stride, runs, decay, ot + d * kPanel, prefetch);
     d += 4, v += 4 * step;
   }
-  for (; d < columns; d++, v += step) value_columns<Arith, kWhole, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel);
+  for (; d < columns; d++, v += step)
+    value_columns<Arith, kWhole, 1, V>(pt, v, stride, runs, decay, ot + d * kPanel, prefetch);
 }
 // V is stored row by row, or in groups of kBroadcasts columns, `group` elements apart, each row by row.
 template <class Arith, class T, class Prefetcher = NoPrefetch>
