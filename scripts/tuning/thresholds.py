@@ -110,6 +110,9 @@ PREFILL = (
         *_squares((256, 512, 1024), BOTH), *_squares((512, 1024), BOTH, causal=True))),
     Threshold("kMaxInPlaceStride", "stride of the keys from which on they are copied", (1024, 2048, 4096, 8192), tuple(
         map(_token_heads, (*_squares((2048,), BOTH, (64, 128)), *_squares((512,), BOTH, heads=8))))),
+    Threshold("kPrefetchTerms", "terms of a sum between two prefetches", (16, 32, 64, 128), (
+        *_squares((512, 2048), BOTH, heads=2),
+        *map(_token_heads, _squares((32,), BOTH, heads=8, batch=8, kv_len=4096)))),
     Threshold("kMinCopyPanels", "panels from which on such keys are copied", (2, 4, 6, 8), tuple(
         map(_token_heads, (*_squares((96, 256, 512), BOTH, heads=32),
                            *_squares((512,), BOTH, heads=32, causal=True))))),

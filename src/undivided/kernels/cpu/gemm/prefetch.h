@@ -104,10 +104,9 @@ class Prefetch {
 };
 
 // Prefetches what later panels need (`shared`) and the mask and bias of the next step (`own`), `times` lines of the
-// latter per call: 0 during the softmax, which would take twice as long. A core waits for some 10 to 24 lines at a time,
-// and loads from L2 wait with them, so that steps are small.
+// latter per call: 0 during the softmax, which would take twice as long.
 struct PrefetchPair {
-  static constexpr int64_t kTerms = 32;  // see NoPrefetch
+  static constexpr int64_t kTerms = kPrefetchTerms;  // see NoPrefetch
   Prefetch &shared, own;
   int times;
   inline __attribute__((always_inline)) void step() {
