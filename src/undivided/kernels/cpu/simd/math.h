@@ -5,7 +5,10 @@
 
 namespace {
 
-// 2^x for x < 127, exactly 0 below 2^-126; NaN stays NaN. Minimax polynomials, relative error 7.5e-8. (Degree 3,
+// The smallest power of two that is not 0. Products of smaller weights with values may be subnormal numbers, each of
+// which costs 150 cycles and more; beside the largest weight of a row, which is 1, they are far below rounding.
+constexpr float kMinExponent = -100;
+// 2^x for x < 127, exactly 0 below 2^kMinExponent; NaN stays NaN. Minimax polynomials, relative error 7.5e-8. (Degree 3,
 // 7.5e-5, is enough for weights that are rounded to bf16, but not for the log-sum-exp.)
 #if defined(__AVX512DQ__)
 INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {                              // 0 in the other lanes
@@ -16,8 +19,8 @@ INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {                      
   p = p * f + 6.9315302391e-01f;
   p = p * f + 9.9999992668e-01f;
   // masked, because a result that underflows costs 200 cycles
-  return (Vec)_mm512_maskz_scalef_ps(_mm512_mask_cmp_ps_mask(where, (__m512)x, (__m512)splat(-126), _CMP_NLT_UQ),
-                                     (__m512)p, (__m512)x);
+  return (Vec)_mm512_maskz_scalef_ps(
+      _mm512_mask_cmp_ps_mask(where, (__m512)x, (__m512)splat(kMinExponent), _CMP_NLT_UQ), (__m512)p, (__m512)x);
 }
 // 2^x with a polynomial of degree 4, relative error 3.3e-6, exact for integer x. The error is a hundredth of fp16's
 // rounding, and if one key dominates, the log-sum-exp keeps all its digits. (The best polynomial without that condition
@@ -31,9 +34,9 @@ INLINE Vec exp2_approx(Vec x, __mmask16 where) {
   p = p * f + 1.0f;
   return (Vec)_mm512_maskz_scalef_ps(where, (__m512)p, (__m512)x);
 }
-// The same, 0 below 2^-126.
+// The same, 0 below 2^kMinExponent.
 INLINE Vec exp2_approx(Vec x) {
-  return exp2_approx(x, _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126), _CMP_NLT_UQ));
+  return exp2_approx(x, _mm512_cmp_ps_mask((__m512)x, (__m512)splat(kMinExponent), _CMP_NLT_UQ));
 }
 #else
 // The nearest integer to each lane; for NaN a number whose low 9 bits are 0.
@@ -59,7 +62,7 @@ INLINE Vec exp2_or_zero(Vec x) {
   p = p * f + 1.0000000717e+00f;
   // NaN stays NaN: nothing is added to its exponent
   Vec scaled = (Vec)((UVec)p + ((UVec)n << 23));
-  return x < -126.0f ? Vec{} : scaled;
+  return x < kMinExponent ? Vec{} : scaled;
 }
 #endif
 
