@@ -64,7 +64,7 @@ def test_a_score_adds_the_products_of_128_entries_at_a_time(rows: int, batch_inv
 @needs_library
 @pytest.mark.parametrize("rows", [1, 40], ids="{}-rows".format)
 def test_a_weight_counts_down_to_2_to_the_minus_100_of_the_largest(rows: int) -> None:
-    """Smaller ones are 0: subnormal products take 150 cycles each on Intel (five times the time with steep ALiBi slopes)."""
+    """Smaller ones are 0: their products are subnormal numbers, which cost Intel processors 150 cycles each."""
     q, k, v = torch.ones(1, rows, 1, 16), torch.zeros(1, 200, 1, 16), torch.zeros(1, 200, 1, 16)
     for exponent, counts in ((-99, True), (-101, False)):
         k[0, 0, 0, 0], k[0, 1:, 0, 0] = exponent * math.log(2), -math.inf
