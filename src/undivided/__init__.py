@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from undivided import _interpreter as _interpreter  # isort: skip  (first: it raises before PyTorch is imported)
-from undivided import _lazy, masks
+from undivided import _lazy, _vector_math, masks
 from undivided._version import __version__ as __version__
 from undivided.backends._table import backends
 from undivided.errors import InputError, NoBackendError
@@ -84,6 +84,7 @@ _LAZY_PACKAGES = (
     "verification",
 )
 
+_vector_math.choose_code()
 
 if not TYPE_CHECKING:  # or type checkers would accept every name
 
