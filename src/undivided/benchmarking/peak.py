@@ -1,7 +1,8 @@
 """The peak rates of a machine, measured in the same run as every figure, so that figures can be given as fractions.
 
-- Multiply-adds (fp32): independent multiply-adds in registers on every thread, with the instructions that the native
-  kernel uses. If `UNDIVIDED_ISA` selects them, half types too: `UNDIVIDED_ISA=avx2` is compared with the peak of AVX2.
+- Multiply-adds (fp32): independent multiply-adds on every thread, with the instructions that the native kernel uses and
+  its loads of vectors from L1: without loads an Intel core runs AVX-512 at a clock that no product of matrices reaches.
+  If `UNDIVIDED_ISA` selects them, half types too: `UNDIVIDED_ISA=avx2` is compared with the peak of AVX2.
 - Matrix products (half types; all dtypes on a GPU): `torch.mm` of large square matrices, or the multiply-adds above if
   these are faster, because a processor without fp16 arithmetic computes fp16 in fp32. Matrix units (AMX) reach more
   than twice that rate from registers alone, which no product of matrices in memory comes near.

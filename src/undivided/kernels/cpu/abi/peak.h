@@ -17,13 +17,21 @@ INLINE void force_register(Vec& x) {
 #endif
 }
 
-// The multiply-adds of the micro-kernel without its loads: the limit of the arithmetic units.
+// The multiply-adds of the micro-kernel with its loads of vectors, from L1: the limit of the arithmetic units. Without loads
+// an Intel core runs AVX-512 at a clock that no product of matrices reaches (Emerald Rapids: 2.99 GHz instead of 2.79; see
+// docs/decisions/2026-11-30-clock-of-products.md).
 template <class Arith>
 double vector_peak(int64_t repeats) {
-  Vec acc[kBroadcasts][kVectors] = {}, y[kVectors];
-  for (int v = 0; v < kVectors; v++) y[v] = splat(1e-30f);
+  constexpr int64_t steps = 8;
+  alignas(64) float operands[steps * kPanel];
+  for (float& x : operands) x = 1e-30f;
+  Vec acc[kBroadcasts][kVectors] = {};
   typename Arith::Scalar x = {};
   for (int64_t n = 0; n < repeats; n++) {
+    const float* from = operands + n % steps * kPanel;
+    Vec y[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) y[v] = load(from + v * kLanes), force_register(y[v]);
 #pragma GCC unroll 8
     for (int i = 0; i < kBroadcasts; i++)
 #pragma GCC unroll 4
