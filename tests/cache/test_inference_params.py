@@ -288,6 +288,10 @@ REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
         r"step_dict\['b'\] must leave the sequence within max_sequence_l",
     ),
     "negative": (lambda p: p.pre_step({"a": -1}), r"step_dict\['a'\] must be at least 0"),
+    "ids-that-are-tensors": (
+        lambda p: p.pre_step(dict.fromkeys(torch.tensor([0, 1]), 1)),
+        r"step_dict must have ids that equal those of the next step(.|\n)*seq_ids\.tolist\(\)",
+    ),
     "not-a-mapping": (lambda p: p.pre_step([1, 1]), "step_dict must map the id of each sequence"),
     "k-of-another-batch": (lambda p: p.attend(1, Q, K[:1], V[:1]), r"new_k must have shape \[2, new, 2, 8\] in 'bshd'"),
     "k-too-short": (

@@ -200,7 +200,7 @@ BAD_CALLS = [
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_kv": CU}, "cu_seqlens_q must be given with cu_seqlens_kv", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding", "cu_seqlens_q": CU, "cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded must be None", ""),
     ((Q, Q, Q), {"attn_mask_type": "padding"}, "attention_mask must be given (or cu_seqlens_q) with", "without padding, use 'no_mask'"),
-    ((Q, Q, Q), {"attention_mask": padding(2, 1, 1, 6)}, "attention_mask must be None with attn_mask_type='causal'", "'padding_causal'"),
+    ((Q, Q, Q), {"attention_mask": padding(2, 1, 1, 6)}, "attention_mask must be None with attn_mask_type='causal'", "leave it out for 'causal' alone"),
     ((Q, Q, Q), {"attn_mask_type": "padding", "attention_mask": padding(2, 6)}, "attention_mask must have shape [batch, 1, 1, length]",
      "attention_mask[:, None, None, :]"),
     ((Q, Q, Q), {"attn_mask_type": "padding", "attention_mask": padding(2, 1, 6, 6)}, "attention_mask must have shape", "'arbitrary'"),
@@ -249,6 +249,12 @@ def test_errors_of_a_call(tensors: tuple[Tensor, ...], call: dict[str, Any], exp
     assert caught.value.argument == expected.split(" ")[0]
     assert hint in (caught.value.hint or "")
     assert hint in message
+
+
+def test_none_requests_no_fp8() -> None:
+    """TransformerEngine declares these flags as Optional[bool]."""
+    layer = DotProductAttention(4, 8, qkv_format="bshd")
+    assert torch.equal(layer(Q, Q, Q, fp8_output=None, bf16_backward=None), layer(Q, Q, Q))
 
 
 @pytest.mark.parametrize("write", [Tensor.copy_, lambda t, new: t.data.copy_(new)], ids=["in-place", "data"])

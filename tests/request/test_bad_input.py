@@ -40,10 +40,13 @@ UNAVAILABLE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", UNAVAILABLE.values(), ids=UNAVAILABLE)
-@pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda:99")], ids=["name", "device"])
+@pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda:99"), 99], ids=["name", "device", "number"])
 def test_a_device_that_pytorch_cannot_use_is_named(device: Any, call: Callable[[Any], Any]) -> None:
-    """PyTorch's error, "Torch not compiled with CUDA enabled", came from the first tensor that was made there."""
-    message = r"^device must be available, got cuda:99\n  HINT: PyTorch says: \w+"
+    """PyTorch's error, "Torch not compiled with CUDA enabled", came from the first tensor that was made there.
+
+    A number, as of `torch.cuda.current_device()`, was said to be no device if there is no accelerator.
+    """
+    message = r"^device must be available, got (cuda:)?99\n  HINT: PyTorch says: \w+"
     with pytest.raises(InputError, match=message) as caught:
         call(device)
     assert caught.value.argument == "device"

@@ -153,9 +153,15 @@ def _as_device(argument: str, value: object) -> torch.device:
     if isinstance(value, str | int) and not isinstance(value, bool):
         try:
             return torch.device(value)
-        except (RuntimeError, ValueError):  # ValueError: an int beyond 64 bits
-            pass
+        except (RuntimeError, ValueError) as error:  # ValueError: an int beyond 64 bits
+            if isinstance(value, int) and 0 <= value <= INT64_MAX and not torch.accelerator.is_available():
+                raise _unavailable(argument, value, error) from None
     raise InputError(argument, "be a torch.device or its name", repr(value), hint="'cpu' or 'cuda:0', for example")
+
+
+def _unavailable(argument: str, device: object, error: Exception) -> InputError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return InputError(argument, "be available", str(device), hint=f"PyTorch says: {reason}")
 
 
 def _check_available(argument: str, device: torch.device) -> None:
@@ -163,8 +169,7 @@ def _check_available(argument: str, device: torch.device) -> None:
     try:
         tensor = torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch was built without CUDA
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(argument, "be available", str(device), hint=f"PyTorch says: {reason}") from None
+        raise _unavailable(argument, device, error) from None
     if type(tensor) is torch.Tensor:  # under FakeTensorMode every device is
         _available.add(device)
 

@@ -104,6 +104,10 @@ class Batch:
             name: count if type(count) is int and count >= 0 else as_integer(f"step_dict[{name!r}]", count, 0)
             for name, count in step_dict.items()
         }
+        for name in counts:
+            if isinstance(name, Tensor):
+                must = "have ids that equal those of the next step, which tensors do not"
+                raise InputError("step_dict", must, repr(name), hint="OrderedDict(zip(seq_ids.tolist(), new_tokens))")
         if len(counts) > self.max_sequences:
             must = f"hold at most max_batch_size={self.max_sequences} sequences"
             raise InputError("step_dict", must, len(counts))

@@ -47,8 +47,8 @@ def check_refused(table: Mapping[str, FixedArgument], arguments: Mapping[str, ob
     """Raise InputError for an argument that does not have its single legal value."""
     for name, (default, reason) in table.items():
         value = arguments[name]
-        if value is default or (isinstance(value, int | str) and value == default):
-            continue
+        if value is None or value is default or (isinstance(value, int | str) and value == default):
+            continue  # None requests nothing either
         raise InputError(name, f"be {default!r}", shorten(value), hint=reason)
 
 

@@ -69,7 +69,10 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_t
         check_offsets(name, offsets)
     if kind.name != "arbitrary" and not kind.padding and arguments.attention_mask is not None:
         must = f"be None with attn_mask_type={kind.name!r}, which does not use it"
-        hint = "attn_mask_type='padding', 'padding_causal', ... or 'arbitrary' uses it"
+        hint = (
+            f"leave it out for {kind.name!r} alone, as TransformerEngine ignores it; attn_mask_type='padding', "
+            "'padding_causal', ... or 'arbitrary' uses it"
+        )
         raise InputError("attention_mask", must, _describe(arguments.attention_mask), hint=hint)
     _check_padding_of_offsets(arguments, inputs)
     if inputs.packed:
