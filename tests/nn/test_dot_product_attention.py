@@ -170,6 +170,15 @@ def test_aliases_of_padding_causal(alias: str) -> None:
     assert recovered(module, 4, 4, attn_mask_type=alias, cu_seqlens_q=cu(2, 4)) == want
 
 
+@pytest.mark.parametrize("alias", ["padding,causal_bottom_right", "padding,causal,bottom,right"])
+def test_a_comma_may_replace_an_underscore_of_a_mask_type(alias: str) -> None:
+    module = DotProductAttention(H, (D, 4), qkv_format="bshd", attn_mask_type=alias)
+    assert module.attn_mask_type == "padding_causal_bottom_right"
+    lengths = {"cu_seqlens_q": cu(2, 1), "cu_seqlens_kv": cu(4, 3)}
+    want = recovered(module, 4, 4, attn_mask_type="padding_causal_bottom_right", **lengths)
+    assert recovered(module, 4, 4, attn_mask_type=alias, **lengths) == want
+
+
 def padding_mask(length: int, *real: Iterable[int]) -> Tensor:
     mask = torch.ones(len(real), 1, 1, length, dtype=torch.bool)
     for row, tokens in zip(mask, real, strict=True):

@@ -47,14 +47,15 @@ MASK_TYPES: dict[str, MaskType] = {
         MaskType("arbitrary"),
     )
 }
-_ALIASES = dict.fromkeys(("padding,causal", "causal,padding", "causal_padding"), "padding_causal")
+_ALIASES = {"causal_padding": "padding_causal"}
 
 Window = tuple[int, int]
 
 
 def checked_mask_type(value: object) -> MaskType:
-    """The mask type with this name."""
-    kind = MASK_TYPES.get(_ALIASES.get(value, value)) if isinstance(value, str) else None
+    """The mask type with this name, in which a comma may replace an underscore, as in TransformerEngine."""
+    name = value.replace(",", "_") if isinstance(value, str) else None
+    kind = None if name is None else MASK_TYPES.get(_ALIASES.get(name, name))
     if kind is None:
         hint = did_you_mean(value, MASK_TYPES) if isinstance(value, str) else None
         raise InputError("attn_mask_type", f"be one of {', '.join(map(repr, MASK_TYPES))}", repr(value), hint)
