@@ -13,10 +13,11 @@ from undivided.errors import InputError
 
 
 class FixedArgument(NamedTuple):
-    """An argument with a single legal value, and the reason."""
+    """An argument with a single legal value, and the reason; `optional` if None means the same."""
 
     default: object
     reason: str
+    optional: bool = False
 
 
 _FP8 = "FP8 attention is not supported: inputs are float16, bfloat16, float32 or float64"
@@ -26,8 +27,8 @@ _SCORE_MOD = (
 )
 
 AT_CALL: dict[str, FixedArgument] = {
-    "fp8_output": FixedArgument(False, _FP8),
-    "bf16_backward": FixedArgument(False, _FP8),
+    "fp8_output": FixedArgument(False, _FP8, optional=True),
+    "bf16_backward": FixedArgument(False, _FP8, optional=True),
     "score_mod": FixedArgument(None, _SCORE_MOD),
     "score_mod_bprop": FixedArgument(None, _SCORE_MOD),
     "score_mod_tensors": FixedArgument(None, _SCORE_MOD),
@@ -45,10 +46,10 @@ TRANSFORMER_LAYER_AT_CONSTRUCTION = LAYERS_AT_CONSTRUCTION | {"ub_tp_comm_overla
 
 def check_refused(table: Mapping[str, FixedArgument], arguments: Mapping[str, object]) -> None:
     """Raise InputError for an argument that does not have its single legal value."""
-    for name, (default, reason) in table.items():
+    for name, (default, reason, optional) in table.items():
         value = arguments[name]
-        if value is None or value is default or (isinstance(value, int | str) and value == default):
-            continue  # None requests nothing either
+        if value is default or (value is None and optional) or (isinstance(value, int | str) and value == default):
+            continue
         raise InputError(name, f"be {default!r}", shorten(value), hint=reason)
 
 
