@@ -285,26 +285,31 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
 
 
 def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Backend]:
-    """Backends in the order to try: a requested one first, then in the caller's order, then by rank, then as
-    measured."""
-    forced, listed = policy.forced, policy.allowed or ()
+    """Backends in the order to try: as the caller says, then by default rank; measured ones then change places."""
 
-    def turn(backend: Backend) -> tuple[bool, int]:
-        place = next((i for i, word in enumerate(listed) if has_name(backend, word)), len(listed))
-        return forced is not None and not has_name(backend, forced), place
+    def callers_order(backend: Backend) -> tuple[bool, int]:
+        return _place_by_caller(backend, policy)
 
-    order = sorted(all_backends(), key=lambda backend: (turn(backend), default_rank(backend, problem, machine)))
+    order = sorted(all_backends(), key=lambda b: (callers_order(b), default_rank(b, problem, machine)))
     entry = _measured.nearest(problem, machine)
     if entry is None:
         return order
     measured = [b for b in order if b.name in entry.rates and not _objections(b, problem, machine, policy)]
-    tie = _measured.tie(entry, problem.device, machine)
-    by_speed: list[str] = []
-    for _, same_turn in itertools.groupby(measured, key=turn):
-        by_speed += _measured.fastest_first([backend.name for backend in same_turn], entry.rates, tie)
     by_name = {backend.name: backend for backend in measured}
-    names = iter(by_speed)
-    return [by_name[next(names)] if backend in measured else backend for backend in order]
+    tie = _measured.tie(entry, problem.device, machine)
+    by_speed: list[Backend] = []
+    for _, equals in itertools.groupby(measured, key=callers_order):
+        names = _measured.fastest_first([backend.name for backend in equals], entry.rates, tie)
+        by_speed += [by_name[name] for name in names]
+    next_measured = iter(by_speed)
+    return [next(next_measured) if backend in measured else backend for backend in order]
+
+
+def _place_by_caller(backend: Backend, policy: Policy) -> tuple[bool, int]:
+    """The place of a backend in the caller's order, lowest first: a requested one, then those of the caller's list."""
+    listed = policy.allowed or ()
+    place = next((n for n, word in enumerate(listed) if has_name(backend, word)), len(listed))
+    return policy.forced is not None and not has_name(backend, policy.forced), place
 
 
 def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:

@@ -26,15 +26,15 @@ class _StandardError(logging.Handler):
         print(f"undivided: {self.format(record)}", file=sys.stderr)
 
 
-_shortcut = _StandardError()
+_standard_error = _StandardError()
 
 
-def log(decision: object, summary: str, shortcut: str) -> None:
-    """Log a new Decision; `shortcut` is UNDIVIDED_LOG: "info" and "debug" print it whatever the logger's level."""
+def log(decision: object, summary: str, level: str) -> None:
+    """Log a new Decision. level: that of `Policy.log`; "info" and "debug" print it, whatever the logger's own level."""
     is_enabled = logger.isEnabledFor(logging.INFO)
-    if not is_enabled and not shortcut:
+    if not is_enabled and not level:
         return
-    in_full = shortcut == "debug" or logger.isEnabledFor(logging.DEBUG)
+    in_full = level == "debug" or logger.isEnabledFor(logging.DEBUG)
     text = str(decision) if in_full else summary
     plain_record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None)
     record = _Record(
@@ -44,5 +44,5 @@ def log(decision: object, summary: str, shortcut: str) -> None:
     record.decision = decision
     if is_enabled:
         logger.handle(record)
-    if shortcut:  # not attached to the logger, because its level would have to be changed and restored
-        _shortcut.handle(record)
+    if level:  # not attached to the logger, because its level would have to be changed and restored
+        _standard_error.handle(record)
