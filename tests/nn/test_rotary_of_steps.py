@@ -114,8 +114,8 @@ def test_a_copy_within_a_step_has_no_angles_of_the_original() -> None:
         params.pre_step({"a": 8, "b": 8})
         first = run(layers[:1], x, params, [angles])
         other = copy.deepcopy(params)
-        assert other._of_step is not None
-        computed = other._of_step[1].computed
+        assert other._noted is not None
+        computed = other._noted[1].computed
         ((name, _), entry) = next(iter(computed.items()))
         assert entry[0] is not angles
         expected = run(layers[1:], first, None, [angles * 2])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class OfStep(NamedTuple):
+class StepNotes(NamedTuple):
     """What layers note of a step.
 
     Args:
@@ -50,7 +50,7 @@ class BetweenSteps(ABC):
     _ranks: PageRanks | None
     _step: Step | None
     _sequences: OrderedDict[Hashable, int] | None  # `sequences`, if they were read since the last change
-    _of_step: tuple[Step | None, OfStep] | None = None  # what belongs to a step: the last one that layers have called
+    _noted: tuple[Step | None, StepNotes] | None = None  # the last step that layers have called, and their notes
 
     def __init__(self, spec: TokenSpec) -> None:
         self._spec = spec
@@ -280,7 +280,7 @@ def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None
         layer_number: number of the layer.
         layer: the layer.
     """
-    caller = _of_step(params).callers.get(layer_number)
+    caller = _step_notes(params).callers.get(layer_number)
     if caller is None:
         return
     if caller == id(layer):
@@ -294,7 +294,7 @@ def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None
 
 def note_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
     """Note that a layer's call has succeeded, for `check_caller`. A call that failed may be repeated."""
-    _of_step(params).callers[layer_number] = id(layer)
+    _step_notes(params).callers[layer_number] = id(layer)
 
 
 def once_per_step(params: BetweenSteps, key: Hashable, tensor: Tensor, compute: Callable[[], T]) -> T:
@@ -309,7 +309,7 @@ def once_per_step(params: BetweenSteps, key: Hashable, tensor: Tensor, compute: 
     contents = None if is_traced() or tensor.requires_grad else versions((tensor,))
     if contents is None:
         return compute()
-    computed, key = _of_step(params).computed, (key, id(tensor))
+    computed, key = _step_notes(params).computed, (key, id(tensor))
     kept = computed.get(key)
     if kept is None or kept[0] is not tensor or kept[1] != contents:  # copies of the caches have other tensors
         kept = computed[key] = tensor, contents, compute()
@@ -317,9 +317,9 @@ def once_per_step(params: BetweenSteps, key: Hashable, tensor: Tensor, compute: 
     return shared
 
 
-def _of_step(params: BetweenSteps) -> OfStep:
+def _step_notes(params: BetweenSteps) -> StepNotes:
     """What layers have noted of the current step."""
     step = params._current_step()
-    if params._of_step is None or params._of_step[0] is not step:
-        params._of_step = step, OfStep({}, {})
-    return params._of_step[1]
+    if params._noted is None or params._noted[0] is not step:
+        params._noted = step, StepNotes({}, {})
+    return params._noted[1]
