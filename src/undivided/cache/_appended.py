@@ -50,23 +50,39 @@ def _append_on_cpu(
     pools: Sequence[Tensor], format: Format | None, k: Tensor, v: Tensor, rows: Tensor | None, first_row: int
 ) -> bool:
     """`append` by the native kernel."""
-    library, pool, dtype = cpu.load(), pools[0], k.dtype
-    if isinstance(library, str) or not (pool.is_cpu and k.is_cpu and v.is_cpu):
+    library, first_pool = cpu.load(), pools[0]
+    if isinstance(library, str) or not (first_pool.is_cpu and k.is_cpu and v.is_cpu):
         return False
-    if format is None and dtype != pool.dtype:
+    if format is None and k.dtype != first_pool.dtype:
         return False
-    addresses = k.data_ptr(), v.data_ptr(), *[pool.data_ptr() for pool in pools]
+    k_address, v_address, *pool_addresses = addresses = [tensor.data_ptr() for tensor in (k, v, *pools)]
     if 0 in addresses:
         return False
-    for pool, begin in zip(pools, addresses[2:], strict=True):
-        if begin <= addresses[0] < begin + pool.nbytes or begin <= addresses[1] < begin + pool.nbytes:
+    for pool, begin in zip(pools, pool_addresses, strict=True):
+        if begin <= k_address < begin + pool.nbytes or begin <= v_address < begin + pool.nbytes:
             return False  # tokens of the cache itself
+    library.append(_record(pools, format, k, v, rows, first_row, addresses))
+    torch.autograd.graph.increment_version(pools)
+    return True
+
+
+def _record(
+    pools: Sequence[Tensor],
+    format: Format | None,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor | None,
+    first_row: int,
+    addresses: Sequence[int],
+) -> bytes:
+    """The record of the native kernel, in the order of `cpu.APPEND_FIELDS`. addresses: of k, v and the pools."""
     (batch, length, heads, k_dim), (k_b, k_s, k_h, _) = k.shape, k.stride()
     v_b, v_s, v_h, _ = v.stride()
-    page_rows = pool.shape[1]
-    record = _PACK(
+    pages, page_rows = pools[0].shape[:2]
+    no_scales = () if len(pools) == 4 else (0, 0)
+    return _PACK(
         _SIZE,
-        cpu.DTYPES[dtype],
+        cpu.DTYPES[k.dtype],
         NUMBERS[format],
         torch.get_num_threads(),
         batch,
@@ -77,7 +93,7 @@ def _append_on_cpu(
         0 if rows is None else rows.data_ptr(),
         first_row,
         page_rows,
-        pool.shape[0] * page_rows,
+        pages * page_rows,
         addresses[0],
         k_b,
         k_h,
@@ -87,11 +103,8 @@ def _append_on_cpu(
         v_h,
         v_s,
         *addresses[2:],
-        *(() if len(pools) == 4 else (0, 0)),
+        *no_scales,
     )
-    library.append(record)
-    torch.autograd.graph.increment_version(pools)
-    return True
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
