@@ -47,19 +47,19 @@ def attention(request: Request, switches: str | None = None) -> Output:
     """
     if not has_dtensors(request):
         return _observed(request, switches)
-    local, division = local_request(request)
+    local, part = local_request(request)
     q, k, v, *others = local.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, local.options.mask, *others):
-        return division.result(_observed(local, switches))
-    return division.result(_at_once(local, switches))
+        return part.result(_observed(local, switches))
+    return part.result(_at_once(local, switches))
 
 
 def context_attention(request: Request, context: ContextParallelLike) -> Output:
     """The result of a request over the ranks of a context."""
     if not has_dtensors(request):
         return context.attention(request)
-    local, division = local_request(request, context.process_groups())
-    return division.result(context.attention(local))
+    local, part = local_request(request, context.process_groups())
+    return part.result(context.attention(local))
 
 
 def _observed(request: Request, switches: str | None) -> Output:

@@ -98,7 +98,7 @@ def has_dtensors(request: Request) -> bool:
 
 
 def local_request(request: Request, context_groups: Sequence[Sequence[int]] | None = None) -> tuple[Request, RankPart]:
-    """This rank's part of a request of DTensors, with plain tensors, and the division that places the result.
+    """This rank's part of a request of DTensors, with plain tensors, and the `RankPart` that places the result.
 
     Args:
         request: one for which `has_dtensors` is True.
@@ -116,19 +116,19 @@ def local_request(request: Request, context_groups: Sequence[Sequence[int]] | No
     mesh = by_name["q"].device_mesh
     arguments = mesh, tuple(mesh.get_coordinate() or ()), options.layout, placed, groups
     if torch.compiler.is_compiling():
-        division = _divide(*arguments)
+        part = _rank_part(*arguments)
     else:
         try:
-            division = _cached_division(*arguments)
+            part = _cached_rank_part(*arguments)
         except TypeError:  # a symbolic size has no hash
-            division = _divide(*arguments)
+            part = _rank_part(*arguments)
         _check_whole(request)
     mask = options.mask
     if mask is not None or options.dropout_p:
-        mask = slice_mask(checked_mask(mask), division.own, bool(options.dropout_p))
-    local = {name: division.slices[name].local(tensor) for name, tensor in by_name.items()}
+        mask = slice_mask(checked_mask(mask), part.own, bool(options.dropout_p))
+    local = {name: part.slices[name].local(tensor) for name, tensor in by_name.items()}
     tensors = Tensors(*[local.get(name) for name in Tensors._fields])  # type: ignore[arg-type]
-    return request._replace(tensors=tensors, options=options._replace(mask=mask)), division
+    return request._replace(tensors=tensors, options=options._replace(mask=mask)), part
 
 
 def _checked_tensors(request: Request) -> dict[str, DTensor]:
@@ -164,15 +164,17 @@ def _check_whole(request: Request) -> None:
     normalise(request._replace(tensors=Tensors._make(meta)), tensors.q.device.type, needs)
 
 
-def _divide(
+def _rank_part(
     mesh: DeviceMesh,
     coordinate: tuple[int, ...],
     layout: Layout,
     placed: tuple[PlacedTensor, ...],
     groups: Groups | None,
 ) -> RankPart:
-    """The division of tensors of these shapes and placements. coordinate: of this rank in the mesh. groups: the ranks
-    of the context, if there is one."""
+    """The part of a rank, for tensors of these shapes and placements.
+
+    coordinate: of the rank in the mesh. groups: the ranks of the context, if there is one.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     q, k, v = placed[:3]
@@ -199,7 +201,7 @@ def _divide(
     return RankPart(mesh, slices, CallSlice(batch, own_batch, heads, own_heads), q.placements, lse_placements)
 
 
-_cached_division = functools.lru_cache(256)(_divide)
+_cached_rank_part = functools.lru_cache(256)(_rank_part)
 
 
 def _check_context(

@@ -76,7 +76,7 @@ class PreparedCall:
         Raises:
             InputError, NoBackendError: as `prepare`.
         """
-        return of_call(*prepare(request, policy))
+        return prepared_call(*prepare(request, policy))
 
     def with_form(
         self, form: NormalForm, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, scales: Sequence[Tensor]
@@ -89,7 +89,7 @@ class PreparedCall:
         """
         k_scale, v_scale = scales or (None, None)
         call = self._call.with_form(Mask(parts=(Ranges(form),)), form).with_memory(pages, k_scale, v_scale)
-        return of_call(self._decision, call, Tensors(q, k, v))
+        return prepared_call(self._decision, call, Tensors(q, k, v))
 
     def with_keys(self, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> PreparedCall | None:
         """The same call of one query per sequence for another number of keys of the same `length_class`, without the
@@ -111,10 +111,10 @@ class PreparedCall:
         self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Tensor | None:
         """The output for other tensors; None if one of them has lost its memory."""
-        of_q, of_k, of_v, of_k_scale, of_v_scale = self._footprints
-        if not (_holds(q, of_q) and _holds(k, of_k) and _holds(v, of_v)):
+        q_bytes, k_bytes, v_bytes, k_scale_bytes, v_scale_bytes = self._footprints
+        if not (_holds(q, q_bytes) and _holds(k, k_bytes) and _holds(v, v_bytes)):
             return None
-        if not (_holds(k_scale, of_k_scale) and _holds(v_scale, of_v_scale)):
+        if not (_holds(k_scale, k_scale_bytes) and _holds(v_scale, v_scale_bytes)):
             return None
         set_last(self._decision)
         return self._replay(q, k, v, pages, k_scale, v_scale)
@@ -142,7 +142,7 @@ class RecordedCall:
         return run_call(self._decision.backend, self._call, Tensors(q, k, v))  # type: ignore[return-value]  # no lse
 
 
-def of_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedCall | None:
+def prepared_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedCall | None:
     """The call that `prepare` has returned; None if its backend prepares each call anew."""
     replay = decision.backend.replay(call, tensors)
     if replay is None:

@@ -13,7 +13,7 @@ from undivided._bounded import Bounded
 from undivided.arguments.layout import Layout, from_heads_first, heads_first
 from undivided.request.call import Call
 from undivided.request.request import Tensors
-from undivided.run.replay import NUMBERS, PreparedCall, RecordedCall, is_untransformed, needs_gradients, of_call
+from undivided.run.replay import NUMBERS, PreparedCall, RecordedCall, is_untransformed, needs_gradients, prepared_call
 from undivided.selection import switches
 from undivided.selection.decision import Decision
 from undivided.selection.policy import current_policy
@@ -75,7 +75,7 @@ def run(kind: object, query: Tensor, key: Tensor, value: Tensor) -> Tensor | Non
 def keep(kind: object, decision: Decision, call: Call, tensors: Tensors) -> None:
     """Keep a call with tensors of four axes for later ones of its kind, if its backend runs calls again."""
     records = needs_gradients(*tensors[:3])
-    prepared = RecordedCall(decision, call, tensors) if records else of_call(decision, call, tensors)
+    prepared = RecordedCall(decision, call, tensors) if records else prepared_call(decision, call, tensors)
     if prepared is not None:
         _calls[kind] = prepared, call.problem.layout
 
