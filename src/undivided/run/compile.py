@@ -64,36 +64,51 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
     mask = checked_mask(options.mask)
     if onnx_export.is_exporting():
         return onnx_export.attention(request, mask)
-    lengths: list[int] = []
-    mask_text, mask_tensors = mask.flatten(lengths)
-    # torch.jit.trace compares a graph with another, which it records without gradients
-    grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
-    needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in tensors]
-    spec = Spec(
-        layout=str(options.layout),
-        mask=mask_text,
-        needs="".join(needs),
-        backend="" if request.backend is None else str(request.backend),
-        deterministic=str(request.deterministic),
-        return_lse="y" if options.return_lse else "n",
-        switches=ANY_SWITCHES if switches is None else switches,
-        batch_invariant=str(request.batch_invariant),
-    )
-    seed = _seed(options, tensors.q.device)
+    mask_numbers: list[int] = []
+    mask_text, mask_tensors = mask.flatten(mask_numbers)
     # no list is empty, because packages of AOTInductor pass such as None; the mask ignores what it does not name
-    lengths = lengths or [0]
-    numbers = options.scale, options.softcap, float(options.dropout_p), lengths
+    mask_numbers = mask_numbers or [0]
+    spec = _spec(request, mask_text, switches)
+    seed = _seed(options, tensors.q.device)
     handle = None
-    if torch.compiler.is_compiling() and mask_tensors and "y" in needs:
-        handle = shared_masks.handle(mask_text, mask_tensors, lengths)
-    mask_tensors = mask_tensors or [tensors.q]
-    scales = options.k_scale, options.v_scale
-    arguments = (*tensors, mask_tensors, seed, options.pages, "|".join(spec), *numbers, handle, *scales)
+    if torch.compiler.is_compiling() and mask_tensors and "y" in spec.needs:
+        handle = shared_masks.handle(mask_text, mask_tensors, mask_numbers)
+    arguments = Arguments(
+        *tensors,
+        mask=mask_tensors or [tensors.q],
+        dropout_seed=seed,
+        pages=options.pages,
+        spec="|".join(spec),
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout_p=float(options.dropout_p),
+        numbers=mask_numbers,
+        mask_handle=handle,
+        k_scale=options.k_scale,
+        v_scale=options.v_scale,
+    )
     if torch.compiler.is_compiling():
         out, lse = torch.ops.undivided.attention(*arguments)
     else:
         out, lse = _call_operator(arguments)
     return (out, lse) if options.return_lse else out
+
+
+def _spec(request: Request, mask_text: str, switches: str | None) -> Spec:
+    """The static part of a request, whose mask has this text."""
+    # torch.jit.trace compares a graph with another, which it records without gradients
+    grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+    needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in request.tensors]
+    return Spec(
+        layout=str(request.options.layout),
+        mask=mask_text,
+        needs="".join(needs),
+        backend="" if request.backend is None else str(request.backend),
+        deterministic=str(request.deterministic),
+        return_lse="y" if request.options.return_lse else "n",
+        switches=ANY_SWITCHES if switches is None else switches,
+        batch_invariant=str(request.batch_invariant),
+    )
 
 
 def _seed(options: Options, device: torch.device) -> Tensor | None:
@@ -109,14 +124,13 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
     return draw_seed(device) if seed is None else torch.tensor(seed, device=device)
 
 
-def _call_operator(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _call_operator(arguments: Arguments) -> tuple[Tensor, Tensor]:
     """The result of the operator; InputError if the classes of the tensors or the active modes do not support it."""
     register_if_counting()
     try:
         out, lse = torch.ops.undivided.attention(*arguments)
     except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
-        args = Arguments(*arguments)
-        tensors = (*args.saved, args.k_scale, args.v_scale)
+        tensors = (*arguments.saved, arguments.k_scale, arguments.v_scale)
         kinds = sorted({type(tensor).__name__ for tensor in tensors if isinstance(tensor, Tensor)})
         raise InputError(
             "q, k, v and the other tensors",
@@ -191,10 +205,10 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     for gradient, tensor, is_needed in zip(gradients, args.tensors, call.needs, strict=True):
         if not is_needed or tensor is None:
             results.append(_no_gradient(args.q))
-        else:
-            if gradient is None or tensor.numel() == 0:
-                gradient = torch.zeros_like(tensor)
-            results.append(gradient.reshape(tensor.shape).contiguous())
+            continue
+        if gradient is None or tensor.numel() == 0:
+            gradient = torch.zeros_like(tensor)
+        results.append(gradient.reshape(tensor.shape).contiguous())
     return tuple(results)
 
 

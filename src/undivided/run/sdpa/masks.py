@@ -36,28 +36,14 @@ def mask_or_bias(
                 "attn_mask", "not be combined with is_causal=True, because it is a causal mask itself", "both"
             )
         return _causal_bias(attn_mask, query.shape[-2], kv_len), None
-    distributed = is_dtensor(attn_mask)
-    if not distributed:
-        check_tensor("attn_mask", attn_mask)
-    check_device("attn_mask", attn_mask, query.device, "query")
     scores = (*shape[:-1], kv_len)
-    if not broadcasts(attn_mask.shape, scores):
-        hint = broadcast_hint(attn_mask.shape, scores, "attn_mask{}") if len(scores) == 4 else None
-        must = f"broadcast to [..., queries, keys] = {list(scores)}"
-        raise InputError("attn_mask", must, list(attn_mask.shape), hint)
-    if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
-        raise InputError(
-            "attn_mask",
-            "be None if is_causal=True and flash kernels are switched off",
-            "both",
-            hint="allow SDPBackend.FLASH_ATTENTION as well, or include the causal part in attn_mask",
-        )
+    _check_tensor_mask(attn_mask, query, scores, is_causal)
     folded = _folded_mask(attn_mask, scores[:-3])
     causal = CAUSAL if is_causal else None
     if attn_mask.dtype != torch.bool:
         return causal, _as_bias(folded, query)
     # torch.func sees plain operations only, and masks are of plain tensors
-    if distributed or torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_dtensor(attn_mask) or torch._C._functorch.peek_interpreter_stack() is not None:
         return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
 
     def build() -> Mask:
@@ -72,6 +58,24 @@ def mask_or_bias(
 
 _recent: TensorMasks[Mask] = TensorMasks(16)
 """Masks that other layers pass too."""
+
+
+def _check_tensor_mask(mask: Tensor, query: Tensor, scores: Sequence[int], is_causal: bool) -> None:
+    """InputError unless the mask fits scores of this shape, or if PyTorch's switches leave no kernel for it."""
+    if not is_dtensor(mask):
+        check_tensor("attn_mask", mask)
+    check_device("attn_mask", mask, query.device, "query")
+    if not broadcasts(mask.shape, scores):
+        hint = broadcast_hint(mask.shape, scores, "attn_mask{}") if len(scores) == 4 else None
+        must = f"broadcast to [..., queries, keys] = {list(scores)}"
+        raise InputError("attn_mask", must, list(mask.shape), hint)
+    if is_causal and "f" in _sdp_switches.read().partition(":")[0]:
+        raise InputError(
+            "attn_mask",
+            "be None if is_causal=True and flash kernels are switched off",
+            "both",
+            hint="allow SDPBackend.FLASH_ATTENTION as well, or include the causal part in attn_mask",
+        )
 
 
 def _folded_mask(mask: Tensor, batch: Sequence[int]) -> Tensor:
