@@ -173,13 +173,18 @@ def print_table(screen: Console, rows: Table, before: int = 0, after: int = 0, i
         screen.print(Padding(rows, (before, 0, after, indent), expand=False))
         return
     screen.print("\n" * before + f"{rows.title or ''}", style="italic", end="\n" if rows.title else "")
-    for first, *others in zip(*cells, strict=True):
-        screen.print(Padding(first, (0, 0, 0, INDENT), expand=False))
-        for header, cell in zip(headers[1:], others, strict=True):
-            if cell.plain:
-                line = Text(f"{header}: " if header else "", "dim") + cell
-                screen.print(Padding(line, (0, 0, 0, 2 * INDENT), expand=False))
+    for row in zip(*cells, strict=True):
+        _print_block(screen, headers, row)
     screen.print("\n" * after, end="")
+
+
+def _print_block(screen: Console, headers: Sequence[str], row: Sequence[Text]) -> None:
+    """Print a row of a table that is too wide: its first cell, and below it the others with their headers."""
+    screen.print(Padding(row[0], (0, 0, 0, INDENT), expand=False))
+    for header, cell in zip(headers[1:], row[1:], strict=True):
+        if cell.plain:
+            line = Text(f"{header}: " if header else "", "dim") + cell
+            screen.print(Padding(line, (0, 0, 0, 2 * INDENT), expand=False))
 
 
 def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list[int]]:

@@ -31,8 +31,8 @@ from undivided.selection import measured as _measured
 from undivided.selection.measured import Table
 
 MIN_SECONDS, MAX_SECONDS = 5.0, 3600.0
-LEVEL = "UNDIVIDED_ISA"
-SAME = ("processor", "threads", "isa", "native", "python", "torch", "undivided")
+LEVEL_VARIABLE = "UNDIVIDED_ISA"
+SHARED_FACTS = ("processor", "threads", "isa", "native", "python", "torch", "undivided")
 """What the parts of one report have in common, by the names in `suites.machine`."""
 
 
@@ -57,7 +57,7 @@ def measure_levels(
     limit = SECONDS if seconds is None else seconds
     if not MIN_SECONDS <= limit <= MAX_SECONDS:
         raise InputError("--seconds", f"be between {MIN_SECONDS:g} and {MAX_SECONDS:g}", str(limit))
-    if filter and not any(filter in one.name for group in coverage() for one in group):
+    if filter and not _count_problems(filter):
         raise InputError("--filter", "be contained in the name of a problem, such as bf16-causal-512", repr(filter))
     chosen = _levels(levels)
     if report is not None:
@@ -68,7 +68,7 @@ def measure_levels(
     file_to_write(flag, path)
     old = _measured.read(path)
     with _without_warning_of_a_missing_table():
-        _two_backends()
+        _check_two_backends()
         try:
             if chosen:  # Ctrl-C reaches the processes of the levels too
                 new, code = _measure_each(chosen, limit / len(chosen), filter)
@@ -83,6 +83,11 @@ def measure_levels(
     _measured.write(path, replaced(old, new, filter))
     complain(f"written {path}: {sum(map(len, new.values()))} places; selection uses them from the next process on")
     return new, code
+
+
+def _count_problems(filter: str) -> int:
+    """The number of problems whose names contain the text."""
+    return sum(filter in problem.name for group in coverage() for problem in group)
 
 
 def _levels(names: Sequence[str]) -> tuple[str, ...]:
@@ -100,8 +105,8 @@ def _levels(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _two_backends() -> None:
-    """Refuse a machine, or an environment, in which there is nothing to compare."""
+def _check_two_backends() -> None:
+    """InputError on a machine, or in an environment, that has nothing to compare."""
     backends = selectable_backends("cpu")
     if len(backends) < 2 or _measured.architecture("cpu", Machine.this("cpu")) is None:
         raise InputError(
@@ -132,14 +137,14 @@ def _cases_to_continue(report: Path) -> list[dict[str, Any]]:
     try:
         earlier = read_json(report)
         machine, cases = earlier["machine"], earlier["cases"]
-        theirs = {name: machine[name] for name in SAME}
+        theirs = {name: machine[name] for name in SHARED_FACTS}
         names = [case["name"] for case in cases]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError("--report", "be a report that --measure wrote", f"{report} ({reason_of(error)})") from None
     ours = suites.machine()
-    for name in SAME:
+    for name in SHARED_FACTS:
         if theirs[name] != ours[name]:
             raise InputError(
                 "--resume",
@@ -155,11 +160,10 @@ def _measure_here(
     seconds: float, filter: str, report: Path | None = None, earlier: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Table, int]:
     """The rates at the level in use, and the exit code; the timed problems go to the report."""
-    total = sum(filter in one.name for group in coverage() for one in group)
     level = _measured.architecture("cpu", Machine.this("cpu"))
     threads = torch.get_num_threads()
     complain(f"level {level}, {threads} thread{'s' * (threads != 1)}: at most {seconds:g} s")
-    with progress(total, plain=True) as step:
+    with progress(_count_problems(filter), plain=True) as step:
         source = report.name if report else SOURCE
         measurement = measure(seconds, filter, source=source, earlier=earlier, step=step)
     if report is not None and measurement.table:
@@ -187,9 +191,8 @@ def _measure_each(levels: Sequence[str], seconds: float, filter: str) -> tuple[T
     with tempfile.TemporaryDirectory() as folder:
         for level in levels:
             into = Path(folder) / f"{level}.json"
-            process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, str(seconds), filter, str(into)], env={**os.environ, LEVEL: level}
-            )
+            environment = {**os.environ, LEVEL_VARIABLE: level}
+            process = subprocess.Popen([sys.executable, "-c", _CHILD, str(seconds), filter, str(into)], env=environment)
             try:
                 codes.append(process.wait())
             except BaseException:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -30,8 +30,18 @@ from undivided.verification.budget import FACTOR
 
 Report = dict[str, Any]
 
-DEFAULT, QUICK = (24, 1024, 3, Recipe.steps), (8, 256, 1, 20)
-"""(documents, tokens of the longest, rounds of timing, steps of training)."""
+
+class DemoSizes(NamedTuple):
+    """Number of documents, tokens of the longest, rounds of timing, and steps of training."""
+
+    documents: int
+    longest: int
+    rounds: int
+    steps: int
+
+
+DEFAULT = DemoSizes(documents=24, longest=1024, rounds=3, steps=Recipe.steps)
+QUICK = DemoSizes(documents=8, longest=256, rounds=1, steps=20)
 
 
 def demo(
@@ -69,39 +79,42 @@ def demo(
 
     The documents are files of Python's library, of very different lengths. It takes about half a minute on two cores.
     """
-    defaults = QUICK if quick else DEFAULT
-    sizes = (documents, longest, rounds, steps)
-    documents, longest, rounds, recipe_steps = (
-        value if value is not None else size for value, size in zip(sizes, defaults, strict=True)
-    )
-    for flag, value in (("--checkpoint", checkpoint), ("--steps", steps)):
-        if value is not None and not train:
-            raise InputError(flag, "be given together with --train", value)
+    given = {"documents": documents, "longest": longest, "rounds": rounds, "steps": steps}
+    sizes = (QUICK if quick else DEFAULT)._replace(**{name: n for name, n in given.items() if n is not None})
+    if not train:
+        _refuse_without_train({"--checkpoint": checkpoint, "--steps": steps})
     if checkpoint is not None:
         file_to_write("--checkpoint", checkpoint)
     start = time.perf_counter()
     if out is not None:
         require_matplotlib("--out")
         folder_to_write("--out", out)
-    chosen = collect(documents, min(48, longest), longest)
+    chosen = collect(sizes.documents, min(48, sizes.longest), sizes.longest)
     batch = embed(chosen, DTYPES[dtype])
     screen = None if as_json else console()
     if screen:
         text.introduce(screen, chosen, batch)
-    report = _check(batch, chosen, rounds, quiet=as_json)
+    report = _check(batch, chosen, sizes.rounds, quiet=as_json)
     if out is not None:
         report["files"] = [str(path) for path in _charts.draw(out, batch, report)]
     report["seconds"] = round(time.perf_counter() - start, 1)
     if screen:
         text.show(screen, report, _decide(batch))
     if train:
-        report["model"] = train_and_generate(Recipe(steps=recipe_steps), checkpoint, out, quiet=as_json)
+        report["model"] = train_and_generate(Recipe(steps=sizes.steps), checkpoint, out, quiet=as_json)
         if screen:
             training.show(screen, report["model"])
     if not screen:
         print_json(report)
     if not report["ok"]:
         raise typer.Exit(1)
+
+
+def _refuse_without_train(flags: Mapping[str, object]) -> None:
+    """InputError if one of these flags, which only --train uses, was given."""
+    for flag, value in flags.items():
+        if value is not None:
+            raise InputError(flag, "be given together with --train", value)
 
 
 def _check(batch: PackedBatch, chosen: list[Document], rounds: int, quiet: bool) -> Report:
@@ -200,7 +213,7 @@ def _decide(batch: PackedBatch) -> Decision:
 
 def _times(times: dict[str, list[tuple[float, float]]]) -> list[Report]:
     """The median times, and their ratios to those of the first way."""
-    medians = {name: [statistics.median(one) for one in zip(*rounds, strict=True)] for name, rounds in times.items()}
+    medians = {name: list(map(statistics.median, zip(*rounds, strict=True))) for name, rounds in times.items()}
     base = sum(next(iter(medians.values())))
     return [
         {
