@@ -12,6 +12,15 @@ PANELS = ("Shapes", "Mask", "Attention", "Machine")
 """The panels of --help that come first, in this order."""
 
 
+def flag_name(field: str) -> str:
+    """The flag of a field, as typer names it.
+
+    >>> flag_name("kv_heads")
+    '--kv-heads'
+    """
+    return f"--{field.replace('_', '-')}"
+
+
 def flags(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that adds the fields of dataclasses to a command as flags; each named parameter gets an instance.
 

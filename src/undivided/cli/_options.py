@@ -18,6 +18,7 @@ from torch import Tensor
 from undivided import masks
 from undivided.arguments.checks import as_vector
 from undivided.arguments.layout import sizes
+from undivided.cli._flags import flag_name
 from undivided.cli._mask_words import parse
 from undivided.errors import InputError
 from undivided.machine import Machine
@@ -68,8 +69,8 @@ class MaskFlags:
         """The intersection of all parts; None without parts."""
         for flag, needed in (("kv_documents", "documents"), ("q_lengths", "lengths")):
             if getattr(self, flag) is not None and getattr(self, needed) is None:
-                names = (f"--{name.replace('_', '-')}" for name in (flag, needed))
-                raise InputError(next(names), f"be given together with {next(names)}", repr(getattr(self, flag)))
+                must = f"be given together with {flag_name(needed)}"
+                raise InputError(flag_name(flag), must, repr(getattr(self, flag)))
         parts = [parse(self.mask)] if self.mask and self.mask != "none" else []
         if self.window is not None:
             left, *rest = integers("--window", self.window)

@@ -66,10 +66,6 @@ class ModelFlags:
     context: Annotated[int | None, _model(help="Only meshes with this context axis.")] = None
     tensor: Annotated[int | None, _model(help="Only meshes with this tensor axis.")] = None
 
-    def flags(self) -> dict[str, object]:
-        """The flags that were given."""
-        return {f"--{name}": value for name, value in vars(self).items() if value is not None}
-
     def sizes(self, heads: int | None, kv_heads: int | None, head_dim: int | None) -> Model:
         """The model: a preset with the given sizes."""
         name = self.model or "8b"

@@ -22,7 +22,7 @@ from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._exit_codes import INTERRUPTED
-from undivided.cli._flags import flags
+from undivided.cli._flags import flag_name, flags
 from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
 from undivided.cli._terminal import complain, console, print_json, print_table, print_text, progress, table
 from undivided.cli.commands.report import read_report
@@ -79,7 +79,7 @@ class RunFlags:
 
     def values(self) -> dict[str, object]:
         """The value of each flag but --device, which has a default."""
-        return {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name != "device"}
+        return {flag_name(name): value for name, value in vars(self).items() if name != "device"}
 
     def plan(self) -> Plan:
         """What to run; InputError for an unknown device, and for an option that these suites do not use."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from undivided import masks
 from undivided._units import human
-from undivided.cli._flags import flags
+from undivided.cli._flags import flag_name, flags
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
 from undivided.cli._paths import refuse_together
 from undivided.cli._terminal import console, print_json, print_table, print_text, table
@@ -64,7 +64,7 @@ class CallFlags:
 
     def refuse(self, flag: str, *names: str) -> None:
         """Refuse the fields of these names, together with another flag."""
-        refuse_together(flag, {f"--{name.replace('_', '-')}": getattr(self, name) for name in names})
+        refuse_together(flag, {flag_name(name): getattr(self, name) for name in names})
 
     def ranks(self) -> int:
         """The number of ranks."""
@@ -198,9 +198,9 @@ def _show_cached(steps: list[CachedStep], new: int, cached: int, as_json: bool) 
 
 def _refuse_cluster_options(cluster: ClusterFlags, model: ModelFlags) -> None:
     """InputError if an option is given that only a plan for a cluster uses."""
-    for flag, value in ({f"--{name}": value for name, value in vars(cluster).items()} | model.flags()).items():
+    for name, value in (vars(cluster) | vars(model)).items():
         if value is not None:
-            raise InputError(flag, "be given together with --nodes or --gpus", repr(value))
+            raise InputError(flag_name(name), "be given together with --nodes or --gpus", repr(value))
 
 
 def _show(result: Plan, speeds: str, by_rank: bool) -> None:
