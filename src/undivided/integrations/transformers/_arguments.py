@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -106,21 +106,13 @@ def report_restarts(module: nn.Module, mask: ModelMask, positions: object) -> No
     if is_traced() or jit_trace() is not None:
         return
     mask.has_read_positions = True
-    pattern, (batch, q_len, _, q_offset, _) = mask.pattern, mask.sizes
-    if mask.context is not None or pattern.packed is not None or pattern.right != 0 or q_offset:
-        return
-    if type(positions) is not Tensor or tuple(positions.shape) not in {(1, q_len), (batch, q_len)} or positions.is_meta:
-        return
-    if any(real.shape[0] != batch or real.shape[1] < q_len for real in pattern.padding):
+    if not _is_one_document(mask) or not _are_positions(positions, mask):
         return
     if not positions.is_cpu:
         if type(module) in _read_on_devices:
             return
         _read_on_devices.add(type(module))
-    starts = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
-    for real in pattern.padding:
-        starts = starts & real[:, 1:q_len].bool() & real[:, : q_len - 1].bool()
-    if not bool(starts.any()):
+    if not _restart(positions, mask.pattern.padding):
         return
     _reported.add(type(module))
     warnings.warn(
@@ -131,3 +123,26 @@ def report_restarts(module: nn.Module, mask: ModelMask, positions: object) -> No
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def _is_one_document(mask: ModelMask) -> bool:
+    """Whether a mask is causal over whole rows, each of which begins with its first token."""
+    pattern = mask.pattern
+    return mask.context is None and pattern.packed is None and pattern.right == 0 and not mask.sizes.q_offset
+
+
+def _are_positions(positions: object, mask: ModelMask) -> TypeGuard[Tensor]:
+    """Whether these are the positions of the tokens of a mask, in memory, with padding masks that cover them."""
+    batch, q_len = mask.sizes[:2]
+    if type(positions) is not Tensor or tuple(positions.shape) not in {(1, q_len), (batch, q_len)} or positions.is_meta:
+        return False
+    return all(real.shape[0] == batch and real.shape[1] >= q_len for real in mask.pattern.padding)
+
+
+def _restart(positions: Tensor, padding: Sequence[Tensor]) -> bool:
+    """Whether a real token has position 0 after a real token with a higher position."""
+    q_len = positions.shape[1]
+    starts = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
+    for real in padding:
+        starts = starts & real[:, 1:q_len].bool() & real[:, : q_len - 1].bool()
+    return bool(starts.any())

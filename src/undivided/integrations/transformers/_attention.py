@@ -114,14 +114,14 @@ def attention(
         given["output_attentions"] = output_attentions
         rows = query, cast(Tensor, key), cast(Tensor, value)
         return _in_one_row(module, cast(ModelMask, attention_mask), rows, given)
-    # what is wrong raises an error below
+    # arguments of a wrong type are not plain: `check_arguments` refuses them
     is_plain = is_bare and s_aux is None and type(dropout) in _NUMBERS and dropout == 0
     is_plain = is_plain and type(is_causal) in _FLAGS and (output_attentions is None or output_attentions is False)
     if is_plain and isinstance(attention_mask, ModelMask) and not _collects_weights(module):
         same = repeated(module, query, key, value, attention_mask, scaling, softcap)
         if same is not None:
             return same, None
-    check_arguments(dict(locals()))
+    check_arguments(dict(locals()))  # the arguments by name
     is_absorbed = False
     if has_latents(module):
         query, key, value, is_absorbed = _latent_states(module, query, cast(Tensor, key), value)
@@ -150,12 +150,8 @@ def attention(
         options["context_parallel"] = _context(attention_mask, refused)
     if dropout:
         options |= _seed_and_mask(module, query, options, needs_weights)
-    k, v, scales = _keys_and_values(key, value)
-    out, share = _with_token_sinks(query.transpose(1, 2), k, v, sinks, options | scales)
-    weights = _weights(query.transpose(1, 2), key, options) if needs_weights else None
-    if is_absorbed:
-        out = expand_output(module, out)
-    return out, weights if weights is None or share is None else weights * share
+    out, weights = _output_and_weights(query, key, value, sinks, options, needs_weights)
+    return expand_output(module, out) if is_absorbed else out, weights
 
 
 def _over_paged_cache(
@@ -318,6 +314,24 @@ def _selected_keys(
         keys = keys.repeat_interleave(size, dim=-1)[..., :kv_len]
         selected.append(keys.repeat_interleave(heads // blocks.shape[1], dim=1))
     return selected
+
+
+def _output_and_weights(
+    query: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+    needs_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The output ``[B, Sq, H, D]``, and the weights ``[B, H, Sq, Sk]`` if they are needed."""
+    q = query.transpose(1, 2)
+    k, v, scales = _keys_and_values(key, value)
+    out, share = _with_token_sinks(q, k, v, sinks, options | scales)
+    if not needs_weights:
+        return out, None
+    weights = _weights(q, key, options)
+    return out, weights if share is None else weights * share
 
 
 def _with_token_sinks(

@@ -66,6 +66,26 @@ def attention(
         arguments: the library's keywords of the call: cumulative lengths, read and write indices.
         options: of `undivided.attention`.
     """
+    _check_keywords(arguments)
+    allocator = cache.layer_to_allocator[layer]
+    read_index, write_index = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
+    k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    reads_pages = False
+    if not _are_gathered(cache, layer, key, value, read_index, write_index):
+        reads_pages = _window(allocator) is None and len(read_index) > 0
+        if reads_pages:
+            allocator.update(k, v, layer, read_index[:0], write_index)  # with nothing to read, `update` only writes
+            k, v = allocator.get_cache_for_block_table(layer)
+        else:
+            k, v = allocator.update(k, v, layer, read_index, write_index)
+    total_kv = None if reads_pages else k.shape[0]
+    inputs = _shared_inputs(cache, allocator, layer, arguments, query.shape[2], total_kv)
+    out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=inputs.mask, pages=inputs.pages, **options)
+    return out[None]
+
+
+def _check_keywords(arguments: Any) -> None:
+    """InputError if the library's keywords of a call are not those that `attention` reads."""
     if arguments.get("block_table") is not None:
         raise InputError(
             "block_table", "be None", "a tensor", hint="ContinuousBatchingConfig(max_blocks_per_request=0)"
@@ -75,28 +95,13 @@ def attention(
             "be passed on to the attention by each layer of the model, for continuous batching with any implementation"
         )
         raise InputError(missing[0], must, None, hint=_WITHOUT_PAGES)
-    allocator = cache.layer_to_allocator[layer]
-    read_index, write_index = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
-    new = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if _are_gathered(cache, layer, key, value, read_index, write_index):
-        k, v = new
-        inputs = _shared_inputs(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
-    elif _window(allocator) is None and len(read_index):
-        allocator.update(*new, layer, read_index[:0], write_index)  # with nothing to read, `update` only writes
-        k, v = allocator.get_cache_for_block_table(layer)
-        inputs = _shared_inputs(cache, allocator, layer, arguments, query.shape[2], None)
-    else:
-        k, v = allocator.update(*new, layer, read_index, write_index)
-        inputs = _shared_inputs(cache, allocator, layer, arguments, query.shape[2], k.shape[0])
-    out: Tensor = attend(query[0].transpose(0, 1), k, v, layout="thd", mask=inputs.mask, pages=inputs.pages, **options)
-    return out[None]
 
 
 def _are_gathered(cache: Any, layer: int, key: Tensor, value: Tensor, read_index: Tensor, write_index: Tensor) -> bool:
     """Whether these are the keys and values of all requests, because the layer computes with what the cache returns.
 
-    Such a layer (DiffLlama, JetMoE) is found in its first step, when there is nothing to read; from then on it gets all
-    keys.
+    Such a layer (DiffLlama, JetMoE) is found in its first step, when there is nothing to read. The keys of that step
+    are written to the cache here, and from then on the layer gets all keys.
     """
     gathered: set[int] = cache.__dict__.setdefault(GATHERED, set())
     if layer in gathered:

@@ -82,14 +82,7 @@ def model_mask(
         _as_size("q_offset", q_offset),
         _as_size("kv_offset", kv_offset),
     )
-    if mask_function is not None and not callable(mask_function):
-        raise InputError("mask_function", "be a function of positions, or None", type(mask_function).__name__)
-    if attention_mask is not None:
-        check_tensor("attention_mask", attention_mask)
-        if attention_mask.dim() != 2:
-            raise InputError("attention_mask", "have shape [B, S]", list(attention_mask.shape))
-    checked_flag("use_vmap", use_vmap)
-    check_type("dtype", dtype, torch.dtype, "a torch.dtype")
+    _check_arguments(mask_function, attention_mask, use_vmap, dtype)
     pattern = Pattern() if mask_function is None else read(mask_function)
     if (active := active_batch()) is not None:
         return active.model_mask(pattern, batch_size, q_length)
@@ -99,13 +92,27 @@ def model_mask(
         pattern = dataclasses.replace(pattern, rest=tuple(map(_over_positions, pattern.rest)))
     if attention_mask is not None:
         pattern = pattern.with_padding(attention_mask)
-    device, is_additive = as_device("device", device), config is not None and not takes_booleans(type(config))
+    device = as_device("device", device)
+    is_additive = config is not None and not takes_booleans(type(config))
     keys = keys_of_one_query(pattern, sizes, device)
-    form = to_mask(pattern, sizes, device) if keys is None else None
-    mask = ModelMask(form, pattern, sizes, device, dtype if is_additive else torch.bool, keys=keys)
+    pairs = to_mask(pattern, sizes, device) if keys is None else None
+    mask = ModelMask(pairs, pattern, sizes, device, dtype if is_additive else torch.bool, keys=keys)
     if current_policy().batch_invariant and (joined := _in_one_row(pattern, sizes)) is not None:
         mask.in_one_row = ModelMask(to_mask(*joined, device), *joined, device, mask.dtype)
     return mask
+
+
+def _check_arguments(mask_function: object, attention_mask: object, use_vmap: object, dtype: object) -> None:
+    """InputError unless these arguments of `model_mask` have their types and shapes."""
+    if mask_function is not None and not callable(mask_function):
+        raise InputError("mask_function", "be a function of positions, or None", type(mask_function).__name__)
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        assert isinstance(attention_mask, Tensor)
+        if attention_mask.dim() != 2:
+            raise InputError("attention_mask", "have shape [B, S]", list(attention_mask.shape))
+    checked_flag("use_vmap", use_vmap)
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype")
 
 
 def _as_size(argument: str, value: int | Tensor, at_least: int | None = None) -> int:

@@ -183,15 +183,27 @@ def keys_of_one_query(pattern: Pattern, sizes: MaskSizes, device: torch.device) 
     if b"\0" not in real and stored >= kv_offset + stop:
         return ((first, stop),) * batch
     keys = []
-    for begin in range(kv_offset, batch * stored + kv_offset, stored):
-        row = real[begin + first : begin - kv_offset + min(kv_offset + stop, stored)]
-        to_end = row.lstrip(b"\0")
-        between = to_end.rstrip(b"\0")
-        if b"\0" in between:
+    row_start, row_stop = kv_offset + first, min(kv_offset + stop, stored)
+    for row in range(0, batch * stored, stored):
+        found = _real_range(real[row + row_start : row + row_stop])
+        if found is None:
             return None
-        start = first + len(row) - len(to_end)
-        keys.append((start, start + len(between)) if between else (0, 0))
+        keys.append((first + found[0], first + found[1]) if found[1] else (0, 0))
     return tuple(keys)
+
+
+def _real_range(real: bytes) -> tuple[int, int] | None:
+    """The range of the bytes that are not 0; (0, 0) if there is none, and None if a byte between them is 0.
+
+    >>> _real_range(bytes([0, 1, 1])), _real_range(bytes(3)), _real_range(bytes([1, 0, 1]))
+    ((1, 3), (0, 0), None)
+    """
+    to_end = real.lstrip(b"\0")
+    between = to_end.rstrip(b"\0")
+    if b"\0" in between:
+        return None
+    start = len(real) - len(to_end)
+    return (start, start + len(between)) if between else (0, 0)
 
 
 def _mask_bytes(real: Tensor) -> bytes | None:
