@@ -165,9 +165,8 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         right = oracle.oracle(call, tensors, upstream)
         zero = oracle.unreachable(call, tensors)
         right["lse"].masked_fill_(zero["lse"], -torch.inf)
-        if not all(
-            bool(x[~zero[name]].isfinite().all() if name in zero else x.isfinite().all()) for name, x in right.items()
-        ):
+        must_be_finite = (x[~zero[name]] if name in zero else x for name, x in right.items())
+        if not all(bool(x.isfinite().all()) for x in must_be_finite):
             raise InputError(
                 "q, k, v",
                 "be finite where the mask does not hide them, and give finite results in float64",
@@ -206,14 +205,17 @@ def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mappi
 
     For sums over rows it is at least what the distances of the rows' shares lead to.
     """
-    problem = call.problem
+    dtype = call.problem.dtype
+
+    def errors_in(precision: torch.dtype, order: int) -> dict[str, float]:
+        plain = plain_attention(call, tensors, upstream, precision, order)
+        return {name: distance(plain[name], right[name]) for name in right}
+
     worst = dict.fromkeys(right, 0.0)
-    for order in orders(problem.dtype, tensors.q.device):
-        plain = plain_attention(call, tensors, upstream, problem.dtype, order)
-        errors = {name: distance(plain[name], right[name]) for name in right}
-        if problem.dtype == torch.float16 and not all(map(math.isfinite, errors.values())):
-            plain = plain_attention(call, tensors, upstream, torch.bfloat16, order)
-            errors = {name: distance(plain[name], right[name]) for name in right}
+    for order in orders(dtype, tensors.q.device):
+        errors = errors_in(dtype, order)
+        if dtype == torch.float16 and not all(map(math.isfinite, errors.values())):
+            errors = errors_in(torch.bfloat16, order)
         worst = {name: max(worst[name], errors[name]) for name in right}
     for name in [name for name in right if per_row(name) in right]:
         deviations = 1 + DEVIATIONS / math.sqrt(right[name].numel() or 1)

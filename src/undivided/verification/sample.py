@@ -90,17 +90,18 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
         reached = gather(lambda piece: _expand(oracle.piece_reach(piece, call, tensors), problem))
         worst = dict.fromkeys(names, 0.0)
         for order in orders(problem.dtype, tensors.q.device):
-
-            def plain_values(piece: OraclePiece, order: int = order) -> Quantities:
-                return plain_piece(piece, call, tensors, upstream, problem.dtype, order)
-
-            plain = gather(plain_values)
+            plain = gather(functools.partial(_plain_piece, call, tensors, upstream, order))
             worst = {name: max(worst[name], distance(plain[name], right[name])) for name in names}
     eps = torch.finfo(problem.dtype).eps
     norms = {name: norm(right[name]) for name in names}
     max_errors = {name: FACTOR * worst[name] / (norms[name] or 1.0) + eps for name in names}
     zero = {name: reached[name] == 0 for name in names}
     return Sample(problem, pieces, right, zero, max_errors, undecided_quantities(worst, norms))
+
+
+def _plain_piece(call: Call, tensors: Tensors, upstream: Upstream | None, order: int, piece: OraclePiece) -> Quantities:
+    """The quantities of a piece by plain attention in the dtype of the problem."""
+    return plain_piece(piece, call, tensors, upstream, call.problem.dtype, order)
 
 
 def _pieces(problem: Problem, whole_heads: bool) -> tuple[OraclePiece, ...]:

@@ -16,10 +16,14 @@ from torch import nn
 
 from undivided.integrations.transformers.sweep._known import ADJUSTED
 
+LAYERS = r"(num_)?hidden_layers|.*(num|n)_.*layers?|.*_layers|n_layers?|.*depths?|num_blocks|.*num_(conv_)?blocks"
+KV_HEADS = r".*(key_value|kv)_heads|.*num_.*kv_head|num_query_groups|.*num_key_value"
+"""The patterns of the sizes that a `Variant` chooses."""
+
 SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size|vocab_size.*", 99),
-    (r"(num_)?hidden_layers|.*(num|n)_.*layers?|.*_layers|n_layers?|.*depths?|num_blocks|.*num_(conv_)?blocks", 2),
-    (r".*(key_value|kv)_heads|.*num_.*kv_head|num_query_groups|.*num_key_value", 2),
+    (LAYERS, 2),
+    (KV_HEADS, 2),
     (r".*(num|n)_.*heads?|.*_heads|n_heads?|encoder_attention_heads|decoder_attention_heads", 4),
     (r".*head_dim|.*head_size|d_kv|attention_key_size|.*dim_head", 8),
     (r".*intermediate.*size|.*ffn_dim|.*ffn_hidden_size|d_ff|.*mlp_dim|n_inner|.*feedforward.*|ffn_.*size", 48),
@@ -37,7 +41,6 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 """The largest value of a field, by the first pattern that its name matches."""
 
-KV_HEADS, LAYERS = SIZES[2][0], SIZES[1][0]
 MAX_WEIGHTS = 8_000_000
 
 
@@ -83,9 +86,8 @@ def tiny_config(config_class: Any, variant: Variant, adjusted: dict[str, Any] | 
     for name, value in vars(default if inside is None else inside).items():
         if name in adjusted or name.startswith("_"):
             continue
-        small = (
-            _small(name, value, variant) if not _is_config(value) else tiny_config(type(value), variant, None, value)
-        )
+        is_inner = _is_config(value)
+        small = tiny_config(type(value), variant, None, value) if is_inner else _small(name, value, variant)
         if small is not value or (inside is not None and _is_own(name, value, default)):
             fields[name] = small
     for name, value in adjusted.items():

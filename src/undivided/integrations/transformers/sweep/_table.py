@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from undivided.integrations.transformers.sweep._compare import ModelOutcome
 from undivided.integrations.transformers.sweep._known import EXPLAINED
@@ -35,69 +35,60 @@ This page is written by `python -m undivided.integrations.transformers.sweep --w
 Cases that ran on Undivided: {cases}, of which {equal_cases} are equal.
 """
 
+SECTIONS = """
+## Not equal
+
+| architecture | why |
+|---|---|
+{unequal}
+## Equal
+
+{equal}
+
+## Not running on Undivided
+
+Their attention does not go through the library's interface, or they have none: they run as they do with `eager`.
+
+{unused}
+
+## Not built or not run
+
+The sweep's configuration or inputs do not suit them; the reason is the library's own message.
+
+| architecture | reason |
+|---|---|
+{unbuilt}"""
+
 CLASS_TABLE = "transformers picks its attention class from a table that has no place for registered names"
+
+KINDS = ("unequal", "equal", "unused", "unbuilt")
+"""The kinds of architectures."""
 
 
 def page(outcomes_by_model: Mapping[str, Outcomes], versions: Mapping[str, str], limits: Mapping[str, str]) -> str:
     """The page for these outcomes, in Markdown."""
-    kinds = {name: kind(outcomes) for name, outcomes in outcomes_by_model.items()}
-    count = Counter(kinds.values())
+    by_kind: dict[str, list[str]] = {one: [] for one in KINDS}
+    for name, outcomes in outcomes_by_model.items():
+        by_kind[kind(outcomes)].append(name)
     states = Counter(outcome.state for outcomes in outcomes_by_model.values() for outcome in outcomes.values())
-    text = INTRODUCTION.format(
+    introduction = INTRODUCTION.format(
         **versions,
         **limits,
-        equal=count["equal"],
-        unequal=count["unequal"],
-        unused=count["unused"],
-        unbuilt=count["unbuilt"],
+        **{one: len(names) for one, names in by_kind.items()},
         all=len(outcomes_by_model),
         cases=states["equal"] + states["differs"] + states["fails"],
         equal_cases=states["equal"],
     )
-    rows = [
-        f"| `{name}` | {explanation(name, outcomes_by_model[name])} |"
-        for name in outcomes_by_model
-        if kinds[name] == "unequal"
-    ]
-    unbuilt = [
-        f"| `{name}` | {_short(outcomes_by_model[name][''].detail)} |"
-        for name in outcomes_by_model
-        if kinds[name] == "unbuilt"
-    ]
-    return "\n".join(
-        [
-            text,
-            "## Not equal",
-            "",
-            "| architecture | why |",
-            "|---|---|",
-            *rows,
-            "",
-            "## Equal",
-            "",
-            _names(outcomes_by_model, kinds, "equal"),
-            "",
-            "## Not running on Undivided",
-            "",
-            "Their attention does not go through the library's interface, or they have none: they "
-            "run as they do with `eager`.",
-            "",
-            _names(outcomes_by_model, kinds, "unused"),
-            "",
-            "## Not built or not run",
-            "",
-            "The sweep's configuration or inputs do not suit them; the reason is the library's own message.",
-            "",
-            "| architecture | reason |",
-            "|---|---|",
-            *unbuilt,
-            "",
-        ]
+    return introduction + SECTIONS.format(
+        unequal=_rows({name: explanation(name, outcomes_by_model[name]) for name in by_kind["unequal"]}),
+        equal=_names(by_kind["equal"]),
+        unused=_names(by_kind["unused"]),
+        unbuilt=_rows({name: _short(outcomes_by_model[name][""].detail) for name in by_kind["unbuilt"]}),
     )
 
 
 def kind(outcomes: Outcomes) -> str:
-    """The kind of an architecture: equal, unequal, unused or unbuilt."""
+    """The kind of an architecture, one of `KINDS`."""
     states = {outcome.state for outcome in outcomes.values()}
     if states & {"differs", "fails"}:
         return "unequal"
@@ -112,13 +103,14 @@ def explanation(name: str, outcomes: Outcomes) -> str:
     return f"{', '.join(bad)}: {why}"
 
 
-def _names(outcomes_by_model: Mapping[str, Outcomes], kinds: Mapping[str, str], requested: str) -> str:
-    return textwrap.fill(
-        ", ".join(f"`{name}`" for name in outcomes_by_model if kinds[name] == requested),
-        140,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+def _rows(texts: Mapping[str, str]) -> str:
+    """A row of a table for each architecture."""
+    return "".join(f"| `{name}` | {text} |\n" for name, text in texts.items())
+
+
+def _names(names: Sequence[str]) -> str:
+    """The names of architectures, separated by commas, in lines."""
+    return textwrap.fill(", ".join(f"`{name}`" for name in names), 140, break_on_hyphens=False, break_long_words=False)
 
 
 def _short(text: str, limit: int = 120) -> str:
