@@ -242,9 +242,6 @@ def explain(
         raise _unknown_keywords("explain", unknown, {*_ARGUMENTS, "machine"}).as_also(TypeError)
     if machine is not None and not isinstance(machine, Machine):
         raise InputError("machine", "be an undivided.Machine or None", type(machine).__name__, "Machine.named('a100')")
-    device = None if machine is None else machine.device
-    if device is None and isinstance(q, Tensor) and q.is_meta:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not is_dtensor(tensor):
             check_tensor(name, tensor)
@@ -256,7 +253,7 @@ def explain(
         deterministic,
         batch_invariant,
     )
-    machine = machine or Machine.this("cuda" if device == "cuda" else q.device)  # on the meta device: that of `device`
+    machine, device = _machine_and_device(machine, q)
     context = None if context_parallel is None else _checked_context(context_parallel)
     if dtensors.has_dtensors(request):
         request, _ = dtensors.local_request(request, None if context is None else context.process_groups())
@@ -264,6 +261,14 @@ def explain(
         return context.explain(request, machine, device)
     policy = current_policy(backend, deterministic, batch_invariant)
     return decide_request(request, machine, policy, device)
+
+
+def _machine_and_device(machine: Machine | None, q: Tensor) -> tuple[Machine, str | None]:
+    """The machine to decide for, and the device that replaces that of the tensors; None keeps theirs."""
+    device = None if machine is None else machine.device
+    if device is None and q.is_meta:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return machine or Machine.this(device or q.device), device
 
 
 def _unknown_or_too_many(unknown: Mapping[str, object], more: Sequence[object]) -> InputError:

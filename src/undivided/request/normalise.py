@@ -47,9 +47,8 @@ from undivided.request.slopes import are_usual
 class CachedProblem(NamedTuple):
     """The problem of a signature, cached under it.
 
-    footprints: the bytes from the first to the last element of q, k and v, and those of one element of q. strides: of
-    the call.
-    Both are None if sizes are symbolic.
+    footprints: the bytes from the first to the last element of q, k and v, and those of one element of q. strides:
+    those of the call. Both are None if sizes are symbolic.
     """
 
     problem: Problem
