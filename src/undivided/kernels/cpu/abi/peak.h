@@ -8,7 +8,9 @@ namespace {
 
 // Forces x into a register, so that the compiler does not remove its computation.
 INLINE void force_register(Vec& x) {
-#if defined(__x86_64__) && !defined(UNDIVIDED_AVX512_IN_CPP)
+#if defined(__AVX512F__) && !defined(UNDIVIDED_AVX512_IN_CPP)
+  __asm__ volatile("" : "+v"(x));
+#elif defined(__x86_64__) && !defined(UNDIVIDED_AVX512_IN_CPP)
   __asm__ volatile("" : "+x"(x));
 #elif defined(__aarch64__)
   __asm__ volatile("" : "+w"(x));
