@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -25,6 +26,14 @@ REPORTS = {
     "avx2-zen3": ("2026-11-29-native-zen3-avx2.json", "Level avx2: AMD EPYC, Zen 3"),
     "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
 }
+REMARKS = {
+    "avx512-emerald-rapids": (
+        "The peak of this report is that of multiply-adds without loads. With loads, as it is measured now, it is .933 of "
+        "it, because [the clock is lower](../decisions/2026-11-30-clock-of-products.md): fractions become 1.07 times as "
+        "high, and most of the time that the model does not explain is gone."
+    )
+}
+"""What a reader has to know of a report, by the name of its picture."""
 TERMS = {"products": "a", "reads": "a", "edges": "d", "softmax": "b", "packing": "soft", "memory": "c"}
 """The terms of a prediction, and their colours."""
 BOUNDS = {
@@ -138,6 +147,8 @@ def _sections() -> Iterator[str]:
             f"PyTorch {machine['torch']}, commit {contents['commit']}, {contents['when'][:10]}. "
             f"[Report](../../benchmarks/{report})."
         )
+        if name in REMARKS:
+            yield textwrap.fill(REMARKS[name], 120, break_long_words=False, break_on_hyphens=False)
         yield f"![{heading}: predicted parts of the measured time](../pictures/roofline-{name}.svg)"
         for kind, group in _kinds(report):
             yield f"### {kind.capitalize()}, {machine['native']}, {_generation(heading)}"
