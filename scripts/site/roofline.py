@@ -28,9 +28,9 @@ REPORTS = {
 }
 REMARKS = {
     "avx512-emerald-rapids": (
-        "The peak of this report is that of multiply-adds without loads. With loads, as it is measured now, it is .933 of "
-        "it, because [the clock is lower](../decisions/2026-11-30-clock-of-products.md): fractions become 1.07 times as "
-        "high, and most of the time that the model does not explain is gone."
+        "The peak of this report is that of multiply-adds without loads. With loads, as it is measured now, it is "
+        ".933 of it, because [the clock is lower](../decisions/2026-11-30-clock-of-products.md): fractions become "
+        "1.07 times as high, and most of the time that the model does not explain is gone."
     )
 }
 """What a reader has to know of a report, by the name of its picture."""
