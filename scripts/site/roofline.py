@@ -6,34 +6,40 @@ import statistics
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 from plots import PAINT, read_report, themed
 
 from undivided.benchmarking.roofline import LEVELS, CasePrediction, case_predictions
 
+
+class Report(NamedTuple):
+    """A report of `benchmarks/`, the heading of its section, and what a reader has to know of it."""
+
+    file: str
+    heading: str
+    remark: str = ""
+
+
+_LOADS = (
+    "The peak of this report is that of multiply-adds without loads. With loads, as it is measured now, it is .933 of "
+    "it, because [the clock is lower](../decisions/2026-11-30-clock-of-products.md): fractions become 1.07 times as "
+    "high, and most of the time that the model does not explain is gone."
+)
 REPORTS = {
-    # name of the picture: (report, heading)
-    "avx512-bf16": ("2026-11-23-native-zen5-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 5"),
-    "avx512": ("2026-11-24-native-zen5-avx512.json", "Level avx512, forced: AMD EPYC, Zen 5"),
-    "avx2": ("2026-11-24-native-zen5-avx2.json", "Level avx2, forced: AMD EPYC, Zen 5"),
-    "avx512-bf16-zen4": ("2026-11-25-native-zen4-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 4"),
-    "avx512-zen4": ("2026-11-25-native-zen4-avx512.json", "Level avx512, forced: AMD EPYC, Zen 4"),
-    "avx2-zen4": ("2026-11-25-native-zen4-avx2.json", "Level avx2, forced: AMD EPYC, Zen 4"),
-    "avx512-emerald-rapids": (
-        "2026-11-29-native-emerald-rapids-avx512.json",
-        "Level avx512: Intel Xeon, Emerald Rapids without AMX",
+    "avx512-bf16": Report("2026-11-23-native-zen5-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 5"),
+    "avx512": Report("2026-11-24-native-zen5-avx512.json", "Level avx512, forced: AMD EPYC, Zen 5"),
+    "avx2": Report("2026-11-24-native-zen5-avx2.json", "Level avx2, forced: AMD EPYC, Zen 5"),
+    "avx512-bf16-zen4": Report("2026-11-25-native-zen4-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 4"),
+    "avx512-zen4": Report("2026-11-25-native-zen4-avx512.json", "Level avx512, forced: AMD EPYC, Zen 4"),
+    "avx2-zen4": Report("2026-11-25-native-zen4-avx2.json", "Level avx2, forced: AMD EPYC, Zen 4"),
+    "avx512-emerald-rapids": Report(
+        "2026-11-29-native-emerald-rapids-avx512.json", "Level avx512: Intel Xeon, Emerald Rapids without AMX", _LOADS
     ),
-    "avx2-zen3": ("2026-11-29-native-zen3-avx2.json", "Level avx2: AMD EPYC, Zen 3"),
-    "amx-bf16": ("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
+    "avx2-zen3": Report("2026-11-29-native-zen3-avx2.json", "Level avx2: AMD EPYC, Zen 3"),
+    "amx-bf16": Report("2026-11-22-native-granite-rapids-amx-bf16.json", "Level amx_bf16: Intel Xeon, Granite Rapids"),
 }
-REMARKS = {
-    "avx512-emerald-rapids": (
-        "The peak of this report is that of multiply-adds without loads. With loads, as it is measured now, it is "
-        ".933 of it, because [the clock is lower](../decisions/2026-11-30-clock-of-products.md): fractions become "
-        "1.07 times as high, and most of the time that the model does not explain is gone."
-    )
-}
-"""What a reader has to know of a report, by the name of its picture."""
+"""By the name of the picture."""
 TERMS = {"products": "a", "reads": "a", "edges": "d", "softmax": "b", "packing": "soft", "memory": "c"}
 """The terms of a prediction, and their colours."""
 BOUNDS = {
@@ -57,7 +63,7 @@ def _kinds(report: str) -> Iterator[tuple[str, list[CasePrediction]]]:
 def pictures() -> dict[str, str]:
     """The SVG text of one plot per report."""
     return {
-        f"roofline-{name}": _bars(f"roofline-{name}", heading, report) for name, (report, heading) in REPORTS.items()
+        f"roofline-{name}": _bars(f"roofline-{name}", heading, report) for name, (report, heading, _) in REPORTS.items()
     }
 
 
@@ -127,7 +133,7 @@ def _errors() -> str:
     """How far the model is off, by level and kind."""
     rows = ["| level | processor | kind | lines | time / predicted, median | least | most |"]
     rows.append("|---|---|---|--:|--:|--:|--:|")
-    for report, heading in REPORTS.values():
+    for report, heading, _ in REPORTS.values():
         level = read_report(report)["machine"]["native"]
         for kind, group in _kinds(report):
             ratios = [case.ratio for case in group if not case.disturbed] or [float("nan")]
@@ -137,7 +143,7 @@ def _errors() -> str:
 
 
 def _sections() -> Iterator[str]:
-    for name, (report, heading) in REPORTS.items():
+    for name, (report, heading, remark) in REPORTS.items():
         contents = read_report(report)
         machine = contents["machine"]
         yield f"## {heading}"
@@ -147,8 +153,8 @@ def _sections() -> Iterator[str]:
             f"PyTorch {machine['torch']}, commit {contents['commit']}, {contents['when'][:10]}. "
             f"[Report](../../benchmarks/{report})."
         )
-        if name in REMARKS:
-            yield textwrap.fill(REMARKS[name], 120, break_long_words=False, break_on_hyphens=False)
+        if remark:
+            yield textwrap.fill(remark, 120, break_long_words=False, break_on_hyphens=False)
         yield f"![{heading}: predicted parts of the measured time](../pictures/roofline-{name}.svg)"
         for kind, group in _kinds(report):
             yield f"### {kind.capitalize()}, {machine['native']}, {_generation(heading)}"

@@ -15,7 +15,7 @@ FUNCTIONS = ("cos", "exp", "exp2", "log", "log1p", "sin", "sqrt", "tanh")
 
 
 def choose_code() -> None:
-    """Calls each function once on the calling thread, in both precisions. Takes some milliseconds the first time."""
+    """Call each function once on the calling thread, in both precisions. Takes some milliseconds the first time."""
     if not torch.backends.mkl.is_available():
         return
     for dtype in (torch.float32, torch.float64):

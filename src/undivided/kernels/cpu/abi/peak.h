@@ -7,21 +7,11 @@
 namespace {
 
 // Forces x into a register, so that the compiler does not remove its computation.
-INLINE void force_register(Vec& x) {
-#if defined(__AVX512F__) && !defined(UNDIVIDED_AVX512_IN_CPP)
-  __asm__ volatile("" : "+v"(x));
-#elif defined(__x86_64__) && !defined(UNDIVIDED_AVX512_IN_CPP)
-  __asm__ volatile("" : "+x"(x));
-#elif defined(__aarch64__)
-  __asm__ volatile("" : "+w"(x));
-#else
-  __asm__ volatile("" : "+m"(x));
-#endif
-}
+INLINE void force_register(Vec& x) { __asm__ volatile("" : "+" UNDIVIDED_REGISTER(x)); }
 
-// The multiply-adds of the micro-kernel with its loads of vectors, from L1: the limit of the arithmetic units. Without loads
-// an Intel core runs AVX-512 at a clock that no product of matrices reaches (Emerald Rapids: 2.99 GHz instead of 2.79; see
-// docs/decisions/2026-11-30-clock-of-products.md).
+// The multiply-adds of the micro-kernel with its loads of vectors, from L1: the limit of the arithmetic units. Without
+// loads an Intel core runs AVX-512 at a clock that no product of matrices reaches (Emerald Rapids: 2.99 GHz instead of
+// 2.79; see docs/decisions/2026-11-30-clock-of-products.md).
 template <class Arith>
 double vector_peak(int64_t repeats) {
   constexpr int64_t steps = 8;

@@ -93,21 +93,24 @@ INLINE uint32_t float_to_bits(float x) {
   return bits;
 }
 
+// The constraint of a vector register in inline assembly, or of memory where a vector takes several registers.
+#if defined(UNDIVIDED_AVX512_IN_CPP)
+#define UNDIVIDED_REGISTER "m"
+#elif defined(__AVX512F__)
+#define UNDIVIDED_REGISTER "v"
+#elif defined(__x86_64__)
+#define UNDIVIDED_REGISTER "x"
+#elif defined(__aarch64__)
+#define UNDIVIDED_REGISTER "w"
+#else
+#define UNDIVIDED_REGISTER "m"
+#endif
+
 // x, a number or a vector, rounded: keeps the compiler from contracting the product x into a multiply-add, so that the
 // same numbers give the same bits everywhere.
 template <class X>
 INLINE X rounded(X x) {
-#if defined(UNDIVIDED_AVX512_IN_CPP)
-  __asm__("" : "+m"(x));
-#elif defined(__AVX512F__)
-  __asm__("" : "+v"(x));
-#elif defined(__x86_64__)
-  __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-  __asm__("" : "+w"(x));
-#else
-  __asm__("" : "+m"(x));
-#endif
+  __asm__("" : "+" UNDIVIDED_REGISTER(x));
   return x;
 }
 
