@@ -28,7 +28,7 @@ from undivided.run import autograd, dispatch
 from undivided.run.prepare import prepare
 from undivided.run.sdpa import jagged, repeated
 from undivided.run.sdpa.errors import NO_KERNEL, like_pytorchs
-from undivided.run.sdpa.masks import CAUSAL, mask_or_bias
+from undivided.run.sdpa.masks import CAUSAL, KeptCalls, mask_or_bias
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
@@ -88,11 +88,9 @@ def scaled_dot_product_attention(
         name = min(unknown)
         hint = did_you_mean(name, _NAMES) or (f"undivided.attention has {name}=" if name in KEYWORDS else None)
         raise_as_type_error(unknown_arguments, "scaled_dot_product_attention", unknown, _NAMES, hint)
-    kind = None
-    if attn_mask is None:
-        kind = repeated.kind(query, key, value, dropout_p, is_causal, scale, enable_gqa)
-        if kind is not None and (same := repeated.run(kind, query, key, value)) is not None:
-            return same
+    kind = repeated.kind(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if kind is not None and (same := repeated.run(kind, query, key, value, attn_mask, is_causal)) is not None:
+        return same
     try:
         if not type(query) is type(key) is type(value) is Tensor and jagged.is_jagged(query, key, value):
             return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -112,15 +110,17 @@ def scaled_dot_product_attention(
                 hint = "q.unsqueeze(0), k.expand(..) before the call"
                 raise InputError("query", "be [B, H, S, D] as key is, if they are DTensors", sizes, hint=hint)
             if shape[-1] == 0 or 0 in shape[:-2]:
+                if attn_mask is not None:
+                    mask_or_bias(attn_mask, query, shape, key.shape[-2], is_causal)  # checks
                 return _nothing(query, key, value, enable_gqa)
             if query.shape[-1] == 0:
                 query, key = _scores_of_zero(query), _scores_of_zero(key)
             q, k, v = _as_four_axes(query, key, value, shape, enable_gqa)
-        mask, bias = CAUSAL if is_causal else None, None
+        mask, bias, calls = CAUSAL if is_causal else None, None, None
         if attn_mask is not None:
-            mask, bias = mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
+            mask, bias, calls = mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
         request = _request(q, k, v, bias, layout, mask, scale, dropout_p)
-        out = _attend(request, kind if shape is None else None)
+        out = _attend(request, kind if shape is None else None, calls)
     except InputError as error:
         if torch.compiler.is_compiling():
             raise
@@ -160,7 +160,7 @@ def _of_jagged(
         must = f"have as many heads as key ({k.shape[1]}), and query a multiple of them, if they are jagged"
         raise InputError("value", must, f"{v.shape[1]}, query {q.shape[1]}")
     request = _request(q, k, v, None, "thd", mask & CAUSAL if is_causal else mask, scale, dropout_p)
-    return jagged.like(query, _attend(request, None))
+    return jagged.like(query, _attend(request))
 
 
 def _request(
@@ -179,15 +179,21 @@ def _request(
     return new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None))
 
 
-def _attend(request: Request, kind: object) -> Tensor:
-    """Prepare and run; kind: under which later calls find what was prepared, or None."""
+def _attend(request: Request, kind: object = None, calls: KeptCalls | None = None) -> Tensor:
+    """Prepare and run.
+
+    Args:
+        request: the arguments of `undivided.attention`.
+        kind: under which later calls find what was prepared, or None.
+        calls: those of a boolean attn_mask, or None.
+    """
     switches = _sdp_switches.read()
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
         return cast(Tensor, dispatch.attention(request, switches))
     decision, call, tensors = prepare(request, current_policy(switches=switches))
     if kind is not None:
-        repeated.keep(kind, decision, call, tensors)
+        repeated.keep(kind, calls, decision, call, tensors)
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 

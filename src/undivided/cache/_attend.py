@@ -153,7 +153,7 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
     kind = (layout, sizes, q.device, k.device, q_counts, scale, softcap, policy)
     prepared = mask.cached(("repeated", kind, lengths), _prepare, call, mask, policy, kind)
-    return None if prepared is None else prepared.run(q, k, v, pages, k_scale, v_scale)
+    return None if prepared is None else prepared.run(q, k, v, None, pages, k_scale, v_scale)
 
 
 class _Latest:

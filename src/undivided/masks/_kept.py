@@ -7,7 +7,7 @@ kept         masks that hold their tensors, found by the identities of the argum
              tensors are those of before. So this is for small tensors on the CPU: what others write to large ones, or
              on a GPU, would go unseen, and they would stay in memory.
 TensorMasks  masks that go with the tensors of the caller, of any size, found by their in-place versions, and on the
-             CPU by their contents
+             CPU by their contents; with a mask goes what its owner keeps of it
 """
 
 from __future__ import annotations
@@ -27,31 +27,52 @@ from undivided.masks._predicate import Predicate
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=MaskFields)
+T = TypeVar("T")
 
 _recent: Bounded[object, tuple[Sequence[Tensor], object, Any]] = Bounded(16)
 """By the arguments: the tensors of the call and of the mask, their contents, and the mask. An entry holds its tensors,
 so that no others can have their ids."""
 
 
-class _Entry(NamedTuple, Generic[M]):
+class _State(NamedTuple):
+    versions: tuple[object, ...]
+    places: list[tuple[int, torch.Size, tuple[int, ...]]]
+    """Address, shape and strides of each tensor."""
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> _State | None:
+        """The state of plain tensors outside of tracing; None if a change may go unseen."""
+        if is_traced() or not all(type(tensor) is Tensor for tensor in tensors):
+            return None
+        contents = versions(tensors)
+        if contents is None:
+            return None
+        return _State(contents, [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors])
+
+
+class _Entry(NamedTuple, Generic[T]):
     tensors: list[weakref.ref[Tensor]]
-    state: object
-    """`versions` of the tensors then, and where they lay."""
+    state: _State
     copies: list[Tensor | None]
     """Of the memory of large tensors on the CPU, because no version counts what ``torch.distributed`` receives, or what
     is written through ``.data``."""
-    mask: M
+    mask: T
 
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is of these tensors, and no copy differs from them."""
-        return all(reference() is tensor for reference, tensor in zip(self.tensors, tensors, strict=True)) and all(
-            copy is None or torch.equal(copy, memory(tensor)) for copy, tensor in zip(self.copies, tensors, strict=True)
+    def is_of(self, tensors: Sequence[Tensor], state: _State) -> bool:
+        """Whether it is of these tensors in this state, and no copy differs from them."""
+        return (
+            self.state == state
+            and all(reference() is tensor for reference, tensor in zip(self.tensors, tensors, strict=True))
+            and all(
+                copy is None or torch.equal(copy, memory(tensor))
+                for copy, tensor in zip(self.copies, tensors, strict=True)
+            )
         )
 
 
-class TensorMasks(Generic[M]):
-    """Masks of tensors that all layers of a model receive. A mask that is to go with its tensors must not hold these
-    themselves: ``tensor.detach()`` has the same memory and version.
+class TensorMasks(Generic[T]):
+    """Masks of tensors that all layers of a model receive, or objects that have such a mask. A mask that is to go with
+    its tensors must not hold these themselves: ``tensor.detach()`` has the same memory and version.
 
     >>> from undivided import masks
     >>> recent, tensor = TensorMasks(8), torch.rand(4, 4) < 0.5
@@ -61,12 +82,19 @@ class TensorMasks(Generic[M]):
     """
 
     def __init__(self, most: int) -> None:
-        self._entries: Bounded[object, _Entry[M]] = Bounded(most)
+        self._entries: Bounded[object, _Entry[T]] = Bounded(most)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: object, tensors: Sequence[Tensor], build: Callable[[], M]) -> M:
+    def find(self, key: object, tensors: Sequence[Tensor]) -> T | None:
+        """As `get`, or None if there is no mask for these tensors, or one of them has changed or moved."""
+        entry = self._entries.get((key, *map(id, tensors)))
+        if entry is None or (state := _State.of(tensors)) is None:
+            return None
+        return entry.mask if entry.is_of(tensors, state) else None
+
+    def get(self, key: object, tensors: Sequence[Tensor], build: Callable[[], T]) -> T:
         """The mask that ``build`` has built for these tensors, if none has changed or moved; else a new one.
 
         Args:
@@ -74,13 +102,12 @@ class TensorMasks(Generic[M]):
             tensors: those that it depends on.
             build: without arguments.
         """
-        contents = None if is_traced() or not all(type(tensor) is Tensor for tensor in tensors) else versions(tensors)
-        if contents is None:
+        state = _State.of(tensors)
+        if state is None:
             return build()
-        state = contents, [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
         key = key, *map(id, tensors)
         entry = self._entries.get(key)
-        if entry is not None and entry.state == state and entry.is_of(tensors):
+        if entry is not None and entry.is_of(tensors, state):
             return entry.mask
 
         def forget(_: object) -> None:
@@ -89,7 +116,7 @@ class TensorMasks(Generic[M]):
         mask = build()
         copies = [
             memory(tensor).clone() if tensor.is_cpu and not isinstance(content, bytes) else None
-            for tensor, content in zip(tensors, contents, strict=True)
+            for tensor, content in zip(tensors, state.versions, strict=True)
         ]
         self._entries[key] = _Entry([weakref.ref(tensor, forget) for tensor in tensors], state, copies, mask)
         return mask

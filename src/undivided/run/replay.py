@@ -34,9 +34,11 @@ def may_replay(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return is_untransformed(q, k, v) and not needs_gradients(q, k, v)
 
 
-def needs_gradients(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def needs_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
     """Whether a call with these tensors is recorded."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not torch.is_grad_enabled():
+        return False
+    return q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
 
 
 def is_untransformed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -63,7 +65,7 @@ class PreparedCall:
         decision: which backend runs.
         replay: its forward.
         call: the call. Its block table and scales are not kept alive.
-        footprints: bytes that q, k, v and the scales need, from their first element on.
+        footprints: bytes that q, k, v, the bias and the scales need, from their first element on.
     """
 
     def __init__(self, decision: Decision, replay: Replay, call: Call, footprints: tuple[int, ...]) -> None:
@@ -105,19 +107,26 @@ class PreparedCall:
         if replay is None:
             return None
         decision = Decision(problem, decision.machine, decision.policy, decision.chosen)
-        return PreparedCall(decision, replay, call, (self._footprints[0], _needed_bytes(k), _needed_bytes(v), 0, 0))
+        return PreparedCall(decision, replay, call, (self._footprints[0], _needed_bytes(k), _needed_bytes(v), 0, 0, 0))
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        pages: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor | None:
         """The output for other tensors; None if one of them has lost its memory."""
-        q_bytes, k_bytes, v_bytes, k_scale_bytes, v_scale_bytes = self._footprints
+        q_bytes, k_bytes, v_bytes, bias_bytes, k_scale_bytes, v_scale_bytes = self._footprints
         if not (_holds(q, q_bytes) and _holds(k, k_bytes) and _holds(v, v_bytes)):
             return None
-        if not (_holds(k_scale, k_scale_bytes) and _holds(v_scale, v_scale_bytes)):
+        if not (_holds(bias, bias_bytes) and _holds(k_scale, k_scale_bytes) and _holds(v_scale, v_scale_bytes)):
             return None
         set_last(self._decision)
-        return self._replay(q, k, v, pages, k_scale, v_scale)
+        return self._replay(q, k, v, bias, pages, k_scale, v_scale)
 
 
 class RecordedCall:
@@ -127,19 +136,19 @@ class RecordedCall:
     Args:
         decision: which backend runs.
         call: the call, without dropout.
-        footprints: bytes that q, k and v need, from their first element on.
+        footprints: bytes that q, k, v and the bias need, from their first element on.
     """
 
     def __init__(self, decision: Decision, call: Call, tensors: Tensors) -> None:
         self._decision, self._call = decision, call
-        self._footprints = tuple(map(_needed_bytes, tensors[:3]))
+        self._footprints = tuple(map(_needed_bytes, tensors[:4]))
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output for other tensors; None if one of them has lost its memory."""
-        if not all(map(_holds, (q, k, v), self._footprints)):
+        if not all(map(_holds, (q, k, v, bias), self._footprints)):
             return None
         set_last(self._decision)
-        return run_call(self._decision.backend, self._call, Tensors(q, k, v))  # type: ignore[return-value]  # no lse
+        return run_call(self._decision.backend, self._call, Tensors(q, k, v, bias))  # type: ignore[return-value]  # no lse
 
 
 def prepared_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedCall | None:
@@ -147,7 +156,7 @@ def prepared_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedC
     replay = decision.backend.replay(call, tensors)
     if replay is None:
         return None
-    footprints = tuple(map(_needed_bytes, (*tensors[:3], call.k_scale, call.v_scale)))
+    footprints = tuple(map(_needed_bytes, (*tensors[:4], call.k_scale, call.v_scale)))
     return PreparedCall(decision, replay, call.with_memory(None, None, None), footprints)
 
 

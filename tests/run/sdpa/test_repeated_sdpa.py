@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
 from undivided.errors import InputError
+from undivided.run.prepare import prepare
 from undivided.run.sdpa import repeated
 from undivided.sdpa import scaled_dot_product_attention
 
@@ -92,6 +93,104 @@ def test_gradients_of_other_tensors(
             close(a, b)
         with torch.no_grad():
             assert not scaled_dot_product_attention(*leaves, **options).requires_grad
+
+
+def some_of(*sizes: int) -> Tensor:
+    """Boolean; every row has a key."""
+    allowed = torch.rand(sizes) < 0.6
+    allowed[..., 0] = True
+    return allowed
+
+
+MASKS: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "pairs": lambda dtype: some_of(16, 16),
+    "pairs of each head": lambda dtype: some_of(2, 2, 16, 16),
+    "padding": lambda dtype: torch.arange(16).expand(2, 1, 1, 16) < torch.tensor([9, 16])[:, None, None, None],
+    "some keys": lambda dtype: some_of(2, 1, 1, 16),
+    "every second column": lambda dtype: some_of(16, 32)[:, ::2],
+    "numbers": lambda dtype: draw(16, 16, dtype=dtype),
+    "numbers of each head": lambda dtype: draw(2, 16, 16, dtype=dtype),
+    "numbers per row": lambda dtype: draw(2, 1, 16, 1, dtype=dtype),
+    "fp32 numbers": lambda dtype: draw(2, 2, 16, 16),
+    "transposed numbers": lambda dtype: draw(16, 16, dtype=dtype).t(),
+}
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The requests that were prepared."""
+    seen: list[object] = []
+
+    def spied(request: Any, policy: Any) -> Any:
+        seen.append(request)
+        return prepare(request, policy)
+
+    monkeypatch.setattr("undivided.sdpa.prepare", spied)
+    return seen
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_other_tensors_with_one_mask(
+    make: Callable[[torch.dtype], Tensor], dtype: torch.dtype, is_causal: bool, prepared: list[object]
+) -> None:
+    mask, causal = make(dtype), torch.ones(16, 16, dtype=torch.bool).tril()
+    for heads_last in (False, True):
+        for _ in range(3):
+            q, k, v = (draw(2, 16, 2, 16, dtype=dtype).transpose(1, 2) for _ in range(3))
+            if not heads_last:
+                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            found = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+            if mask.dtype == torch.bool:
+                close(found, pytorchs(q, k, v, mask & causal if is_causal else mask))
+            else:  # PyTorch reads a mask of fp32 beside q of fp64 as if it were of fp64
+                bias = mask.to(dtype)
+                close(found, pytorchs(q, k, v, bias.masked_fill(~causal, -torch.inf) if is_causal else bias))
+                mask.copy_(make(dtype))  # a bias is read anew in each call
+    if undivided.explain(q, k, v, layout="bhsd").backend.name == "native":
+        assert len(prepared) == 2
+
+
+@pytest.mark.parametrize("needs", ["", "q", "kv", "m", "qm"])
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_gradients_of_other_tensors_with_one_mask(
+    make: Callable[[torch.dtype], Tensor], needs: str, prepared: list[object]
+) -> None:
+    mask = make(torch.float32)
+    if "m" in needs and mask.dtype == torch.bool:
+        pytest.skip("a boolean mask has no gradient")
+    mask.requires_grad_("m" in needs)
+    for _ in range(3):
+        leaves = [draw().requires_grad_(name in needs) for name in "qkv"]
+        needed = [t for t in (*leaves, mask) if t.requires_grad]
+        found, expected = (f(*leaves, mask) for f in (scaled_dot_product_attention, pytorchs))
+        close(found, expected)
+        if needed:
+            weight = torch.randn_like(expected)
+            for a, b in zip(*(torch.autograd.grad(out, needed, weight) for out in (found, expected)), strict=True):
+                close(a, b)
+    if undivided.explain(*leaves, layout="bhsd").backend.name == "native":
+        assert len(prepared) == 1
+
+
+def test_a_bias_that_lost_its_memory() -> None:
+    q, k, v, bias = draw(), draw(), draw(), draw(16, 16)
+    for _ in range(2):
+        scaled_dot_product_attention(q, k, v, bias)
+    bias.untyped_storage().resize_(8)
+    with pytest.raises(InputError, match="memory"):
+        scaled_dot_product_attention(q, k, v, bias)
+
+
+def test_a_mask_that_does_not_fit_after_one_that_does() -> None:
+    q, k, v, mask = draw(), draw(), draw(), some_of(16, 16)
+    for _ in range(2):
+        scaled_dot_product_attention(q, k, v, mask)
+    with pytest.raises(InputError, match="attn_mask must broadcast"):
+        scaled_dot_product_attention(q[:, :, :5], k, v, mask)
+    with pytest.raises(InputError, match="attn_mask must broadcast"):
+        scaled_dot_product_attention(q, k, v, mask[:5])
 
 
 def test_second_derivatives_of_a_repeated_call() -> None:

@@ -108,6 +108,11 @@ def of_options() -> Iterator[tuple[str, Call]]:
         "attn_mask": ([True], 1),
         "wrong_name": (1,),
     }
+    for mask in ("x", ones(4, 4, dtype=torch.int64), ones(4, 4), ones(4, 4, dtype=torch.bool)):
+        for sizes in ((0, 4, 8), (2, 0, 3, 4, 8)):
+            empty = ones(*sizes), ones(*sizes), ones(*sizes)
+            kind = mask if isinstance(mask, str) else mask.dtype
+            yield f"attn_mask={kind}-for-{sizes}", (empty, {"attn_mask": mask})
     for name, values in wrong.items():
         for value in values:
             yield f"{name}={value!r}".replace("\n", ""), ((query(), key(), key()), {name: value})

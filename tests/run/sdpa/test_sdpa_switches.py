@@ -172,10 +172,10 @@ def test_tensors_are_reshaped_by_views(name: str, monkeypatch: pytest.MonkeyPatc
     seen: list[Tensor] = []
     attend = sdpa._attend
 
-    def spied(request: Request, kind: object) -> Tensor:
+    def spied(request: Request, *kept: Any) -> Tensor:
         assert request.options.mask is not None
         seen.extend((*request.tensors[:3], *request.options.mask.tensors))
-        return attend(request, kind)
+        return attend(request, *kept)
 
     monkeypatch.setattr(sdpa, "_attend", spied)
     ours(*inputs, mask, enable_gqa=SHAPES[name].enable_gqa)

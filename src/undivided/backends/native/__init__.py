@@ -21,7 +21,6 @@ from undivided.backends.native.call import (
     Records,
     contiguous_groups,
     is_plain,
-    is_ranges,
     page_fields,
     plain_record,
     with_addresses,
@@ -129,11 +128,11 @@ class Native(Backend):
         return Result(out, lse)
 
     def replay(self, call: Call, tensors: Tensors) -> Replay | None:
-        """The forward by one record, if the mask is ranges and no optional tensor is read."""
+        """The forward by one record, if it points to the mask as stored and reads no optional tensor but a bias."""
         library, problem = cpu.load(), call.problem
         if isinstance(library, str) or not problem.features.isdisjoint(NEEDS_MORE):
             return None
-        if "blocks" in problem.mask.kinds or not is_ranges(call, tensors.q):
+        if "blocks" in problem.mask.kinds or (tensors.bias is not None and tensors.bias.dtype not in cpu.DTYPES):
             return None
         if call.k_scale is not None and contiguous_groups(call) is not call:
             return None
@@ -145,7 +144,9 @@ class Native(Backend):
             return KernelReplay(library, plain, call, is_plain=True)
         views = *_kernel_views(call, tensors), layout.heads_first(out, problem.layout), UNREAD
         records = Records(call, tensors, views, forward=True)
-        return KernelReplay(library, records.record(slice(0, problem.q_len)), call)
+        if not records.mask_is_stored():
+            return None
+        return KernelReplay(library, records.record(slice(0, problem.q_len)), call, records.mask_memory)
 
     def replay_keys(
         self, replay: Replay, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor

@@ -270,7 +270,8 @@ class Records:
         self.table, self.pages = page_fields(call, tensors) if forward else (None, NO_PAGES)
         self.is_forward = forward
         self.sinks = self.bias = self.slopes = self.key_position = None
-        self._held: list[Tensor] = []
+        self.mask_memory: Tensor | None = None
+        """The boolean tensor that the last record points to."""
         if tensors.sinks is not None:
             self.sinks = require_memory(tensors.sinks.detach()).float().contiguous()
         if tensors.bias is not None:
@@ -291,13 +292,17 @@ class Records:
         """The query rows of each kernel call: all at once, unless the mask must be evaluated in blocks."""
         problem = self.call.problem
         whole = [slice(0, problem.q_len)]
-        if problem.mask.kinds <= _BANDS:
-            return whole
-        form = self.call.normal_form(self.tensors.q)
-        if form.exact or form.tree is not None or self._stored_mask() is not None:
+        if self.mask_is_stored():
             return whole
         step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), MIN_ROWS)
         return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)] or whole
+
+    def mask_is_stored(self) -> bool:
+        """Whether the mask is ranges, a tree or one boolean tensor. Others are evaluated for each record."""
+        if self.call.problem.mask.kinds <= _BANDS:
+            return True
+        form = self.call.normal_form(self.tensors.q)
+        return form.exact or form.tree is not None or self._stored_mask() is not None
 
     def _stored_mask(self) -> Tensor | None:
         """The mask's boolean tensor if the mask is that tensor and ranges; else None."""
@@ -364,7 +369,7 @@ class Records:
         elif dense.shape[2] > 1:
             dense = dense[:, :, rows]
         dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
-        self._held = [require_memory(dense)]
+        dense = self.mask_memory = require_memory(dense)
         return (dense.data_ptr(), *dense.stride(), *_EVERY_KEY_HAS_ENTRIES)
 
     def _invariance(self, rows: slice) -> tuple[int, ...]:

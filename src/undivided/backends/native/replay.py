@@ -16,10 +16,10 @@ from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 
-NEEDS_MORE = frozenset({"backward", "lse", "bias", "alibi", "sinks", "dropout", "strided"})
+NEEDS_MORE = frozenset({"backward", "lse", "alibi", "sinks", "dropout", "strided"})
 """Features of calls that have other outputs, or read tensors that a replay does not get."""
 
-_CHANGING = ("threads", "q", "k", "v", "out", "pages", "k_scale", "v_scale")
+_CHANGING = ("threads", "q", "k", "v", "out", "pages", "bias", "k_scale", "v_scale")
 """The fields of the record that differ from call to call, in its order."""
 
 _STARTS = [8 * cpu.FIELDS.index(name) for name in _CHANGING]
@@ -38,17 +38,20 @@ class KernelReplay:
         library: the loaded kernel.
         record: of the call. What it points to need not be kept alive, but for the call's mask.
         call: the call.
+        mask_memory: what the record points to besides the tensors of a call and of its normal form.
         is_plain: whether the record has no optional fields, as `plain_record` makes it.
     """
 
-    def __init__(self, library: cpu.Library, record: bytes, call: Call, is_plain: bool = False) -> None:
-        # the normal form of the mask owns the table of ranges that the record points to
-        self._set(library, record, call.problem, call.checked_mask)
+    def __init__(
+        self, library: cpu.Library, record: bytes, call: Call, mask_memory: object = None, is_plain: bool = False
+    ) -> None:
+        # the normal form owns the table of ranges, and most other tensors of the mask
+        self._set(library, record, call.problem, (call.checked_mask, mask_memory))
         self._is_plain = is_plain and call.pages is call.k_scale is None
 
-    def _set(self, library: cpu.Library, record: bytes, problem: Problem, ranges: object) -> None:
+    def _set(self, library: cpu.Library, record: bytes, problem: Problem, mask_memory: object) -> None:
         self._constants = tuple([record[gap] for gap in _BETWEEN])
-        self._library, self._record, self._problem, self._ranges = library, record, problem, ranges
+        self._library, self._record, self._problem, self._mask_memory = library, record, problem, mask_memory
         self._forward = library.forward
 
     def with_keys(self, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> KernelReplay | None:
@@ -68,7 +71,14 @@ class KernelReplay:
         return replay
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        pages: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> Tensor:
         out = new_output(self._problem, q)
         constant = self._constants
@@ -86,10 +96,12 @@ class KernelReplay:
             constant[5],
             _address(pages),
             constant[6],
-            _address(k_scale),
+            _address(bias),
             constant[7],
-            _address(v_scale),
+            _address(k_scale),
             constant[8],
+            _address(v_scale),
+            constant[9],
         )
         self._forward(record)
         return out

@@ -176,8 +176,16 @@ class LaunchReplay:
         self._axes = tuple([None if tensor is None else (tensor.shape, tensor.stride()) for tensor in own])
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        pages: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> Tensor:
+        assert bias is None
         given = (q, k, v, k_scale, v_scale)
         own_q, own_k, own_v, k_scale, v_scale = map(_with_axes, given, self._axes)
         assert own_q is not None and own_k is not None and own_v is not None

@@ -62,7 +62,7 @@ def repeated(
         options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
         prepared = mask.prepared[kind] = _prepare(mask, q, k, v, options, policy)
     # k and v may have another order of axes than when they were prepared: a replay reads where they begin
-    return None if prepared is None else prepared.run(q, k, v, None, k_scale, v_scale)
+    return None if prepared is None else prepared.run(q, k, v, None, None, k_scale, v_scale)
 
 
 def _place(tensor: Tensor | None) -> tuple[object, ...]:

@@ -6,28 +6,51 @@ Legend: leading axes [...], H heads, L queries, S keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from undivided import masks
+from undivided._bounded import Bounded
 from undivided.arguments.checks import check_device, check_tensor
+from undivided.arguments.layout import Layout
 from undivided.arguments.shapes import broadcast_hint, broadcasts
 from undivided.arguments.tensors import dtype_name, is_autocast, is_dtensor, readable, snapshot
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._kept import TensorMasks
+from undivided.run.replay import PreparedCall, RecordedCall
 from undivided.selection import switches as _sdp_switches
 
 CAUSAL = masks.causal("top_left")
 
 
-def mask_or_bias(
-    attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
-) -> tuple[Mask | None, Tensor | None]:
-    """(mask, bias): a boolean attn_mask as `masks.dense`, combined with is_causal; any other as a bias. Views with four
-    axes, each of full size or 1."""
+KeptCalls = Bounded[object, tuple[PreparedCall | RecordedCall, Layout]]
+
+
+class MaskOrBias(NamedTuple):
+    """attn_mask and is_causal as arguments of `undivided.attention`; a tensor as a view with four axes, each of full
+    size or 1.
+
+    mask: causal, or a boolean attn_mask as `masks.dense`, or both combined.
+    bias: any other attn_mask.
+    calls: where calls with a mask of attn_mask are kept, as long as that tensor lives unchanged.
+    """
+
+    mask: Mask | None
+    bias: Tensor | None = None
+    calls: KeptCalls | None = None
+
+
+def mask_or_bias(attn_mask: Tensor, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool) -> MaskOrBias:
+    """The attn_mask of a call, checked.
+
+    Args:
+        attn_mask, query, is_causal: of the call.
+        shape: of its result.
+        kv_len: number of keys.
+    """
     if not isinstance(attn_mask, Tensor):
         raise InputError("attn_mask", "be a torch.Tensor or None", type(attn_mask).__name__)
     if type(attn_mask).__name__ == "CausalBias":
@@ -35,28 +58,34 @@ def mask_or_bias(
             raise InputError(
                 "attn_mask", "not be combined with is_causal=True, because it is a causal mask itself", "both"
             )
-        return _causal_bias(attn_mask, query.shape[-2], kv_len), None
+        return MaskOrBias(_causal_bias(attn_mask, query.shape[-2], kv_len))
     scores = (*shape[:-1], kv_len)
     _check_tensor_mask(attn_mask, query, scores, is_causal)
     folded = _folded_mask(attn_mask, scores[:-3])
     causal = CAUSAL if is_causal else None
     if attn_mask.dtype != torch.bool:
-        return causal, _as_bias(folded, query)
+        return MaskOrBias(causal, _as_bias(folded, query))
     # torch.func sees plain operations only, and masks are of plain tensors
     if is_dtensor(attn_mask) or torch._C._functorch.peek_interpreter_stack() is not None:
-        return causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf)
+        return MaskOrBias(causal, torch.zeros_like(folded, dtype=query.dtype).masked_fill(~folded, -torch.inf))
 
-    def build() -> Mask:
+    def build() -> MaskOrBias:
         # the backward has the values of this call, as PyTorch's, whatever is written to attn_mask in the meantime
         tensor = snapshot(folded) if readable(folded) else folded.detach()
-        return masks.dense(tensor) & CAUSAL if is_causal else masks.dense(tensor)
+        return MaskOrBias(masks.dense(tensor) & CAUSAL if is_causal else masks.dense(tensor), None, Bounded(16))
 
     if max(len(scores), attn_mask.dim()) > 4:  # perhaps a copy, which does not change with it
-        return build(), None
-    return _recent.get(is_causal, (attn_mask,), build), None
+        return build()
+    return _recent.get(is_causal, (attn_mask,), build)
 
 
-_recent: TensorMasks[Mask] = TensorMasks(16)
+def kept_calls(attn_mask: Tensor, is_causal: bool) -> KeptCalls | None:
+    """The calls with a boolean attn_mask, or None if there was none since it was last changed."""
+    found = _recent.find(is_causal, (attn_mask,))
+    return None if found is None else found.calls
+
+
+_recent: TensorMasks[MaskOrBias] = TensorMasks(16)
 """Masks that other layers pass too."""
 
 

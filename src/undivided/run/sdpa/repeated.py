@@ -1,7 +1,7 @@
 """Calls of `scaled_dot_product_attention` like an earlier one, which run what that one has prepared.
 
 For a few tokens, the views, checks and look-ups of a call take longer than its kernel. What is kept depends on sizes,
-strides and dtypes only, never on which tensors these are.
+strides and dtypes only, never on which tensors these are, but for boolean masks, each of which has its own calls.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.layout import Layout, from_heads_first, heads_first
+from undivided.arguments.layout import from_heads_first, heads_first
+from undivided.arguments.tensors import is_dense, is_lazy
 from undivided.request.call import Call
 from undivided.request.request import Tensors
-from undivided.run.replay import NUMBERS, PreparedCall, RecordedCall, is_untransformed, needs_gradients, prepared_call
+from undivided.run.replay import NUMBERS, RecordedCall, is_untransformed, needs_gradients, prepared_call
+from undivided.run.sdpa.masks import KeptCalls, kept_calls
 from undivided.selection import switches
 from undivided.selection.decision import Decision
 from undivided.selection.policy import current_policy
@@ -22,9 +24,16 @@ _PROBABILITIES = (float, int)
 
 
 def kind(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: object, is_causal: object, scale: object, enable_gqa: object
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: object,
+    dropout_p: object,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
 ) -> object:
-    """All that a call without attn_mask on the CPU depends on, but where its tensors lie; None if it must be prepared.
+    """All that a call on the CPU depends on, but where its tensors lie; None if it must be prepared.
 
     That is: with dropout, a mode, a transform or autocast, or with arguments that only checks understand.
     """
@@ -37,6 +46,9 @@ def kind(
         or not is_untransformed(query, key, value)
     ):
         return None
+    mask_kind: object = None
+    if attn_mask is not None and (mask_kind := _mask_kind(attn_mask)) is None:
+        return None
     return (
         query.shape,
         key.shape,
@@ -47,6 +59,7 @@ def kind(
         (key.is_cpu and value.is_cpu) or (key.device, value.device),
         (query.is_contiguous() and key.is_contiguous() and value.is_contiguous())
         or (query.stride(), key.stride(), value.stride()),
+        mask_kind,
         is_causal,
         scale,
         enable_gqa,
@@ -55,9 +68,27 @@ def kind(
     )
 
 
-def run(kind: object, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+def _mask_kind(attn_mask: object) -> object:
+    """The part of `kind` that an attn_mask has; of a boolean one nothing more, because each has its own calls."""
+    if type(attn_mask) is not Tensor or not attn_mask.is_cpu or attn_mask.dim() > 4:
+        return None
+    if not is_dense(attn_mask) or is_lazy(attn_mask):
+        return None
+    if attn_mask.dtype is torch.bool:
+        return torch.bool
+    needs_gradient = torch.is_grad_enabled() and attn_mask.requires_grad
+    return attn_mask.shape, attn_mask.stride(), attn_mask.dtype, needs_gradient
+
+
+def run(
+    kind: object, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> Tensor | None:
     """The result of an earlier call of this kind for other tensors; None if there was none, or memory is missing."""
-    kept = _calls.get(kind)
+    calls: KeptCalls | None = _calls
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        calls, bias = kept_calls(attn_mask, is_causal), None
+    kept = None if calls is None else calls.get(kind)
     if kept is None:
         return None
     prepared, layout = kept
@@ -66,18 +97,23 @@ def run(kind: object, query: Tensor, key: Tensor, value: Tensor) -> Tensor | Non
     if isinstance(prepared, RecordedCall):
         if layout != "bhsd":
             key, value = from_heads_first(key, layout), from_heads_first(value, layout)
-        out = prepared.run(query, key, value)
-    else:  # a kernel, which gets the addresses of key and value, and knows their strides
-        out = prepared.run(query, key, value, None, None, None)
+        if bias is not None and bias.dim() < 4:
+            bias = bias[(None,) * (4 - bias.dim())]
+        out = prepared.run(query, key, value, bias)
+    else:  # a kernel, which gets the addresses of key, value and bias, and knows their strides
+        out = prepared.run(query, key, value, bias)
     return out if out is None or layout == "bhsd" else heads_first(out, layout)
 
 
-def keep(kind: object, decision: Decision, call: Call, tensors: Tensors) -> None:
-    """Keep a call with tensors of four axes for later ones of its kind, if its backend runs calls again."""
-    records = needs_gradients(*tensors[:3])
+def keep(kind: object, calls: KeptCalls | None, decision: Decision, call: Call, tensors: Tensors) -> None:
+    """Keep a call with tensors of four axes for later ones of its kind, if its backend runs calls again.
+
+    calls: those of its boolean attn_mask, or None.
+    """
+    records = needs_gradients(*tensors[:4])
     prepared = RecordedCall(decision, call, tensors) if records else prepared_call(decision, call, tensors)
     if prepared is not None:
-        _calls[kind] = prepared, call.problem.layout
+        (_calls if calls is None else calls)[kind] = prepared, call.problem.layout
 
 
-_calls: Bounded[object, tuple[PreparedCall | RecordedCall, Layout]] = Bounded(1024)
+_calls: KeptCalls = Bounded(1024)
