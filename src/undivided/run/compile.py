@@ -26,7 +26,6 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_device, check_mask_devices
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import has_dispatch
-from undivided.backends._base import Backend
 from undivided.errors import InputError
 from undivided.quantization import head_size
 from undivided.request.call import Call
@@ -35,12 +34,13 @@ from undivided.request.normalise import check_types
 from undivided.request.request import OPTIONAL_TENSORS, Options, Request, Tensors
 from undivided.request.result import lse_dtype
 from undivided.request.seed import check_seed, draw_seed
-from undivided.run import autograd, onnx_export, shared_masks
+from undivided.run import autograd, onnx_export, repeated_operator, shared_masks
 from undivided.run.flop_counter import register_if_counting
 from undivided.run.operator_arguments import ANY_SWITCHES, FLAGS, SCHEMA, Arguments, Spec
 from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
-from undivided.selection.policy import check_backend, check_flag, current_policy
+from undivided.selection.decision import Decision
+from undivided.selection.policy import Policy, check_backend, check_flag, current_policy
 
 _TENSOR_COUNT = len(Tensors._fields)
 _library = torch.library.Library("undivided", "DEF")
@@ -141,8 +141,16 @@ def _call_operator(arguments: Arguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _prepare(args: Arguments) -> tuple[Backend, Call, Tensors]:
-    """The operator's arguments as a checked request with its decision, for the real tensors of this call."""
+def _policy(spec: Spec) -> Policy:
+    """The backends that the caller allows where the graph runs."""
+    switches = ""
+    if spec.switches != ANY_SWITCHES:
+        switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
+    return current_policy(spec.backend or None, FLAGS[spec.deterministic], FLAGS[spec.batch_invariant], switches)
+
+
+def _prepare(args: Arguments) -> tuple[Decision, Call, Tensors]:
+    """The operator's arguments as a checked call with its decision, for the real tensors of this call."""
     spec = Spec.read(args.spec)
     options = Options(
         layout=cast(Layout, spec.layout),
@@ -156,26 +164,24 @@ def _prepare(args: Arguments) -> tuple[Backend, Call, Tensors]:
         k_scale=args.k_scale,
         v_scale=args.v_scale,
     )
-    request = Request(args.tensors, options)
-    deterministic, batch_invariant = FLAGS[spec.deterministic], FLAGS[spec.batch_invariant]
-    switches = ""
-    if spec.switches != ANY_SWITCHES:
-        switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
-    policy = current_policy(spec.backend or None, deterministic, batch_invariant, switches)
-    decision, call, tensors = prepare(request, policy, spec.needed)
-    return decision.backend, call, tensors
+    return prepare(Request(args.tensors, options), _policy(spec), spec.needed)
 
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     args = Arguments(*arguments)
+    kind = repeated_operator.kind(args)
+    if kind is not None and (same := repeated_operator.run(kind, args, _policy(Spec.read(args.spec)))) is not None:
+        return same, _no_lse(args.q)
     if autograd.has_tangent(args.tensors):
         must = "have no tangents where a recorded graph runs: its operator has no forward-mode derivative"
         raise InputError("q, k, v and the other tensors", must, "dual tensors", "torch.func.jvp, or the eager function")
     with torch.no_grad():
-        backend, call, tensors = _prepare(args)
+        decision, call, tensors = _prepare(args)
         problem = call.problem
-        out, lse = autograd.forward(backend, call, tensors)
+        out, lse = autograd.forward(decision.backend, call, tensors)
+        if kind is not None:
+            repeated_operator.keep(kind, decision, call, tensors)
         if not problem.lse_is_read:
             return out.contiguous(), _no_lse(args.q)
     return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()
@@ -197,7 +203,8 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     args = Arguments(*first)
     with torch.no_grad():
         # selected again: out and lse have the same meaning for every backend
-        backend, call, tensors = _prepare(args)
+        decision, call, tensors = _prepare(args)
+        backend = decision.backend
         if lse.numel() == 0:
             out, lse = autograd.for_caller(autograd.forward(backend, call, tensors), call.problem)
         gradients = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)

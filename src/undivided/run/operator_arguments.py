@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,6 +79,7 @@ class Spec(NamedTuple):
     """The caller's choice, which may be any text."""
 
     @staticmethod
+    @functools.lru_cache(256)
     def read(text: str) -> Spec:
         """The inverse of ``"|".join(spec)``."""
         return Spec(*text.split("|", len(Spec._fields) - 1))

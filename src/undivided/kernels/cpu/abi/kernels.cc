@@ -25,6 +25,7 @@ extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 
 namespace {
 
+using undivided::kZen4;
 using undivided::kZen5;
 using undivided::threshold;
 #if defined(UNDIVIDED_AMX)
@@ -135,12 +136,18 @@ bool runs_in_units(const Attention& a, int64_t kv_heads, bool in_memory) {
     return rows_of_group(a) <= max_rows && fits_invariant<Mode>(a);
   });
 }
+// Whether prefill is faster although there are few rows, because they fill a panel.
+bool fills_panel(const Attention& a) {
+  const int64_t rows = rows_of_group(a), parts = larger_of(1, a.kv_len / kMinPartKeys);
+  return rows >= threshold(kTuning.full_panel_rows, kZen4, kTuning.full_panel_rows_zen4) && rows <= kLanes &&
+         a.batch * a.kv_heads * parts >= kMinPanelParts && !a.format;
+}
 template <class Half>
 bool can_decode(const Attention& a) {
   if (a.batch_invariant) return with_mode(a.dtype, [&](auto mode) { return fits_invariant<decltype(mode)>(a); });
   const int64_t rows = rows_of_group(a);
   if (rows > kMaxDecodeRows || (rows > kFewDecodeRows && a.kv_len < kMinKeysOfManyRows)) return false;
-  return !is_small_forward(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+  return !fills_panel(a) && !is_small_forward(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
