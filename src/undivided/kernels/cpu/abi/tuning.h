@@ -72,9 +72,10 @@ struct Tuning {
   // 1.2, 1.0. 24 rows 1.2, 1.2; 1.0, 0.85. AVX2: 12 rows 1.45, 1.25; 1.3, 1.0. 16 rows 1.1, 1.0; 1.0, 0.8.)
   // tune-cpu: max_decode_rows
   int64_t max_decode_rows = 12;
-  // From so many rows on, up to kLanes, prefill is faster: they fill a panel. Not for quantised keys. (Zen 4, 13 to 16
-  // rows, prefill against decoding: bf16 1.0 to 1.65; fp32 1.05 to 1.4, but from memory with heads of 64 and 128 0.8 to
-  // 0.85; int8, e4m3 and int4 from memory 0.35 to 0.85. Emerald Rapids, 16 rows: 0.65 to 0.95.)
+  // From so many rows on, up to kLanes, prefill is faster: they fill a panel. Not for quantised keys, nor for fp32 heads
+  // of up to kMaxDecodedPanel numbers. (Zen 4, 13 to 16 rows, prefill against decoding: bf16 1.0 to 1.65, fp16 0.9 to
+  // 1.15; fp32 from memory, heads of 64 and 128 0.75 to 0.85, 256 and 576 1.1 to 1.3; int8, e4m3 and int4 from memory 0.35
+  // to 0.85. Emerald Rapids, 16 rows: 0.65 to 0.95.)
   // tune-cpu: full_panel_rows, full_panel_rows_zen4
   int64_t full_panel_rows = 32, full_panel_rows_zen4 = 32;
   // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
@@ -305,9 +306,9 @@ constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 
 // set by: the rows of one pass (kFewDecodeRows)
 constexpr int64_t kMinKeysOfManyRows = 128, kFewDecodeRows = 8;
 // The rows of a full panel (full_panel_rows) are prefilled if there are so many parts of kMinPartKeys keys, over all
-// key/value heads.
-// set by: the number of threads to keep busy
-constexpr int64_t kMinPanelParts = 16;
+// key/value heads, and in fp32 if heads are larger than that.
+// set by: the number of threads to keep busy; hand, docs/decisions/2026-11-29-more-rows-are-decoded.md
+constexpr int64_t kMinPanelParts = 16, kMaxDecodedPanel = 128;
 // Keys of a step, at most: the scores of 8 rows take 2 KiB.
 // tune-cpu: kDecodeStepKeys
 constexpr int64_t kDecodeStepKeys = 64;
