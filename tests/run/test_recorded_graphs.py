@@ -97,6 +97,28 @@ def test_a_trace_with_gradients_passes_its_own_check() -> None:
     torch.testing.assert_close(traced(2 * x), module(2 * x))
 
 
+class Masked(nn.Module):
+    """Attention with a mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.eye(5).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return undivided.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], self.mask)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_reads_a_mask_in_a_buffer_that_ran_before() -> None:
+    """The trace took the mask that the earlier call had kept: a constant, which no state dict changed."""
+    module, x = Masked(), torch.randn(2, 5, 8)
+    module(x)
+    traced = torch.jit.trace(module, x)
+    module.load_state_dict({"mask": torch.rand(5, 5) < 0.5})
+    traced.load_state_dict(module.state_dict())
+    torch.testing.assert_close(traced(x), module(x))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("kind", ["padding", "padding_causal"])
 def test_a_trace_takes_other_lengths_and_another_kind_of_padding(kind: str) -> None:

@@ -42,7 +42,7 @@ class _State(NamedTuple):
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> _State | None:
         """The state of plain tensors outside of tracing; None if a change may go unseen."""
-        if is_traced() or not all(type(tensor) is Tensor for tensor in tensors):
+        if is_traced() or jit_trace() is not None or not all(type(tensor) is Tensor for tensor in tensors):
             return None
         contents = versions(tensors)
         if contents is None:
@@ -113,11 +113,12 @@ class TensorMasks(Generic[T]):
         def forget(_: object) -> None:
             self._entries.pop(key, None)
 
-        mask = build()
+        # before `build`: if another thread writes to a tensor in the meantime, the next call finds other values
         copies = [
             memory(tensor).clone() if tensor.is_cpu and not isinstance(content, bytes) else None
             for tensor, content in zip(tensors, state.versions, strict=True)
         ]
+        mask = build()
         self._entries[key] = _Entry([weakref.ref(tensor, forget) for tensor in tensors], state, copies, mask)
         return mask
 

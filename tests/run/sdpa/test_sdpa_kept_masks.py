@@ -81,6 +81,22 @@ def test_the_backward_has_the_values_of_the_forward(change: Callable[[Tensor], N
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("length", [9, 160])
+def test_a_mask_that_another_thread_changes_while_it_is_analysed(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept was compared with a copy of the later values, and so the earlier ones counted from then on."""
+    (q, k, v), mask = inputs(length), random_mask(length, length)
+    dense = sdpa_masks.masks.dense
+
+    def with_a_change_meanwhile(tensor: Tensor) -> undivided.Mask:
+        mask.data.fill_(True)
+        return dense(tensor)
+
+    monkeypatch.setattr(sdpa_masks.masks, "dense", with_a_change_meanwhile)
+    undivided.scaled_dot_product_attention(q, k, v, mask)
+    for _ in range(2):
+        torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v))
+
+
 def test_a_large_mask_in_memory_of_numpy_counts_with_its_new_values() -> None:
     (q, k, v), array = inputs(160), random_mask(160, 160).numpy().copy()
     mask = torch.from_numpy(array)
