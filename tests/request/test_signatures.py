@@ -111,6 +111,18 @@ def test_an_unknown_keyword_is_named_beside_those_that_exist(name: str) -> None:
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.parametrize("name", ["attention", "scaled_dot_product_attention"])
+def test_an_unknown_keyword_is_named_by_export(name: str) -> None:
+    """While torch.export runs the code, PyTorch reports that it compiles: the error was a RecursionError."""
+
+    class Wrong(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return getattr(UNTYPED, name)(q, q, q, qqqqq=1)  # type: ignore[no-any-return]
+
+    with pytest.raises(InputError, match="must be called with its own arguments, got 'qqqqq'"):
+        torch.export.export(Wrong(), (Q,), strict=False)
+
+
 def test_a_forgotten_layout_is_an_error_with_the_layouts() -> None:
     want = r"layout must be one of 'bshd', 'sbhd', 'bhsd', 'thd', got no value\n  HINT: b batch, "
     with pytest.raises(TypeError, match=want) as caught:

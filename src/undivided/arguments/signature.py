@@ -171,7 +171,7 @@ def raise_as_type_error(describe: Callable[..., InputError], *arguments: object)
     torch.compile leaves its graph for it: it cannot create a class, and with PyTorch 2.11 it fails on an error that
     exists already.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # not in torch.export(strict=False), which runs Python as it is
         from undivided.arguments import _graph_break
 
         _graph_break.call(raise_as_type_error, (describe, *arguments), {})
