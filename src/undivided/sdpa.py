@@ -102,7 +102,7 @@ def scaled_dot_product_attention(
             q, k, v = query, key, value
             layout = _layout_in_memory(query)
             if layout != "bhsd":
-                q, k, v = (from_heads_first(t, layout) for t in (q, k, v))
+                q, k, v = _in_layout(query, key, value, layout)
         else:
             shape = _output_shape(query, key, value, enable_gqa)
             if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
@@ -242,6 +242,16 @@ def _layout_in_memory(query: Tensor) -> Layout:
     if not holds(length > heads) or not holds(heads > 0) or holds(query.shape[2] == 1) or not holds(size == 1):
         return "bhsd"
     return "sbhd" if holds(length > batch) and holds(batch > heads) else "bshd"
+
+
+def _in_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Sequence[Tensor]:
+    """Views in the layout; InputError if a tensor has lost its memory, of which PyTorch makes no views."""
+    try:
+        return [from_heads_first(tensor, layout) for tensor in (query, key, value)]
+    except RuntimeError:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_tensor(name, tensor)
+        raise
 
 
 def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

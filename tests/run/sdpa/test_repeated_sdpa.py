@@ -305,12 +305,20 @@ def test_wrong_arguments_after_right_ones(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("needed", [False, True], ids=["without gradients", "with gradients"])
-def test_a_tensor_that_lost_its_memory(needed: bool) -> None:
-    q, k, v = draw().requires_grad_(needed), draw(), draw()
-    scaled_dot_product_attention(q, k, v)
-    k.untyped_storage().resize_(8)
-    with pytest.raises(InputError, match=r"key|k must"):
-        scaled_dot_product_attention(q, k, v)
+@pytest.mark.parametrize("heads_last", [False, True], ids=["bhsd", "bshd"])
+@pytest.mark.parametrize("calls", [0, 1], ids=["first", "repeated"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+def test_a_tensor_that_lost_its_memory(name: str, calls: int, heads_last: bool, needed: bool) -> None:
+    """PyTorch makes no view of such a tensor: where one was needed, its error named no argument."""
+    tensors = {n: draw(2, 16, 2, 16).transpose(1, 2) for n in ("query", "key", "value")}
+    if not heads_last:
+        tensors = {n: t.contiguous() for n, t in tensors.items()}
+    tensors = {n: t.requires_grad_(needed) for n, t in (tensors | {"attn_mask": draw(16, 16)}).items()}
+    for _ in range(calls):
+        scaled_dot_product_attention(**tensors)
+    tensors[name].untyped_storage().resize_(8)
+    with pytest.raises(InputError, match=f"^({name}|{name[0]}) must have its .* bytes in memory"):
+        scaled_dot_product_attention(**tensors)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

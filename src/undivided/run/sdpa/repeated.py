@@ -92,16 +92,17 @@ def run(
     if kept is None:
         return None
     prepared, layout = kept
-    if layout != "bhsd":
-        query = from_heads_first(query, layout)
-    if isinstance(prepared, RecordedCall):
+    try:
         if layout != "bhsd":
-            key, value = from_heads_first(key, layout), from_heads_first(value, layout)
-        if bias is not None and bias.dim() < 4:
-            bias = bias[(None,) * (4 - bias.dim())]
-        out = prepared.run(query, key, value, bias)
-    else:  # a kernel, which gets the addresses of key, value and bias, and knows their strides
-        out = prepared.run(query, key, value, bias)
+            query = from_heads_first(query, layout)
+        if isinstance(prepared, RecordedCall):  # a kernel gets the addresses of the others, and knows their strides
+            if layout != "bhsd":
+                key, value = from_heads_first(key, layout), from_heads_first(value, layout)
+            if bias is not None and bias.dim() < 4:
+                bias = bias[(None,) * (4 - bias.dim())]
+    except RuntimeError:  # there is no view of memory that is missing
+        return None
+    out = prepared.run(query, key, value, bias)
     return out if out is None or layout == "bhsd" else heads_first(out, layout)
 
 
