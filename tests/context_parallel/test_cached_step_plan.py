@@ -110,5 +110,6 @@ def test_the_command_prints_both_ways() -> None:
     text = run(*words).stdout
     assert "sharded=True" in text
     assert "1,000,000 cached" in text
+    assert "1 new token per sequence over 64 cached" in run("plan", "1", "--cached", "64", "--world", "2").stdout
     assert "--cached" in refused("plan", "8", "--page-size", "4")
     assert "--kv-len" in refused("plan", "8", "--cached", "4", "--kv-len", "9")

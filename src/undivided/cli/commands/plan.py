@@ -186,7 +186,8 @@ def _show_cached(steps: list[CachedStep], new: int, cached: int, as_json: bool) 
         print_json([asdict(step) | {"sent": step.sent} for step in steps])
         return
     screen = console()
-    screen.print(Text(f"{new:,} new tokens per sequence over {cached:,} cached; one layer", "bold"))
+    tokens = f"{new:,} new token{'' if new == 1 else 's'}"
+    screen.print(Text(f"{tokens} per sequence over {cached:,} cached; one layer", "bold"))
     rows = table("new tokens on a rank", "queries", "keys, values", "results", "sent", "cache")
     for step in steps:
         sizes = (step.queries, step.keys, step.results, step.sent, step.cache)
