@@ -75,6 +75,6 @@ def _observed(request: Request, switches: str | None) -> Output:
 
 def _at_once(request: Request, switches: str | None) -> Output:
     """The result of a backend, without the operator."""
-    backend, deterministic, batch_invariant = request[2:]
-    decision, call, tensors = prepare(request, current_policy(backend, deterministic, batch_invariant, switches or ""))
+    policy = current_policy(request.backend, request.deterministic, request.batch_invariant, switches or "")
+    decision, call, tensors = prepare(request, policy)
     return autograd.run(decision.backend, call, tensors)
