@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import undivided
 from undivided import masks
-from undivided.cli.byte_model import END, ByteModel, Size
-from undivided.cli.byte_training import pack
+from undivided.cli.demo.byte_model import END, ByteModel, Size
+from undivided.cli.demo.byte_training import pack
 from undivided.parallel import clip_grad_norm_, parallelize
 
 SIZE = Size(features=64, layers=2, heads=4, kv_heads=2, hidden=128, window=32, longest=200, dropout=0.1)

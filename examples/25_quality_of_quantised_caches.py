@@ -15,7 +15,7 @@ from collections import OrderedDict
 import torch
 
 from undivided import InferenceParams
-from undivided.cli.byte_model import END, ByteModel, Size
+from undivided.cli.demo.byte_model import END, ByteModel, Size
 from undivided.quantization import FORMATS
 
 with contextlib.redirect_stdout(io.StringIO()):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import undivided
-from undivided.cli.byte_model import END, ByteModel, Size, generate
-from undivided.cli.byte_training import Corpus, Recipe, Training, bigram_loss, pack, train
+from undivided.cli.demo.byte_model import END, ByteModel, Size, generate
+from undivided.cli.demo.byte_training import Corpus, Recipe, Training, bigram_loss, pack, train
 
 SMALL = Size(features=32, layers=2, heads=4, kv_heads=2, hidden=48, window=8, longest=48)
 

@@ -133,8 +133,8 @@ def checkpoint() -> bytes:
 
 @functools.cache
 def training() -> Any:
-    from undivided.cli.byte_model import Size
-    from undivided.cli.byte_training import Corpus, Recipe, Training
+    from undivided.cli.demo.byte_model import Size
+    from undivided.cli.demo.byte_training import Corpus, Recipe, Training
 
     return Training(Size(features=16, layers=1, heads=1, kv_heads=1, hidden=16), Recipe(steps=1), Corpus.of_library())
 
@@ -211,7 +211,7 @@ def of_tiles(rng: random.Random, folder: Path) -> None:
 
 
 def of_checkpoint(rng: random.Random, folder: Path) -> None:
-    from undivided.cli.byte_training import Training
+    from undivided.cli.demo.byte_training import Training
 
     path = folder / "checkpoint"
     if rng.random() < 0.5:

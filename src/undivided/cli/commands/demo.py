@@ -12,13 +12,12 @@ import torch
 import typer
 
 from undivided.arguments.tensors import dtype_name
-from undivided.cli import _charts
 from undivided.cli._options import DTYPES, Dtype
 from undivided.cli._paths import file_to_write, folder_to_write
 from undivided.cli._terminal import console, decision_json, print_json, progress
-from undivided.cli.byte_training import Recipe
-from undivided.cli.demo import comparison, text, training
+from undivided.cli.demo import charts, comparison, text, training
 from undivided.cli.demo.batch import PackedBatch, embed
+from undivided.cli.demo.byte_training import Recipe
 from undivided.cli.demo.documents import Document, collect
 from undivided.cli.demo.training import train_and_generate
 from undivided.cli.demo.training_step import FORMATS, training_steps
@@ -96,7 +95,7 @@ def demo(
         text.introduce(screen, chosen, batch)
     report = _check(batch, chosen, sizes.rounds, quiet=as_json)
     if out is not None:
-        report["files"] = [str(path) for path in _charts.draw(out, batch, report)]
+        report["files"] = [str(path) for path in charts.draw(out, batch, report)]
     report["seconds"] = round(time.perf_counter() - start, 1)
     if screen:
         text.show(screen, report, _decide(batch))

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from undivided.cli._terminal import mark, print_table, print_text, print_title, progress, table
-from undivided.cli.byte_model import Size, generate
-from undivided.cli.byte_training import Corpus, Recipe, Training, bigram_loss, train
+from undivided.cli.demo.byte_model import Size, generate
+from undivided.cli.demo.byte_training import Corpus, Recipe, Training, bigram_loss, train
 
 Report = dict[str, Any]
 PROMPTS = (b"import ", b"def __init__(self", b"class ")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.cli.byte_model import END, ByteModel, Size
+from undivided.cli.demo.byte_model import END, ByteModel, Size
 from undivided.cli.demo.documents import library_files
 from undivided.errors import InputError
 
