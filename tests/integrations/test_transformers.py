@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the transformers library is not inst
 import transformers
 import transformers_models as models  # beside this file; it imports transformers
 
-from undivided.integrations.transformers import _attention, register, speed
+from undivided.integrations.transformers import _attention, _weights, register, speed
 from undivided.integrations.transformers._names import cache_name
 from undivided.integrations.transformers.sweep import _models
 
@@ -39,8 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
 
         return call
 
-    for name in ("attend", "repeated"):
-        monkeypatch.setattr(_attention, name, counting(getattr(_attention, name)))
+    monkeypatch.setattr(_weights, "attend", counting(_weights.attend))
+    monkeypatch.setattr(_attention, "repeated", counting(_attention.repeated))
     yield lambda: count
     assert count > 0
 
@@ -376,8 +376,8 @@ def test_the_speed_table_compares_before_it_times(monkeypatch: pytest.MonkeyPatc
     speed.main(small)
     rows = capsys.readouterr().out.strip().splitlines()[4:]
     assert [row.split(" | ")[0] for row in rows] == ["| prefill", "| decoding", "| training step"] * 2
-    ours = _attention.attend
-    monkeypatch.setattr(_attention, "attend", lambda *args, **options: 1.01 * ours(*args, **options))
+    ours = _weights.attend
+    monkeypatch.setattr(_weights, "attend", lambda *args, **options: 1.01 * ours(*args, **options))
     monkeypatch.setattr(_attention, "repeated", lambda *args: None)
     with pytest.raises(RuntimeError, match="'undivided'\\] exceed twice eager's, so nothing is timed"):
         speed.main(small)

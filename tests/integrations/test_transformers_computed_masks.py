@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undivided.errors import InputError
-from undivided.integrations.transformers import ModelMask, _arguments, attention, model_mask, register
+from undivided.integrations.transformers import ModelMask, _positions, attention, model_mask, register
 from undivided.integrations.transformers._masks import within_documents
 
 masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
@@ -317,7 +317,7 @@ def test_positions_that_restart_without_documents_in_the_mask_are_reported(
 ) -> None:
     """GPT-OSS does not read documents from its positions; with a mask of ones no model does. They attended to each
     other without a word."""
-    monkeypatch.setattr(_arguments, "_reported", set())
+    monkeypatch.setattr(_positions, "_reported", set())
     config = transformers.GptOssConfig(
         vocab_size=20,
         hidden_size=16,
@@ -345,7 +345,7 @@ def test_positions_that_restart_without_documents_in_the_mask_are_reported(
 
 
 def test_documents_that_a_mask_has_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_arguments, "_reported", set())
+    monkeypatch.setattr(_positions, "_reported", set())
     positions = torch.tensor([RESTART])
     config = transformers.LlamaConfig(num_attention_heads=2, attn_implementation="undivided")
     mask = masking_utils.create_causal_mask(config, torch.randn(1, 5, 8), None, None, position_ids=positions)
@@ -354,4 +354,4 @@ def test_documents_that_a_mask_has_are_not_reported(monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(Layer(), q, q, q, mask, position_ids=positions)
-    assert _arguments._reported == set()
+    assert _positions._reported == set()

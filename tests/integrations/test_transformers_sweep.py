@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from undivided.integrations.transformers import _attention, register
+from undivided.integrations.transformers import _attention, _weights, register
 from undivided.integrations.transformers.sweep import (
     ModelOutcome,
     __main__,
@@ -52,20 +52,20 @@ def test_an_architecture_is_equal_in_every_case(model_type: str) -> None:
 def test_the_comparison_detects_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: for attention that is one thousandth too large, missing weights, and an error."""
     register()
-    ours = _attention.attend
+    ours = _weights.attend
     monkeypatch.setattr(_attention, "repeated", lambda *args: None)
-    monkeypatch.setattr(_attention, "attend", lambda *args, **options: 1.001 * ours(*args, **options))
+    monkeypatch.setattr(_weights, "attend", lambda *args, **options: 1.001 * ours(*args, **options))
     found = compare("llama")
     assert {outcome.state for outcome in found.values()} == {"differs"}
     assert all("of its norm" in outcome.detail for outcome in found.values())
-    monkeypatch.setattr(_attention, "attend", ours)
-    monkeypatch.setattr(_attention, "_collects_weights", lambda module: False)
+    monkeypatch.setattr(_weights, "attend", ours)
+    monkeypatch.setattr(_attention, "collects_weights", lambda module: False)
     assert compare("gpt2")["weights"] == ModelOutcome("differs", "other results: ['attentions[0]', 'attentions[1]']")
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise ValueError("not today")
 
-    monkeypatch.setattr(_attention, "attend", refuse)
+    monkeypatch.setattr(_weights, "attend", refuse)
     assert compare("llama")["none"] == ModelOutcome("fails", "ValueError: not today")
 
 

@@ -122,7 +122,7 @@ def model_mask_alone(length: int) -> ModelMask:
 
 
 def test_rows_that_follow_one_another_in_memory_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    from undivided.integrations.transformers import _attention
+    from undivided.integrations.transformers import _weights
 
     addresses: list[int] = []
 
@@ -131,7 +131,7 @@ def test_rows_that_follow_one_another_in_memory_are_not_copied(monkeypatch: pyte
         return torch.zeros_like(q)
 
     q, k, v = inputs(torch.float32)
-    monkeypatch.setattr(_attention, "attend", recorded)
+    monkeypatch.setattr(_weights, "attend", recorded)
     attention(Layer(), q.requires_grad_(), k, v, causal(slice(None)))
     assert addresses == [state.data_ptr() for state in (q, k, v)]
 

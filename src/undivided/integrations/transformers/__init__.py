@@ -4,21 +4,30 @@ A model calls two functions by that name: one for the mask, once per kind of lay
 attention, in every layer. Ours passes a `Mask` from the first to the second, so that causal masks, windows, chunks,
 padding, packed documents and cached lengths keep their structure, and no S x S tensor is created.
 
-    _patterns.py    the pattern of a mask function of transformers, read from its closure
-    _masks.py       the pattern as a Mask, for the sizes and offsets of a call
-    _model_mask.py  the Mask in place of a tensor; it becomes dense if a model computes with it
-    _attention.py   the attention of a layer
-    _latent.py      latent attention (MLA) over the latents themselves
-    _continuous_batching.py   the same over the paged cache of continuous batching
-    _names.py       names that differ between versions of transformers
+The mask, in the order of its construction:
 
-`Cache` stores keys and values in place, quantised on request, and passes them to the attention as they are.
+    _patterns.py     the pattern of a mask function of transformers, read from its closure
+    _masks.py        `model_mask`, the registered function: the pattern as a `Mask`, for the sizes and offsets of a call
+    _model_mask.py   `ModelMask`: the `Mask` in place of a tensor; it becomes dense if a model computes with it
 
-    _cache.py, _cache_layers.py   the cache and its layers
-    _cached_states.py             quantised keys or values in place of a tensor
-    _tensor_like.py               what they share with the mask
+The attention:
 
-`parallelize` spreads a model and its sequences over ranks (parallel/); _active.py has the batch of a forward pass.
+    _attention.py            `attention`, the registered function
+    _arguments.py            its arguments, and their checks
+    _positions.py            a warning of positions whose documents the mask does not have
+    _repeated.py             layers that share a mask run what the first of them prepared
+    _latent.py               latent attention (MLA) over the latents themselves
+    _weights.py              the output with attention weights
+    _continuous_batching.py  the same over the paged cache of continuous batching
+
+The rest:
+
+    cache/           `Cache`, which stores keys and values in place, quantised on request
+    parallel/        `parallelize`, which spreads a model and its sequences over ranks
+    _active.py       what `parallelize` tells the masks and the attention
+    _tensor_like.py  the base of what stands in place of a tensor: `ModelMask`, and quantised keys and values
+    _names.py        names that differ between versions of transformers
+    speed.py, sweep/  programs: the time of a whole model, and the results of all models of transformers
 """
 
 from __future__ import annotations
@@ -39,7 +48,7 @@ from undivided.integrations.transformers._patterns import learn
 from undivided.integrations.transformers.parallel import parallelize, shard_batch
 
 if TYPE_CHECKING:
-    from undivided.integrations.transformers._cache import Cache
+    from undivided.integrations.transformers.cache._cache import Cache
 
 __all__ = ["Cache", "ModelMask", "attention", "model_mask", "parallelize", "register", "shard_batch", "use_latents"]
 
@@ -109,7 +118,7 @@ if not TYPE_CHECKING:  # or type checkers would accept every name
         if name != "Cache":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            from undivided.integrations.transformers._cache import Cache
+            from undivided.integrations.transformers.cache._cache import Cache
         except ImportError as error:
             raise ImportError(MISSING) from error
         globals()[name] = Cache

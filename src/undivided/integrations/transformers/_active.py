@@ -1,4 +1,5 @@
-"""The sharded batch of the forward pass that runs now; model masks and the attention read it."""
+"""What `parallelize` tells the masks and the attention: the batch of the forward pass that runs now, and the attribute
+of modules with their tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ import torch
 
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
+
+TENSOR_RANKS = "_undivided_tensor_ranks"
+"""The attribute of a model's modules with the tensor parallel ranks that divide their heads."""
 
 
 class ActiveBatch(Protocol):
@@ -35,7 +39,3 @@ def active_batch() -> ActiveBatch | None:
     """The batch of the forward pass that runs now. A read of the variable breaks a graph of torch.compile, so there is
     none before a first batch was set."""
     return None if torch.compiler.is_compiling() and not _was_set else _active.get()
-
-
-TENSOR_RANKS = "_undivided_tensor_ranks"
-"""The attribute of a model's modules with the tensor parallel ranks that divide their heads."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, cast
 
 import torch
@@ -11,24 +10,25 @@ from torch import Tensor, nn
 from undivided import masks
 from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
-from undivided.functional import attention as attend
 from undivided.integrations.transformers._active import TENSOR_RANKS, active_batch
-from undivided.integrations.transformers._arguments import check_arguments, report_restarts
-from undivided.integrations.transformers._cached_states import CachedStates
+from undivided.integrations.transformers._arguments import LayerArguments, check_arguments
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
 from undivided.integrations.transformers._latent import absorb_queries, expand, expand_output, has_latents, pays_off
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
+from undivided.integrations.transformers._positions import report_restarts
 from undivided.integrations.transformers._repeated import repeated
+from undivided.integrations.transformers._weights import collects_weights, output_and_weights
+from undivided.integrations.transformers.cache._states import CachedStates
 from undivided.masks import Mask
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 from undivided.request.seed import draw_seed
-from undivided.run.autograd import autocast
-from undivided.selection.policy import current_policy
 
 _NUMBERS, _FLAGS = frozenset({int, float}), frozenset({bool, type(None)})
+_NOT_OVER_RANKS = ("position_bias", "sinks", "indices", "block_indices", "cu_seq_lens_q")
+"""Arguments that need the tokens of all ranks."""
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The arguments that describe packed documents."""
 
@@ -102,56 +102,79 @@ def attention(
     """
     if is_paged_cache(others.get("cache")):
         documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        arguments = others | dict(zip(_DOCUMENTS, documents, strict=True))
-        return _over_paged_cache(module, query, key, value, arguments, scaling, softcap, s_aux), None
+        keywords = others | dict(zip(_DOCUMENTS, documents, strict=True))
+        return _over_paged_cache(module, query, key, value, keywords, scaling, softcap, s_aux), None
     _check_refused(others)
     if isinstance(attention_mask, ModelMask) and cu_seq_lens_q is None and "position_ids" in others:
         report_restarts(module, attention_mask, others["position_ids"])
+    # bare: without the arguments that few models have; plain: only a mask, a scale and a softcap
     is_bare = position_bias is sinks is indices is block_indices is cu_seq_lens_q is cu_seq_lens_k is None
     is_bare = is_bare and max_length_q is max_length_k is None
-    if is_bare and _is_in_one_row(attention_mask, query, key, value):
-        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
-        given["output_attentions"] = output_attentions
-        rows = query, cast(Tensor, key), cast(Tensor, value)
-        return _in_one_row(module, cast(ModelMask, attention_mask), rows, given)
-    # arguments of a wrong type are not plain: `check_arguments` refuses them
-    is_plain = is_bare and s_aux is None and type(dropout) in _NUMBERS and dropout == 0
+    fits_one_row = is_bare and _fits_one_row(attention_mask, query, key, value)
+    # arguments of a wrong type do not count as plain, so that `check_arguments` sees and refuses them
+    is_plain = is_bare and not fits_one_row and s_aux is None and type(dropout) in _NUMBERS and dropout == 0
     is_plain = is_plain and type(is_causal) in _FLAGS and (output_attentions is None or output_attentions is False)
-    if is_plain and isinstance(attention_mask, ModelMask) and not _collects_weights(module):
+    if is_plain and isinstance(attention_mask, ModelMask) and not collects_weights(module):
         same = repeated(module, query, key, value, attention_mask, scaling, softcap)
         if same is not None:
             return same, None
-    check_arguments(dict(locals()))  # the arguments by name
+    arguments = LayerArguments(
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        attention_mask=attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        softcap=softcap,
+        s_aux=s_aux,
+        position_bias=position_bias,
+        sinks=sinks,
+        indices=indices,
+        block_indices=block_indices,
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
+        max_length_q=max_length_q,
+        max_length_k=max_length_k,
+        output_attentions=output_attentions,
+    )
+    if fits_one_row:
+        return _in_one_row(arguments)
+    check_arguments(arguments)
+    return _checked_attention(arguments)
+
+
+def _checked_attention(arguments: LayerArguments) -> tuple[Tensor, Tensor | None]:
+    """(output, weights) of a layer whose arguments were checked."""
+    module, query, key, value = arguments.module, arguments.query, arguments.key, arguments.value
     is_absorbed = False
     if has_latents(module):
         query, key, value, is_absorbed = _latent_states(module, query, cast(Tensor, key), value)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask, bias = _mask_and_bias(module, attention_mask, query, key, causal)
-    if cu_seq_lens_q is not None:
-        cu_kv = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        mask = _document_mask(attention_mask, mask, causal, cu_seq_lens_q, cu_kv, max_length_q, max_length_k)
-    for selected in _selected_keys(module, indices, block_indices, query.shape[1], key.shape[2]):
-        mask = masks.dense(selected) if mask is None else mask & masks.dense(selected)
-    if position_bias is not None:
-        bias = position_bias if bias is None else position_bias + bias
+    mask, bias = _mask_and_bias(arguments)
     options: dict[str, Any] = {
         "layout": "bshd",
         "mask": mask,
         "bias": bias,
-        "scale": scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-        "dropout_p": dropout,
+        "scale": arguments.scaling,
+        "softcap": arguments.softcap,
+        "sinks": arguments.s_aux,
+        "dropout_p": arguments.dropout,
     }
-    needs_weights = output_attentions or _collects_weights(module)
-    if active_batch() is not None or getattr(attention_mask, "context", None) is not None:
-        refused = {"output_attentions": needs_weights or None, "position_bias": position_bias, "sinks": sinks}
-        refused |= {"indices": indices, "block_indices": block_indices, "cu_seq_lens_q": cu_seq_lens_q}
-        options["context_parallel"] = _context(attention_mask, refused)
-    if dropout:
+    needs_weights = bool(arguments.output_attentions) or collects_weights(module)
+    if active_batch() is not None or getattr(arguments.attention_mask, "context", None) is not None:
+        options["context_parallel"] = _context(arguments, needs_weights)
+    if arguments.dropout:
         options |= _seed_and_mask(module, query, options, needs_weights)
-    out, weights = _output_and_weights(query, key, value, sinks, options, needs_weights)
+    out, weights = output_and_weights(query, key, value, arguments.sinks, options, needs_weights)
     return expand_output(module, out) if is_absorbed else out, weights
+
+
+def _check_refused(others: dict[str, Any]) -> None:
+    for name in REFUSED:
+        if others.get(name) is not None:
+            hint = "attn_implementation='eager' computes this layer"
+            raise InputError(name, "be None", type(others[name]).__name__, hint=hint)
 
 
 def _over_paged_cache(
@@ -159,7 +182,7 @@ def _over_paged_cache(
     query: Tensor,
     key: Any,
     value: Any,
-    arguments: dict[str, Any],
+    keywords: dict[str, Any],
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
@@ -167,8 +190,31 @@ def _over_paged_cache(
     """The output over the cache of continuous batching, whose engine passes lengths and offsets in its own form."""
     if has_latents(module):
         key, value = expand(module, key)
-    cache, layer = arguments["cache"], cast(int, module.layer_idx)
-    return paged_attention(query, key, value, cache, layer, arguments, scale=scale, softcap=softcap, sinks=sinks)
+    cache, layer = keywords["cache"], cast(int, module.layer_idx)
+    return paged_attention(query, key, value, cache, layer, keywords, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _fits_one_row(mask: object, *states: object) -> bool:
+    """Whether the mask has a form for all rows in one, and these queries, keys and values have its rows and tokens."""
+    if not isinstance(mask, ModelMask) or mask.in_one_row is None:
+        return False
+    return all(type(one) is Tensor and one.dim() == 4 and one.shape[::2] == mask.shape[::2] for one in states)
+
+
+def _in_one_row(arguments: LayerArguments) -> tuple[Tensor, Tensor | None]:
+    """The attention of a layer with the documents of all rows in one row, for batch-invariant results.
+
+    Rows that follow one another in memory are not copied.
+    """
+    mask = cast(ModelMask, arguments.attention_mask)
+    rows = mask.shape[0], mask.shape[2]
+    states = arguments.query, cast(Tensor, arguments.key), cast(Tensor, arguments.value)
+    query, key, value = (one.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for one in states)
+    joined = arguments._replace(query=query, key=key, value=value, attention_mask=mask.in_one_row)
+    out, weights = attention(*joined)
+    if weights is not None:  # those of the keys in the query's own row
+        weights = weights[0].unflatten(2, rows).unflatten(1, rows).diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2)
+    return out[0].unflatten(0, rows), weights
 
 
 def _latent_states(
@@ -181,53 +227,25 @@ def _latent_states(
     return query, *expand(module, key), False
 
 
-def _is_in_one_row(mask: object, *states: object) -> bool:
-    """Whether the mask has a form for all rows in one, and these queries, keys and values have its rows and tokens."""
-    if not isinstance(mask, ModelMask) or mask.in_one_row is None:
-        return False
-    return all(type(one) is Tensor and one.dim() == 4 and one.shape[::2] == mask.shape[::2] for one in states)
+def _mask_and_bias(arguments: LayerArguments) -> tuple[Mask | None, Tensor | None]:
+    """(mask, bias) of all arguments that hide keys or add to the scores."""
+    module, documents = arguments.module, arguments.cu_seq_lens_q
+    causal = getattr(module, "is_causal", True) if arguments.is_causal is None else arguments.is_causal
+    heads, q_len, kv_len = *arguments.query.shape[1:3], arguments.key.shape[2]
+    mask, bias = _read_attention_mask(module, arguments.attention_mask, q_len, kv_len, causal)
+    if documents is not None:
+        mask = _document_mask(arguments, documents, mask, causal)
+    for selected in _selected_keys(module, arguments.indices, arguments.block_indices, heads, kv_len):
+        mask = masks.dense(selected) if mask is None else mask & masks.dense(selected)
+    if arguments.position_bias is not None:
+        bias = arguments.position_bias if bias is None else arguments.position_bias + bias
+    return mask, bias
 
 
-def _in_one_row(
-    module: nn.Module, mask: ModelMask, states: tuple[Tensor, ...], options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """The attention of a layer with the documents of all rows in one row, for batch-invariant results.
-
-    Rows that follow one another in memory are not copied.
-    """
-    rows = mask.shape[0], mask.shape[2]
-    query, key, value = (one.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for one in states)
-    out, weights = attention(module, query, key, value, mask.in_one_row, **options)
-    if weights is not None:  # those of the keys in the query's own row
-        weights = weights[0].unflatten(2, rows).unflatten(1, rows).diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2)
-    return out[0].unflatten(0, rows), weights
-
-
-def _check_refused(others: dict[str, Any]) -> None:
-    for name in REFUSED:
-        if others.get(name) is not None:
-            hint = "attn_implementation='eager' computes this layer"
-            raise InputError(name, "be None", type(others[name]).__name__, hint=hint)
-
-
-def _keys_and_values(
-    key: Tensor | CachedStates, value: Tensor | CachedStates
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(k, v) as [B, Sk, N, D], and the scales of quantised ones as options of `undivided.attention`."""
-    if isinstance(key, CachedStates) and isinstance(value, CachedStates):
-        return key.quantized, value.quantized, {"k_scale": key.scale, "v_scale": value.scale}
-    return key.transpose(1, 2), value.transpose(1, 2), {}
-
-
-def _mask_and_bias(
-    module: nn.Module,
-    attention_mask: ModelMask | Tensor | None,
-    query: Tensor,
-    key: Tensor | CachedStates,
-    causal: bool,
+def _read_attention_mask(
+    module: nn.Module, attention_mask: ModelMask | Tensor | None, q_len: int, kv_len: int, causal: bool
 ) -> tuple[Mask | None, Tensor | None]:
     """(mask, bias) from a layer's ``attention_mask``; None has the meaning of PyTorch's function."""
-    q_len, kv_len = query.shape[2], key.shape[2]
     if isinstance(attention_mask, ModelMask):
         if attention_mask.shape[2:] == (1, kv_len) != (q_len, kv_len):  # one row, broadcast over the queries
             return masks.dense(attention_mask.to_dense()), None
@@ -252,11 +270,44 @@ def _hint_of_fewer_keys(module: nn.Module, mask: ModelMask) -> str | None:
     return _NOT_A_DECODER if getattr(module, "is_decoder", None) is False else _ENCODER_DECODER
 
 
-def _context(mask: ModelMask | Tensor | None, refused: dict[str, Any]) -> ContextParallel:
+def _document_mask(arguments: LayerArguments, cu_q: Tensor, mask: Mask | None, causal: bool) -> Mask:
+    """The mask within documents packed into a batch of one; `mask` is that of ``attention_mask``."""
+    cu_kv = cu_q if arguments.cu_seq_lens_k is None else arguments.cu_seq_lens_k
+    documents = cu_q, cu_kv, arguments.max_length_q, arguments.max_length_k
+    attention_mask = arguments.attention_mask
+    if isinstance(attention_mask, ModelMask):
+        return within_documents(attention_mask, *documents)
+    if attention_mask is None:
+        return packed_mask(Pattern(right=0 if causal else None), *documents)
+    return packed_mask(Pattern(), *documents) & (masks.FULL if mask is None else mask)
+
+
+def _selected_keys(
+    module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int
+) -> list[Tensor]:
+    """The keys that a layer selected for its queries, bool ``[B, 1|H, Sq, Sk]``."""
+    selected = []
+    if indices is not None:
+        no_keys = torch.zeros((*indices.shape[:2], kv_len), dtype=torch.bool, device=indices.device)
+        selected.append(no_keys.scatter(-1, indices.long(), True)[:, None])
+    if blocks is not None:
+        size: int = module.indexer.block_size  # type: ignore[union-attr, assignment]
+        count = -(-kv_len // size)
+        no_blocks = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool, device=blocks.device)
+        keys = no_blocks.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
+        keys = keys.repeat_interleave(size, dim=-1)[..., :kv_len]
+        selected.append(keys.repeat_interleave(heads // blocks.shape[1], dim=1))
+    return selected
+
+
+def _context(arguments: LayerArguments, needs_weights: bool) -> ContextParallel:
     """The ranks that the sequence is spread over; raises InputError for what needs the tokens of all ranks."""
+    refused: dict[str, object] = {"output_attentions": True if needs_weights else None}
+    refused |= {name: getattr(arguments, name) for name in _NOT_OVER_RANKS}
     for name, value in refused.items():
         if value is not None:
             raise InputError(name, "be None if the sequence is spread over ranks", type(value).__name__)
+    mask = arguments.attention_mask
     context = mask.context if isinstance(mask, ModelMask) else None
     if context is None:
         must = "be built by the model from the batch of shard_batch, because the sequence is spread over ranks"
@@ -279,94 +330,3 @@ def _seed_and_mask(module: nn.Module, query: Tensor, options: dict[str, Any], ne
     seed = ranks.agree_on_seed(draw_seed(query.device) if context is None else context.seed(), query.device)
     mask = masks.FULL if options["mask"] is None else options["mask"]
     return {"dropout_seed": seed, "mask": mask.with_first_head(ranks.rank * query.shape[1])}
-
-
-def _document_mask(
-    attention_mask: ModelMask | Tensor | None,
-    mask: Mask | None,
-    causal: bool,
-    cu_q: Tensor,
-    cu_kv: Tensor,
-    max_q: int | None,
-    max_kv: int | None,
-) -> Mask:
-    """The mask within documents packed into a batch of one; `attention_mask` is that of the layer."""
-    if isinstance(attention_mask, ModelMask):
-        return within_documents(attention_mask, cu_q, cu_kv, max_q, max_kv)
-    if attention_mask is None:
-        return packed_mask(Pattern(right=0 if causal else None), cu_q, cu_kv, max_q, max_kv)
-    return packed_mask(Pattern(), cu_q, cu_kv, max_q, max_kv) & (masks.FULL if mask is None else mask)
-
-
-def _selected_keys(
-    module: nn.Module, indices: Tensor | None, blocks: Tensor | None, heads: int, kv_len: int
-) -> list[Tensor]:
-    """The keys that a layer selected for its queries, bool ``[B, 1|H, Sq, Sk]``."""
-    selected = []
-    if indices is not None:
-        no_keys = torch.zeros((*indices.shape[:2], kv_len), dtype=torch.bool, device=indices.device)
-        selected.append(no_keys.scatter(-1, indices.long(), True)[:, None])
-    if blocks is not None:
-        size: int = module.indexer.block_size  # type: ignore[union-attr, assignment]
-        count = -(-kv_len // size)
-        no_blocks = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool, device=blocks.device)
-        keys = no_blocks.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
-        keys = keys.repeat_interleave(size, dim=-1)[..., :kv_len]
-        selected.append(keys.repeat_interleave(heads // blocks.shape[1], dim=1))
-    return selected
-
-
-def _output_and_weights(
-    query: Tensor,
-    key: Tensor | CachedStates,
-    value: Tensor | CachedStates,
-    sinks: Tensor | None,
-    options: dict[str, Any],
-    needs_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The output ``[B, Sq, H, D]``, and the weights ``[B, H, Sq, Sk]`` if they are needed."""
-    q = query.transpose(1, 2)
-    k, v, scales = _keys_and_values(key, value)
-    out, share = _with_token_sinks(q, k, v, sinks, options | scales)
-    if not needs_weights:
-        return out, None
-    weights = _weights(q, key, options)
-    return out, weights if share is None else weights * share
-
-
-def _with_token_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """The output, and the fraction of the weight that single-token sinks leave to the keys, ``[B, H, Sq, 1]``."""
-    if sinks is None:
-        out: Tensor = attend(q, k, v, **options)
-        return out, None
-    out, lse = attend(q, k, v, return_lse=True, **options)
-    share = torch.sigmoid(lse[..., None] - sinks.float()).to(out.dtype)
-    return out * share.transpose(1, 2), share
-
-
-def _collects_weights(module: nn.Module) -> bool:
-    """Whether attention weights are collected from the layers, also without ``output_attentions``."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(capturing, "_active_collector", None)
-    if collector is None:
-        return False
-    if not torch.compiler.is_compiling():
-        collected = collector.get()
-    elif getattr(collector, "compiling", False):
-        collected = collector.global_var
-    else:  # `get` breaks the graph; what collects has hooks
-        collected = collector.get() if module._forward_hooks else None
-    return any("attentions" in name for name in collected or ())
-
-
-def _weights(q: Tensor, key: Tensor | CachedStates, options: dict[str, Any]) -> Tensor:
-    """The attention weights ``[B, H, Sq, Sk]``: the attention over an identity matrix as values."""
-    k: Tensor = key.transpose(1, 2)
-    batch, kv_len, kv_heads, _ = k.shape
-    q, k, _ = autocast(q, k, k)
-    identity = torch.eye(kv_len, dtype=q.dtype, device=q.device)[None, :, None, :]
-    backend = None if current_policy().batch_invariant else "reference"  # which does not promise the order of its sums
-    weights: Tensor = attend(q, k, identity.expand(batch, kv_len, kv_heads, kv_len), backend=backend, **options)
-    return weights.transpose(1, 2)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from undivided._bounded import Bounded
 from undivided.integrations.transformers._active import active_batch
-from undivided.integrations.transformers._cached_states import CachedStates
 from undivided.integrations.transformers._latent import has_latents
 from undivided.integrations.transformers._model_mask import ModelMask
+from undivided.integrations.transformers.cache._states import CachedStates
 from undivided.request.request import Request
 from undivided.run.replay import NUMBERS, PreparedCall, may_replay
 from undivided.selection.decision import length_class

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from undivided.integrations.transformers import _attention
+from undivided.integrations.transformers import _weights
 from undivided.integrations.transformers.sweep._inputs import CASES, LENGTH, Inputs, candidates, real_tokens
 from undivided.integrations.transformers.sweep._models import VARIANTS, Unbuildable, Variant, build
 
@@ -115,7 +115,7 @@ def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expec
 def count_calls() -> Iterator[list[None]]:
     """A list with one entry per call of attention in the ``with`` block."""
     calls: list[None] = []
-    module = vars(_attention)
+    module = vars(_weights)
     attend = module["attend"]
 
     def counting(*args: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from undivided.arguments.checks import as_integer, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.cache._storage import Memory, check_quantize
 from undivided.errors import InputError
-from undivided.integrations.transformers._cache_layers import FullLayer, SlidingLayer
+from undivided.integrations.transformers.cache._layers import FullLayer, SlidingLayer
 
 
 @checked_call

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from undivided.cache._checks import checked_tokens
 from undivided.cache._storage import Storage, TokenSpec
 from undivided.errors import InputError
-from undivided.integrations.transformers._cached_states import CachedStates
+from undivided.integrations.transformers.cache._states import CachedStates
 
 ROOM = 64
 """The smallest number of tokens by which a storage grows."""
