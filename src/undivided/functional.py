@@ -103,50 +103,57 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
-    **unknown: Any,  # like `more`, not in the overloads, which are what type checkers see; both cost a few ns
+    **unknown: Any,  # `more` and `unknown` are for the errors of wrong calls; type checkers read the overloads
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: any layout, any mask, any device, and the same answer from every backend.
 
     ``softmax(mask(softcap(scale * q @ k^T) + alibi + bias)) @ v``, computed in fp32 (fp64 for fp64 inputs). A query row
-    with no allowed key gives 0. What the mask hides (padding, unused cache) may hold anything, NaN included.
+    with no allowed key gives 0. What the mask hides, such as padding or the unused part of a cache, may contain
+    anything, NaN included.
 
-    Axes: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size, T packed tokens.
+    Axes: B batch, S sequence (Sq queries, Sk keys), H query heads, N key/value heads, D head size (Dk of queries and
+    keys, Dv of values), T packed tokens (Tq queries, Tk keys).
 
     Args:
         q: [B, Sq, H, Dk] in "bshd", [Sq, B, H, Dk] in "sbhd", [B, H, Sq, Dk] in "bhsd", [Tq, H, Dk] in "thd";
-            float16, bfloat16, float32 or float64. Read in place if the last axis has stride 1; with another stride
-            only `reference`, or `flex` on request, can run.
-        k: as q with N heads; N divides H, and query head h attends to key head ``h // (H / N)``. Never expanded.
-        v: as k, with head size Dv.
-        layout: the order of the axes; required, never inferred.
+            float16, bfloat16, float32 or float64. The last axis should have stride 1: with another stride only the
+            backend `reference` can run, or `flex` if it is requested.
+        k: like q, with Sk keys and N heads, where N divides H. Query head h attends to key head ``h // (H / N)``;
+            nothing is expanded to H heads.
+        v: like k, with head size Dv.
+        layout: the order of the axes: "bshd", "sbhd", "bhsd" or "thd". Required, because it is never inferred.
         mask: which queries attend to which keys (`undivided.masks`); None allows every pair. "thd" requires
             ``masks.documents`` or ``masks.document_ids``.
         bias: added to the scores; broadcastable to [B, H, Sq, Sk] ([H, Tq, Tk] in thd); -inf counts as masked.
         scale: factor of the scores; 1/sqrt(Dk) if None.
         softcap: if c is given, each score becomes ``c * tanh(score / c)``.
-        alibi_slopes: [H] or [sequences, H]; adds ``-slope * |i + d - j|``, where d is the offset of the mask's
-            alignment.
-        sinks: [H] logits that are added to the denominator of the softmax only.
-        dropout_p: probability of dropping a weight. The pattern depends on the seed and the positions only.
+        alibi_slopes: [H] or [sequences, H]; adds ``-slope * |i + d - j|`` to the score of query i and key j. d is 0 if
+            the mask is aligned top-left, and the number of keys minus that of queries if bottom-right.
+        sinks: [H] logits; head h adds ``exp(sinks[h])`` to the denominator of its softmax.
+        dropout_p: probability with which an attention weight becomes 0. Which weights do depends on the seed, the
+            sequence, the head and the positions only: not on the backend, layout or packing.
         dropout_seed: an int or a 0-d int64 tensor; None draws one from torch's generator.
-        backend: the backend or family that must run; the call raises if it cannot. None lets selection choose.
-        deterministic: results must repeat bit for bit; None follows torch.use_deterministic_algorithms and
+        backend: the name of the backend, or of the family, that must run; if it cannot, the call raises. None lets
+            selection choose.
+        deterministic: whether results must repeat bit for bit; None follows torch.use_deterministic_algorithms and
             UNDIVIDED_DETERMINISTIC.
-        batch_invariant: a row's result must depend on its own query, keys and values only: not on the batch, packing,
-            padding, layout, chunks of the prefill, page size or threads. None follows `set_backends` and
+        batch_invariant: whether a row's result must depend on its own query, keys and values only: not on the batch,
+            packing, padding, layout, chunks of the prefill, page size or threads. None follows `set_backends` and
             UNDIVIDED_BATCH_INVARIANT.
         return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32 (fp64 for fp64
             inputs), natural logarithm, differentiable.
-        pages: int32 block table [B, max_pages]; k and v are then pools [pages, page_size, N, D], and the mask carries
-            the lengths.
-        k_scale, v_scale: fp32 scales of quantised keys and values (`undivided.quantization`); k and v then hold int8,
+        pages: block table of a paged cache, int32 [B, max_pages]. k and v are then pools [pages, page_size, N, D], and
+            the mask says how many keys each sequence has (`masks.lengths`; `masks.documents` in thd).
+        k_scale, v_scale: fp32 scales of quantised keys and values (`undivided.quantization`). k and v are then int8,
             float8_e4m3fn, float8_e5m2 or, for int4, uint8 [.., D/2], in any layout or in pages. Each scale has the
             shape of its tensor without the last axis (int4: with D/32 in its place). Nothing may require a gradient.
-        context_parallel: the ranks that the sequence is spread over; q, k and v are then this rank's tokens, the mask
-            and the keys of the bias are of the whole sequence, and dropout_seed must be given.
+        context_parallel: an `undivided.ContextParallel`, if the sequence is spread over ranks. q, k and v are then the
+            tokens of this rank; the mask and the keys of the bias are those of the whole sequence, and dropout_seed
+            must be given.
 
     q, k, v, bias, sinks and alibi_slopes may all be DTensors of one mesh, sharded on batch or heads or replicated: each
-    rank computes its part of the result, a DTensor placed as q, and nothing is sent. Masks then describe the whole.
+    rank computes its part of the result, a DTensor placed as q, without communication. The mask then describes the
+    whole tensors, not the part of a rank.
 
     Returns:
         The output in q's layout and dtype, [.., H, Dv]; with return_lse, (output, lse).
