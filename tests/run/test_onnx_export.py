@@ -78,6 +78,11 @@ def _padded_on_the_left(q: Tensor, n: Tensor) -> Tensor:
     return undivided.attention(q, q, q, layout="bshd", mask=mask & masks.window(1, 0, "top_left"))
 
 
+def _padded_on_both_sides(q: Tensor, n: Tensor) -> Tensor:
+    mask = masks.lengths(n - 1, n - 2, torch.ones_like(n), q.shape[1] - n) & masks.window(1, 1, "bottom_right")
+    return undivided.attention(q, q, q, layout="bshd", mask=mask)
+
+
 def _new_tokens(q: Tensor, n: Tensor) -> Tensor:
     mask = masks.lengths(n) & masks.causal("bottom_right")
     return undivided.attention(torch.stack([q[:, -2], q[:, -1]], 1), q, q, layout="bshd", mask=mask)
@@ -93,7 +98,10 @@ def _bias_and_mask(q: Tensor, n: Tensor) -> Tensor:
     return undivided.attention(q, q, q, layout="bshd", bias=bias, mask=masks.lengths(n))
 
 
-@pytest.mark.parametrize("call", [_padded, _padded_on_the_left, _new_tokens, _documents, _bias_and_mask])
+CALLS = [_padded, _padded_on_the_left, _padded_on_both_sides, _new_tokens, _documents, _bias_and_mask]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_masks_from_inputs_of_the_graph(call: Callable[[Tensor, Tensor], Tensor]) -> None:
     program = recorded(_Call(call), (torch.randn(2, 5, 4, 16), torch.tensor([5, 3])), ((OF_Q, {0: BATCH}),))
     for length, n in ((5, [2, 5]), (7, [7, 3, 4])):

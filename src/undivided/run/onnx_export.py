@@ -89,7 +89,11 @@ def _sdpa(request: Request, mask: Mask) -> Tensor:
 
 
 def _allowed_pairs(mask: Mask, align: str | None, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """The pairs of the mask, bool [B|1, H|1, Sq|1, Sk]."""
+    """The pairs of the mask, bool [B|1, H|1, Sq|1, Sk].
+
+    They are those of `Mask.normal_form`, which a graph for sizes that may change cannot use: it evaluates pairs in
+    blocks, whose number depends on the sizes, and takes no sizes that are tensors, as torch.jit.trace has them.
+    """
     lengths = next((part for part in mask.parts if isinstance(part, Lengths)), None)
     row = torch.arange(q_len, device=device)[:, None]
     key = torch.arange(kv_len, device=device)
