@@ -17,7 +17,7 @@ ints of a mask, such as the longest document, are arguments of their own, which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,15 @@ from undivided.request.result import lse_dtype
 from undivided.request.seed import check_seed, draw_seed
 from undivided.run import autograd, onnx_export, repeated_operator, shared_masks
 from undivided.run.flop_counter import register_if_counting
-from undivided.run.operator_arguments import ANY_SWITCHES, FLAGS, SCHEMA, Arguments, Spec
+from undivided.run.operator_arguments import (
+    ANY_SWITCHES,
+    FLAGS,
+    SCHEMA,
+    Arguments,
+    BackwardArguments,
+    SavedArguments,
+    Spec,
+)
 from undivided.run.prepare import prepare
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.decision import Decision
@@ -52,8 +60,10 @@ _library.define(
 
 
 def attention(request: Request, switches: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """The result of the request, from one call of the operator. switches: PyTorch's, for a call that depends on
-    them."""
+    """The result of the request, from one call of the operator.
+
+    switches: PyTorch's, for a call that depends on them.
+    """
     tensors, options = request.tensors, request.options
     if torch.compiler.is_compiling():
         check_types(request)
@@ -66,7 +76,7 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
         return onnx_export.attention(request, mask)
     mask_numbers: list[int] = []
     mask_text, mask_tensors = mask.flatten(mask_numbers)
-    # no list is empty, because packages of AOTInductor pass such as None; the mask ignores what it does not name
+    # AOTInductor's packages pass an empty list as None, so lists get an entry that the mask does not read
     mask_numbers = mask_numbers or [0]
     spec = _spec(request, mask_text, switches)
     seed = _seed(options, tensors.q.device)
@@ -96,9 +106,9 @@ def attention(request: Request, switches: str | None = None) -> Tensor | tuple[T
 
 def _spec(request: Request, mask_text: str, switches: str | None) -> Spec:
     """The static part of a request, whose mask has this text."""
-    # torch.jit.trace compares a graph with another, which it records without gradients
-    grad = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
-    needs = ["y" if grad and t is not None and t.requires_grad else "n" for t in request.tensors]
+    # torch.jit.trace records again without gradients, and requires the same graph
+    may_need = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+    needs = ["y" if may_need and t is not None and t.requires_grad else "n" for t in request.tensors]
     return Spec(
         layout=str(request.options.layout),
         mask=mask_text,
@@ -115,7 +125,7 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
     """The seed as a tensor for the operator; None without dropout."""
     seed = options.dropout_seed
     if isinstance(seed, int) and not 0 <= seed < 2**63:
-        check_seed(seed, device)  # raises here, because the values of a tensor are not checked
+        check_seed(seed, device)  # raises; from here on the seed is a tensor, whose value is not checked
     if not options.dropout_p:
         return None
     if isinstance(seed, Tensor):
@@ -129,7 +139,7 @@ def _call_operator(arguments: Arguments) -> tuple[Tensor, Tensor]:
     register_if_counting()
     try:
         out, lse = torch.ops.undivided.attention(*arguments)
-    except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for that
+    except (AssertionError, NotImplementedError, TypeError) as error:  # what PyTorch raises for such classes and modes
         tensors = (*arguments.saved, arguments.k_scale, arguments.v_scale)
         kinds = sorted({type(tensor).__name__ for tensor in tensors if isinstance(tensor, Tensor)})
         raise InputError(
@@ -150,7 +160,7 @@ def _policy(spec: Spec) -> Policy:
 
 
 def _prepare(args: Arguments) -> tuple[Decision, Call, Tensors]:
-    """The operator's arguments as a checked call with its decision, for the real tensors of this call."""
+    """(decision, call, tensors) of the operator's arguments: the request, checked and decided on the real tensors."""
     spec = Spec.read(args.spec)
     options = Options(
         layout=cast(Layout, spec.layout),
@@ -169,10 +179,11 @@ def _prepare(args: Arguments) -> tuple[Decision, Call, Tensors]:
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the operator; lse is a tensor without elements if nothing reads it."""
     args = Arguments(*arguments)
     kind = repeated_operator.kind(args)
     if kind is not None and (same := repeated_operator.run(kind, args, _policy(Spec.read(args.spec)))) is not None:
-        return same, _no_lse(args.q)
+        return same, _empty_lse(args.q)
     if autograd.has_tangent(args.tensors):
         must = "have no tangents where a recorded graph runs: its operator has no forward-mode derivative"
         raise InputError("q, k, v and the other tensors", must, "dual tensors", "torch.func.jvp, or the eager function")
@@ -183,7 +194,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
         if kind is not None:
             repeated_operator.keep(kind, decision, call, tensors)
         if not problem.lse_is_read:
-            return out.contiguous(), _no_lse(args.q)
+            return out.contiguous(), _empty_lse(args.q)
     return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()
 
 
@@ -199,10 +210,10 @@ _library.impl("attention", _run_transformed, "FuncTorchDynamicLayerFrontMode")
 
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    *first, out, lse, grad_out, grad_lse = arguments
-    args = Arguments(*first)
+    """A gradient for each of `Tensors`; a tensor without elements if it is not needed."""
+    args, out, lse, grad_out, grad_lse = BackwardArguments.read(arguments)
     with torch.no_grad():
-        # selected again: out and lse have the same meaning for every backend
+        # the backend is selected again and may be another: out and lse have the same meaning for every backend
         decision, call, tensors = _prepare(args)
         backend = decision.backend
         if lse.numel() == 0:
@@ -211,7 +222,7 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     results = []
     for gradient, tensor, is_needed in zip(gradients, args.tensors, call.needs, strict=True):
         if not is_needed or tensor is None:
-            results.append(_no_gradient(args.q))
+            results.append(_empty_gradient(args.q))
             continue
         if gradient is None or tensor.numel() == 0:
             gradient = torch.zeros_like(tensor)
@@ -219,25 +230,26 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
-def _no_lse(q: Tensor) -> Tensor:
-    """In place of a log-sum-exp that nobody reads."""
+def _empty_lse(q: Tensor) -> Tensor:
+    """In place of a log-sum-exp that nothing reads."""
     return q.new_empty(0, dtype=lse_dtype(q.dtype))
 
 
-def _no_gradient(q: Tensor) -> Tensor:
+def _empty_gradient(q: Tensor) -> Tensor:
     """In place of a gradient that is not needed."""
     return q.new_empty(0)
 
 
 @torch.library.register_fake("undivided::attention", lib=_library)  # type: ignore[untyped-decorator]
 def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the operator without their values."""
     args = Arguments(*arguments)
     q, spec = args.q, Spec.read(args.spec)
     if not has_dispatch(q):
         _check_devices(args)
     out = q.new_empty((*q.shape[:-1], head_size(args.v)))
     if not spec.reads_lse:
-        return out, _no_lse(q)
+        return out, _empty_lse(q)
     layout = cast(Layout, spec.layout)
     if layout not in LAYOUTS or q.dim() != _layout.rank(layout):
         return out, q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))  # the operator refuses it at run time
@@ -259,57 +271,38 @@ def _check_devices(args: Arguments) -> None:
 
 @torch.library.register_fake("undivided::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
-    args = Arguments(*arguments[:-4])  # without out, lse and their gradients
+    """The results of the backward without their values."""
+    args = BackwardArguments.read(arguments).of_forward
     needed = zip(args.tensors, Spec.read(args.spec).needed, strict=True)
     return tuple(
-        [t.new_empty(t.shape) if is_needed and t is not None else _no_gradient(args.q) for t, is_needed in needed]
+        [t.new_empty(t.shape) if is_needed and t is not None else _empty_gradient(args.q) for t, is_needed in needed]
     )
 
 
-class _SavedArguments(NamedTuple):
-    """What a backward reads again: the arguments of the operator, and the tensors that were saved after them."""
-
-    args: Arguments
-    others: Sequence[Any]
-
-    @staticmethod
-    def write(ctx: Any, args: Arguments, *others: Tensor | None) -> None:
-        ctx.save_for_backward(*args.saved, *others)
-        ctx.mask_tensors, ctx.constants = len(args.mask), args.constants
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def read(ctx: Any) -> _SavedArguments:
-        saved: Sequence[Any] = ctx.saved_tensors
-        end = _TENSOR_COUNT + ctx.mask_tensors
-        seed, pages, handle, *others = saved[end:]
-        mask = list(saved[_TENSOR_COUNT:end])
-        first: tuple[Any, ...] = (*saved[:_TENSOR_COUNT], mask, seed, pages, *ctx.constants, handle)
-        return _SavedArguments(Arguments(*first), others)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep the arguments of the operator and its results for the backward."""
     args = Arguments(*inputs)
-    _SavedArguments.write(ctx, args, *output)
+    SavedArguments.write(ctx, args, *output)
     if Spec.read(args.spec).return_lse != "y":
         ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    args, (out, lse) = _SavedArguments.read(ctx)
+    """The gradients of all arguments of the operator, from one call of its backward."""
+    args, (out, lse) = SavedArguments.read(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    spec, needed = Spec.read(args.spec), ctx.needs_input_grad[:_TENSOR_COUNT]  # other than when the graph was recorded
+    needed = ctx.needs_input_grad[:_TENSOR_COUNT]  # the spec has those of when the graph was recorded
     needs = "".join("y" if is_needed else "n" for is_needed in needed)
-    args = args._replace(spec="|".join(spec._replace(needs=needs)))
-    computed = torch.ops.undivided.attention_backward(*args[:-2], out, lse, grad_out, grad_lse)
+    args = args._replace(spec="|".join(Spec.read(args.spec)._replace(needs=needs)))
+    computed = torch.ops.undivided.attention_backward(*args.of_backward, out, lse, grad_out, grad_lse)
     gradients = [gradient if is_needed else None for gradient, is_needed in zip(computed, needed, strict=True)]
-    return (*gradients, *_no_gradients(args))
+    return (*gradients, *_gradients_of_others(args))
 
 
-def _no_gradients(args: Arguments) -> list[Any]:
-    """The gradients of the arguments after `tensors`: a list for the tensors of the mask, None for each other one.
-    PyTorch takes an empty list of numbers for one of tensors."""
+def _gradients_of_others(args: Arguments) -> list[Any]:
+    """The gradients of the arguments after `Tensors`, which have none: a list of None for the mask's list of tensors,
+    and None for each other one, but for `numbers`: PyTorch takes an empty list of numbers for one of tensors."""
     gradients = dict.fromkeys(args._fields[_TENSOR_COUNT:])
     return list((gradients | {"mask": [None] * len(args.mask), "numbers": None if args.numbers else []}).values())
 
@@ -318,25 +311,28 @@ torch.library.register_autograd("undivided::attention", _differentiate, setup_co
 
 
 def _reshape_like(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients in the shapes of their tensors; None without a gradient or a tensor."""
     return [None if g is None or t is None else g.reshape(t.shape) for g, t in zip(gradients, tensors, strict=True)]
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *first, _, _, grad_out, grad_lse = inputs
-    _SavedArguments.write(ctx, Arguments(*first), grad_out, grad_lse)
+    """Keep what the derivatives of the backward need; they compute out and lse again."""
+    args, _, _, grad_out, grad_lse = BackwardArguments.read(inputs)
+    SavedArguments.write(ctx, args, grad_out, grad_lse)
 
 
 def _differentiate_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     """Derivatives of the backward by the reference, in plain operations that modes and subclasses can intercept."""
-    args, (grad_out, grad_lse) = _SavedArguments.read(ctx)
+    args, (grad_out, grad_lse) = SavedArguments.read(ctx)
     _, call, tensors = _prepare(args)
     needed = [g if is_needed else None for g, is_needed in zip(gradients, call.needs, strict=True)]
     grad_gradients = _reshape_like(needed, tensors)  # the bias of `tensors` has four axes
     for_grad_out, for_grad_lse, *for_tensors = autograd.double_backward(
         call, *tensors, grad_out, grad_lse, *grad_gradients
     )
-    not_differentiable = _no_gradients(args)[:-2]  # this operator has no scales
-    return (*_reshape_like(for_tensors, args.tensors), *not_differentiable, None, None, for_grad_out, for_grad_lse)
+    for_others = _gradients_of_others(args)[:-2]  # the backward has no scales
+    for_out = for_lse = None  # `double_backward` computes both again from the tensors
+    return (*_reshape_like(for_tensors, args.tensors), *for_others, for_out, for_lse, for_grad_out, for_grad_lse)
 
 
 torch.library.register_autograd(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from undivided.arguments import layout as _layout
 from undivided.request.flops import backward_flops, forward_flops
-from undivided.run.operator_arguments import Arguments, Spec
+from undivided.run.operator_arguments import Arguments, BackwardArguments, Spec
 
 
 def register_if_counting() -> None:
@@ -48,7 +48,7 @@ def _forward(*arguments: Any, **_: Any) -> int:
 
 def _backward(*arguments: Any, **_: Any) -> int:
     """FLOPs of a backward pass."""
-    shapes: Any = Arguments(*arguments[:-4])  # without out, lse and their gradients
+    shapes: Any = BackwardArguments.read(arguments).of_forward
     return int(backward_flops(_pairs(shapes), shapes.q[-1], shapes.v[-1]))
 
 

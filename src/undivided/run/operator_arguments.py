@@ -1,10 +1,10 @@
-"""The arguments of the operator `undivided::attention`: its schema, and the call that they describe."""
+"""The arguments of the operator `undivided::attention` and of its backward: their schema, and how they are saved."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -46,14 +46,58 @@ class Arguments(NamedTuple):
         return Tensors(self.q, self.k, self.v, self.bias, self.sinks, self.alibi_slopes)
 
     @property
+    def of_backward(self) -> tuple[Any, ...]:
+        """The first arguments of the backward: it has no scales, because quantised inputs have no gradients."""
+        return self[: self._fields.index("k_scale")]
+
+    @property
     def saved(self) -> tuple[Tensor | None, ...]:
-        """The tensors that the backward needs."""
+        """The tensors that the backward needs; `SavedArguments.read` is the inverse."""
         return (*self.tensors, *self.mask, self.dropout_seed, self.pages, self.mask_handle)
 
     @property
     def constants(self) -> tuple[str, float | None, float | None, float, Sequence[int]]:
         """The arguments that are not tensors."""
         return self.spec, self.scale, self.softcap, self.dropout_p, self.numbers
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments of the backward operator: those of the forward, its results, and the gradients of these."""
+
+    of_forward: Arguments
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+    @staticmethod
+    def read(arguments: Sequence[Any]) -> BackwardArguments:
+        """The arguments in the order of the schema."""
+        *of_forward, out, lse, grad_out, grad_lse = arguments
+        return BackwardArguments(Arguments(*of_forward), out, lse, grad_out, grad_lse)
+
+
+class SavedArguments(NamedTuple):
+    """What a backward reads from its context: the arguments of the operator, and the tensors saved after them."""
+
+    args: Arguments
+    others: Sequence[Any]
+
+    @staticmethod
+    def write(ctx: Any, args: Arguments, *others: Tensor | None) -> None:
+        """Save the arguments and the other tensors in the context."""
+        ctx.save_for_backward(*args.saved, *others)
+        ctx.mask_tensors, ctx.constants = len(args.mask), args.constants
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def read(ctx: Any) -> SavedArguments:
+        """What `write` has saved, without the scales."""
+        saved = ctx.saved_tensors  # read once, because saved-tensor hooks unpack at every read
+        tensors, after_tensors = saved[: len(Tensors._fields)], saved[len(Tensors._fields) :]
+        mask, (seed, pages, handle, *others) = after_tensors[: ctx.mask_tensors], after_tensors[ctx.mask_tensors :]
+        args: tuple[Any, ...] = (*tensors, list(mask), seed, pages, *ctx.constants, handle)
+        return SavedArguments(Arguments(*args), others)
 
 
 ANY_SWITCHES = "-"
