@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.errors import InputError
+from undivided.masks import _kept
 from undivided.run import compile, repeated_operator
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +34,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     prepare = compile._prepare
     monkeypatch.setattr(compile, "_prepare", spied)
-    monkeypatch.setattr(repeated_operator, "_calls", {})
+    repeated_operator._calls.clear()
     return seen
 
 
@@ -100,6 +103,60 @@ def test_a_bias_is_read_in_each_call(prepared: list[object]) -> None:
         )
         bias.normal_()
     assert len(prepared) == 1
+
+
+@pytest.mark.parametrize("function", [masks.dense, lambda allowed: masks.dense(allowed) & masks.causal()])
+def test_a_small_mask_is_read_anew_if_it_changes(function: Callable[[Tensor], Any], prepared: list[object]) -> None:
+    compiled = torch.compile(
+        lambda q, k, v, allowed: undivided.attention(q, k, v, layout="bshd", mask=function(allowed)), backend="eager"
+    )
+    allowed = torch.rand(1, 1, 9, 9) < 0.6
+    allowed[..., 0] = True
+    for count in (2, 4, 6):
+        for _ in range(4):
+            q, k, v = draw(), draw(), draw()
+            expected = formula(q, k, v, allowed if function is masks.dense else allowed & CAUSAL)
+            torch.testing.assert_close(compiled(q, k, v, allowed).double(), expected, rtol=1e-5, atol=1e-5)
+        assert len(prepared) == count
+        allowed[0, 0, 3, 1 + count] = ~allowed[0, 0, 3, 1 + count]
+
+
+def test_calls_go_with_the_mask(prepared: list[object]) -> None:
+    compiled = torch.compile(
+        lambda q, k, v, allowed: undivided.attention(q, k, v, layout="bshd", mask=masks.dense(allowed)), backend="eager"
+    )
+    _kept._recent.clear()
+    allowed = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    for _ in range(3):
+        compiled(draw(), draw(), draw(), allowed)
+    assert len(prepared) == 2
+    prepared.clear()
+    (mask,) = [mask for _, _, mask in _kept._recent.values() if mask.kinds == {"dense"}]
+    calls = weakref.ref(mask.cached("calls of the operator", dict))
+    gc.collect()
+    gc.disable()
+    try:
+        _kept._recent.clear()
+        del mask
+        assert calls() is None
+    finally:
+        gc.enable()
+
+
+def test_lengths_that_change(prepared: list[object]) -> None:
+    compiled = torch.compile(
+        lambda q, k, v, n: undivided.attention(q, k, v, layout="bshd", mask=masks.lengths(kv=n)), backend="eager"
+    )
+    lengths = torch.tensor([4, 9])
+    for step in range(3):
+        for _ in range(4):
+            q, k, v = draw(), draw(), draw()
+            allowed = (torch.arange(9) < lengths[:, None])[:, None, None]
+            torch.testing.assert_close(
+                compiled(q, k, v, lengths).double(), formula(q, k, v, allowed), rtol=1e-5, atol=1e-5
+            )
+        assert len(prepared) == 2 * (step + 1)
+        lengths[0] += 1
 
 
 def test_sizes_and_strides_that_differ_are_prepared(prepared: list[object]) -> None:

@@ -201,6 +201,11 @@ def _content(tensor: Tensor) -> bytes | None:
     return ctypes.string_at(address, size) if address else None
 
 
+def have_small_storages(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are on the CPU, with so little memory that its bytes are compared."""
+    return all(t.is_cpu and t.untyped_storage().nbytes() <= _MAX_COMPARED_BYTES for t in tensors)
+
+
 def small_storages(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
     """What plain tensors on the CPU are, and the bytes of their storages; None if one is not such a tensor or large.
 
@@ -209,7 +214,7 @@ def small_storages(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
     >>> small_storages([lengths]) == before, small_storages([lengths[None]]) == before
     (True, False)
     """
-    if any(not t.is_cpu or t.untyped_storage().nbytes() > _MAX_COMPARED_BYTES for t in tensors):
+    if not have_small_storages(tensors):
         return None
     return tuple([(t.shape, t.stride(), t.storage_offset(), t.dtype, _content(t)) for t in tensors])
 

@@ -192,7 +192,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
         problem = call.problem
         out, lse = autograd.forward(decision.backend, call, tensors)
         if kind is not None:
-            repeated_operator.keep(kind, decision, call, tensors)
+            repeated_operator.keep(kind, args, decision, call, tensors)
         if not problem.lse_is_read:
             return out.contiguous(), _empty_lse(args.q)
     return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()

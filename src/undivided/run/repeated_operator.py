@@ -2,19 +2,23 @@
 
 A compiled graph calls it in each layer and each step with tensors of the same sizes. As for repeated calls of
 `scaled_dot_product_attention`, what is kept depends on sizes, strides and dtypes, never on which tensors these are.
+Calls whose mask has tensors, small ones, are kept with the `Mask` that `shared_masks` finds for them.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import is_dense, is_lazy
+from undivided.arguments.tensors import have_small_storages, is_dense, is_lazy
+from undivided.masks._predicate import Predicate
 from undivided.masks._spec import names_tensors
 from undivided.request.call import Call
 from undivided.request.request import Tensors
+from undivided.run import shared_masks
 from undivided.run.operator_arguments import Arguments, Spec
 from undivided.run.replay import PreparedCall, is_untransformed, prepared_call
 from undivided.selection.decision import Decision
@@ -24,14 +28,14 @@ from undivided.selection.policy import Policy
 def kind(args: Arguments) -> object:
     """All that a forward on the CPU depends on, but the policy and where its tensors lie; None if it must be prepared.
 
-    That is: with the log-sum-exp, a mask of tensors, optional tensors other than a bias, a mode or autocast.
+    That is: with the log-sum-exp, a mask of large tensors, optional tensors other than a bias, a mode or autocast.
     """
     q, k, v, bias = args[:4]
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu) or not _may_repeat(args.spec):
         return None
     if args.dropout_p or not args.sinks is args.alibi_slopes is args.pages is args.k_scale is args.v_scale is None:
         return None
-    if not is_untransformed(q, k, v):
+    if not is_untransformed(q, k, v) or (_has_mask_tensors(args.spec) and not have_small_storages(args.mask)):
         return None
     bias_kind = None
     if bias is not None:
@@ -55,23 +59,50 @@ def kind(args: Arguments) -> object:
 
 @functools.lru_cache(256)
 def _may_repeat(text: str) -> bool:
-    """Whether the static part of a call, the operator's spec, has neither a mask of tensors nor a log-sum-exp."""
+    """Whether the static part of a call, its spec, has neither a log-sum-exp nor a mask that is a function."""
     spec = Spec.read(text)
-    return not spec.reads_lse and not names_tensors(spec.mask)
+    return not spec.reads_lse and Predicate.name not in spec.mask
+
+
+@functools.lru_cache(256)
+def _has_mask_tensors(text: str) -> bool:
+    """Whether the mask of a spec has tensors."""
+    return names_tensors(Spec.read(text).mask)
+
+
+class _Calls(Bounded[object, PreparedCall]):
+    """Calls by kind and policy."""
+
+    is_new = True
+    """Whether none has come to be kept. The first is not: masks of tensors that each call makes anew have no other."""
+
+
+def _kept_calls(args: Arguments) -> _Calls:
+    """Where calls are kept: with their mask, as long as its tensors do not change, if it has any."""
+    if not _has_mask_tensors(args.spec):
+        return _calls
+    mask = shared_masks.read(args.mask_handle, Spec.read(args.spec).mask, args.mask, args.numbers)
+    return mask.cached("calls of the operator", _Calls, 16)
 
 
 def run(kind: object, args: Arguments, policy: Policy) -> Tensor | None:
     """The result of an earlier call of this kind and policy for other tensors; None if there was none, or memory is
     missing."""
-    prepared = _calls.get((kind, policy))
+    prepared = _kept_calls(args).get((kind, policy))
     return None if prepared is None else prepared.run(args.q, args.k, args.v, args.bias)
 
 
-def keep(kind: object, decision: Decision, call: Call, tensors: Tensors) -> None:
+def keep(kind: object, args: Arguments, decision: Decision, call: Call, tensors: Tensors) -> None:
     """Keep a call for later ones of its kind, if its backend runs calls again."""
-    prepared = prepared_call(decision, call, tensors)
+    calls = _kept_calls(args)
+    if calls.is_new:
+        calls.is_new = False
+        return
+    # a copy of the mask, because what a mask caches must not keep it alive
+    prepared = prepared_call(decision, call.with_problem(call.problem, mask=replace(call.mask)), tensors)
     if prepared is not None:
-        _calls[kind, decision.policy] = prepared
+        calls[kind, decision.policy] = prepared
 
 
-_calls: Bounded[object, PreparedCall] = Bounded(1024)
+_calls = _Calls(1024)
+_calls.is_new = False
