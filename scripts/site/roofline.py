@@ -30,7 +30,7 @@ REPORTS = {
     "avx512-bf16": Report("2026-11-23-native-zen5-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 5"),
     "avx512": Report("2026-11-24-native-zen5-avx512.json", "Level avx512, forced: AMD EPYC, Zen 5"),
     "avx2": Report("2026-11-24-native-zen5-avx2.json", "Level avx2, forced: AMD EPYC, Zen 5"),
-    "avx512-bf16-zen4": Report("2026-11-25-native-zen4-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 4"),
+    "avx512-bf16-zen4": Report("2026-11-30-native-zen4-avx512-bf16.json", "Level avx512_bf16: AMD EPYC, Zen 4"),
     "avx512-zen4": Report("2026-11-25-native-zen4-avx512.json", "Level avx512, forced: AMD EPYC, Zen 4"),
     "avx2-zen4": Report("2026-11-25-native-zen4-avx2.json", "Level avx2, forced: AMD EPYC, Zen 4"),
     "avx512-emerald-rapids": Report(
