@@ -193,7 +193,9 @@ def _attend(request: Request, kind: object = None, calls: KeptCalls | None = Non
         return cast(Tensor, dispatch.attention(request, switches))
     decision, call, tensors = prepare(request, current_policy(switches=switches))
     if kind is not None:
-        repeated.keep(kind, calls, decision, call, tensors)
+        out = repeated.keep_and_run(kind, calls, decision, call, tensors)
+        if out is not None:
+            return out
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
 
 

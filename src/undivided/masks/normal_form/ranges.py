@@ -35,7 +35,7 @@ from undivided.masks.normal_form.block_pairs import BlockPairs
 from undivided.masks.normal_form.bounds import tidy
 from undivided.masks.normal_form.copies import int64_copy, on_device
 from undivided.masks.normal_form.intervals import NormalForm
-from undivided.masks.normal_form.pairs import DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
+from undivided.masks.normal_form.pairs import BLOCK_PAIRS, DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
 from undivided.masks.normal_form.positions import Geometry, private_copy
 from undivided.masks.normal_form.predicate_pairs import PredicatePairs
 from undivided.masks.normal_form.tree_pairs import TreePairs
@@ -255,12 +255,16 @@ def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Range:
     batch, all_heads, keys = slice(0, geometry.batch), slice(0, heads), slice(0, geometry.kv_len)
     if not geometry.q_len or not geometry.kv_len:
         return 0, 0
-    probe = all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1))
+    pairs_per_row = geometry.batch * heads * geometry.kv_len
+    if pairs_per_row * geometry.q_len > BLOCK_PAIRS:  # fewer if the pairs are the same in all sequences or heads
+        pairs_per_row = all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1)).numel() * geometry.kv_len
     index = torch.arange(geometry.kv_len, dtype=torch.int32, device=geometry.device)
     starts, stops = [], []
-    for rows in row_blocks(geometry.q_len, probe.numel() * geometry.kv_len):
-        allowed = all_pairs(extras, batch, all_heads, rows, keys).any(1)
+    for rows in row_blocks(geometry.q_len, pairs_per_row):
+        allowed = all_pairs(extras, batch, all_heads, rows, keys)
+        allowed = allowed.squeeze(1) if allowed.shape[1] == 1 else allowed.any(1)
         allowed = allowed.expand(-1, rows.stop - rows.start, geometry.kv_len)
         starts.append(torch.where(allowed, index, geometry.kv_len).amin(-1))
         stops.append(torch.where(allowed, index + 1, 0).amax(-1))
-    return torch.cat(starts, 1).to(torch.int64), torch.cat(stops, 1).to(torch.int64)
+    start, stop = (bounds[0] if len(bounds) == 1 else torch.cat(bounds, 1) for bounds in (starts, stops))
+    return start.to(torch.int64), stop.to(torch.int64)

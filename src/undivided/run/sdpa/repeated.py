@@ -106,15 +106,22 @@ def run(
     return out if out is None or layout == "bhsd" else heads_first(out, layout)
 
 
-def keep(kind: object, calls: KeptCalls | None, decision: Decision, call: Call, tensors: Tensors) -> None:
-    """Keep a call with tensors of four axes for later ones of its kind, if its backend runs calls again.
+def keep_and_run(
+    kind: object, calls: KeptCalls | None, decision: Decision, call: Call, tensors: Tensors
+) -> Tensor | None:
+    """The result of a call with tensors of four axes, which is kept for later ones of its kind.
 
     calls: those of its boolean attn_mask, or None.
+
+    Returns:
+        None if the backend prepares each call anew.
     """
     records = needs_gradients(*tensors[:4])
     prepared = RecordedCall(decision, call, tensors) if records else prepared_call(decision, call, tensors)
-    if prepared is not None:
-        (_calls if calls is None else calls)[kind] = prepared, call.problem.layout
+    if prepared is None:
+        return None
+    (_calls if calls is None else calls)[kind] = prepared, call.problem.layout
+    return prepared.run(*tensors[:4])
 
 
 _calls: KeptCalls = Bounded(1024)
