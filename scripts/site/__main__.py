@@ -19,6 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def generated() -> Iterator[tuple[str, str]]:
     """(path below docs/, content) of every generated file."""
     import matrices
+    import options
     import pictures
     import plots
     import roofline
@@ -29,6 +30,7 @@ def generated() -> Iterator[tuple[str, str]]:
     yield "stylesheets/pictures.css", svg.SHEET
     for name, picture in pictures.PICTURES.items():
         yield f"pictures/{name}.svg", str(picture())
+    yield "reference/options.md", options.page()
     yield "reference/roofline.md", roofline.page()
     for name, text in {**plots.plots(), **roofline.pictures()}.items():
         yield f"pictures/{name}.svg", text
