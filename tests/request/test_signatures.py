@@ -123,6 +123,15 @@ def test_an_unknown_keyword_is_named_by_export(name: str) -> None:
         torch.export.export(Wrong(), (Q,), strict=False)
 
 
+def test_a_wrong_mask_is_named_by_export() -> None:
+    class Wrong(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return UNTYPED.attention(q, q, q, layout="bshd", mask=UNTYPED.masks.window(3, ritgh=0))  # type: ignore[no-any-return]
+
+    with pytest.raises(InputError, match="did you mean 'right'"):
+        torch.export.export(Wrong(), (Q,), strict=False)
+
+
 def test_a_forgotten_layout_is_an_error_with_the_layouts() -> None:
     want = r"layout must be one of 'bshd', 'sbhd', 'bhsd', 'thd', got no value\n  HINT: b batch, "
     with pytest.raises(TypeError, match=want) as caught:

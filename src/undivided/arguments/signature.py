@@ -48,7 +48,7 @@ def checked_call(target: T, other_names: Mapping[str, Sequence[str]] = MappingPr
 
     @functools.wraps(target)
     def call(*arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch.compile has an error of its own
+        if torch.compiler.is_dynamo_compiling():  # it has an error of its own
             return target(*arguments, **options)
         try:
             return target(*arguments, **options)
