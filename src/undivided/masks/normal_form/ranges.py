@@ -256,7 +256,8 @@ def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Range:
     if not geometry.q_len or not geometry.kv_len:
         return 0, 0
     pairs_per_row = geometry.batch * heads * geometry.kv_len
-    if pairs_per_row * geometry.q_len > BLOCK_PAIRS:  # fewer if the pairs are the same in all sequences or heads
+    if pairs_per_row * geometry.q_len > BLOCK_PAIRS or not all(isinstance(extra, DensePairs) for extra in extras):
+        # fewer if they are the same in all sequences or heads; also refuses a function that returns a fixed shape
         pairs_per_row = all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1)).numel() * geometry.kv_len
     index = torch.arange(geometry.kv_len, dtype=torch.int32, device=geometry.device)
     starts, stops = [], []
