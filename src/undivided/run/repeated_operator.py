@@ -13,14 +13,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import have_small_storages, is_dense, is_lazy
+from undivided.arguments.tensors import have_small_storages
 from undivided.masks._predicate import Predicate
 from undivided.masks._spec import names_tensors
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.run import shared_masks
 from undivided.run.operator_arguments import Arguments, Spec
-from undivided.run.replay import PreparedCall, is_untransformed, prepared_call
+from undivided.run.replay import PreparedCall, bias_kind, is_untransformed, prepared_call, tensors_kind
 from undivided.selection.decision import Decision
 from undivided.selection.policy import Policy
 
@@ -37,24 +37,10 @@ def kind(args: Arguments) -> object:
         return None
     if not is_untransformed(q, k, v) or (_has_mask_tensors(args.spec) and not have_small_storages(args.mask)):
         return None
-    bias_kind = None
-    if bias is not None:
-        if type(bias) is not Tensor or not bias.is_cpu or not is_dense(bias) or is_lazy(bias):
-            return None
-        bias_kind = bias.shape, bias.stride(), bias.dtype
-    return (
-        args.spec,
-        tuple(args.numbers),
-        args.scale,
-        args.softcap,
-        q.shape,
-        k.shape,
-        v.shape,
-        (q.dtype, k.dtype, v.dtype),
-        (k.device, v.device),
-        (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or (q.stride(), k.stride(), v.stride()),
-        bias_kind,
-    )
+    of_bias = None
+    if bias is not None and (of_bias := bias_kind(bias)) is None:
+        return None
+    return args.spec, tuple(args.numbers), args.scale, args.softcap, tensors_kind(q, k, v), of_bias
 
 
 @functools.lru_cache(256)

@@ -58,6 +58,27 @@ def is_untransformed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
+def tensors_kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
+    """All of its tensors that a call depends on, q on the CPU, but where they lie: a key of repeated calls."""
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        (k.is_cpu and v.is_cpu) or (k.device, v.device),
+        (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or (q.stride(), k.stride(), v.stride()),
+    )
+
+
+def bias_kind(bias: object) -> tuple[object, ...] | None:
+    """As `tensors_kind`, of a bias; None if calls with it must be prepared."""
+    if type(bias) is not Tensor or not bias.is_cpu or not is_dense(bias) or is_lazy(bias):
+        return None
+    return bias.shape, bias.stride(), bias.dtype, torch.is_grad_enabled() and bias.requires_grad
+
+
 class PreparedCall:
     """A call that was prepared, for tensors of the same sizes, strides and dtypes.
 

@@ -11,10 +11,17 @@ from torch import Tensor
 
 from undivided._bounded import Bounded
 from undivided.arguments.layout import from_heads_first, heads_first
-from undivided.arguments.tensors import is_dense, is_lazy
 from undivided.request.call import Call
 from undivided.request.request import Tensors
-from undivided.run.replay import NUMBERS, RecordedCall, is_untransformed, needs_gradients, prepared_call
+from undivided.run.replay import (
+    NUMBERS,
+    RecordedCall,
+    bias_kind,
+    is_untransformed,
+    needs_gradients,
+    prepared_call,
+    tensors_kind,
+)
 from undivided.run.sdpa.masks import KeptCalls, kept_calls
 from undivided.selection import switches
 from undivided.selection.decision import Decision
@@ -50,15 +57,7 @@ def kind(
     if attn_mask is not None and (mask_kind := _mask_kind(attn_mask)) is None:
         return None
     return (
-        query.shape,
-        key.shape,
-        value.shape,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        (key.is_cpu and value.is_cpu) or (key.device, value.device),
-        (query.is_contiguous() and key.is_contiguous() and value.is_contiguous())
-        or (query.stride(), key.stride(), value.stride()),
+        tensors_kind(query, key, value),
         mask_kind,
         is_causal,
         scale,
@@ -70,14 +69,10 @@ def kind(
 
 def _mask_kind(attn_mask: object) -> object:
     """The part of `kind` that an attn_mask has; of a boolean one nothing more, because each has its own calls."""
-    if type(attn_mask) is not Tensor or not attn_mask.is_cpu or attn_mask.dim() > 4:
+    kind = bias_kind(attn_mask)
+    if kind is None or not isinstance(attn_mask, Tensor) or attn_mask.dim() > 4:
         return None
-    if not is_dense(attn_mask) or is_lazy(attn_mask):
-        return None
-    if attn_mask.dtype is torch.bool:
-        return torch.bool
-    needs_gradient = torch.is_grad_enabled() and attn_mask.requires_grad
-    return attn_mask.shape, attn_mask.stride(), attn_mask.dtype, needs_gradient
+    return torch.bool if attn_mask.dtype is torch.bool else kind
 
 
 def run(

@@ -73,7 +73,7 @@ struct Tuning {
   // tune-cpu: max_decode_rows
   int64_t max_decode_rows = 12;
   // From so many rows on, up to kLanes, prefill is faster: they fill a panel. Not for quantised keys, nor for fp32 heads
-  // of up to kMaxDecodedPanel numbers. (Zen 4, 13 to 16 rows, prefill against decoding: bf16 1.0 to 1.65, fp16 0.9 to
+  // of up to kMaxDecodedPanel numbers. (Zen 4, 13 to 16 rows, prefill against decoding: bf16 1.0 to 1.65, fp16 1.05 to
   // 1.15; fp32 from memory, heads of 64 and 128 0.75 to 0.85, 256 and 576 1.1 to 1.3; int8, e4m3 and int4 from memory 0.35
   // to 0.85. Emerald Rapids, 16 rows: 0.65 to 0.95.)
   // tune-cpu: full_panel_rows, full_panel_rows_zen4
