@@ -20,6 +20,7 @@ from undivided.benchmarking.catalogue.cpu import packed_documents
 from undivided.verification.case import Case
 
 KIB = 1 << 10
+_NEVER_BYTES = 1 << 50
 _CHUNK_BYTES = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
 _CHUNK_KEYS = (256, 512, 1024, 2048)
 _PARALLEL = (1 << 16, 1 << 17, 1 << 18, 1 << 19)
@@ -113,12 +114,16 @@ PREFILL = (
     Threshold("kPrefetchTerms", "terms of a sum between two prefetches", (16, 32, 64, 128), (
         *_squares((512, 2048), BOTH, heads=2),
         *map(_token_heads, _squares((32,), BOTH, heads=8, batch=8, kv_len=4096)))),
-    Threshold("kMinCopyPanels", "panels from which on such keys are copied", (2, 4, 6, 8), tuple(
-        map(_token_heads, (*_squares((96, 256, 512), BOTH, heads=32),
+    Threshold("min_copy_panels", "panels from which on such keys are copied", (1, 2, 3, 4, 6, 8), tuple(
+        map(_token_heads, (*_squares((48, 96, 256, 512), BOTH, heads=32),
                            *_squares((512,), BOTH, heads=32, causal=True))))),
-    Threshold("kMinCopyPanelsOfV", "panels from which on such values are copied", (2, 4, 6), tuple(
-        map(_token_heads, (*_squares((96, 256, 512), (FLOAT,), heads=32),
+    Threshold("min_copy_panels_of_v", "panels from which on such values are copied", (1, 2, 3, 4, 6), tuple(
+        map(_token_heads, (*_squares((48, 96, 256, 512), (FLOAT,), heads=32),
                            *_squares((512,), (FLOAT,), heads=32, causal=True))))),
+    Threshold("two_panel_bytes", "keys and values from which on two panels are enough",
+              (2048 * KIB, 8192 * KIB, 32768 * KIB, _NEVER_BYTES), tuple(
+        map(_token_heads, (*_squares((24, 48), (FLOAT,), heads=8, kv_len=512),
+                           *_squares((24, 48), (FLOAT,), heads=8, kv_len=4096))))),
     Threshold("kMaxPrefetchRows", "rows of the next head that are prefetched", (0, 16, 32, 64), tuple(
         _squares((16, 64, 128), BOTH, heads=96))),
     Threshold("max_row_major_keys", "keys of rows that the second product takes row by row", (0, 64, 128, 192), tuple(

@@ -40,6 +40,15 @@ struct Tuning {
   // as fast without a mask, 0.99 with a causal one.)
   // tune-cpu: max_row_bytes
   int64_t max_row_bytes = 512 << 10;
+  // Rows far apart (kMaxInPlaceStride): K is copied if the panels of a block read it so many times, and V of fp32 if they
+  // read it min_copy_panels_of_v times; a panel that sees half of the keys counts as half. Two panels are enough if K and
+  // V of the call have two_panel_bytes, and come from memory: what is copied is prefetched, the first lines of many rows
+  // at once. (Zen 5, V, 4 to 16 KiB: AVX-512 1.0 to 1.04, AVX2 1.2; 256 and 512 bytes: 0.96 to 1.0. K of bf16, 4 KiB:
+  // 1.05 to 1.2 with 8 panels, 0.97 with 3. Zen 4, 4 to 16 KiB, 256 to 1024 tokens, causal: counting every panel 0.96 to
+  // 0.99; thresholds of 8 and 6, or 4 and 2, within 0.02. Zen 3, AVX2, fp32, 4 to 16 KiB: two panels, from memory 1.05 to
+  // 1.25, in the caches 0.95 to 1.0; V with three panels 1.05 to 1.15; K with three or four 0.95 to 1.0.)
+  // tune-cpu: min_copy_panels, min_copy_panels_of_v, two_panel_bytes
+  int64_t min_copy_panels = 6, min_copy_panels_of_v = 3, two_panel_bytes = 8 << 20;
   // fp32: the second product works row by row (gemm/row_product.h) if no row sees more keys than this. It exists with
   // 16 lanes only.
   // tune-cpu: max_row_major_keys
@@ -100,6 +109,7 @@ struct Tuning {
 constexpr Tuning kVectors = {};
 constexpr Tuning avx512() {
   Tuning t = kVectors;
+  t.min_copy_panels_of_v = 4, t.two_panel_bytes = INT64_MAX;
   t.max_row_major_keys = 128;
   t.max_decode_rows = 20;
   t.full_panel_rows_zen4 = 13;
@@ -189,13 +199,10 @@ constexpr int64_t kMinSpanRows = 64;
 // no more than max_row_bytes.
 // tune-cpu: kMaxNarrowBytes
 constexpr int64_t kMaxNarrowBytes = 1 << 20;
-// Rows whose stride is at least so many bytes share so few sets of L1 that they evict each other. K is copied then if
-// the panels of a block read it kMinCopyPanels times, and V of fp32 if they read it kMinCopyPanelsOfV times; a panel
-// that sees half of the keys counts as half. (Zen 5, V, 4 to 16 KiB: AVX-512 1.0 to 1.04, AVX2 1.2; 256 and 512 bytes:
-// 0.96 to 1.0. K of bf16, 4 KiB: 1.05 to 1.2 with 8 panels, 0.97 with 3. Zen 4, 4 to 16 KiB, 256 to 1024 tokens, causal:
-// counting every panel 0.96 to 0.99; thresholds of 8 and 6, or 4 and 2, within 0.02.)
-// tune-cpu: kMaxInPlaceStride, kMinCopyPanels, kMinCopyPanelsOfV
-constexpr int64_t kMaxInPlaceStride = 2048, kMinCopyPanels = 6, kMinCopyPanelsOfV = 4;
+// Rows whose stride is at least so many bytes share so few sets of L1 that they evict each other, and lie in many pages;
+// see min_copy_panels.
+// tune-cpu: kMaxInPlaceStride
+constexpr int64_t kMaxInPlaceStride = 2048;
 // Rows and keys of the next block that are prefetched during the last panel of this one; without that they come from
 // memory if a head is one block. (Granite Rapids, about a hundred heads: 16 tokens 1.3 to 1.9, 64 tokens 1.1 to 1.3,
 // 128 tokens 1.0 to 1.2; prefetching all keys of the next panel: down to 0.97.)

@@ -139,12 +139,16 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
   key_block.source_v_stride = key_block.gathers_pages ? a.v_dim : a.v_s;
   key_block.k = key_block.source_k, key_block.k_stride = key_block.source_k_stride;
   key_block.v = (const typename Mode::PackedV*)w.v, key_block.v_stride = a.v_dim, key_block.v_group = 0;
-  auto is_far_apart = [](int64_t stride) { return stride_in_bytes<T>(stride) >= kMaxInPlaceStride; };
+  const int64_t bytes = a.batch * a.kv_len * a.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
+  auto is_worth_a_copy = [&](int64_t stride, int64_t min_panels) {
+    return stride_in_bytes<T>(stride) >= kMaxInPlaceStride &&
+           panels >= (bytes >= kTuning.two_panel_bytes ? 2 : min_panels);
+  };
   key_block.copies_k = Mode::kAmx || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2) ||
-                       (panels >= kMinCopyPanels && is_far_apart(key_block.source_k_stride));
+                       is_worth_a_copy(key_block.source_k_stride, kTuning.min_copy_panels);
   key_block.copies_v = true;
   if constexpr (std::is_same<Mode, Direct>::value) {
-    key_block.copies_v = panels >= kMinCopyPanelsOfV && !row_major && is_far_apart(key_block.source_v_stride);
+    key_block.copies_v = !row_major && is_worth_a_copy(key_block.source_v_stride, kTuning.min_copy_panels_of_v);
     if (key_block.copies_v) key_block.v_stride = kBroadcasts, key_block.v_group = kColumnGroup;
     else key_block.v = key_block.source_v, key_block.v_stride = key_block.source_v_stride;
   }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "abi/fence.h"
 #include "abi/level.h"
 #include "abi/tuning.h"
 #include "schedule/thread_team.h"
@@ -45,8 +46,11 @@ template <class Merge>
 int merge_units(int64_t units, int64_t floats, int64_t places, int64_t threads, Merge merge) {
   if (units == 0) return kOk;
   if (floats * 4 < kMinSharedMerge) threads = 1;
-  return run_units(even_shares(units, threads), std::max(list_bytes(places), (int64_t)64), threads,
-                   [&](int64_t unit, char* scratch) { merge(unit, (float**)(void*)scratch); });
+  const int64_t bytes = std::max(list_bytes(places), (int64_t)64);
+  return run_units(even_shares(units, threads), bytes + kFenceBytes, threads, [&](int64_t unit, char* scratch) {
+    fence(scratch, bytes, scratch + bytes + kFenceBytes);
+    merge(unit, (float**)(void*)scratch);
+  });
 }
 
 // Bytes of `dim` numbers of a key or value.
