@@ -20,7 +20,6 @@ from undivided.benchmarking.catalogue.cpu import packed_documents
 from undivided.verification.case import Case
 
 KIB = 1 << 10
-_NEVER_BYTES = 1 << 50
 _CHUNK_BYTES = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
 _CHUNK_KEYS = (256, 512, 1024, 2048)
 _PARALLEL = (1 << 16, 1 << 17, 1 << 18, 1 << 19)
@@ -121,7 +120,7 @@ PREFILL = (
         map(_token_heads, (*_squares((48, 96, 256, 512), (FLOAT,), heads=32),
                            *_squares((512,), (FLOAT,), heads=32, causal=True))))),
     Threshold("two_panel_bytes", "keys and values from which on two panels are enough",
-              (2048 * KIB, 8192 * KIB, 32768 * KIB, _NEVER_BYTES), tuple(
+              (2048 * KIB, 8192 * KIB, 32768 * KIB, 1 << 50), tuple(
         map(_token_heads, (*_squares((24, 48), (FLOAT,), heads=8, kv_len=512),
                            *_squares((24, 48), (FLOAT,), heads=8, kv_len=4096))))),
     Threshold("kMaxPrefetchRows", "rows of the next head that are prefetched", (0, 16, 32, 64), tuple(

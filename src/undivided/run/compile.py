@@ -124,8 +124,7 @@ def _spec(request: Request, mask_text: str, switches: str | None) -> Spec:
 def _seed(options: Options, device: torch.device) -> Tensor | None:
     """The seed as a tensor for the operator; None without dropout."""
     seed = options.dropout_seed
-    is_plain = type(seed) is not bool and isinstance(seed, int) and 0 <= seed < 2**63
-    if not is_plain and not isinstance(seed, Tensor):
+    if not isinstance(seed, Tensor):
         check_seed(seed, device)  # from here on the seed is a tensor, whose value is not checked
     if not options.dropout_p:
         return None

@@ -92,8 +92,8 @@ struct Step : StepScales<kIsQuantized<T>> {
 
 // Prefetches a step in the order of memory while the present one is computed: some lines per call of step(), or the
 // lines that take() returns. A core waits for some 10 to 24 lines at a time, and a load that needs one of these places
-// waits behind prefetches: evenly spread, as with take(), they delay it least. (Its place is stored at each take, which
-// keeps prefetches in step with the products: in registers it made fp32 1.03 to 1.12 times slower, Zen 3.)
+// waits behind prefetches: evenly spread, as with take(), they delay it least. (Its place is stored at each take: kept in
+// registers it made fp32 1.03 to 1.12 times slower, Zen 3.)
 class StepPrefetch {
  public:
   StepPrefetch() {}
