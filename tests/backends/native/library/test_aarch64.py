@@ -13,6 +13,7 @@ from pathlib import Path
 import emulated
 import levels
 import pytest
+import stored_numbers
 import torch
 from difficult_rows import difficult_rows
 from torch import Tensor
@@ -121,6 +122,23 @@ def test_a_head_of_more_tokens_than_a_panel_has_rows_stays_in_its_memory(
             with levels.running_library(library, 1):
                 out = undivided.attention(q, k, v, layout="bhsd", backend="native")
             assert (out.double() - exact).norm() < 4e-3 * exact.norm(), (library.level, tokens)
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_keys_and_values_are_decoded_whatever_their_format_and_shape(
+    libraries: dict[str, emulated.EmulatedLibrary], format: Format | None
+) -> None:
+    for library in libraries.values():
+        with levels.running_library(library, 1):
+            for heads in (1, 2, 4, 7):
+                for size, keys in (((64, 96), 21), ((128, 32), 70)):
+                    stored_numbers.decode(format, heads, size, keys)
+                if format != "int4":
+                    stored_numbers.decode(format, heads, (20, 44), 19)
+            if format in stored_numbers.BYTES:
+                for heads in (1, 2, 4):
+                    stored_numbers.read_values(heads, format, torch.float32)
+                stored_numbers.read_keys(2, format)
 
 
 @pytest.mark.parametrize("format", [None, *FORMATS])

@@ -16,6 +16,9 @@ constexpr int64_t kRowSlots = kMaxDecodeRows + kLanes;
 // steps start at multiples of it, except at the start of a segment; one tile of keys
 constexpr int64_t kStepAlignment = 16;
 
+// The table of a step's rows is padded to a multiple of it, so that any group of keys can be computed as a whole.
+constexpr int kKeyPadding = kLanes < 8 ? 8 : kLanes;
+
 // The state of the query rows of one key/value head: sums of V in the engine's layout, and each row's largest score (in
 // its unit) and sum of weights.
 struct HeadState {
@@ -31,8 +34,8 @@ struct Region {
   int64_t lines;
 };
 
-// Addresses of a step's rows of K or V. row: of the first head, padded to a multiple of kLanes by repeating the last
-// one. region: the memory of all heads' rows, in order, and what else is prefetched with them.
+// Addresses of a step's rows of K or V. row: of the first head, padded to a multiple of kKeyPadding by repeating the
+// last one. region: the memory of all heads' rows, in order, and what else is prefetched with them.
 template <class T>
 struct StepRows {
   const T* row[kDecodeStepKeys];
@@ -56,7 +59,7 @@ struct StepRows {
       for (int64_t i = 0; i < count; i++) row[j + i] = at + i * rows.stride;
       j += count;
     }
-    for (const int64_t filled = round_up(keys, kLanes); j < filled; j++) row[j] = row[keys - 1];
+    for (const int64_t filled = round_up(keys, kKeyPadding); j < filled; j++) row[j] = row[keys - 1];
   }
   // Prefetches other rows of the same keys with these.
   template <class Other>

@@ -6,7 +6,13 @@
 namespace {
 
 constexpr int kRowsPerPass = kLanes < 8 ? kLanes : 8;
-constexpr int kAccumulators = kLanes < 16 ? 8 : 16;  // accumulators of the second product
+// Sums in registers, of the first product and of the second. NEON's 32 registers are short: fewer than 16 sums wait for
+// the latency of a multiply-add.
+#if defined(UNDIVIDED_NEON)
+constexpr int kScoreSums = 16, kValueSums = 16;
+#else
+constexpr int kScoreSums = kLanes, kValueSums = kLanes < 16 ? 8 : 16;
+#endif
 // Rows of the second product at a time: more than 4 need more accumulators than there are registers.
 constexpr int kValueRows = kLanes < 16 ? 4 : 8;
 
@@ -16,17 +22,26 @@ INLINE int64_t round_up_rows(int64_t rows) {
   return rows - rest + (rest > 4 ? 8 : rest > 2 ? 4 : rest);
 }
 
-// One load, as kVecs vectors of fp32. For bf16 these are the even and the odd elements, which takes two operations;
-// widening in order takes four. Queries are stored in this order, and sums are reordered at the end; a last single
-// vector keeps its order.
+// One load, as kVecs vectors of fp32. If it interleaves, these are the even and the odd elements: of bf16 they take two
+// operations, and widening in order takes four. Queries are stored in this order, and sums are reordered at the end; a
+// last single vector keeps its order.
 template <class T>
 struct Load {
+#if defined(UNDIVIDED_NEON)
+  static constexpr int kVecs = sizeof(T) == 1 ? 2 : 1;
+#else
   static constexpr int kVecs = 1;
-  INLINE void at(const T* p, Vec (&x)[1]) { x[0] = load_as_float(p); }
+#endif
+  static constexpr bool kInterleaves = false;
+  INLINE void at(const T* p, Vec (&x)[kVecs]) {
+    if constexpr (kVecs == 1) x[0] = load_as_float(p);
+    else load_two(p, x);
+  }
 };
 template <>
 struct Load<BFloat16> {
   static constexpr int kVecs = 2;
+  static constexpr bool kInterleaves = true;
   INLINE void at(const BFloat16* p, Vec (&x)[2]) {
     UVec both = (UVec)load((const float*)(const void*)p);
     x[0] = (Vec)(both << 16), x[1] = (Vec)(both & 0xffff0000u);
@@ -36,6 +51,7 @@ struct Load<BFloat16> {
 template <>
 struct Load<Int4> {
   static constexpr int kVecs = 2;
+  static constexpr bool kInterleaves = true;
 };
 
 // Loads that read a cache line; int4 reads scales too.
@@ -95,12 +111,16 @@ INLINE void prefetch_beside(const StepPrefetch& prefetch, const char* lines, int
   if (Loads >= kLoadsPerLine<T> && i % kLoadsPerLine<T> == 0) prefetch.prefetch(lines + i / kLoadsPerLine<T> * 64);
 }
 
-// Scores of R query rows and kLanes / R keys, from key `first` on.
+// The number of keys whose scores R rows compute together.
+template <int R>
+constexpr int kScoreKeys = kScoreSums / R < kKeyPadding ? kScoreSums / R : kKeyPadding;
+
+// Scores of R query rows and kScoreKeys<R> keys, from key `first` on: [row][key].
 template <int R, class T>
-INLINE Vec decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t first, int64_t dim,
-                         StepPrefetch& prefetch) {
-  constexpr int keys = kLanes / R, vecs = Load<T>::kVecs;
-  Vec acc[kLanes] = {};
+INLINE void decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t first, int64_t dim,
+                          StepPrefetch& prefetch, float* scores) {
+  constexpr int keys = kScoreKeys<R>, vecs = Load<T>::kVecs;
+  Vec acc[R * keys] = {};
   int64_t d = 0;
   for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
     const char* lines = take_lines<keys, T>(prefetch, d / (vecs * kLanes));
@@ -123,18 +143,24 @@ INLINE Vec decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k,
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d) * y;
       }
-  return lane_sums(acc);
+#pragma GCC unroll 4
+  for (int i = 0; i < R * keys; i += kLanes) {
+    Vec part[kLanes];
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; j++) part[j] = acc[i + j];
+    store(scores + i, lane_sums(part));
+  }
 }
 
-// Scores of R rows and all keys of a step, scores[row][key]; the table of keys is padded to a multiple of kLanes.
+// Scores of R rows and all keys of a step, scores[row][key]; the table of keys is padded to a multiple of kKeyPadding.
 template <int R, class T>
 static void decode_score_step(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t dim, int64_t keys,
                               float* scores, StepPrefetch& shared) {
-  constexpr int group = kLanes / R;
+  constexpr int group = kScoreKeys<R>;
   StepPrefetch prefetch = shared;
   for (int64_t j = 0; j < keys; j += group) {
-    float found[kLanes];
-    store(found, decode_scores<R>(q, q_stride, k, j, dim, prefetch));
+    float found[R * group];
+    decode_scores<R>(q, q_stride, k, j, dim, prefetch, found);
     for (int r = 0; r < R; r++) memcpy(scores + r * kDecodeStepKeys + j, found + r * group, group * 4);
   }
   shared = prefetch;
@@ -175,7 +201,7 @@ INLINE void decode_value_columns(const float* weights, const StepPart<T>& v, int
 // The number of loads of columns that R rows compute together.
 template <int R, class T>
 constexpr int value_loads() {
-  constexpr int vecs = Load<T>::kVecs, limit = kAccumulators / R / vecs;
+  constexpr int vecs = Load<T>::kVecs, limit = kValueSums / R / vecs;
   return limit < 1 ? 1 : limit > 8 / vecs ? 8 / vecs : limit;
 }
 template <int R, int64_t Stride = kDecodeStepKeys, class T>
@@ -219,25 +245,24 @@ template <class Key, class T>
 INLINE void load_row(const T* from, int64_t dim, float* to) {
   constexpr int vecs = Load<Key>::kVecs;
   int64_t d = 0;
-  if constexpr (!std::is_same<Key, T>::value) {
-    for (; d < dim; d += vecs * kLanes)
-      for (int i = 0; i < vecs * kLanes; i++) to[d + i % vecs * kLanes + i / vecs] = to_float(from[d + i]);
-    return;
-  } else
+  if constexpr (Load<Key>::kInterleaves && std::is_same<Key, T>::value) {
     for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
       Vec x[vecs];
       Load<T>::at(from + d, x);
       for (int u = 0; u < vecs; u++) store(to + d + u * kLanes, x[u]);
     }
-  if (d < dim) store(to + d, load_as_float(from + d));
+  } else if constexpr (Load<Key>::kInterleaves) {
+    for (; d + vecs * kLanes <= dim; d += vecs * kLanes)
+      for (int i = 0; i < vecs * kLanes; i++) to[d + i % vecs * kLanes + i / vecs] = to_float(from[d + i]);
+  }
+  for (; d < dim; d += kLanes) store(to + d, load_as_float(from + d));
 }
 
 // Stores sums in the original order, as fp32.
 template <class T>
 INLINE void restore_order(const float* from, int64_t dim, float* to) {
-  constexpr int vecs = Load<T>::kVecs;
   int64_t d = 0;
-  if constexpr (vecs == 2)
+  if constexpr (Load<T>::kInterleaves)
     for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
       for (int i = 0; i < kLanes; i++) to[d + 2 * i] = from[d + i], to[d + 2 * i + 1] = from[d + kLanes + i];
   memcpy(to + d, from + d, (size_t)(dim - d) * 4);

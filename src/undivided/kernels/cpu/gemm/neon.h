@@ -13,8 +13,14 @@ namespace {
 
 constexpr int kScalars = 4;  // in a register
 
-// Keeps GCC from loading operands so early that sums leave the registers.
+// Keeps the compiler from loading operands so early that sums leave the registers; Clang, which moves products instead,
+// from doing so before x is computed.
 INLINE void hold_loads() { __asm__ volatile("" ::: "memory"); }
+INLINE void hold_loads([[maybe_unused]] Vec& x) {
+#if defined(__clang__)
+  __asm__ volatile("" : "+w"(x)::"memory");
+#endif
+}
 
 // acc += x[Lane] * y, for fp32 and for pairs of bf16.
 template <bool Pairs, int Lane>
@@ -92,6 +98,7 @@ INLINE void add_matrices(Vec (&acc)[N][V], const Vec (&x)[N / 2], const float* b
   const Vec even = load(b + Lanes * kLanes), odd = load(b + kPanel + Lanes * kLanes);
   const Vec low = zip_low_words(even, odd), high = zip_high_words(even, odd);
   ((multiply_matrices(acc[2 * P][Lanes], low, x[P]), multiply_matrices(acc[2 * P + 1][Lanes], high, x[P])), ...);
+  ((hold_loads(acc[2 * P][Lanes]), hold_loads(acc[2 * P + 1][Lanes])), ...);
 }
 template <int First, int N, int V, int... L>
 INLINE void add_matrices_of(Vec (&acc)[N][V], const Vec (&x)[N / 2], const float* b, std::integer_sequence<int, L...>) {
@@ -99,10 +106,11 @@ INLINE void add_matrices_of(Vec (&acc)[N][V], const Vec (&x)[N / 2], const float
 }
 
 // Two steps of two rows, 8 bytes from each.
+typedef double UnalignedDouble __attribute__((aligned(1), may_alias));
 template <class T>
 INLINE Vec load_two_rows(const T* first, const T* second) {
-  return (Vec)vcombine_u16(vld1_u16((const uint16_t*)(const void*)first),
-                           vld1_u16((const uint16_t*)(const void*)second));
+  const float64x2_t low = {*(const UnalignedDouble*)(const void*)first, 0};
+  return (Vec)vsetq_lane_f64(*(const UnalignedDouble*)(const void*)second, low, 1);
 }
 template <int First, int Some, int N, int V, class T, int... P>
 INLINE int64_t matrices_along_rows(Vec (&acc)[N][V], const T* a, int64_t row, const float* b, int64_t count,

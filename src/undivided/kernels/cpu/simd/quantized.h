@@ -61,9 +61,9 @@ INLINE UVec load_bytes(const void* p) {  // sign-extended
 #elif defined(__AVX2__)
   return (UVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #elif defined(UNDIVIDED_NEON)
-  uint32_t four;
+  float four;
   memcpy(&four, p, 4);
-  return (UVec)vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)vdup_n_u32(four))));
+  return (UVec)vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)float32x2_t{four, 0})));
 #else
   return (UVec) __builtin_convertvector(*(const UnalignedByteVec*)p, IVec);
 #endif
@@ -115,11 +115,37 @@ INLINE void load_int4(const Int4* p, float scale, Vec& even, Vec& odd) {
   const __m512 values = (__m512)(Vec{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale);
   even = (Vec)_mm512_permutexvar_ps((__m512i)bits, values);
   odd = (Vec)_mm512_permutexvar_ps((__m512i)(bits >> 4), values);
+#elif defined(UNDIVIDED_NEON)  // two's complement in the upper bits, and a conversion that divides by a power of two
+  const UVec both = bits ^ 0x88;
+  even = (Vec)vcvtq_n_f32_s32((int32x4_t)(both << 28), 28) * scale;
+  odd = (Vec)vcvtq_f32_s32((int32x4_t)(both << 24) >> 28) * scale;
 #else
   even = __builtin_convertvector((IVec)(bits & 15) - 8, Vec) * scale;
   odd = __builtin_convertvector((IVec)(bits >> 4 & 15) - 8, Vec) * scale;
 #endif
 }
+
+#if defined(UNDIVIDED_NEON)
+// 2 kLanes numbers of 8 bits, in order.
+INLINE void load_two(const Int8* p, Vec (&x)[2]) {
+  const int16x8_t wide = vmovl_s8(vld1_s8((const int8_t*)p));
+  x[0] = (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+  x[1] = (Vec)vcvtq_f32_s32(vmovl_high_s16(wide));
+}
+INLINE void widen_halves(uint16x8_t halves, Vec (&x)[2]) {
+  x[0] = (Vec)vcvt_f32_f16((float16x4_t)vget_low_u16(halves));
+  x[1] = (Vec)vcvt_high_f32_f16((float16x8_t)halves);
+}
+// As fp16 with a smaller exponent. NaN alone carries into the upper bit of the exponent.
+INLINE void load_two(const Float8E4M3* p, Vec (&x)[2]) {
+  const uint16x8_t wide = (uint16x8_t)vshll_n_s8(vld1_s8((const int8_t*)p), 7), carried = (wide & 0x3f80) + 0x80;
+  widen_halves(vbslq_u16(vdupq_n_u16(0x4000), carried, wide), x);
+  x[0] *= 0x1p8f, x[1] *= 0x1p8f;
+}
+INLINE void load_two(const Float8E5M2* p, Vec (&x)[2]) {
+  widen_halves((uint16x8_t)vshll_n_s8(vld1_s8((const int8_t*)p), 8), x);
+}
+#endif
 
 // Calls f with a null pointer to the type of a format.
 template <class F>
