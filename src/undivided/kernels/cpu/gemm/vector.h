@@ -91,15 +91,15 @@ INLINE void with_run(const Run& run, F f) {
   else run.first == 0 ? call(I0(), I1()) : run.first == 1 ? call(I1(), I1()) : call(I2(), I1());
 }
 
-// Sets sums to 0 one by one: with `= {}` GCC clears memory too, and keeps flags of which sums are in registers. Clang on ARM
-// must not see that they are 0: it would make the zero anew where a loop may not run, and sums would leave their registers.
+// Sets sums to 0 one by one: with `= {}` GCC clears memory too, and keeps flags of which sums are in registers. Clang must
+// not see that they are 0: it would make the zero anew where a loop may not run, and sums would leave their registers.
 template <int N, int V>
 INLINE void clear(Vec (&acc)[N][V]) {
 #pragma GCC unroll 24
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
-#if defined(__clang__) && defined(UNDIVIDED_NEON)
+#if defined(__clang__)
       acc[i][v] = rounded(Vec{});
 #else
       acc[i][v] = Vec{};
