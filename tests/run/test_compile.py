@@ -18,6 +18,7 @@ from undivided.kernels import cpu
 from undivided.masks import Mask
 from undivided.quantization import Format, quantize
 from undivided.run.operator_arguments import Arguments
+from undivided.run.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +259,24 @@ def test_a_constant_of_the_wrong_kind_is_an_input_error_when_compiled(wrong: dic
     arguments = {"layout": "bshd", **wrong}
     with pytest.raises(undivided.InputError, match=f"{list(wrong)[-1]} must"):
         torch.compile(lambda x: undivided.attention(x, x, x, **arguments), backend="aot_eager")(q)
+
+
+def test_a_call_that_cannot_be_traced_runs_unseen_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it traces the selection, and writes a guard per entry of its caches: 84 seconds for 3000 of them."""
+    seen = []
+
+    def recorded(*arguments: Any) -> Any:
+        seen.append(callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()))
+        return prepare(*arguments)
+
+    for module in (undivided.functional, undivided.run.dispatch):
+        monkeypatch.setattr(module, "prepare", recorded)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(undivided.InputError, match="dropout_seed must"):
+        torch.compile(
+            lambda x: undivided.attention(x, x, x, layout="bshd", dropout_p=0.5, dropout_seed=-1), backend="eager"
+        )(q)
+    assert seen == [False]
 
 
 def test_a_change_of_policy_is_seen_without_recompiling(capfd, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from undivided.arguments.graphs import unseen
 from undivided.arguments.tensors import is_observed, jit_trace
 from undivided.machine import Machine
 from undivided.request.normalise import check_kinds_and_sizes
@@ -52,6 +53,11 @@ def attention(request: Request, switches: str | None = None) -> Output:
     if torch.compiler.is_compiling() or is_observed(q, k, v, local.options.mask, *others):
         return part.result(_observed(local, switches))
     return part.result(_at_once(local, switches))
+
+
+def unseen_attention(request: Request) -> Output:
+    """The result of a request that torch.compile must not see, because it could not trace a caller."""
+    return unseen(_at_once, request, None)
 
 
 def context_attention(request: Request, context: ContextParallelLike) -> Output:
