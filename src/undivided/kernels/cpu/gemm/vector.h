@@ -92,19 +92,18 @@ INLINE void with_run(const Run& run, F f) {
 }
 
 // Sets sums to 0 one by one: with `= {}` GCC clears memory too, and keeps flags of which sums are in registers. Clang must
-// not see that they are 0: it would make the zero anew where a loop may not run, and sums would leave their registers.
+// not see that many sums are 0: it would make the zero anew where a loop may not run, and they would leave their registers.
 template <int N, int V>
 INLINE void clear(Vec (&acc)[N][V]) {
+#if defined(__clang__)
+  constexpr bool hides_zeros = N * V > 16;
+#else
+  constexpr bool hides_zeros = false;
+#endif
 #pragma GCC unroll 24
   for (int i = 0; i < N; i++)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) {
-#if defined(__clang__)
-      acc[i][v] = rounded(Vec{});
-#else
-      acc[i][v] = Vec{};
-#endif
-    }
+    for (int v = 0; v < V; v++) acc[i][v] = hides_zeros ? rounded(Vec{}) : Vec{};
 }
 
 template <class Scalar, class T>
