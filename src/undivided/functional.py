@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_tensor
-from undivided.arguments.graphs import is_frame_by_frame, outside_of_graphs
+from undivided.arguments.graphs import outside_of_graphs, traces_each_function
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
 from undivided.arguments.tensors import is_dtensor, is_observed
@@ -190,7 +190,7 @@ def attention(
         q, k, v, mask, bias, sinks, alibi_slopes, dropout_seed, pages, k_scale, v_scale
     ):
         return dispatch.attention(request)
-    if is_frame_by_frame():
+    if traces_each_function():
         return dispatch.unseen_attention(request)
     decision, call, tensors = prepare(request, current_policy(backend, deterministic, batch_invariant))
     return autograd.run(decision.backend, call, tensors)

@@ -11,22 +11,13 @@ import torch
 from undivided.arguments.signature import checked_call
 
 F = TypeVar("F", bound=Callable[..., Any])
-R = TypeVar("R")
 _callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-def is_frame_by_frame() -> bool:
-    """Whether torch.compile could not trace a caller, so that it traces each function that is called from now on: also
-    those that read caches of this process, for which it writes a guard per entry."""
+def traces_each_function() -> bool:
+    """Whether torch.compile traces each function that is called from now on by itself, because it could not trace their
+    caller. For one that reads a cache it writes a guard per entry."""
     return callable(_callback())
-
-
-def unseen(function: Callable[..., R], *arguments: Any) -> R:
-    """The result of the function, which torch.compile does not see."""
-    from undivided.arguments import _graph_break
-
-    result: R = _graph_break.call(function, arguments, {})
-    return result
 
 
 def outside_of_graphs(function: F) -> F:

@@ -9,12 +9,11 @@ All other calls bypass this module: `attention` prepares and runs them at once.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from undivided.arguments.graphs import unseen
 from undivided.arguments.tensors import is_observed, jit_trace
 from undivided.machine import Machine
 from undivided.request.normalise import check_kinds_and_sizes
@@ -57,7 +56,9 @@ def attention(request: Request, switches: str | None = None) -> Output:
 
 def unseen_attention(request: Request) -> Output:
     """The result of a request that torch.compile must not see, because it could not trace a caller."""
-    return unseen(_at_once, request, None)
+    from undivided.arguments import _graph_break
+
+    return cast(Output, _graph_break.call(_at_once, (request, None), {}))
 
 
 def context_attention(request: Request, context: ContextParallelLike) -> Output:

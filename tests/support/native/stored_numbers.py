@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from native_oracle import ALLOWED, apart
 from torch import Tensor
@@ -55,7 +57,7 @@ def decode(format: Format | None, heads: int, size: tuple[int, int], keys: int) 
     """Two sequences of `keys` and half as many keys, `heads` query heads for each of two key heads of these sizes."""
     q = draw(2, 1, 2 * heads, size[0], seed=heads).bfloat16()
     k, v = (draw(2, keys, 2, n, seed=n) for n in size)
-    asked: dict[str, object] = {"layout": "bshd", "mask": masks.lengths(torch.tensor([keys, (keys + 1) // 2]))}
+    asked: dict[str, Any] = {"layout": "bshd", "mask": masks.lengths(torch.tensor([keys, (keys + 1) // 2]))}
     if format is None:
         k, v = k.bfloat16(), v.bfloat16()
         wide = (k.double(), v.double())
@@ -63,9 +65,7 @@ def decode(format: Format | None, heads: int, size: tuple[int, int], keys: int) 
         (k, k_scale), (v, v_scale) = quantize(k, format), quantize(v, format)
         asked |= {"k_scale": k_scale, "v_scale": v_scale}
         wide = (k, v)
-    out, lse = undivided.attention(q, k, v, return_lse=True, backend="native", **asked)  # type: ignore[call-overload]
-    want, want_lse = undivided.attention(  # type: ignore[call-overload]
-        q.double(), *wide, return_lse=True, backend="reference", **asked
-    )
+    out, lse = undivided.attention(q, k, v, return_lse=True, backend="native", **asked)
+    want, want_lse = undivided.attention(q.double(), *wide, return_lse=True, backend="reference", **asked)
     assert apart(out, want) < ALLOWED[torch.bfloat16], heads
     assert apart(lse, want_lse) < ALLOWED[torch.bfloat16], heads
