@@ -1,10 +1,13 @@
-"""Ctrl-C: exit code 130 without a traceback, and which results are kept."""
+"""Ctrl-C and SIGTERM: exit code 130 without a traceback, and which results are kept."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,26 @@ def test_an_interrupted_benchmark_shows_and_writes_its_results_and_exits_with_13
     assert done.exit_code == 130
     assert "interrupted" in done.stdout
     assert json.loads(file.read_text())["interrupted"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal between processes")
+def test_a_benchmark_that_is_terminated_shows_and_writes_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`timeout 600 undivided bench` lost ten minutes of results: SIGTERM ended the process at once."""
+
+    def terminate(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    earlier = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(suites, "run", terminate)
+    file = tmp_path / "bench.json"
+    done = run("bench", "--quick", "--suite", "forward", "--json", str(file))
+    assert done.exit_code == 130
+    assert "interrupted" in done.stdout
+    assert json.loads(file.read_text())["interrupted"]
+    assert signal.getsignal(signal.SIGTERM) is earlier
 
 
 def test_an_interrupted_report_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

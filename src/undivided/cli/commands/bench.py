@@ -24,6 +24,7 @@ from undivided.benchmarking.runs import Settings
 from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._flags import flag_name, flags
 from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
+from undivided.cli._signals import sigterm_as_interrupt
 from undivided.cli._terminal import complain, console, print_json, print_table, print_text, progress, table
 from undivided.cli.commands.report import read_report
 from undivided.errors import InputError
@@ -149,8 +150,8 @@ def bench(run: RunFlags, output: ReportFlags) -> None:
 
     Competitors alternate in one run. Every result is first compared with an fp64 oracle, and the speed of a wrong
     result is never shown; the exit code is 1 if one of our results is wrong. Probes of the machine run before and after
-    each problem, which is repeated if they detect other load. Ctrl-C ends the run and shows the results so far; the
-    exit code is then 130.
+    each problem, which is repeated if they detect other load. Ctrl-C, and SIGTERM as `timeout` and batch systems send
+    it, end the run and show the results so far; the exit code is then 130.
     """
     if output.markdown is not None:
         others = {"--json": output.json, "--plot": output.plot, "--compare": output.compare, "--from": output.source}
@@ -176,7 +177,7 @@ def _run(flags: RunFlags, path: Path | None) -> dict[str, Any]:
     if ranks is None and path is not None and flags.device != "cpu":
         ranks = path.with_suffix(".ranks.json")
     _check_files(path, ranks)
-    with progress(planned.steps) as step:
+    with sigterm_as_interrupt(), progress(planned.steps) as step:
         report = execute(planned, settings, flags.threads, step)
     _save(report, path, ranks)
     return report
