@@ -198,12 +198,12 @@ def test_layers_share_the_mask_of_an_attention_mask_which_goes_with_it() -> None
     attention_mask = torch.rand(6, 6) < 0.3
     first, second = (layer(Q, Q, Q, attention_mask=attention_mask) for layer in layers)
     assert torch.equal(first, second)
-    (shared,) = {entry.mask for entry in sequences._recent._entries.values() if entry.tensors[0]() is attention_mask}
+    (shared,) = {entry.mask for entry in sequences._recent._entries.values() if entry.owners[0]() is attention_mask}
     attention_mask[:, 1] = ~attention_mask[:, 1]
     changed = layers[0](Q, Q, Q, attention_mask=attention_mask)
     assert not torch.equal(first, changed)
     torch.testing.assert_close(changed, layers[0](Q, Q, Q, attention_mask=attention_mask.clone()))
-    (other,) = {entry.mask for entry in sequences._recent._entries.values() if entry.tensors[0]() is attention_mask}
+    (other,) = {entry.mask for entry in sequences._recent._entries.values() if entry.owners[0]() is attention_mask}
     assert other is not shared
     memory = weakref.ref(other.tensors[0])
     del other, shared, attention_mask

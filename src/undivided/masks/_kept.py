@@ -6,8 +6,8 @@ times as long as a small call.
 kept         masks that hold their tensors, found by the identities of the arguments, and only if the bytes of the
              tensors are those of before. So this is for small tensors on the CPU: what others write to large ones, or
              on a GPU, would go unseen, and they would stay in memory.
-TensorMasks  masks that go with the tensors of the caller, of any size, found by their in-place versions, and on the
-             CPU by their contents; with a mask goes what its owner keeps of it
+TensorMasks  masks that go with the tensors of the caller, of any size, or with what these are views of; found by their
+             in-place versions, and on the CPU by their contents; with a mask goes what its owner keeps of it
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import is_traced, jit_trace, memory, small_storages, versions
+from undivided.arguments.tensors import have_small_storages, is_lazy, is_traced, jit_trace, memory, small_storages, versions
 from undivided.masks._fields import MaskFields
 from undivided.masks._predicate import Predicate
 
@@ -36,22 +36,37 @@ so that no others can have their ids."""
 
 class _State(NamedTuple):
     versions: tuple[object, ...]
-    places: list[tuple[int, torch.Size, tuple[int, ...]]]
-    """Address, shape and strides of each tensor."""
+    addresses: list[int]
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> _State | None:
         """The state of plain tensors outside of tracing; None if a change may go unseen."""
-        if is_traced() or jit_trace() is not None or not all(type(tensor) is Tensor for tensor in tensors):
+        if is_traced() or jit_trace() is not None:
+            return None
+        if not all(type(tensor) is Tensor and not is_lazy(tensor) for tensor in tensors):
             return None
         contents = versions(tensors)
-        if contents is None:
-            return None
-        return _State(contents, [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors])
+        return None if contents is None else _State(contents, [tensor.data_ptr() for tensor in tensors])
+
+
+def _owner(tensor: Tensor) -> Tensor | torch.UntypedStorage:
+    """What a tensor and its views share, because a layer may make the same view anew in each call.
+
+    It is not the storage, unless this is small: a mask may hold that, and would then be kept for as long as itself.
+    """
+    if tensor._base is not None:
+        return tensor._base
+    return tensor.untyped_storage() if tensor.is_inference() and have_small_storages((tensor,)) else tensor
+
+
+def _key(key: object, tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """The key of an entry: the owners, and which part of them the tensors are."""
+    parts = [(id(_owner(t)), t.dtype, t.storage_offset(), t.shape, t.stride()) for t in tensors]
+    return key, *parts
 
 
 class _Entry(NamedTuple, Generic[T]):
-    tensors: list[weakref.ref[Tensor]]
+    owners: list[weakref.ref[Any]]
     state: _State
     copies: list[Tensor | None]
     """Of the memory of large tensors on the CPU, because no version counts what ``torch.distributed`` receives, or what
@@ -62,7 +77,7 @@ class _Entry(NamedTuple, Generic[T]):
         """Whether it is of these tensors in this state, and no copy differs from them."""
         return (
             self.state == state
-            and all(reference() is tensor for reference, tensor in zip(self.tensors, tensors, strict=True))
+            and all(reference() is _owner(tensor) for reference, tensor in zip(self.owners, tensors, strict=True))
             and all(
                 copy is None or torch.equal(copy, memory(tensor))
                 for copy, tensor in zip(self.copies, tensors, strict=True)
@@ -89,10 +104,11 @@ class TensorMasks(Generic[T]):
 
     def find(self, key: object, tensors: Sequence[Tensor]) -> T | None:
         """As `get`, or None if there is no mask for these tensors, or one of them has changed or moved."""
-        entry = self._entries.get((key, *map(id, tensors)))
-        if entry is None or (state := _State.of(tensors)) is None:
+        state = _State.of(tensors)
+        if state is None:
             return None
-        return entry.mask if entry.is_of(tensors, state) else None
+        entry = self._entries.get(_key(key, tensors))
+        return entry.mask if entry is not None and entry.is_of(tensors, state) else None
 
     def get(self, key: object, tensors: Sequence[Tensor], build: Callable[[], T]) -> T:
         """The mask that ``build`` has built for these tensors, if none has changed or moved; else a new one.
@@ -105,7 +121,7 @@ class TensorMasks(Generic[T]):
         state = _State.of(tensors)
         if state is None:
             return build()
-        key = key, *map(id, tensors)
+        key = _key(key, tensors)
         entry = self._entries.get(key)
         if entry is not None and entry.is_of(tensors, state):
             return entry.mask
@@ -119,7 +135,7 @@ class TensorMasks(Generic[T]):
             for tensor, content in zip(tensors, state.versions, strict=True)
         ]
         mask = build()
-        self._entries[key] = _Entry([weakref.ref(tensor, forget) for tensor in tensors], state, copies, mask)
+        self._entries[key] = _Entry([weakref.ref(_owner(tensor), forget) for tensor in tensors], state, copies, mask)
         return mask
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -32,6 +33,60 @@ def test_a_mask_is_analysed_once(builds: list[object], shape: tuple[int, ...]) -
         q, k, v = inputs(shape[-1])
         torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
     assert len(builds) == 1
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "padding of each sequence": lambda real: real[:, None, None, :9],
+    "first keys": lambda real: real[:1, :9],
+    "expanded": lambda real: real[:, None, None, :9].expand(2, 1, 9, 9),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys"),
+    [(torch.no_grad, 11), (torch.no_grad, 20_000), (torch.inference_mode, 11), (torch.enable_grad, 20_000)],
+)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_mask_of_which_each_layer_makes_a_view_is_analysed_once(
+    builds: list[object], view: str, keys: int, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """It was analysed in each layer: a step of decoding took several times as long."""
+    with mode():
+        real = torch.arange(keys) < torch.tensor([[3], [7]])
+        for _ in range(4):
+            (q, k, v), part = inputs(), VIEWS[view](real)
+            torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, part), sdp(q, k, v, part))
+            del part
+    assert len(builds) == 1
+
+
+def test_views_of_one_mask_are_masks_of_their_own() -> None:
+    mask = random_mask(18, 18)
+    views = {
+        "first rows": lambda: mask[:9, :9],
+        "other rows": lambda: mask[9:, :9],
+        "other columns": lambda: mask[:9, 9:],
+        "transposed": lambda: mask.T[:9, :9],
+        "every second row": lambda: mask[::2, :9],
+        "one row for all": lambda: mask[:1, :9],
+        "other type": lambda: mask.view(torch.uint8)[:9, :9].view(torch.bool)[:, :9],
+    }
+    q, k, v = inputs()
+    for _ in range(2):
+        for view in views.values():
+            torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, view()), sdp(q, k, v, view()))
+
+
+@pytest.mark.parametrize("length", [9, 160])
+def test_a_change_of_a_mask_counts_in_the_views_that_layers_make(length: int) -> None:
+    (q, k, v), mask = inputs(length), random_mask(length, length)
+    for change in (set_one, write_through_data, write_to_storage, replace_memory):
+        for _ in range(2):
+            undivided.scaled_dot_product_attention(q, k, v, mask[None])
+        change(mask)
+        torch.testing.assert_close(
+            undivided.scaled_dot_product_attention(q, k, v, mask[None]), sdp(q, k, v, mask[None])
+        )
 
 
 def set_one(mask: Tensor) -> None:
@@ -126,6 +181,11 @@ def test_masks_go_with_their_tensors() -> None:
     del mask, calls
     assert len(sdpa_masks._recent) == before
     assert prepared() is None
+    base = random_mask(9, 10)
+    undivided.scaled_dot_product_attention(*inputs(), base[:, :9])
+    assert len(sdpa_masks._recent) == before + 1
+    del base
+    assert len(sdpa_masks._recent) == before
     for _ in range(20):  # their ids repeat
         (q, k, v), mask = inputs(), random_mask(9, 9)
         torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
