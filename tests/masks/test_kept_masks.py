@@ -67,6 +67,28 @@ def test_masks_of_different_arguments_are_different_objects() -> None:
     assert masks.lengths(STARTS, LENGTHS).tensors[1] is LENGTHS
 
 
+def test_masks_of_views_that_are_made_anew_are_one_object() -> None:
+    """Each layer that passed ``cu_seqlens[:4]`` checked it and computed its ranges, ten times as long as the call."""
+    assert masks.lengths(LENGTHS[:1]) is masks.lengths(LENGTHS[:1])
+    assert masks.documents(OFFSETS[:2]) is masks.documents(OFFSETS[:2])
+    others = [LENGTHS[:1], LENGTHS[1:], LENGTHS.view(torch.int32)[::2], torch._neg_view(-LENGTHS)]
+    assert len({masks.lengths(view) for view in others}) == 4
+    for view in others[:2]:
+        assert masks.lengths(view).tensors[0].tolist() == view.tolist()
+
+
+def test_a_tensor_at_the_place_of_one_that_moved_gives_a_mask_of_its_own() -> None:
+    memory = bytearray(16)
+    moved = torch.frombuffer(memory, dtype=torch.int64)
+    moved[:] = torch.tensor([3, 5])
+    first = masks.lengths(moved)
+    moved.data = moved.data.clone()
+    other = torch.frombuffer(memory, dtype=torch.int64)
+    other[:] = torch.tensor([2, 4])
+    assert masks.lengths(other) is not first
+    assert masks.lengths(other).tensors[0].tolist() == [2, 4]
+
+
 def _add(tensor: Tensor) -> None:
     tensor += 1
 

@@ -187,6 +187,21 @@ def test_a_numpy_scale_is_a_number() -> None:
         undivided.attention(q, q, q, layout="bshd", scale=numpy.float16("inf"))
 
 
+def test_views_of_one_block_table_are_checked_one_by_one() -> None:
+    q, pool = torch.randn(2, 1, 2, 16), torch.randn(4, 8, 2, 16)
+    table = torch.tensor([[0, 1], [2, 3], [-1, 4]], dtype=torch.int32)
+    given: dict[str, Any] = {"layout": "bshd", "mask": masks.lengths([12, 16])}
+    for _ in range(2):
+        undivided.attention(q, pool, pool, pages=table[:2], **given)
+        undivided.attention(q, pool, pool, pages=table[:2].T, **given)
+        for wrong in (table[1:], table[::2], torch._neg_view(table[:2])):
+            with pytest.raises(undivided.InputError, match=r"pages must number pages of the pool.* got -1"):
+                undivided.attention(q, pool, pool, pages=wrong, **given)
+    table[1, 1] = 5
+    with pytest.raises(undivided.InputError, match="pages must number pages of the pool"):
+        undivided.attention(q, pool, pool, pages=table[:2], **given)
+
+
 @pytest.mark.parametrize("array", ["none", "small", "large"])
 def test_a_block_table_is_checked_again_once_it_was_changed(array: str) -> None:
     """A write to the array of NumPy below the table leaves its version as it is."""

@@ -207,7 +207,8 @@ def have_small_storages(tensors: Sequence[Tensor]) -> bool:
 
 
 def small_storages(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
-    """What plain tensors on the CPU are, and the bytes of their storages; None if one is not such a tensor or large.
+    """What plain tensors on the CPU are, where they lie, and the bytes of their storages; None if one is not such a
+    tensor or large.
 
     >>> lengths = torch.tensor([3, 5])
     >>> before = small_storages([lengths])
@@ -216,7 +217,7 @@ def small_storages(tensors: Sequence[Tensor]) -> tuple[object, ...] | None:
     """
     if not have_small_storages(tensors):
         return None
-    return tuple([(t.shape, t.stride(), t.storage_offset(), t.dtype, _content(t)) for t in tensors])
+    return tuple([(t.data_ptr(), t.shape, t.stride(), t.storage_offset(), t.dtype, _content(t)) for t in tensors])
 
 
 def _counted_version(tensor: Tensor) -> int:

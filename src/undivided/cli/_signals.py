@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does: `timeout` and batch systems send it at a time limit."""
+    """Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does. `timeout` and batch systems send it at a limit."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -3,8 +3,8 @@
 A layer that builds its mask in each call would otherwise check it and compute its ranges each time, which takes ten
 times as long as a small call.
 
-kept         masks that hold their tensors, found by the identities of the arguments, and only if the bytes of the
-             tensors are those of before. So this is for small tensors on the CPU: what others write to large ones, or
+kept         masks that hold their tensors, found by where the tensors of the arguments lie, and only if their bytes are
+             those of before. So this is for small tensors on the CPU: what others write to large ones, or
              on a GPU, would go unseen, and they would stay in memory.
 TensorMasks  masks that go with the tensors of the caller, of any size, or with what these are views of; found by their
              in-place versions, and on the CPU by their contents; with a mask goes what its owner keeps of it
@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from undivided._bounded import Bounded
-from undivided.arguments.tensors import have_small_storages, is_lazy, is_traced, jit_trace, memory, small_storages, versions
+from undivided.arguments.tensors import (
+    have_small_storages,
+    is_dense,
+    is_lazy,
+    is_traced,
+    jit_trace,
+    memory,
+    small_storages,
+    versions,
+)
 from undivided.masks._fields import MaskFields
 from undivided.masks._predicate import Predicate
 
@@ -31,7 +40,7 @@ T = TypeVar("T")
 
 _recent: Bounded[object, tuple[Sequence[Tensor], object, Any]] = Bounded(16)
 """By the arguments: the tensors of the call and of the mask, their contents, and the mask. An entry holds its tensors,
-so that no others can have their ids."""
+so that no others can lie where they do."""
 
 
 class _State(NamedTuple):
@@ -153,9 +162,9 @@ def kept(build: Callable[P, M]) -> Callable[P, M]:
         identities: list[object] = [build, tuple(options)]
         tensors: list[Tensor] = []
         for value in (*arguments, *options.values()):
-            if type(value) is Tensor:
+            if type(value) is Tensor and value.is_cpu and is_dense(value) and not is_lazy(value):
                 tensors.append(value)
-                identities.append((Tensor, id(value)))  # no number is equal to it
+                identities.append((value.data_ptr(), value.shape, value.stride(), value.dtype))  # equal for equal views
             elif value is None or type(value) in (int, str):
                 identities.append(value)
             else:

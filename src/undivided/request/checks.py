@@ -5,8 +5,6 @@ Each raises `InputError` naming the argument, its value, the limit, and a fix wh
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.checks import REQUIRED, as_type_error, check_device, check_tensor, is_finite
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.shapes import broadcast_hint, broadcasts
-from undivided.arguments.tensors import readable, versions
+from undivided.arguments.tensors import is_lazy, readable, versions
 from undivided.errors import InputError, did_you_mean
 from undivided.masks import Mask
 from undivided.quantization import format_of, head_size
@@ -237,20 +235,21 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
         )
 
 
-_page_ranges: Bounded[int, tuple[weakref.ref[Tensor], object, tuple[int, int]]] = Bounded(1024)
+_page_ranges: Bounded[object, tuple[object, tuple[int, int]]] = Bounded(1024)
+"""By the place of a small block table: its contents, and its smallest and largest entry."""
 
 
 def _page_range(pages: Tensor) -> tuple[int, int]:
-    """The smallest and the largest entry of a block table, read once per table: each layer of a model may have its own
-    table, which changes only once per page."""
-    cached, version = _page_ranges.get(id(pages)), versions((pages,))
-    if cached is not None and version is not None:
-        table, version_read, page_range = cached
-        if table() is pages and version_read == version:
-            return page_range
+    """The smallest and the largest entry of a block table on the CPU. Each layer of a model may have its own table,
+    which changes only once per page."""
+    place = pages.data_ptr(), pages.storage_offset(), pages.shape, pages.stride(), pages.dtype
+    content, kept = None if is_lazy(pages) else versions((pages,)), _page_ranges.get(place)
+    if kept is not None and kept[0] == content:
+        return kept[1]
     lowest, highest = pages.aminmax()
     page_range = int(lowest), int(highest)
-    _page_ranges[id(pages)] = weakref.ref(pages), version, page_range
+    if content is not None and isinstance(content[0], bytes):
+        _page_ranges[place] = content, page_range
     return page_range
 
 
