@@ -1,9 +1,50 @@
-"""Operations on bounds of ranges, int ``[B|1, Sq, 2|4]``: normalise, intersect, and count per cell of a grid."""
+"""Operations on bounds of ranges, int ``[B|1, Sq, 2|4]``: find, normalise, intersect, and count per cell of a grid."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from undivided.arguments.tensors import readable
+
+_LARGE = 1 << 14
+"""Pairs from which on rows are searched word by word."""
+
+
+def row_hull(allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row the first key that is allowed and one past the last one, int ``[.., rows]``; ``keys`` and 0 if none is.
+
+    Args:
+        allowed: bool ``[.., rows, keys]``.
+
+    >>> row_hull(torch.tensor([[False, True, False, True, False], [False] * 5]))
+    (tensor([1, 5], dtype=torch.int32), tensor([4, 0], dtype=torch.int32))
+    """
+    if allowed.numel() >= _LARGE and readable(allowed):
+        return _row_hull_by_words(allowed)
+    keys = allowed.shape[-1]
+    index = torch.arange(keys, dtype=torch.int32, device=allowed.device)
+    return torch.where(allowed, index, keys).amin(-1), torch.where(allowed, index + 1, 0).amax(-1)
+
+
+def _row_hull_by_words(allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """As `row_hull`, eight keys at a time: a mask of 2048 x 2048 takes about a tenth of the time."""
+    keys = allowed.shape[-1]
+    if keys % 8 or allowed.storage_offset() % 8 or not allowed.is_contiguous():
+        padded = torch.zeros(*allowed.shape[:-1], -(-keys // 8) * 8, dtype=torch.bool)
+        padded[..., :keys] = allowed
+        allowed = padded
+    words = allowed.view(torch.int64)
+    index = torch.arange(words.shape[-1])
+    used = words != 0
+    first = torch.where(used, index, words.shape[-1] - 1).amin(-1, keepdim=True)
+    last = torch.where(used, index, 0).amax(-1, keepdim=True)
+    from_left, from_right = torch.arange(1, 9, dtype=torch.int32), torch.arange(8, 0, -1, dtype=torch.int32)
+    in_first = words.gather(-1, first).view(torch.bool) * from_right
+    in_last = words.gather(-1, last).view(torch.bool) * from_left
+    start = first[..., 0].to(torch.int32) * 8 + (8 - in_first.amax(-1))
+    stop = last[..., 0].to(torch.int32) * 8 + in_last.amax(-1)
+    return start.clamp(max=keys), stop
 
 
 def tidy(bounds: Tensor) -> Tensor:

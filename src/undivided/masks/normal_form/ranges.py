@@ -32,7 +32,7 @@ from undivided.masks._parts import (
 )
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form.block_pairs import BlockPairs
-from undivided.masks.normal_form.bounds import tidy
+from undivided.masks.normal_form.bounds import row_hull, tidy
 from undivided.masks.normal_form.copies import int64_copy, on_device
 from undivided.masks.normal_form.intervals import NormalForm
 from undivided.masks.normal_form.pairs import BLOCK_PAIRS, DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
@@ -259,13 +259,12 @@ def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Range:
     if pairs_per_row * geometry.q_len > BLOCK_PAIRS or not all(isinstance(extra, DensePairs) for extra in extras):
         # fewer if they are the same in all sequences or heads; also refuses a function that returns a fixed shape
         pairs_per_row = all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1)).numel() * geometry.kv_len
-    index = torch.arange(geometry.kv_len, dtype=torch.int32, device=geometry.device)
     starts, stops = [], []
     for rows in row_blocks(geometry.q_len, pairs_per_row):
         allowed = all_pairs(extras, batch, all_heads, rows, keys)
         allowed = allowed.squeeze(1) if allowed.shape[1] == 1 else allowed.any(1)
-        allowed = allowed.expand(-1, rows.stop - rows.start, geometry.kv_len)
-        starts.append(torch.where(allowed, index, geometry.kv_len).amin(-1))
-        stops.append(torch.where(allowed, index + 1, 0).amax(-1))
+        start, stop = row_hull(allowed.expand(-1, -1, geometry.kv_len))
+        starts.append(start.expand(-1, rows.stop - rows.start))
+        stops.append(stop.expand(-1, rows.stop - rows.start))
     start, stop = (bounds[0] if len(bounds) == 1 else torch.cat(bounds, 1) for bounds in (starts, stops))
     return start.to(torch.int64), stop.to(torch.int64)
