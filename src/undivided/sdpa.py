@@ -243,7 +243,8 @@ def _layout_in_memory(query: Tensor) -> Layout:
         from torch.fx.experimental.symbolic_shapes import guard_or_false as holds
     if not holds(length > heads) or not holds(heads > 0) or holds(query.shape[2] == 1) or not holds(size == 1):
         return "bhsd"
-    return "sbhd" if holds(length > batch) and holds(batch > heads) else "bshd"
+    # a single head may have the stride of a batch element
+    return "sbhd" if holds(length > batch) and holds(batch >= heads) else "bshd"
 
 
 def _in_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Sequence[Tensor]:

@@ -263,25 +263,59 @@ def test_compiled_autograd_runs_the_backward_of_an_eager_call(name: str, backend
     torch.testing.assert_close(q.grad, want)
 
 
-SIZES: dict[str, Callable[[Tensor], Tensor]] = {
-    "rotary": lambda x: undivided.RotaryPositionEmbedding(16)(x.shape[1]),
-    "window": lambda x: undivided.attention(x, x, x, layout="bshd", mask=masks.window(x.shape[1] // 2, 0)),
-    "chunks": lambda x: undivided.attention(x, x, x, layout="bshd", mask=masks.chunks(x.shape[1] // 2)),
-    "lengths": lambda x: undivided.attention(x, x, x, layout="bshd", mask=masks.lengths([x.shape[1] - 1])),
-    "documents": lambda x: undivided.attention(
-        x[0], x[0], x[0], layout="thd", mask=masks.documents(torch.tensor([0, 4]), total_q=x.shape[1], max_q=x.shape[1])
+SIZES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "rotary": lambda x, n: undivided.RotaryPositionEmbedding(16)(n),
+    "window": lambda x, n: undivided.attention(x, x, x, layout="bshd", mask=masks.window(n // 2, 0)),
+    "chunks": lambda x, n: undivided.attention(x, x, x, layout="bshd", mask=masks.chunks(n // 2)),
+    "prefix": lambda x, n: undivided.attention(x, x, x, layout="bshd", mask=masks.causal() | masks.prefix(n // 2)),
+    "sinks": lambda x, n: undivided.attention(x, x, x, layout="bshd", mask=masks.window(2, 0) | masks.sinks(n // 4)),
+    "lengths": lambda x, n: undivided.attention(x, x, x, layout="bshd", mask=masks.lengths([n - 1])),
+    "documents": lambda x, n: undivided.attention(
+        x[0], x[0], x[0], layout="thd", mask=masks.documents(torch.tensor([0, 4]), total_q=n, max_q=n)
     ),
 }
+
+
+class OfSizes(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.function = SIZES[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, x.shape[1])
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_numbers_that_follow_from_sizes_are_taken_in_graphs(name: str) -> None:
     """torch.compile makes the size of the second call a symbol, which has no attributes."""
-    function = SIZES[name]
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    model = OfSizes(name)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     for length in (8, 9, 11):
         x = torch.randn(1, length, 2, 16)
-        torch.testing.assert_close(compiled(x), function(x))
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_that_follow_from_sizes_stay_dynamic_in_exported_programs(name: str, strict: bool) -> None:
+    """Without ``strict`` the program had the size of the example, and failed for any other one."""
+    model, length = OfSizes(name), torch.export.Dim("length", min=5, max=64)
+    example = torch.randn(1, 8, 2, 16)
+    program = torch.export.export(model, (example,), dynamic_shapes=({1: length},), strict=strict).module()
+    for size in (5, 8, 11):
+        x = torch.randn(1, size, 2, 16)
+        torch.testing.assert_close(program(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "lengths"])
+def test_a_trace_refuses_numbers_that_are_tensors_and_takes_ints(name: str) -> None:
+    """The hint was ``x.item()``, which a size outside of the trace does not have."""
+    x, model = torch.randn(1, 8, 2, 16), OfSizes(name)
+    with pytest.raises(InputError, match=r"must be an int, got tensor.*\n.*int\(x\).*constant of the trace"):
+        torch.jit.trace(model, (x,))
+    trace = torch.jit.trace(lambda x: SIZES[name](x, int(x.shape[1])), (x,))
+    torch.testing.assert_close(trace(x), model(x))
 
 
 class AnyMode(TorchDispatchMode):

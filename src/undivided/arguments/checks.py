@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.tensors import functional_mode, has_dispatch, is_dense, missing_memory
+from undivided.arguments.tensors import functional_mode, has_dispatch, is_dense, jit_trace, missing_memory
 from undivided.errors import InputError, did_you_mean
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -117,19 +117,27 @@ def as_integer(argument: str, value: object, at_least: int | None = None) -> int
     """``value`` as an int of at least ``at_least``, or InputError."""
     # torch.compile knows no attributes of a size
     if type(value) is not int and (isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__")):
-        hint = "x.item() converts a tensor to an int" if isinstance(value, Tensor) else None
-        if isinstance(value, float) and value.is_integer():
-            hint = f"write {int(value)}"
-        raise InputError(argument, "be an int", repr(value), hint)
+        raise InputError(argument, "be an int", repr(value), _hint_for_int(value))
     try:
-        number = value if isinstance(value, int) else operator.index(value)
+        # operator.index would make a size that torch.export records, a SymInt, a constant of the program
+        number: Any = value if isinstance(value, int | torch.SymInt) else operator.index(value)
     except TypeError:  # an array has __index__, whatever its shape
-        raise InputError(argument, "be an int", repr(value)) from None
+        raise InputError(argument, "be an int", repr(value), _hint_for_int(value)) from None
     if at_least is not None and number < at_least:
         raise InputError(argument, f"be at least {at_least}", _in_digits(number))
-    if abs(number) > INT64_MAX:
+    if not isinstance(number, torch.SymInt) and abs(number) > INT64_MAX:
         raise InputError(argument, "fit into 64 bits", _in_digits(number))
-    return number
+    return number  # type: ignore[no-any-return]
+
+
+def _hint_for_int(value: object) -> str | None:
+    """How to make an int of a value that is none."""
+    if isinstance(value, Tensor):
+        why = "; under torch.jit.trace sizes are tensors, and the int is a constant of the trace"
+        return "int(x) converts a tensor to an int" + (why if jit_trace() is not None else "")
+    if isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return _FOR_FX if type(value).__name__ == "Proxy" else None
 
 
 def _in_digits(number: int) -> str:
@@ -251,7 +259,7 @@ def check_at_least(argument: str, value: int | Tensor | None, least: int) -> Non
     """InputError if the smallest of ``value`` is below ``least``; reads the values of a tensor."""
     if value is None:
         return
-    smallest = value if isinstance(value, int) else int(value.min()) if value.numel() else least
+    smallest = value if not isinstance(value, Tensor) else int(value.min()) if value.numel() else least
     if smallest < least:
         raise InputError(argument, f"be at least {least}", smallest)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from undivided.errors import InputError
 from undivided.masks._alignment import Align
@@ -35,7 +35,7 @@ def _are_equal(a: Part, b: Part) -> bool:
     """Whether they are one part, or describe the sequences by the same tensors."""
     if a is b or not isinstance(a, Lengths | Documents) or type(a) is not type(b):
         return a is b
-    return all(x is y or (isinstance(x, int) and x == y) for x, y in zip(a.fields(), b.fields(), strict=True))
+    return all(x is y or (isinstance(x, int | SymInt) and x == y) for x, y in zip(a.fields(), b.fields(), strict=True))
 
 
 def _union_hint(a: MaskFields, b: MaskFields) -> str:
@@ -61,7 +61,7 @@ def union(a: M, b: object) -> M:
     if band.is_full:
         return type(a)(align)
     length = first.parts[0].fields()[0]
-    assert isinstance(length, int | Tensor)
+    assert isinstance(length, int | SymInt | Tensor)
     # Sinks after the query's own key are in the window or nowhere: the right side of the band bounds both.
     right = band.right if first.right == 0 else None
     return type(a)(align, None, right, (GlobalBand(band.left, band.right, length),))

@@ -187,6 +187,7 @@ QUERIES: dict[str, Callable[[], Tensor]] = {
     "channels-last": lambda: torch.randn(2, 4, 5, 8).to(memory_format=torch.channels_last),
     "one-batch-element": lambda: torch.randn(1, 5, 4, 8).transpose(1, 2),
     "one-head": lambda: torch.randn(2, 5, 1, 8).transpose(1, 2),
+    "sequence-first-and-one-head": lambda: torch.randn(5, 2, 1, 8).permute(1, 2, 0, 3),
     "one-row": lambda: torch.randn(2, 1, 4, 8).transpose(1, 2),
     "the-same-for-every-head": lambda: torch.randn(2, 1, 5, 8).expand(2, 4, 5, 8),
     "the-same-for-every-batch-element": lambda: torch.randn(5, 4, 8).transpose(0, 1).expand(2, 4, 5, 8),

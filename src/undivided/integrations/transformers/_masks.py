@@ -117,8 +117,6 @@ def _check_arguments(mask_function: object, attention_mask: object, use_vmap: ob
 
 def _as_size(argument: str, value: int | Tensor, at_least: int | None = None) -> int:
     """A size as an int, or as the symbol that torch.export has for it; torch.jit.trace has tensors."""
-    if isinstance(value, torch.SymInt):
-        return value
     if isinstance(value, Tensor) and value.numel() == 1 and (at_least is None or jit_trace() is not None):
         return int(value)
     return as_integer(argument, value, at_least)
