@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(
 
 slow = pytest.mark.slow  # each compiles a kernel
 NAMES_ON_THE_CPU = [
-    "gqa-causal-softcap-alibi-bias",
+    pytest.param("gqa-causal-softcap-alibi-bias", marks=slow),
     pytest.param("lengths-nan-predicate", marks=slow),
     pytest.param("global-window-dense", marks=slow),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fuzz_inputs import failures, fuzz
 
 
@@ -12,6 +13,7 @@ def test_a_few_hundred_cases_of_the_fuzz_end_no_process_and_raise_nothing_else()
     assert len(found["ok"]) > 20
 
 
+@pytest.mark.slow
 def test_a_case_of_the_fuzz_that_ends_its_process_is_reported_and_the_others_go_on() -> None:
     found = fuzz(3, first=-1)
     assert sum(map(len, found.values())) == 3

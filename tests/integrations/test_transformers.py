@@ -343,6 +343,7 @@ def test_switching_an_existing_model() -> None:
     assert_close([network(text).logits], [expected])
 
 
+@pytest.mark.slow
 def test_compiled_models_leave_their_graph_for_masks_alone() -> None:
     """Masks are read from closures, which a compiler cannot; the attention of the layers is in the graphs."""
     torch._dynamo.reset()

@@ -45,7 +45,10 @@ def test_exported_models_take_other_sizes_and_paddings(name: str) -> None:
             torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in {"gemma-2", "gpt-oss", "llama-4"})) for name in NAMES],
+)
 def test_exported_models_without_a_padding_mask(name: str) -> None:
     register()
     network = models.build(name, "undivided").eval()

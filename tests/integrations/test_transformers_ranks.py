@@ -409,6 +409,7 @@ def summed_gradients() -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.slow
 def test_gradients_of_norms_over_the_heads_of_a_rank_come_in_batches() -> None:
     (errors,) = run_ranks(2, summed_gradients)
     assert max(errors) < TOLERANCE, errors

@@ -28,9 +28,8 @@ TEXT_TIME, MEDIA_TIME = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([0, 0,
 MISSING = flex._no_compiler(Machine.this())
 NEEDS_COMPILER = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 OURS = ["reference", "native", "torch_flash"]
-BACKENDS = [*OURS, pytest.param("flex", marks=NEEDS_COMPILER)]
-IN_DOCUMENTS = [*OURS, pytest.param("flex", marks=[NEEDS_COMPILER, pytest.mark.slow])]
-"""FlexAttention compiles for each mask, which takes seconds; padded batches run it in any case."""
+BACKENDS = [*OURS, pytest.param("flex", marks=[NEEDS_COMPILER, pytest.mark.slow])]
+"""FlexAttention compiles for each mask, which takes seconds."""
 
 
 def flamingo(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ def test_padding_on_the_left() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["tokens-after-the-documents", "gaps-between-documents"])
-@pytest.mark.parametrize("backend", IN_DOCUMENTS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_documents_in_thd(padded: bool, backend: str) -> None:
     """10 tokens; the captured tensor covers them up to the last real one."""
     cu = torch.tensor([0, 3, 3, 7])

@@ -166,7 +166,7 @@ def test_a_checkpoint_repeats_the_dropout_of_a_tracker(whole: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("format", ["bshd", "thd"])
+@pytest.mark.parametrize("format", [pytest.param("bshd", marks=pytest.mark.slow), "thd"])
 def test_compiled_in_one_graph(format: str) -> None:
     options = {
         "num_gqa_groups": 2,
@@ -201,6 +201,7 @@ def test_exported_for_lengths_that_include_the_batch_size(format: str) -> None:
         torch.testing.assert_close(program.module()(hidden), module(hidden))
 
 
+@pytest.mark.slow
 def test_a_compiled_decoder_layer() -> None:
     module = layer("bshd", layer_type="decoder", drop_path_rate=0.2, hidden_dropout=0.1)
     x, encoder = (torch.randn(2, 5, HIDDEN, dtype=torch.float64), torch.randn(2, 4, HIDDEN, dtype=torch.float64))

@@ -185,6 +185,7 @@ def test_lengths_and_padding_are_checked_with_a_cache(format: str, call: dict[st
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_generates_without_warnings_of_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
     """The number of cached tokens was read inside of the graph, by a call that torch.compile reports."""
     layer = MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", layer_number=1).eval()

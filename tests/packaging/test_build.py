@@ -81,6 +81,7 @@ def test_the_wheel_has_every_module_and_example(wheel_without_compiler: Path, un
     assert names == modules | examples
 
 
+@pytest.mark.slow
 def test_the_pure_wheel_runs_and_says_what_is_missing(wheel_without_compiler: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel_without_compiler) as archive:
         archive.extractall(tmp_path)

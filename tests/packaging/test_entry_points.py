@@ -77,6 +77,7 @@ def test_the_example_of_contributing_is_listed_explained_and_runs(
         undivided.attention(q, q, q, layout="bshd", mask=undivided.masks.causal())
 
 
+@pytest.mark.slow
 def test_pip_installs_the_example(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="builds the example with setuptools: pip install -e '.[dev]'")
     pytest.importorskip("pip", reason="installs the example with pip")

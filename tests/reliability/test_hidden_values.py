@@ -254,9 +254,19 @@ def running(run: str) -> Iterator[str]:
         yield "reference" if run == "reference" else "native"
 
 
+ON_EVERY_CHANGE = {"causal", "window", "lengths, causal", "dense", "bias"}
+"""Masks of the two sizes with many rows, whose right answer takes seconds, that are not slow."""
+
+
+def _kinds_and_sizes() -> Iterator[Any]:
+    for kind in MASKS:
+        for size in SIZES:
+            slow = size in {"prefill", "square"} and kind not in ON_EVERY_CHANGE
+            yield pytest.param(kind, size, id=f"{kind}-{size}", marks=[pytest.mark.slow] * slow)
+
+
 @each_run
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("kind", "size"), list(_kinds_and_sizes()))
 def test_a_row_takes_only_what_it_sees(kind: str, size: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN of a hidden key reached the rows that shared a tile with those that see it: 0 times NaN is NaN."""
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 12)  # several blocks

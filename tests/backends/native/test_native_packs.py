@@ -153,6 +153,7 @@ def test_what_is_not_finite_stays_in_its_sequence(value: float, dtype: torch.dty
         assert not out[~others].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", levels.others())
 def test_every_other_level_of_this_machine(level: str) -> None:
     program = (

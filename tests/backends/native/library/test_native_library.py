@@ -81,6 +81,7 @@ def test_the_levels_are_those_of_the_processor() -> None:
     assert list(LIBRARY.levels) == levels
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are left out on x86 only")
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="no cmake or c++ in PATH")
 def test_a_build_for_this_machine_leaves_out_what_it_cannot_run_and_the_rest_compiles(tmp_path: Path) -> None:
