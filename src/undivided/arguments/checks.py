@@ -133,8 +133,9 @@ def as_integer(argument: str, value: object, at_least: int | None = None) -> int
 def _hint_for_int(value: object) -> str | None:
     """How to make an int of a value that is none."""
     if isinstance(value, Tensor):
-        why = "; under torch.jit.trace sizes are tensors, and the int is a constant of the trace"
-        return "int(x) converts a tensor to an int" + (why if jit_trace() is not None else "")
+        if jit_trace() is not None:
+            return "int(x): under torch.jit.trace sizes are tensors, and the int is a constant of the trace"
+        return "x.item() converts a tensor to an int"
     if isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     return _FOR_FX if type(value).__name__ == "Proxy" else None

@@ -376,7 +376,7 @@ def _optional_vector(argument: str, value: Ints | None) -> Tensor | None:
 
 
 def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size:
-    if isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0):
+    if isinstance(value, Tensor | list | tuple) and not (type(value) is Tensor and value.dim() == 0):
         return as_vector(argument, value, f"{argument} is an int, or one int per sequence")
     number = as_integer(argument, value, at_least)
     if abs(number) > INT32_MAX:

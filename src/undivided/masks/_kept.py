@@ -152,6 +152,16 @@ _JOINED_MASKS = 8
 """Most masks of which a mask keeps the joined ones."""
 
 
+def _place(tensor: Tensor) -> object:
+    """Where a tensor on the CPU lies, equal for equal views; None if it has no such place."""
+    if not tensor.is_cpu or not is_dense(tensor) or is_lazy(tensor):
+        return None
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    except RuntimeError:  # a tensor of torch.func outside of its function
+        return None
+
+
 def kept(build: Callable[P, M]) -> Callable[P, M]:
     """A function that builds masks, which returns the same object for the same arguments while nothing changed."""
 
@@ -162,9 +172,9 @@ def kept(build: Callable[P, M]) -> Callable[P, M]:
         identities: list[object] = [build, tuple(options)]
         tensors: list[Tensor] = []
         for value in (*arguments, *options.values()):
-            if type(value) is Tensor and value.is_cpu and is_dense(value) and not is_lazy(value):
+            if type(value) is Tensor and (place := _place(value)) is not None:
                 tensors.append(value)
-                identities.append((value.data_ptr(), value.shape, value.stride(), value.dtype))  # equal for equal views
+                identities.append(place)
             elif value is None or type(value) in (int, str):
                 identities.append(value)
             else:
