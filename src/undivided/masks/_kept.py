@@ -50,9 +50,7 @@ class _State(NamedTuple):
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> _State | None:
         """The state of plain tensors outside of tracing; None if a change may go unseen."""
-        if is_traced() or jit_trace() is not None:
-            return None
-        if not all(type(tensor) is Tensor and not is_lazy(tensor) for tensor in tensors):
+        if is_traced() or jit_trace() is not None or not all(type(tensor) is Tensor for tensor in tensors):
             return None
         contents = versions(tensors)
         return None if contents is None else _State(contents, [tensor.data_ptr() for tensor in tensors])
@@ -63,14 +61,15 @@ def _owner(tensor: Tensor) -> Tensor | torch.UntypedStorage:
 
     It is not the storage, unless this is small: a mask may hold that, and would then be kept for as long as itself.
     """
-    if tensor._base is not None:
-        return tensor._base
+    base = tensor._base
+    if base is not None:
+        return base
     return tensor.untyped_storage() if tensor.is_inference() and have_small_storages((tensor,)) else tensor
 
 
 def _key(key: object, tensors: Sequence[Tensor]) -> tuple[object, ...]:
     """The key of an entry: the owners, and which part of them the tensors are."""
-    parts = [(id(_owner(t)), t.dtype, t.storage_offset(), t.shape, t.stride()) for t in tensors]
+    parts = [(id(_owner(t)), t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_neg()) for t in tensors]
     return key, *parts
 
 
@@ -83,10 +82,10 @@ class _Entry(NamedTuple, Generic[T]):
     mask: T
 
     def is_of(self, tensors: Sequence[Tensor], state: _State) -> bool:
-        """Whether it is of these tensors in this state, and no copy differs from them."""
+        """Whether it is of these tensors, whose key it has, in this state, and no copy differs from them."""
         return (
             self.state == state
-            and all(reference() is _owner(tensor) for reference, tensor in zip(self.owners, tensors, strict=True))
+            and all(reference() is not None for reference in self.owners)  # their ids are in the key
             and all(
                 copy is None or torch.equal(copy, memory(tensor))
                 for copy, tensor in zip(self.copies, tensors, strict=True)
