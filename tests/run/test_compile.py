@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -184,6 +187,48 @@ def test_a_predicate_built_outside_runs_inside_the_graph() -> None:
 
     args = qkv(8, grad=False)
     torch.testing.assert_close(layer(*args), undivided.attention(*args, layout="bshd", mask=masks.window(2, 0)))
+
+
+@pytest.mark.parametrize("needed", [False, True], ids=["forward", "gradients"])
+def test_predicates_that_each_call_builds_share_their_graphs(needed: bool) -> None:
+    """The number by which a graph finds its predicate was a constant: each call compiled, until PyTorch gave up."""
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
+        band = masks.predicate(lambda b, h, q, k: (q >= k) & (q - k < width))  # breaks the graph
+        return undivided.attention(q, k, v, layout="bshd", mask=band)
+
+    compiled, args = torch.compile(layer, backend="aot_eager"), qkv(8, grad=needed)
+    graphs = []
+    for width in (1, 2, 3, 4, 5):
+        out, want = compiled(*args, width), layer(*args, width)
+        torch.testing.assert_close(out, want)
+        if needed:
+            torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), args) for x in (out, want)))
+        graphs.append(compiled_graphs())
+    assert graphs[1:] == graphs[1:2] * 4
+
+
+def test_a_predicate_that_a_call_builds_lives_until_its_backward_and_no_longer() -> None:
+    """The backward raised an error: the mask was released with the function that built it."""
+    parts: list[weakref.ref[Any]] = []
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        band = masks.predicate(lambda b, h, q, k: (q + k) % 3 > 0)
+        parts.append(weakref.ref(band.parts[0]))
+        return undivided.attention(q, k, v, layout="bshd", mask=band).square().sum()
+
+    args = qkv(8)
+    want = torch.autograd.grad(layer(*args), args)
+    for observed in (FlopCounterMode(display=False), nullcontext()):
+        function = layer if isinstance(observed, FlopCounterMode) else torch.compile(layer, backend="aot_eager")
+        with observed:
+            loss = function(*args)
+            gc.collect()
+            torch.testing.assert_close(torch.autograd.grad(loss, args), want)
+        del loss
+    torch._dynamo.reset()
+    gc.collect()
+    assert [part() for part in parts] == [None] * 3
 
 
 ON_META = torch.zeros(1, 1, 3, 3, device="meta")

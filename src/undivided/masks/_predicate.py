@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Predicate(Part):
         return (register_predicate, (self.fn,))
 
 
-_predicates: WeakValueDictionary[int, Predicate] = WeakValueDictionary()
+_predicates: weakref.WeakValueDictionary[int, Predicate] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
 
 
@@ -78,6 +78,14 @@ def find_predicate(handle: int) -> Predicate:
             "keep the mask that masks.predicate returned in a variable outside of the compiled function",
         )
     return part
+
+
+def keep_with(tensor: Tensor, parts: Iterable[Part]) -> None:
+    """Keep the predicates among the parts of a mask for as long as the memory of the tensor: a backward pass finds them
+    by their handles, after the function that built the mask has returned."""
+    predicates = [part for part in parts if isinstance(part, Predicate)]
+    if predicates:
+        weakref.finalize(tensor.untyped_storage(), predicates.clear).atexit = False
 
 
 def _captured_tensors(value: object, names: frozenset[str], depth: int) -> list[Tensor]:

@@ -41,8 +41,7 @@ def write(
     left, right = (_write_field(side, tensors, numbers) for side in band)
     words = [f"{align}", f"{left},{right}"]
     for part in parts:
-        own = None if part.name == Predicate.name else numbers
-        words.append(",".join([part.name, *[_write_field(value, tensors, own) for value in part.fields()]]))
+        words.append(",".join([part.name, *[_write_field(value, tensors, numbers) for value in part.fields()]]))
     return ";".join(words)
 
 

@@ -27,6 +27,7 @@ from undivided.arguments.checks import check_device, check_mask_devices
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.tensors import has_dispatch
 from undivided.errors import InputError
+from undivided.masks._predicate import keep_with
 from undivided.quantization import head_size
 from undivided.request.call import Call
 from undivided.request.checks import checked_mask
@@ -195,7 +196,9 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
             repeated_operator.keep(kind, args, decision, call, tensors)
         if not problem.lse_is_read:
             return out.contiguous(), _empty_lse(args.q)
-    return out.contiguous(), (lse.squeeze(0) if problem.packed else lse).contiguous()
+    lse = (lse.squeeze(0) if problem.packed else lse).contiguous()
+    keep_with(lse, call.mask.parts)  # the backward pass reads lse
+    return out.contiguous(), lse
 
 
 def _run_transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
