@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,16 @@ from undivided.cli._exit_codes import INTERRUPTED
 ROOT = Path(__file__).parents[2]
 
 
+NO_SIGNALS = pytest.mark.skipif(sys.platform == "win32", reason="another kind of signal")
+
+
 def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
+
+
+def terminate(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
 
 
 def test_an_interrupt_while_the_command_line_is_imported_prints_no_traceback() -> None:
@@ -43,7 +52,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="another kind of signal")
+@NO_SIGNALS
 @pytest.mark.parametrize("module", ["torch", "undivided.masks", "undivided.cli.main"])
 def test_an_interrupt_while_pytorch_is_imported_ends_the_command_without_a_traceback(module: str) -> None:
     """The command imported PyTorch before it handled interrupts, and printed its traceback."""
@@ -71,36 +80,20 @@ def test_the_installed_command_handles_interrupts_before_it_imports_pytorch() ->
     assert undivided_command.INTERRUPTED == INTERRUPTED
 
 
-def test_an_interrupted_benchmark_shows_and_writes_its_results_and_exits_with_130(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", [interrupt, pytest.param(terminate, marks=NO_SIGNALS)])
+def test_an_ended_benchmark_shows_and_writes_its_results_and_exits_with_130(
+    end: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It exited with 0, so that a script took the part for the whole."""
-    monkeypatch.setattr(suites, "run", interrupt)
+    """It exited with 0, so that a script took the part for the whole. SIGTERM ended it at once: `timeout 600 undivided
+    bench` lost ten minutes of results."""
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(suites, "run", end)
     file = tmp_path / "bench.json"
     done = run("bench", "--quick", "--suite", "forward", "--json", str(file))
     assert done.exit_code == 130
     assert "interrupted" in done.stdout
     assert json.loads(file.read_text())["interrupted"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no such signal between processes")
-def test_a_benchmark_that_is_terminated_shows_and_writes_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`timeout 600 undivided bench` lost ten minutes of results: SIGTERM ended the process at once."""
-
-    def terminate(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-
-    earlier = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(suites, "run", terminate)
-    file = tmp_path / "bench.json"
-    done = run("bench", "--quick", "--suite", "forward", "--json", str(file))
-    assert done.exit_code == 130
-    assert "interrupted" in done.stdout
-    assert json.loads(file.read_text())["interrupted"]
-    assert signal.getsignal(signal.SIGTERM) is earlier
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_an_interrupted_report_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
