@@ -67,7 +67,7 @@ def _owner(tensor: Tensor) -> Tensor | torch.UntypedStorage:
     return tensor.untyped_storage() if tensor.is_inference() and have_small_storages((tensor,)) else tensor
 
 
-def _key(key: object, tensors: Sequence[Tensor]) -> tuple[object, ...]:
+def _key(key: object, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """The key of an entry: the owners, and which part of them the tensors are."""
     parts = [(id(_owner(t)), t.dtype, t.storage_offset(), t.shape, t.stride(), t.is_neg()) for t in tensors]
     return key, *parts
@@ -81,6 +81,11 @@ class _Entry(NamedTuple, Generic[T]):
     is written through ``.data``."""
     mask: T
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it has copies."""
+        return any(copy is not None for copy in self.copies)
+
     def is_of(self, tensors: Sequence[Tensor], state: _State) -> bool:
         """Whether it is of these tensors, whose key it has, in this state, and no copy differs from them."""
         return (
@@ -91,6 +96,11 @@ class _Entry(NamedTuple, Generic[T]):
                 for copy, tensor in zip(self.copies, tensors, strict=True)
             )
         )
+
+
+_LARGE_VIEWS = 2
+"""Most large views of one tensor of which masks are kept: a tensor of a model may outlive thousands of its views, of
+which each has a copy here and perhaps another one in its mask."""
 
 
 class TensorMasks(Generic[T]):
@@ -105,7 +115,7 @@ class TensorMasks(Generic[T]):
     """
 
     def __init__(self, most: int) -> None:
-        self._entries: Bounded[object, _Entry[T]] = Bounded(most)
+        self._entries: Bounded[tuple[Any, ...], _Entry[T]] = Bounded(most)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -143,8 +153,18 @@ class TensorMasks(Generic[T]):
             for tensor, content in zip(tensors, state.versions, strict=True)
         ]
         mask = build()
-        self._entries[key] = _Entry([weakref.ref(_owner(tensor), forget) for tensor in tensors], state, copies, mask)
+        entry = _Entry([weakref.ref(_owner(tensor), forget) for tensor in tensors], state, copies, mask)
+        if entry.is_large:
+            self._drop_views(key)
+        self._entries[key] = entry
         return mask
+
+    def _drop_views(self, key: tuple[Any, ...]) -> None:
+        """Makes room for a large mask among those of other views of the same tensors: the oldest go."""
+        owners = [part[0] for part in key[1:]]
+        views = [k for k, entry in list(self._entries.items()) if entry.is_large and [p[0] for p in k[1:]] == owners]
+        for old in views[: max(0, len(views) + 1 - _LARGE_VIEWS)]:
+            self._entries.pop(old, None)
 
 
 _JOINED_MASKS = 8

@@ -60,6 +60,18 @@ def test_a_mask_of_which_each_layer_makes_a_view_is_analysed_once(
     assert len(builds) == 1
 
 
+@pytest.mark.parametrize(("size", "most"), [(40, 16), (300, 2)], ids=["small", "large"])
+def test_few_masks_of_large_views_are_kept(size: int, most: int) -> None:
+    """A buffer of a model, of which each step takes other rows, would otherwise have sixteen pairs of copies."""
+    gc.collect()
+    before, whole = len(sdpa_masks._recent), random_mask(size, size)
+    for length in range(size - 20, size):
+        (q, k, v), part = inputs(length), whole[:length, :length]
+        torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, part), sdp(q, k, v, part))
+    assert len(sdpa_masks._recent) <= before + most
+    assert sdpa_masks.kept_calls(whole[: size - 1, : size - 1], False) is not None
+
+
 def test_views_of_one_mask_are_masks_of_their_own() -> None:
     mask = random_mask(18, 18)
     views = {
