@@ -158,7 +158,7 @@ def attend(params: InferenceParams, layer: Any, inputs: QKV, mask: Mask, options
 
 def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> None:
     """Raise InputError for offsets that differ from the lengths of the cache."""
-    for name, offsets in arguments.offsets.items():
+    for name, offsets in arguments.offsets().items():
         sequences.check_offsets(name, offsets)
         step_offsets = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
         if readable(offsets) and not any(_same_offsets(offsets, expected) for expected in step_offsets):
@@ -171,11 +171,14 @@ def _check_hints(arguments: SequenceArguments, inputs: QKV, params: InferencePar
     """Raise InputError for maximum lengths and a padding flag that contradict the cache."""
     before, after = params.sequences_pre_step, params.sequences
     new = max((after[name] - before[name] for name in before), default=0)
-    for name, longest, what in (("max_seqlen_q", new, "new tokens"), ("max_seqlen_kv", inputs.kv_len, "cached tokens")):
+    for name, longest, what in (
+        ("max_seqlen_q", new, "new tokens"),
+        ("max_seqlen_kv", inputs.kv_len(), "cached tokens"),
+    ):
         value = getattr(arguments, name)
-        if value is not None and as_integer(name, value, 0) < longest and inputs.packed:
+        if value is not None and as_integer(name, value, 0) < longest and inputs.packed():
             raise InputError(name, f"be at least the {what} of the longest sequence ({longest})", value)
-    if checked_optional_flag("pad_between_seqs", arguments.pad_between_seqs) and inputs.packed:
+    if checked_optional_flag("pad_between_seqs", arguments.pad_between_seqs) and inputs.packed():
         hint = "new tokens of the sequences of a step are packed without padding"
         raise InputError("pad_between_seqs", "be False or None with inference_params", True, hint=hint)
 

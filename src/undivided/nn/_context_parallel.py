@@ -38,7 +38,7 @@ def context_parallel_group(
 def global_inputs(inputs: QKV, cp: ContextParallel, cu_seqlens: tuple[Tensor | None, Tensor | None]) -> QKV:
     """The inputs with the sizes of all ranks together, without memory: masks describe the whole sequences."""
     format = inputs.format
-    placement = cp.placed(inputs.q_len, inputs.kv_len, _documents(format, *cu_seqlens))
+    placement = cp.placed(inputs.q_len(), inputs.kv_len(), _documents(format, *cu_seqlens))
     q_len, kv_len = placement.length("q"), placement.length("kv")
     k, v = (with_length(tensor, kv_len, format) for tensor in (inputs.k, inputs.v))
     return QKV(with_length(inputs.q, q_len, format), k, v, format)

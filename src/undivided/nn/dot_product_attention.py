@@ -281,7 +281,7 @@ class DotProductAttention(DividedModule):
                 _cached.check_ranks(params, self.context_parallel)
                 full = _cached.with_cached_keys(inputs, params)
             elif self.context_parallel is not None:
-                full = _context_parallel.global_inputs(inputs, self.context_parallel, arguments.offsets_in_memory)
+                full = _context_parallel.global_inputs(inputs, self.context_parallel, arguments.offsets_in_memory())
             else:
                 full = inputs
             scores = score_terms(

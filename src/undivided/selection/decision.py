@@ -16,6 +16,7 @@ from functools import cached_property
 
 from undivided._bounded import Bounded
 from undivided.arguments.checks import check_type
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.backends import all_backends, has_name
 from undivided.backends._base import Backend
 from undivided.errors import NoBackendError
@@ -87,7 +88,7 @@ class Decision:
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
         """Every backend in the order it was tried, with its reasons. Built when first read."""
-        return tuple(self._verdict(backend) for backend in _in_order(self.problem, self.machine, self.policy))
+        return _verdicts(self)
 
     @property
     def reasons(self) -> dict[str, tuple[str, ...]]:
@@ -263,6 +264,12 @@ def length_class(length: int) -> int:
 
 def _maybe_class(length: int | None) -> int | None:
     return None if length is None else length_class(length)
+
+
+@outside_of_graphs
+def _verdicts(decision: Decision) -> tuple[Verdict, ...]:
+    order = _in_order(decision.problem, decision.machine, decision.policy)
+    return tuple(decision._verdict(backend) for backend in order)
 
 
 _decisions: Bounded[object, tuple[Problem, Policy, Machine, Decision]] = Bounded(4096)

@@ -35,7 +35,8 @@ class Heads(NamedTuple):
 
 
 class QKV(NamedTuple):
-    """Query, key and value of a call, and their format; `cached` is the longest sequence of a cache, in tokens."""
+    """Query, key and value of a call, and their format; `cached` is the longest sequence of a cache, in tokens. It has
+    methods, not properties: torch.compile of PyTorch 2.10 cannot trace those of a NamedTuple."""
 
     q: Tensor
     k: Tensor
@@ -43,22 +44,18 @@ class QKV(NamedTuple):
     format: Layout
     cached: int | None = None
 
-    @property
     def packed(self) -> bool:
         """Whether sequences are packed."""
         return self.format == "thd"
 
-    @property
     def batch(self) -> int:
         """Batch size; 1 if packed."""
         return layout.sizes(self.q.shape, self.format)[0]
 
-    @property
     def q_len(self) -> int:
         """Number of query rows."""
         return layout.sizes(self.q.shape, self.format)[1]
 
-    @property
     def kv_len(self) -> int:
         """Number of keys, cached ones included."""
         return layout.sizes(self.k.shape, self.format)[1] if self.cached is None else self.cached
@@ -66,7 +63,7 @@ class QKV(NamedTuple):
     def other_format_hint(self, batch: int) -> str | None:
         """A hint if the other dense format would give `batch` sequences; otherwise None."""
         other = OTHER_FORMAT.get(self.format)
-        if other is None or batch == self.batch or layout.sizes(self.q.shape, other)[0] != batch:
+        if other is None or batch == self.batch() or layout.sizes(self.q.shape, other)[0] != batch:
             return None
         return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
 
@@ -213,12 +210,12 @@ def _check_lengths(inputs: QKV) -> None:
         must = f"have the axes {list(k.shape[:-1])} of key_layer before its head size"
         raise InputError("value_layer", must, list(v.shape))
     batch = layout.sizes(k.shape, format)[0]
-    if batch != inputs.batch:
+    if batch != inputs.batch():
         other = OTHER_FORMAT[format]
         hint = None
         if layout.sizes(k.shape, other)[0] == layout.sizes(q.shape, other)[0]:
             hint = f"these shapes would fit qkv_format={other!r}"
-        must = f"have query_layer's batch size ({inputs.batch}) in qkv_format={format!r}"
+        must = f"have query_layer's batch size ({inputs.batch()}) in qkv_format={format!r}"
         raise InputError("key_layer", must, f"{batch} in {list(k.shape)}", hint=hint)
 
 

@@ -49,7 +49,7 @@ def score_terms(
 
 
 def _checked_bias(bias: object, kind: str, inputs: QKV) -> Tensor:
-    sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
+    sizes = (inputs.batch(), inputs.q.shape[-2], inputs.q_len(), inputs.kv_len())
     if not isinstance(bias, Tensor):
         must = f"be given with core_attention_bias_type={kind!r}"
         raise InputError("core_attention_bias", must, None if bias is None else type(bias).__name__)
@@ -59,7 +59,7 @@ def _checked_bias(bias: object, kind: str, inputs: QKV) -> Tensor:
         raise InputError("core_attention_bias", "be a floating-point tensor", bias.dtype, hint=hint)
     if bias.dim() != 4 or not broadcasts(bias.shape, sizes):
         hint = inputs.other_format_hint(bias.shape[0]) if bias.dim() == 4 else "bias[None], if bias is [h, sq, skv]"
-        if inputs.packed and inputs.cached is None and bias.dim() == 4:
+        if inputs.packed() and inputs.cached is None and bias.dim() == 4:
             hint = "in thd a bias is over the packed tokens: bias[:, :, at[:, None], at] by positions in a sequence"
         hint = hint or broadcast_hint(bias.shape, sizes, "core_attention_bias{}")
         must = f"be broadcastable to [b, h, sq, skv] = {list(sizes)}"

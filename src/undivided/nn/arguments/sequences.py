@@ -36,18 +36,15 @@ class SequenceArguments(NamedTuple):
     max_seqlen_kv: int | None = None
     pad_between_seqs: bool | None = None
 
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors among the arguments."""
         mask = self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
         return tuple(t for t in (*mask, *self[1:5]) if isinstance(t, Tensor))
 
-    @property
     def offsets(self) -> dict[str, Tensor]:
         """The cu_seqlens arguments that are not None, by name."""
         return {name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None}
 
-    @property
     def offsets_in_memory(self) -> tuple[Tensor | None, Tensor | None]:
         """(of queries, of keys): where packed sequences lie, which differs from cu_seqlens if there is padding."""
         q = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
@@ -57,7 +54,7 @@ class SequenceArguments(NamedTuple):
 
 def check(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_type: str) -> None:
     """Raise InputError if the mask type and the format do not use an argument, or need one that is missing."""
-    if inputs.packed and not kind.padding:
+    if inputs.packed() and not kind.padding:
         padded = {"no_mask": "padding", "arbitrary": "padding"}.get(kind.name, f"padding_{kind.name}")
         hint = f"attn_mask_type={padded!r} separates packed sequences; without padding it equals {kind.name!r}"
         raise InputError("attn_mask_type", "be a padding type with qkv_format='thd'", repr(kind.name), hint=hint)
@@ -65,7 +62,7 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_t
         if (value := getattr(arguments, name)) is not None:
             as_integer(name, value, 0)
     checked_optional_flag("pad_between_seqs", arguments.pad_between_seqs)
-    for name, offsets in arguments.offsets.items():
+    for name, offsets in arguments.offsets().items():
         check_offsets(name, offsets)
     if kind.name != "arbitrary" and not kind.padding and arguments.attention_mask is not None:
         must = f"be None with attn_mask_type={kind.name!r}, which does not use it"
@@ -75,9 +72,9 @@ def check(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_t
         )
         raise InputError("attention_mask", must, _describe(arguments.attention_mask), hint=hint)
     _check_padding_of_offsets(arguments, inputs)
-    if inputs.packed:
+    if inputs.packed():
         _check_packed(arguments, inputs, attention_type)
-    elif arguments.offsets and not kind.padding:
+    elif arguments.offsets() and not kind.padding:
         _refuse_offsets(arguments, kind, inputs)
 
 
@@ -95,24 +92,24 @@ def check_offsets(name: str, offsets: object) -> None:
 
 def _refuse_offsets(arguments: SequenceArguments, kind: MaskType, inputs: QKV) -> None:
     """Raise InputError for offsets that the mask type does not use, as sequences would attend to each other."""
-    name = next(iter(arguments.offsets))
+    name = next(iter(arguments.offsets()))
     masked = f"padding_{kind.name}" if kind.causal else "padding"
     raise InputError(
         name,
         f"be None with attn_mask_type={kind.name!r} in qkv_format={inputs.format!r}, which does not use it",
-        _describe(arguments.offsets[name]),
+        _describe(arguments.offsets()[name]),
         hint=f"for the lengths of the batch elements attn_mask_type={masked!r}; for sequences packed into one row "
         f"qkv_format='thd' with attn_mask_type={masked!r} and tensors [tokens, heads, head_dim]",
     )
 
 
 def _check_padding_of_offsets(arguments: SequenceArguments, inputs: QKV) -> None:
-    padded = {name: offsets for name, offsets in arguments.offsets.items() if name.endswith("_padded")}
-    if padded and not inputs.packed:
+    padded = {name: offsets for name, offsets in arguments.offsets().items() if name.endswith("_padded")}
+    if padded and not inputs.packed():
         name = next(iter(padded))
         hint = "in sbhd and bshd every batch element starts a row; cu_seqlens_q has its length"
         raise InputError(name, f"be None in qkv_format={inputs.format!r}", _describe(padded[name]), hint=hint)
-    if arguments.pad_between_seqs and inputs.packed and not padded:
+    if arguments.pad_between_seqs and inputs.packed() and not padded:
         hint = "cu_seqlens_q_padded are the offsets of sequences in memory; cu_seqlens_q only their lengths"
         raise InputError("pad_between_seqs", "be given with cu_seqlens_q_padded", True, hint=hint)
 
@@ -125,7 +122,7 @@ def _check_packed(arguments: SequenceArguments, inputs: QKV, attention_type: str
     hint = "cumulative lengths: three sequences of 300, 800 and 1248 tokens are [0, 300, 1100, 2348], int32"
     if arguments.cu_seqlens_q is None:
         raise InputError("cu_seqlens_q", "be given in qkv_format='thd'", None, hint=hint)
-    if arguments.cu_seqlens_kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
+    if arguments.cu_seqlens_kv is None and (attention_type == "cross" or inputs.q_len() != inputs.kv_len()):
         raise InputError("cu_seqlens_kv", "be given if keys are not packed as the queries", None, hint=hint)
     if arguments.pad_between_seqs is False:
         for side in ("q", "kv"):
@@ -166,21 +163,21 @@ def mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_ty
         diagonal.align,
         diagonal.band,
     )
-    return _recent.get(key, arguments.tensors, build)
+    return _recent.get(key, arguments.tensors(), build)
 
 
 def _sequence_mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_type: str) -> Mask | None:
     """The mask of real tokens and sequences; None if the mask type has neither."""
-    if inputs.packed:
+    if inputs.packed():
         return _packed_mask(arguments)
     if kind.name == "arbitrary":
         return arbitrary_mask(arguments.attention_mask, inputs)
     if not kind.padding:
         return None
-    if arguments.attention_mask is not None and arguments.offsets:
-        must = f"be None if {next(iter(arguments.offsets))} is given"
+    if arguments.attention_mask is not None and arguments.offsets():
+        must = f"be None if {next(iter(arguments.offsets()))} is given"
         raise InputError("attention_mask", must, _describe(arguments.attention_mask), hint="pass one of the two")
-    if arguments.offsets:
+    if arguments.offsets():
         return _lengths_mask(arguments, inputs, attention_type)
     return _padding_mask(arguments.attention_mask, inputs, kind, attention_type)
 
@@ -203,19 +200,19 @@ def _lengths_mask(arguments: SequenceArguments, inputs: QKV, attention_type: str
     q, kv = arguments.cu_seqlens_q, arguments.cu_seqlens_kv
     if q is None:
         raise InputError("cu_seqlens_q", "be given with cu_seqlens_kv", None)
-    if kv is None and (attention_type == "cross" or inputs.q_len != inputs.kv_len):
+    if kv is None and (attention_type == "cross" or inputs.q_len() != inputs.kv_len()):
         case = "for cross-attention" if attention_type == "cross" else "if keys and queries differ in length"
         raise InputError("cu_seqlens_kv", f"be given {case}", None)
-    for name, offsets in arguments.offsets.items():
-        if offsets.shape[0] != inputs.batch + 1:
+    for name, offsets in arguments.offsets().items():
+        if offsets.shape[0] != inputs.batch() + 1:
             count = offsets.shape[0] - 1
             hint = inputs.other_format_hint(count)
-            if hint is None and inputs.batch == 1:
+            if hint is None and inputs.batch() == 1:
                 hint = "sequences packed into one row are qkv_format='thd': tensors [tokens, heads, head_dim]"
-            must = f"have {inputs.batch + 1} offsets for a batch of {inputs.batch} in qkv_format={inputs.format!r}"
+            must = f"have {inputs.batch() + 1} offsets for a batch of {inputs.batch()} in qkv_format={inputs.format!r}"
             raise InputError(name, must, offsets.shape[0], hint=hint)
         if readable(offsets):
-            _check_lengths(name, offsets.tolist(), inputs.kv_len if name == "cu_seqlens_kv" else inputs.q_len)
+            _check_lengths(name, offsets.tolist(), inputs.kv_len() if name == "cu_seqlens_kv" else inputs.q_len())
     n = q.diff()
     return masks.lengths(n if kv is None or kv is q else kv.diff(), n)
 
@@ -242,29 +239,29 @@ def _padding_mask(attention_mask: object, inputs: QKV, kind: MaskType, attention
         if len(attention_mask) != 2:
             must = "be a tensor, or a pair for the queries and the keys"
             raise InputError("attention_mask", must, f"{len(attention_mask)} tensors")
-        q = _real_tokens("attention_mask[0]", attention_mask[0], inputs, inputs.q_len)
+        q = _real_tokens("attention_mask[0]", attention_mask[0], inputs, inputs.q_len())
         if attention_mask[1] is attention_mask[0]:
             return _mask_of_real_tokens(q, q)
-        return _mask_of_real_tokens(q, _real_tokens("attention_mask[1]", attention_mask[1], inputs, inputs.kv_len))
-    if attention_type == "cross" or inputs.q_len != inputs.kv_len:
+        return _mask_of_real_tokens(q, _real_tokens("attention_mask[1]", attention_mask[1], inputs, inputs.kv_len()))
+    if attention_type == "cross" or inputs.q_len() != inputs.kv_len():
         case = "in cross-attention" if attention_type == "cross" else "if their lengths differ"
         must = f"be a pair for the queries and the keys {case}"
         hint = "attention_mask=(mask_q [b, 1, 1, sq], mask_kv [b, 1, 1, skv])"
         raise InputError("attention_mask", must, _describe(attention_mask), hint=hint)
-    real = _real_tokens("attention_mask", attention_mask, inputs, inputs.q_len)
+    real = _real_tokens("attention_mask", attention_mask, inputs, inputs.q_len())
     return _mask_of_real_tokens(real, real)
 
 
 def _real_tokens(name: str, mask: object, inputs: QKV, length: int) -> Tensor:
     """Real tokens from a padding mask [b, 1, 1, length], bool [b, length]."""
     mask = _boolean(name, mask)
-    if tuple(mask.shape) != (inputs.batch, 1, 1, length):
+    if tuple(mask.shape) != (inputs.batch(), 1, 1, length):
         hint = inputs.other_format_hint(mask.shape[0])
-        if mask.dim() == 2 and tuple(mask.shape) == (inputs.batch, length):
+        if mask.dim() == 2 and tuple(mask.shape) == (inputs.batch(), length):
             hint = f"{name}[:, None, None, :]"
-        elif mask.dim() == 4 and mask.shape[2] == inputs.q_len > 1:
+        elif mask.dim() == 4 and mask.shape[2] == inputs.q_len() > 1:
             hint = "for a mask of pairs, attn_mask_type='arbitrary'"
-        must = f"have shape [batch, 1, 1, length] = [{inputs.batch}, 1, 1, {length}]"
+        must = f"have shape [batch, 1, 1, length] = [{inputs.batch()}, 1, 1, {length}]"
         raise InputError(name, must, list(mask.shape), hint=hint)
     return ~mask[:, 0, 0]
 
@@ -311,7 +308,7 @@ def arbitrary_mask(attention_mask: object, inputs: QKV) -> Mask:
         must = "be one tensor with attn_mask_type='arbitrary'"
         raise InputError("attention_mask", must, "a pair", "for a pair of padding masks, attn_mask_type='padding'")
     tensor = _boolean("attention_mask", attention_mask)
-    sizes = (inputs.batch, inputs.q.shape[-2], inputs.q_len, inputs.kv_len)
+    sizes = (inputs.batch(), inputs.q.shape[-2], inputs.q_len(), inputs.kv_len())
     if tensor.dim() not in (2, 4) or not broadcasts(tensor.shape, sizes):
         hint = "attention_mask[:, None] for [b, sq, skv]" if tensor.dim() == 3 else None
         hint = hint or inputs.other_format_hint(tensor.shape[0])

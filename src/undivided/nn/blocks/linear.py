@@ -80,7 +80,7 @@ class Linear(Module):
         full backward hooks of PyTorch do not see tensors of a tuple in it.
         """
         if self.norm is not None:
-            x = self.norm(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
+            x = self.norm.apply(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
         whole = x if self.ranks is None else self.ranks.enter(x)
         used = map(self._used_map, self.names)
         return *(functional.linear(whole, w, b if add_bias else None) for w, b in used), x

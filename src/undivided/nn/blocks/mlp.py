@@ -159,7 +159,7 @@ class LayerNormMLP(Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block, and x normalised."""
-        normalised = self.norm(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
+        normalised = self.norm.apply(x, *self.whole_on_ranks("layer_norm_weight", "layer_norm_bias"))
         fc1, fc1_bias, fc2 = self._own("fc1_weight", 0), self._own("fc1_bias", 0), self._own("fc2_weight", 1)
         (bias,) = self.whole_on_ranks("fc2_bias")
         if self.ranks is None:

@@ -45,7 +45,7 @@ class Norm(NamedTuple):
         initialise(weight, 0.0 if self.zero_centered else 1.0)
         initialise(bias, 0.0)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x normalised over its last axis, in the dtype of x."""
         dtype = torch.promote_types(x.dtype, weight.dtype)
         if self.zero_centered:
@@ -80,7 +80,7 @@ class Normalization(Module):
         weight, bias = self._own("weight", None), self._own("bias", None)
         if self.ranks is not None:
             weight, bias = self.ranks.shared(weight), None if bias is None else self.ranks.shared(bias)
-        return self.norm(x, weight, bias)
+        return self.norm.apply(x, weight, bias)
 
     def extra_repr(self) -> str:
         """The constants, for `repr`."""
