@@ -4,10 +4,10 @@ A layer that builds its mask in each call would otherwise check it and compute i
 times as long as a small call.
 
 kept         masks that hold their tensors, found by where the tensors of the arguments lie, and only if their bytes are
-             those of before. So this is for small tensors on the CPU: what others write to large ones, or
-             on a GPU, would go unseen, and they would stay in memory.
+             those of before. So this is for small tensors on the CPU: what others write to large ones, or on a GPU,
+             would go unseen, and they would stay in memory.
 TensorMasks  masks that go with the tensors of the caller, of any size, or with what these are views of; found by their
-             in-place versions, and on the CPU by their contents; with a mask goes what its owner keeps of it
+             in-place versions, and on the CPU by their contents. What is kept beside a mask goes with it.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class _Entry(NamedTuple, Generic[T]):
     mask: T
 
     @property
-    def is_large(self) -> bool:
-        """Whether it has copies."""
-        return any(copy is not None for copy in self.copies)
+    def copied(self) -> int:
+        """Bytes of the copies."""
+        return sum(0 if copy is None else copy.nbytes for copy in self.copies)
 
     def is_of(self, tensors: Sequence[Tensor], state: _State) -> bool:
         """Whether it is of these tensors, whose key it has, in this state, and no copy differs from them."""
@@ -98,9 +98,9 @@ class _Entry(NamedTuple, Generic[T]):
         )
 
 
-_LARGE_VIEWS = 2
-"""Most large views of one tensor of which masks are kept: a tensor of a model may outlive thousands of its views, of
-which each has a copy here and perhaps another one in its mask."""
+_VIEW_BYTES = 1 << 25
+"""Most bytes in the copies of one tensor's views, unless these are two: a tensor of a model may outlive thousands of
+its views, of which each has a copy here and perhaps another one in its mask."""
 
 
 class TensorMasks(Generic[T]):
@@ -154,17 +154,17 @@ class TensorMasks(Generic[T]):
         ]
         mask = build()
         entry = _Entry([weakref.ref(_owner(tensor), forget) for tensor in tensors], state, copies, mask)
-        if entry.is_large:
-            self._drop_views(key)
+        if entry.copied:
+            self._drop_views(key, entry.copied)
         self._entries[key] = entry
         return mask
 
-    def _drop_views(self, key: tuple[Any, ...]) -> None:
-        """Makes room for a large mask among those of other views of the same tensors: the oldest go."""
+    def _drop_views(self, key: tuple[Any, ...], size: int) -> None:
+        """Makes room for so many bytes of copies among other views of the same tensors: the oldest go."""
         owners = [part[0] for part in key[1:]]
-        views = [k for k, entry in list(self._entries.items()) if entry.is_large and [p[0] for p in k[1:]] == owners]
-        for old in views[: max(0, len(views) + 1 - _LARGE_VIEWS)]:
-            self._entries.pop(old, None)
+        views = [(k, e.copied) for k, e in list(self._entries.items()) if e.copied and [p[0] for p in k[1:]] == owners]
+        while len(views) > 1 and size + sum(copied for _, copied in views) > _VIEW_BYTES:
+            self._entries.pop(views.pop(0)[0], None)
 
 
 _JOINED_MASKS = 8

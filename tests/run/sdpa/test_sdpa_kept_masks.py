@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import undivided
+from undivided.masks import _kept
 from undivided.run.sdpa import masks as sdpa_masks
 
 sdp = torch.nn.functional.scaled_dot_product_attention
@@ -60,9 +61,10 @@ def test_a_mask_of_which_each_layer_makes_a_view_is_analysed_once(
     assert len(builds) == 1
 
 
-@pytest.mark.parametrize(("size", "most"), [(40, 16), (300, 2)], ids=["small", "large"])
-def test_few_masks_of_large_views_are_kept(size: int, most: int) -> None:
+@pytest.mark.parametrize(("size", "most"), [(40, 16), (300, 5), (900, 2)], ids=["small", "large", "larger"])
+def test_few_masks_of_large_views_are_kept(size: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer of a model, of which each step takes other rows, would otherwise have sixteen pairs of copies."""
+    monkeypatch.setattr(_kept, "_VIEW_BYTES", 5 * 300**2)
     gc.collect()
     before, whole = len(sdpa_masks._recent), random_mask(size, size)
     for length in range(size - 20, size):
