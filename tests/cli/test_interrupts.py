@@ -22,7 +22,7 @@ from undivided.cli._exit_codes import INTERRUPTED
 ROOT = Path(__file__).parents[2]
 
 
-NO_SIGNALS = pytest.mark.skipif(sys.platform == "win32", reason="another kind of signal")
+NO_SIGNALS = pytest.mark.skipif(sys.platform == "win32", reason="os.kill ends a process there")
 
 
 def interrupt(*_: Any, **__: Any) -> None:

@@ -191,7 +191,7 @@ def test_a_predicate_built_outside_runs_inside_the_graph() -> None:
 
 @pytest.mark.parametrize("needed", [False, True], ids=["forward", "gradients"])
 def test_predicates_that_each_call_builds_share_their_graphs(needed: bool) -> None:
-    """The number by which a graph finds its predicate was a constant: each call compiled, until PyTorch gave up."""
+    """The number by which a graph finds its predicate was a constant: each call compiled anew."""
 
     def layer(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
         band = masks.predicate(lambda b, h, q, k: (q >= k) & (q - k < width))  # breaks the graph

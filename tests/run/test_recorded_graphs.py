@@ -318,6 +318,12 @@ def test_a_trace_refuses_numbers_that_are_tensors_and_takes_ints(name: str) -> N
     torch.testing.assert_close(trace(x), model(x))
 
 
+def test_a_number_of_symbolic_tracing_is_refused_with_what_records_the_call() -> None:
+    proxy: Any = torch.fx.Proxy(torch.fx.Graph().placeholder("length"))
+    with pytest.raises(InputError, match=r"must be an int, got Proxy.*\n.*torch\.fx\.wrap"):
+        masks.window(proxy, 0)
+
+
 class AnyMode(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -120,14 +120,14 @@ def as_integer(argument: str, value: object, at_least: int | None = None) -> int
         raise InputError(argument, "be an int", repr(value), _hint_for_int(value))
     try:
         # operator.index would make a size that torch.export records, a SymInt, a constant of the program
-        number: Any = value if isinstance(value, int | torch.SymInt) else operator.index(value)
+        number = cast(int, value) if isinstance(value, int | torch.SymInt) else operator.index(value)
     except TypeError:  # an array has __index__, whatever its shape
         raise InputError(argument, "be an int", repr(value), _hint_for_int(value)) from None
     if at_least is not None and number < at_least:
         raise InputError(argument, f"be at least {at_least}", _in_digits(number))
     if not isinstance(number, torch.SymInt) and abs(number) > INT64_MAX:
         raise InputError(argument, "fit into 64 bits", _in_digits(number))
-    return number  # type: ignore[no-any-return]
+    return number
 
 
 def _hint_for_int(value: object) -> str | None:
