@@ -161,13 +161,16 @@ DECODING = (
         map(_token_heads, _decoding((1, 8), 16384, BOTH)))) for name in ("decode_prefetch", "decode_prefetch_zen5")),
     Threshold("max_decode_rows", "rows per key head that are decoded", (8, 12, 16, 20, 24), tuple(
         _token_heads(problem) for heads in (72, 96, 128, 160, 192) for problem in _decoding((4,), 4096, BOTH, heads)),
-        levels=("avx2", *AVX512)),
+        levels=("avx2", *AVX512, *AMX)),
     *(Threshold(name, "rows of a panel that is not decoded", (9, 13, 32), tuple(
         _token_heads(problem) for heads in (80, 104, 128) for problem in _decoding((4,), 4096, BOTH, heads)),
         levels=AVX512) for name in ("full_panel_rows", "full_panel_rows_zen4")),
     Threshold("kMinKeysOfManyRows", "keys from which on more than 8 rows are decoded", (1, 64, 128, 256), tuple(
         _token_heads(problem) for keys in (48, 96, 192) for problem in _decoding((16,), keys, BOTH, 96)),
-        levels=("avx2", *AVX512)),
+        levels=("avx2", *AVX512, *AMX)),
+    Threshold("kMinKeysOfTwoPasses", "keys from which on more rows than a tile has are decoded",
+        (512, 1024, 2048, 4096, 8192), tuple(_token_heads(problem) for keys in (768, 1536, 3072, 6144)
+        for problem in _decoding((4,), keys, (BFLOAT,), 256)), levels=AMX),
     *(Threshold(name, "rows from which on bf16 is decoded by dot products", (2, 3, 5, 9), tuple(
         problem for heads in (16, 32, 64) for problem in _decoding((1,), 16384, (BFLOAT,), heads)),
         levels=(*DOT, *AMX)) for name in ("min_dot_rows", "min_dot_rows_zen4")),

@@ -74,6 +74,7 @@ CACHES: dict[str, tuple[list[int], int, int, int, int, int]] = {
     "speculation": ([400, 90], 16, 4, 8, 2, 64),
     "twelve-rows-a-group": ([500, 90], 16, 3, 8, 2, 80),
     "nineteen-rows-a-group": ([200, 700], 7, 19, 2, 2, 128),
+    "thirty-rows-a-group": ([2100, 3000], 16, 15, 4, 2, 64),
     "chunked-prefill": ([400, 90], 7, 40, 4, 2, 64),
     "prefill": ([300, 300], 48, 300, 2, 2, 32),
     "prefill-tiles": ([500, 300], 256, 300, 2, 1, 32),
@@ -169,6 +170,7 @@ THREADED = {
     "speculation": (4, 4, 2, 5000),
     "nine-rows": (9, 2, 2, 5000),
     "twenty-rows": (5, 8, 2, 5000),
+    "thirty-two-rows": (8, 8, 2, 5000),
     "sixty-rows-shared-heads": (60, 8, 2, 3000),
     "two-blocks": (100, 1, 1, 4100),
 }

@@ -64,7 +64,11 @@ struct TypeTag {
 #if defined(UNDIVIDED_AMX)
 template <class T, class F>
 INLINE auto with_amx_engine(const Attention& a, F f) {
-  return rows_of_group(a) <= 4 ? f(TypeTag<DecodeAmx<T, 4>>()) : f(TypeTag<DecodeAmx<T, 8>>());
+  const int64_t rows = rows_of_group(a);
+  if constexpr (!kIsQuantized<T>)
+    if (rows > 16) return f(TypeTag<DecodeAmx<T, 32>>());
+  if (rows > 8) return f(TypeTag<DecodeAmx<T, 16>>());
+  return rows > 4 ? f(TypeTag<DecodeAmx<T, 8>>()) : f(TypeTag<DecodeAmx<T, 4>>());
 }
 #endif
 
@@ -74,7 +78,10 @@ INLINE auto with_engine(const Attention& a, F f) {
   if (a.format)
     return with_format(a.format, [&](auto type) {
       typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Key;
-#if defined(__AVX512BF16__)
+#if defined(UNDIVIDED_AMX)
+      if constexpr (!kHasGroups<Key>)
+        if (a.dtype == kBFloat16 && DecodeAmx<Key, 4>::fits(a)) return with_amx_engine<Key>(a, f);
+#elif defined(__AVX512BF16__)
       if (DecodePairs<Key>::fits(a)) return f(TypeTag<DecodePairs<Key>>());
 #endif
       return f(TypeTag<DecodeVectors<Key>>());
@@ -147,8 +154,12 @@ template <class Half>
 bool can_decode(const Attention& a) {
   if (a.batch_invariant) return with_mode(a.dtype, [&](auto mode) { return fits_invariant<decltype(mode)>(a); });
   const int64_t rows = rows_of_group(a);
-  if (rows > kMaxDecodeRows || (rows > kFewDecodeRows && a.kv_len < kMinKeysOfManyRows)) return false;
-  return !fills_panel(a) && !is_small_forward(a) && with_engine<Half>(a, [&](auto e) { return decltype(e)::type::fits(a); });
+  if (rows > kFewDecodeRows && a.kv_len < kMinKeysOfManyRows) return false;
+  if (fills_panel(a) || is_small_forward(a)) return false;
+  return with_engine<Half>(a, [&](auto e) {
+    typedef typename decltype(e)::type Engine;
+    return rows <= Engine::max_rows(a) && Engine::fits(a);
+  });
 }
 template <class Half>
 int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {

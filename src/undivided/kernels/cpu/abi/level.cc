@@ -138,15 +138,26 @@ const Kernels& kernels() {
   return *chosen;
 }
 
+namespace {
+bool has_tiles() {
+  static const bool tiles = strncmp(kernels().name, "amx", 3) == 0;
+  return tiles;
+}
+}  // namespace
+
 const Kernels& kernels(const Attention& a) {
 #if defined(UNDIVIDED_AMX)
-  static const bool has_tiles = strncmp(kernels().name, "amx", 3) == 0;
-  if (has_tiles && (a.batch_invariant || a.format))
+  if (has_tiles() && (a.batch_invariant || a.format))
     return is_intel() && a.dtype == kBFloat16 ? kernels_avx512 : kernels_avx512_bf16;
 #else
   (void)a;
 #endif
   return kernels();
+}
+
+const Kernels& decode_kernels(const Attention& a) {
+  const bool on_tiles = has_tiles() && a.format && !a.batch_invariant && kernels().can_decode(a);
+  return on_tiles ? kernels() : kernels(a);
 }
 
 }  // namespace undivided

@@ -1,18 +1,17 @@
-// The two products of a decoding step on AMX, for 16-bit types and head sizes of whole tiles. K and V are read in
-// place:
+// The two products of a decoding step on AMX, for 16-bit types, or 8-bit keys with bf16 queries, and head sizes of whole
+// tiles. K and V of 16 bits are read in place; quantised ones become tiles first (see amx_quantized.h):
 //
 //     S[key][row] += K[key][d pair] * Q[d pair][row]         A: 16 keys of K, B: pairs of the queries, once per chunk
 //     O[row][d]   += P[row][key, 0] * V[key][d, d + 1]       A: weights, B: 16 keys of V
 //
 // The second product contracts pairs of neighbours along d, of which only one is wanted: a weight beside a zero gives
-// the even columns, a zero beside the weight the odd ones, in 2 x Rows rows of one tile. That is half of AMX's rate but
-// needs no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is
+// the even columns, a zero beside the weight the odd ones, in two rows of a tile for each row. That is half of AMX's
+// rate but needs no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is
 // NaN), so non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one stride
 // (small pages of a cache, the end of a sequence) are copied first.
 #pragma once
 
-#include "decode/step.h"
-#include "gemm/amx.h"
+#include "decode/amx_quantized.h"
 
 #if defined(UNDIVIDED_AMX)
 
@@ -20,7 +19,6 @@ namespace {
 
 constexpr int64_t kGroup = kTileRows;  // keys per tile
 static_assert(kGroup == kStepAlignment);
-static_assert(kMaxDecodeRows <= 8, "DecodeAmx holds no more");
 
 // A pair whose lower half, and one whose upper half, is the weight.
 INLINE void split_weights(Vec w, UVec& lower, UVec& upper, BFloat16) {
@@ -51,34 +49,47 @@ INLINE void transpose_scores(const float* raw, float* scores) {
   store(scores + 3 * kDecodeStepKeys, (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d));
 }
 
-// For up to `Rows` rows, 4 or 8. Queries are pairs [d block][d pair][row]; sums are [d block][2 x Rows][16], the rows'
-// even columns, then their odd ones. Tiles of four rows are as fast as those of eight, but all of this must stay in L1
-// while K and V pass through it.
-template <class Half, int Rows>
+// For up to `Rows` rows: 4, 8, 16 or 32. A tile holds the queries of up to 16 rows, or the weights of a unit of up to 8;
+// 32 rows take two passes over the tiles of K and V, which are in L2 by then. Queries are pairs [pass][d block][d pair]
+// [row]; sums are [unit][d block][2 x row][16], the rows' even columns, then their odd ones. Tiles of four rows are as
+// fast as those of eight, but all of this must stay in L1 while K and V pass through it.
+template <class Key, int Rows>
 class DecodeAmx {
+  static constexpr int kPassRows = Rows < kTilePassRows ? Rows : kTilePassRows, kPasses = Rows / kPassRows;
+  static constexpr int kUnitRows = Rows < 8 ? Rows : 8, kUnits = Rows / kUnitRows;
+
  public:
-  typedef Half T;
+  typedef Key T;
+  typedef TileNumber<T> Number;
   // fp16 weights are scaled up to 2^15, so that small ones keep their bits
-  static constexpr int kBits = kWeightBits<Half> == 0 ? 0 : 15;
+  static constexpr int kBits = kWeightBits<Number> == 0 ? 0 : 15;
   static constexpr int64_t kScores = kDecodeStepKeys * Rows;  // floats of a step's raw scores
 
-  // A cache of less than a tile of keys would be copied; vectors are faster then.
+  static int64_t max_rows(const Attention& a) {
+    if (larger_of(a.qk_dim, a.v_dim) > kMaxTileColumns) return kFewDecodeRows;
+    return kIsQuantized<T> || a.kv_len < kMinKeysOfTwoPasses ? kTilePassRows : kMaxTileRows;
+  }
+  // A cache of less than a tile of keys would be copied; vectors are faster then, and for few rows of quantised keys.
   static bool fits(const Attention& a) {
-    return a.qk_dim % kTileDepth == 0 && a.v_dim % kTileDepth == 0 && a.kv_len >= kGroup;
+    if (kIsQuantized<T> && rows_of_group(a) < kMinTileRows<T>) return false;
+    return a.qk_dim % kTileColumns<T> == 0 && a.v_dim % kTileColumns<T> == 0 && a.kv_len >= kGroup;
   }
-  static int64_t q_floats(const Attention& a) { return a.qk_dim / kTileDepth * kQueryBlock; }
-  static int64_t sum_floats(const Attention& a) { return a.v_dim / kTileDepth * kSumBlock; }
+  static int64_t q_floats(const Attention& a) { return kPasses * pass_floats(a); }
+  static int64_t sum_floats(const Attention& a) { return kUnits * unit_floats(a); }
 
-  static void load_queries(const Attention& a, const T* const* from, int64_t rows, float* q) {
-    for (int64_t d = 0; d < a.qk_dim; d += kTileDepth, q += kQueryBlock) {
-      Vec x[kLanes] = {};
-#pragma GCC unroll 8
-      for (int64_t r = 0; r < Rows; r++)
-        if (r < rows) x[r] = load((const float*)(const void*)(from[r] + d));
-      transpose(x);
-      for (int i = 0; i < kLanes; i++) memcpy(q + i * Rows, &x[i], Rows * 4);
-    }
+  static void load_queries(const Attention& a, const Number* const* from, int64_t rows, float* q) {
+    for (int64_t first = 0; first < Rows; first += kPassRows)
+      for (int64_t d = 0; d < a.qk_dim; d += kTileDepth, q += kQueryBlock) {
+        Vec x[kLanes] = {};
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < kPassRows; r++)
+          if (first + r < rows) x[r] = query_of_tile<T>(from[first + r], d);
+        transpose(x);
+        for (int i = 0; i < kLanes; i++) memcpy(q + i * kPassRows, &x[i], kPassRows * 4);
+      }
   }
+  template <class Q>
+  static void load_queries(const Attention&, const Q* const*, int64_t, float*) {}  // see DecodeAmx::fits
 
   static void clear_sums(const Attention& a, const HeadState& state) {
     memset(state.sums, 0, (size_t)sum_floats(a) * 4);
@@ -86,84 +97,112 @@ class DecodeAmx {
 
   // Prefetch steps of the products: one per tile.
   static int64_t score_steps(const Attention& a, int64_t, int64_t keys) {
-    return groups_of(keys) * (a.qk_dim / kTileDepth);
+    return kPasses * groups_of(keys) * (a.qk_dim / kTileDepth);
   }
   static int64_t value_steps(const Attention& a, int64_t, int64_t keys) {
-    return groups_of(keys) * (a.v_dim / kTileDepth);
+    return kPasses * groups_of(keys) * (a.v_dim / kTileDepth);
   }
 
-  // Writes raw scores [key][Rows], which to_scores transposes.
+  // Writes raw scores [pass][key][row], which to_scores transposes.
   void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* raw,
                        StepPrefetch& prefetch) {
-    const Operand k = {step.k.row, step.keys, a.k_s, n * a.k_h};
+    const Operand k = {keys_of(a, step, n), step.keys, a.k_s};
     const float* q = state.q;
-    for_each_block(a.qk_dim, step.k.split_groups, [&](int64_t d, auto count, auto in_place) {
-      score_blocks<decltype(count)::value, decltype(in_place)::value>(q, k, d, raw, prefetch);
-      q += count * kQueryBlock;
-    });
+    for (int pass = 0; pass < kPasses; pass++, raw += kPassScores) {
+      for_each_block(a.qk_dim, step.k.split_groups, [&](int64_t d, auto count, auto in_place) {
+        score_blocks<decltype(count)::value, decltype(in_place)::value>(q, k, d, raw, prefetch);
+        q += count * kQueryBlock;
+      });
+      if constexpr (kIsQuantized<T>) multiply_by_key_scales<kPassRows>(k.part, step.keys, raw);
+    }
   }
   float* to_scores(const HeadState& state, const float* raw, int64_t keys) {
-    for (int64_t g = 0; g < groups_of(keys); g++)
-      for (int64_t r = 0; r < state.rows; r += 4)
-        transpose_scores<Rows>(raw + g * kGroup * Rows + r, scores_ + r * kDecodeStepKeys + g * kGroup);
+    for (int64_t r = 0; r < state.rows; r += 4) {
+      const float* from = raw + r / kPassRows * kPassScores + r % kPassRows;
+      for (int64_t g = 0; g < groups_of(keys); g++)
+        transpose_scores<kPassRows>(from + g * kGroup * kPassRows, scores_ + r * kDecodeStepKeys + g * kGroup);
+    }
     return scores_;
   }
 
   void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, const float* weights,
                        const float* decay, StepPrefetch& prefetch) {
+    const Operand v = {values_of(a, step, n), step.keys, a.v_s};
+    const int64_t unit = unit_floats(a);
+    [[maybe_unused]] float scales[kDecodeStepKeys];
+    if constexpr (kIsQuantized<T>) read_scales(v.part, step.keys, scales);
     for (int64_t r = 0; r < state.rows; r++) {
       for (int64_t g = 0; g < groups_of(step.keys); g++) {
+        Vec w = load(weights + r * kDecodeStepKeys + g * kGroup);
+        if constexpr (kIsQuantized<T>) w *= load(scales + g * kGroup);
         UVec lower, upper;
-        split_weights(load(weights + r * kDecodeStepKeys + g * kGroup), lower, upper, T());
-        store(pairs_ + g * kSumBlock + r * kLanes, (Vec)lower);
-        store(pairs_ + g * kSumBlock + (r + Rows) * kLanes, (Vec)upper);
+        split_weights(w, lower, upper, Number());
+        float* pairs = pairs_ + g * kPairs + row_of_units(r, kSumBlock);
+        store(pairs, (Vec)lower), store(pairs + kUnitRows * kLanes, (Vec)upper);
       }
       if (decay[r] == 1.0f) continue;
-      for (int64_t at = r * kLanes; at < sum_floats(a); at += Rows * kLanes)
-        store(state.sums + at, load(state.sums + at) * decay[r]);
+      float* sums = state.sums + row_of_units(r, unit);
+      for (int64_t at = 0; at < unit; at += kUnitRows * kLanes) store(sums + at, load(sums + at) * decay[r]);
     }
-    const Operand v = {step.v.row, step.keys, a.v_s, n * a.v_h};
-    float* sums = state.sums;
-    for_each_block(a.v_dim, step.v.split_groups, [&](int64_t d, auto count, auto in_place) {
-      value_blocks<decltype(count)::value, decltype(in_place)::value>(v, d, sums, prefetch);
-      sums += count * kSumBlock;
-    });
+    for (int u = 0; u < kUnits; u += kUnits / kPasses) {
+      float* sums = state.sums + u * unit;
+      for_each_block(a.v_dim, step.v.split_groups, [&](int64_t d, auto count, auto in_place) {
+        value_blocks<decltype(count)::value, decltype(in_place)::value>(v, d, pairs_ + u * kSumBlock, sums, unit,
+                                                                        prefetch);
+        sums += count * kSumBlock;
+      });
+    }
   }
 
   static void store_sums(const Attention& a, const HeadState& state, int64_t r, float* to) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const float* from = state.sums + r * kLanes;
+    const float* from = state.sums + row_of_units(r, unit_floats(a));
     for (int64_t d = 0; d < a.v_dim; d += kTileDepth, from += kSumBlock) {
-      const __m512 even = (__m512)load(from), odd = (__m512)load(from + Rows * kLanes);
+      const __m512 even = (__m512)load(from), odd = (__m512)load(from + kUnitRows * kLanes);
       store(to + d, (Vec)_mm512_permutex2var_ps(even, low, odd));
       store(to + d + kLanes, (Vec)_mm512_permutex2var_ps(even, high, odd));
     }
+    restore_columns<T>(to, a.v_dim);
   }
 
  private:
-  static constexpr int64_t kQueryBlock = kTileRows * Rows, kSumBlock = 2 * Rows * kLanes;
-  // Tiles 0 and 1 hold sums, 2 weights, 3 and 4 keys or values, 5 and 6 queries, 7 scores.
-  static constexpr TileShape kSumsShape = {2 * Rows, 64}, kKeysShape = {kTileRows, 64},
-                             kRowsShape = {kTileRows, 4 * Rows};
+  static constexpr int64_t kQueryBlock = kTileRows * kPassRows, kSumBlock = 2 * kUnitRows * kLanes,
+                           kPassScores = kDecodeStepKeys * kPassRows, kPairs = kUnits * kSumBlock;
+  // Tiles 0 and 1 hold sums, 2 weights, 3 and 4 keys or values, 5 and 6 queries, 7 scores; during the second product of
+  // 16 rows, 5 to 7 are the sums and weights of the second unit.
+  static constexpr bool kTwoUnits = kPassRows == 2 * kUnitRows;
+  static constexpr TileShape kSumsShape = {2 * kUnitRows, 64}, kKeysShape = {kTileRows, 64},
+                             kRowsShape = {kTileRows, 4 * kPassRows};
   static constexpr TileShape kShapes[8] = {kSumsShape, kSumsShape, kSumsShape, kKeysShape,
                                            kKeysShape, kRowsShape, kRowsShape, kRowsShape};
 
+  static int64_t pass_floats(const Attention& a) { return a.qk_dim / kTileDepth * kQueryBlock; }
+  static int64_t unit_floats(const Attention& a) { return a.v_dim / kTileDepth * kSumBlock; }
+  // Where row r begins in an array of units of so many floats.
+  static int64_t row_of_units(int64_t r, int64_t floats) { return r / kUnitRows * floats + r % kUnitRows * kLanes; }
   static int64_t groups_of(int64_t keys) { return (keys + kGroup - 1) / kGroup; }
 
   // Rows of K or V.
   struct Operand {
-    const T* const* row;
-    int64_t keys, stride, offset;
+    StepPart<T> part;
+    int64_t keys, stride;
   };
-  // Loads columns [d, d + 32) of a group as tile N.
+  // Before load_group: converts columns [d, d + 64) of all groups, if they are quantised. A tile that is loaded just
+  // after it was stored would wait for the stores.
+  void convert_groups(const Operand& o, int64_t d) {
+    if constexpr (kIsQuantized<T>)
+      for (int64_t g = 0; g < groups_of(o.keys); g++) fill_tiles(o.part, g * kGroup, d, copies_ + g * kCopyBytes);
+  }
+  // Loads columns [d, d + 32) of a group as tile N, 3 or 4.
   template <int N, bool InPlace>
   void load_group(const Operand& o, int64_t g, int64_t d) {
-    const T* const* at = o.row + g * kGroup;
-    if constexpr (InPlace) return tile_load<N>((const char*)(at[0] + o.offset + d), o.stride * 2);
+    char* copy = copies_ + (N - 3) * kTileBytes;
+    if constexpr (kIsQuantized<T>) return tile_load<N>(copy + g * kCopyBytes, 64);
+    const T* const* at = o.part.row + g * kGroup;
+    if constexpr (InPlace) return tile_load<N>((const char*)(at[0] + o.part.offset + d), o.stride * 2);
     const int64_t count = smaller_of(kGroup, o.keys - g * kGroup);
-    char* copy = copies_ + N % 2 * kTileBytes;
-    for (int64_t i = 0; i < count; i++) memcpy(copy + i * 64, at[i] + o.offset + d, 64);
+    for (int64_t i = 0; i < count; i++) memcpy(copy + i * 64, at[i] + o.part.offset + d, 64);
     memset(copy + count * 64, 0, (size_t)((kGroup - count) * 64));
     tile_load<N>(copy, 64);
   }
@@ -185,38 +224,49 @@ class DecodeAmx {
   template <int Blocks, bool InPlace>
   void score_blocks(const float* q, const Operand& k, int64_t d, float* raw, StepPrefetch& shared) {
     StepPrefetch prefetch = shared;
-    tile_load<5>((const char*)q, 4 * Rows);
-    if constexpr (Blocks > 1) tile_load<6>((const char*)(q + kQueryBlock), 4 * Rows);
-    for (int64_t g = 0; g < groups_of(k.keys); g++, raw += kGroup * Rows) {
+    convert_groups(k, d);
+    tile_load<5>((const char*)q, 4 * kPassRows);
+    if constexpr (Blocks > 1) tile_load<6>((const char*)(q + kQueryBlock), 4 * kPassRows);
+    for (int64_t g = 0; g < groups_of(k.keys); g++, raw += kGroup * kPassRows) {
       if (d == 0) tile_zero<7>();
-      else tile_load<7>((const char*)raw, 4 * Rows);
-      load_group<3, InPlace>(k, g, d), tile_multiply<7, 3, 5>(T()), prefetch.step();
+      else tile_load<7>((const char*)raw, 4 * kPassRows);
+      load_group<3, InPlace>(k, g, d), tile_multiply<7, 3, 5>(Number()), prefetch.step();
       if constexpr (Blocks > 1)
-        load_group<4, InPlace>(k, g, d + kTileDepth), tile_multiply<7, 4, 6>(T()), prefetch.step();
-      tile_store<7>((char*)raw, 4 * Rows);
+        load_group<4, InPlace>(k, g, d + kTileDepth), tile_multiply<7, 4, 6>(Number()), prefetch.step();
+      tile_store<7>((char*)raw, 4 * kPassRows);
     }
     shared = prefetch;
   }
 
   template <int Blocks, bool InPlace>
-  void value_blocks(const Operand& v, int64_t d, float* sums, StepPrefetch& shared) {
+  void value_blocks(const Operand& v, int64_t d, const float* pairs, float* sums, int64_t unit, StepPrefetch& shared) {
     StepPrefetch prefetch = shared;
-    tile_load<0>((const char*)sums, 64);
-    if constexpr (Blocks > 1) tile_load<1>((const char*)(sums + kSumBlock), 64);
-    for (int64_t g = 0; g < groups_of(v.keys); g++) {
-      tile_load<2>((const char*)(pairs_ + g * kSumBlock), 64);
-      load_group<3, InPlace>(v, g, d), tile_multiply<0, 2, 3>(T()), prefetch.step();
+    convert_groups(v, d);
+    char *first = (char*)sums, *second = (char*)(sums + unit);
+    tile_load<0>(first, 64);
+    if constexpr (Blocks > 1) tile_load<1>(first + kSumBlock * 4, 64);
+    if constexpr (kTwoUnits) tile_load<5>(second, 64);
+    if constexpr (kTwoUnits && Blocks > 1) tile_load<6>(second + kSumBlock * 4, 64);
+    for (int64_t g = 0; g < groups_of(v.keys); g++, pairs += kPairs) {
+      tile_load<2>((const char*)pairs, 64);
+      if constexpr (kTwoUnits) tile_load<7>((const char*)(pairs + kSumBlock), 64);
+      load_group<3, InPlace>(v, g, d), tile_multiply<0, 2, 3>(Number()), prefetch.step();
+      if constexpr (kTwoUnits) tile_multiply<5, 7, 3>(Number());
       if constexpr (Blocks > 1)
-        load_group<4, InPlace>(v, g, d + kTileDepth), tile_multiply<1, 2, 4>(T()), prefetch.step();
+        load_group<4, InPlace>(v, g, d + kTileDepth), tile_multiply<1, 2, 4>(Number()), prefetch.step();
+      if constexpr (kTwoUnits && Blocks > 1) tile_multiply<6, 7, 4>(Number());
     }
-    tile_store<0>((char*)sums, 64);
-    if constexpr (Blocks > 1) tile_store<1>((char*)(sums + kSumBlock), 64);
+    tile_store<0>(first, 64);
+    if constexpr (Blocks > 1) tile_store<1>(first + kSumBlock * 4, 64);
+    if constexpr (kTwoUnits) tile_store<5>(second, 64);
+    if constexpr (kTwoUnits && Blocks > 1) tile_store<6>(second + kSumBlock * 4, 64);
     shared = prefetch;
   }
 
   alignas(64) float scores_[Rows * kDecodeStepKeys];
-  alignas(64) float pairs_[kDecodeStepKeys / kGroup * kSumBlock] = {};  // unused rows stay 0
-  alignas(64) char copies_[2 * kTileBytes];
+  alignas(64) float pairs_[kDecodeStepKeys / kGroup * kPairs] = {};  // unused rows stay 0
+  static constexpr int64_t kCopyBytes = 2 * kTileBytes;
+  alignas(64) char copies_[kIsQuantized<T> ? kDecodeStepKeys / kGroup * kCopyBytes : kCopyBytes];
   TileSetup setup_{kShapes};
 };
 

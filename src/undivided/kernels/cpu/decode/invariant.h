@@ -314,7 +314,7 @@ class InvariantUnit {
         };
         const uint32_t* weights = (const uint32_t*)(const void*)step_weights_;
         if (place > 0) {  // the second key of a pair, alone
-          uint32_t alone[kMaxDecodeRows * kWeightStride];
+          uint32_t alone[kMaxFewRows * kWeightStride];
           for (int64_t r = 0; r < padded_; r++) alone[r * kWeightStride] = weights[r * kWeightStride] >> 16;
           add(alone, 1);
           rows.row++, weights++;

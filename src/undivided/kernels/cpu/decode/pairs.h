@@ -21,8 +21,8 @@ struct DecodePairs : DecodeVectors<Key> {
   static bool fits(const Attention& a) {
     return a.dtype == kBFloat16 && a.qk_dim % kPairColumns == 0 && a.v_dim % kPairColumns == 0;
   }
-  static int64_t q_floats(const Attention& a) { return kMaxDecodeRows * Format::query_floats(a.qk_dim); }
-  static int64_t sum_floats(const Attention& a) { return kMaxDecodeRows * Format::sum_floats(a.v_dim); }
+  static int64_t q_floats(const Attention& a) { return kMaxVectorRows * Format::query_floats(a.qk_dim); }
+  static int64_t sum_floats(const Attention& a) { return kMaxVectorRows * Format::sum_floats(a.v_dim); }
 
   template <class Q>
   static void load_queries(const Attention& a, const Q* const* from, int64_t rows, float* q) {
@@ -76,7 +76,7 @@ struct DecodePairs : DecodeVectors<Key> {
         for (float *x = state.sums + r * size, *stop = x + size; x < stop; x += kLanes) store(x, load(x) * decay[r]);
     const StepPart<T> values = values_of(a, step, n);
     const int64_t rows = round_up_rows(state.rows);
-    alignas(64) uint32_t pairs[kMaxDecodeRows * stride];
+    alignas(64) uint32_t pairs[kMaxVectorRows * stride];
     for (int64_t d = 0; d < a.v_dim; d += smaller_of(Format::kWeightColumns, a.v_dim)) {
       const PairSums all = {state.sums, size, pairs, step.keys};
       Format::pack_weights(values, d, a.v_dim, weights, rows, step.keys, pairs, all);

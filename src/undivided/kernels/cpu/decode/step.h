@@ -8,8 +8,10 @@
 
 namespace {
 
-// Query rows of a key/value head, at most. They are computed up to 8 at a time (see for_each_pass).
-constexpr int64_t kMaxDecodeRows = kPanel < kTuning.max_decode_rows ? kPanel : kTuning.max_decode_rows;
+// Query rows of a key/value head, at most, on vectors, which compute up to 8 at a time (see for_each_pass), and in all.
+constexpr int64_t kMaxVectorRows = kPanel < kTuning.max_decode_rows ? kPanel : kTuning.max_decode_rows;
+constexpr int64_t kMaxDecodeRows = kHasAmx ? kMaxTileRows : kMaxVectorRows;
+static_assert(kMaxVectorRows <= kMaxDecodeRows && kMaxDecodeRows <= kPanel, "a panel holds the ranges of all rows");
 static_assert(kMaxDecodeRows % 4 == 0, "rows are rounded up to a multiple of 4 at most");
 // Places of one number per row; the numbers of any row may be loaded as a whole vector.
 constexpr int64_t kRowSlots = kMaxDecodeRows + kLanes;

@@ -275,10 +275,12 @@ struct DecodeVectors {
   typedef Key T;  // of K and V
   static constexpr bool kScalesKeys = kIsQuantized<T> && !kHasGroups<T>;
   static constexpr int kBits = 0;
-  static constexpr int64_t kScores = kMaxDecodeRows * kDecodeStepKeys;
+  static constexpr int64_t kScores = kMaxVectorRows * kDecodeStepKeys;
+  // Tables without AMX are faster for quantised keys (see decode_kernels in level.h).
+  static int64_t max_rows(const Attention&) { return kHasAmx && kIsQuantized<T> ? 0 : kMaxVectorRows; }
   static bool fits(const Attention& a) { return a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0; }
-  static int64_t q_floats(const Attention& a) { return kMaxDecodeRows * a.qk_dim; }
-  static int64_t sum_floats(const Attention& a) { return kMaxDecodeRows * a.v_dim; }
+  static int64_t q_floats(const Attention& a) { return kMaxVectorRows * a.qk_dim; }
+  static int64_t sum_floats(const Attention& a) { return kMaxVectorRows * a.v_dim; }
 
   template <class Q>
   static void load_queries(const Attention& a, const Q* const* from, int64_t rows, float* q) {

@@ -21,7 +21,7 @@ bool are_side_by_side(const Attention& a) {
 
 }  // namespace
 
-bool is_decoding(const Attention& a) { return !has_score_bias(a) && !a.dropout && kernels(a).can_decode(a); }
+bool is_decoding(const Attention& a) { return !has_score_bias(a) && !a.dropout && decode_kernels(a).can_decode(a); }
 
 void Decoding::add(const Attention& a) {
   for (int64_t b = 0; b < a.batch; b++) sequences_.push_back({&a, b, key_extent(a, b), 0});
@@ -114,7 +114,7 @@ void Decoding::set_memory(float* memory) {
 int64_t Decoding::scratch_bytes() const {
   int64_t bytes = 64;
   for (const Sequence& s : sequences_)
-    if (s.batch == 0) bytes = std::max(bytes, kernels(*s.problem).chunk_scratch(*s.problem, heads_));
+    if (s.batch == 0) bytes = std::max(bytes, decode_kernels(*s.problem).chunk_scratch(*s.problem, heads_));
   for (const SharedProblem& shared : shared_) bytes = std::max(bytes, shared.blocks().scratch_bytes());
   return bytes;
 }

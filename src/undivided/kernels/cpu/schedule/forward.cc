@@ -103,7 +103,8 @@ int run(Work& work, int64_t threads) {
     const Unit &unit = units[(size_t)i], *next = (size_t)i + 1 < units.size() ? &unit + 1 : nullptr;
     if (unit.blocks) return unit.blocks->run(unit.index, scratch);
     const KeyChunk& chunk = chunks[(size_t)unit.index];
-    kernels(*chunk.problem).chunk(chunk, next && !next->blocks ? &chunks[(size_t)next->index] : nullptr, scratch);
+    decode_kernels(*chunk.problem)
+        .chunk(chunk, next && !next->blocks ? &chunks[(size_t)next->index] : nullptr, scratch);
   });
   if (status != kOk) return status;
   bool out_of_range = work.decoding.is_out_of_range();
