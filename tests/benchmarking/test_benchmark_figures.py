@@ -14,7 +14,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.benchmarking import competitors, peak, runs, timing
+from undivided.benchmarking import competitors, peak, runs, suites, timing
 from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, Benchmark, Goal, benchmarks
 from undivided.benchmarking.catalogue.serving import STEPS
 from undivided.benchmarking.competitors import Competitor, PreparedBenchmark, prepare
@@ -235,6 +235,25 @@ class TestFigures:
         monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: slower)
         settings = hurried()
         assert [runs.run(tiny(), settings)["rate"]["contended"] for _ in range(2)] == [False, True]
+
+    def test_a_run_that_begins_on_a_busy_machine_is_judged_by_its_best_at_the_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rates = iter([60.0, 60.0, 100.0, 100.0])
+        faster = peak.Probe("a rate", "FLOP/s", lambda: Reading(next(rates)))
+        monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: faster)
+        settings = hurried()
+        cases = [runs.run(tiny(), settings) for _ in range(2)]
+        assert [case["rate"]["contended"] for case in cases] == [False, False]
+        taken = iter(cases)
+        monkeypatch.setattr(suites, "run", lambda benchmark, settings: next(taken))
+        report = suites.execute(suites.plan(["forward"], ["bf16"], quick=True), settings)
+        assert [case["rate"]["contended"] for case in report["cases"]] == [True, False]
+
+    def test_a_witness_that_becomes_faster_marks_the_cases_before(self) -> None:
+        cases = [{"rate": {"contended": False, "witness": seconds}} for seconds in (2.5e-3, 1.4e-3, 1e-3, 0.0)]
+        runs.judge_again(cases)
+        assert [case["rate"]["contended"] for case in cases] == [True, False, False, False]
 
 
 @pytest.mark.usefixtures("quiet")

@@ -35,6 +35,7 @@ def small_report() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peak, "arithmetic", lambda dtype, device, clock: QUIET)
         patch.setattr(peak, "reading", lambda size, device, clock: QUIET)
+        patch.setattr(peak, "witness_call", lambda: None)
         patch.setattr(
             memory,
             "memory",

@@ -50,7 +50,7 @@ class TestTurns:
 
     def test_short_calls_are_repeated_within_a_turn_and_long_ones_are_not(self) -> None:
         clock = Clock(long=0.5, short=1e-5)
-        times, turns, _ = timing.race({"long": lambda: "long", "short": lambda: "short"}, 5.1, clock)
+        times, turns, *_ = timing.race({"long": lambda: "long", "short": lambda: "short"}, 5.1, clock)
         assert times == pytest.approx({"long": 0.5, "short": 1e-5})
         assert turns == math.floor(5.1 / 0.504)
         assert dict(clock.calls[2:]) == {"long": 1, "short": 400}
@@ -77,6 +77,7 @@ class TestTurns:
         monkeypatch.setattr(timing, "PAUSE", 0.0)
         race = timing.race({"a": lambda: "a"}, 0.0, lambda function, calls: calls * next(spans), witness, attempts=2)
         assert (race.seconds, race.contended) == ({"a": found[0]}, found[1])
+        assert race.witness == (2.0 if found[1] else max(witnessed[-2:]))
 
     def test_a_gpu_is_timed_by_events_in_its_own_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         current = ["cuda:0"]

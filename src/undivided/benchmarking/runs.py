@@ -25,7 +25,7 @@ from undivided.verification.budget import UNDECIDED
 from undivided.verification.report import finite
 from undivided.verification.sample import Sample, sample_of
 
-__all__ = ["Settings", "describe", "run", "run_small", "verify"]
+__all__ = ["Settings", "describe", "judge_again", "run", "run_small", "verify"]
 
 Entry = dict[str, Any]
 TimedCase = dict[str, Any]
@@ -89,7 +89,7 @@ def run(benchmark: Benchmark, settings: Settings) -> TimedCase:
     if probe.turn is not None:
         calls[probe.what] = probe.turn
     result = _measure_steadily(lambda: settings.race(calls, settings.patience), probe, settings)
-    seconds, turns, slowed = result.value
+    seconds, turns, slowed, witness = result.value
     used = probe.work / seconds[probe.what] if probe.turn is not None else result.peak
     rate = {
         "what": probe.what,
@@ -100,6 +100,7 @@ def run(benchmark: Benchmark, settings: Settings) -> TimedCase:
         "used": used,
         "attempts": result.attempts,
         "contended": result.contended or slowed,
+        "witness": witness,
     }
     case = describe(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     if benchmark.goal.pairs is not None:
@@ -148,10 +149,30 @@ def run_small(
 
     probe = peak.arithmetic(group[0].dtype, settings.device, settings.clock)
     result = _measure_steadily(race_all, probe, settings)
-    for (case, _), (seconds, turns, slowed), benchmark in zip(ready, result.value, group, strict=True):
-        case |= {"turns": turns, "rate": {"contended": result.contended or slowed, "attempts": result.attempts}}
+    for (case, _), (seconds, turns, slowed, witness), benchmark in zip(ready, result.value, group, strict=True):
+        rate = {"contended": result.contended or slowed, "attempts": result.attempts, "witness": witness}
+        case |= {"turns": turns, "rate": rate}
         _add_figures(case, seconds, benchmark)
     return [case for case, _ in ready]
+
+
+def judge_again(cases: Sequence[TimedCase]) -> None:
+    """Marks cases as contended that the whole run shows to be: their witness or their probe was slow beside its best.
+
+    While they run they are judged by the best so far, which is slow too if the run begins on a busy machine.
+
+    >>> early, late = ({"rate": {"contended": False, "witness": seconds}} for seconds in (2e-3, 1e-3))
+    >>> judge_again([early, late])
+    >>> early["rate"]["contended"], late["rate"]["contended"]
+    (True, False)
+    """
+    rates = [case["rate"] for case in cases]
+    fastest = min((rate["witness"] for rate in rates if rate.get("witness")), default=0.0)
+    for rate in rates:
+        same = [other for other in rates if "before" in rate and other.get("what") == rate["what"]]
+        best = max((max(other["before"], other["after"]) for other in same), default=0.0)
+        slow = rate.get("witness", 0.0) > timing.SLOWER * fastest
+        rate["contended"] |= slow or (best > 0 and min(rate["before"], rate["after"]) < (1 - timing.SHORTFALL) * best)
 
 
 def _measure_steadily(measure: Callable[[], Any], probe: Probe, settings: Settings) -> Steady[Any]:

@@ -112,20 +112,26 @@ class Witness:
     def __init__(self, call: Function, watch: Stopwatch = _by_clock) -> None:
         self._call, self._watch = call, watch
         self._best = math.inf
+        self.seconds = 0.0
+        """Its last time."""
 
     def slowness(self) -> float:
         """Its time now, relative to the shortest so far."""
-        now = min(self._watch(self._call, 1) for _ in range(5))  # a burst slows all five
-        self._best = min(self._best, now)
-        return now / self._best
+        self.seconds = min(self._watch(self._call, 1) for _ in range(5))  # a burst slows all five
+        self._best = min(self._best, self.seconds)
+        return self.seconds / self._best
 
 
 class Race(NamedTuple):
-    """The median seconds of each competitor over `turns` turns; contended: the witness was slow in every attempt."""
+    """The median seconds of each competitor over `turns` turns.
+
+    contended: the witness was slow in every attempt. witness: the longer of its two times; 0 without one.
+    """
 
     seconds: dict[str, float]
     turns: int
     contended: bool = False
+    witness: float = 0.0
 
 
 def race(
@@ -144,11 +150,15 @@ def race(
         function()
     turns, calls, _ = plan_turns(competitors, patience, MIN_TURNS, MAX_TURNS, watch)
     races: list[tuple[float, Race]] = []
+
+    def look() -> tuple[float, float]:
+        return (witness.slowness(), witness.seconds) if witness else (1.0, 0.0)
+
     while True:
-        before = witness.slowness() if witness else 1.0
+        before = look()
         seconds = medians(turn_times(competitors, turns, calls, watch))
-        slowness = max(before, witness.slowness()) if witness else before
-        races.append((slowness, Race(seconds, turns, slowness > SLOWER)))
+        slowness, longer = map(max, zip(before, look(), strict=True))
+        races.append((slowness, Race(seconds, turns, slowness > SLOWER, longer)))
         if slowness <= SLOWER or len(races) == attempts:
             return min(races, key=lambda race: race[0])[1]
         time.sleep(PAUSE)
