@@ -23,25 +23,22 @@ constexpr int64_t kTileColumns = kIsQuantized<T> ? 2 * kTileDepth : kTileDepth;
 // The 32 columns of a query that the tile of columns [d, d + 32) multiplies.
 template <class T>
 INLINE Vec query_of_tile(const TileNumber<T>* q, int64_t d) {
-  if constexpr (!kIsQuantized<T>) return load((const float*)(const void*)(q + d));
-  constexpr int even_quarters = 0x88, odd_quarters = 0xdd;
+  const auto columns = [&](int64_t at) { return load((const float*)(const void*)(q + at)); };
+  if constexpr (!kIsQuantized<T>) return columns(d);
   const bool is_second = d % kTileColumns<T> != 0;
-  const TileNumber<T>* at = q + (is_second ? d - kTileDepth : d);
-  const __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + kTileDepth);
-  return (Vec)(is_second ? _mm512_shuffle_i64x2(low, high, odd_quarters)
-                         : _mm512_shuffle_i64x2(low, high, even_quarters));
+  if (is_second) return pick_quarters<kOdd>(columns(d - kTileDepth), columns(d));
+  return pick_quarters<kEven>(columns(d), columns(d + kTileDepth));
 }
 // Puts the columns of a row of sums, tile after tile, into the order of the head.
 template <class T>
 INLINE void restore_columns(float* sums, int64_t dim) {
   if constexpr (!kIsQuantized<T>) return;
-  constexpr int first_halves = 0x44, last_halves = 0xee;
   for (int64_t d = 0; d < dim; d += kTileColumns<T>) {
-    __m512 x[4];  // two of each tile
-    for (int i = 0; i < 4; i++) x[i] = (__m512)load(sums + d + i * kLanes);
+    Vec x[4];  // two of each tile
+    for (int i = 0; i < 4; i++) x[i] = load(sums + d + i * kLanes);
     for (int i = 0; i < 2; i++) {
-      store(sums + d + 2 * i * kLanes, (Vec)_mm512_shuffle_f32x4(x[i], x[2 + i], first_halves));
-      store(sums + d + (2 * i + 1) * kLanes, (Vec)_mm512_shuffle_f32x4(x[i], x[2 + i], last_halves));
+      store(sums + d + 2 * i * kLanes, pick_quarters<kFirstTwo>(x[i], x[2 + i]));
+      store(sums + d + (2 * i + 1) * kLanes, pick_quarters<kLastTwo>(x[i], x[2 + i]));
     }
   }
 }
