@@ -167,12 +167,15 @@ def judge_again(cases: Sequence[TimedCase]) -> None:
     (True, False)
     """
     rates = [case["rate"] for case in cases]
-    fastest = min((rate["witness"] for rate in rates if rate.get("witness")), default=0.0)
+    fastest = min((rate["witness"] for rate in rates if rate["witness"]), default=0.0)
+    probed = [rate for rate in rates if "what" in rate]  # small problems share a probe, and do not report it
+    best: dict[str, float] = {}
+    for rate in probed:
+        best[rate["what"]] = max(best.get(rate["what"], 0.0), rate["before"], rate["after"])
     for rate in rates:
-        same = [other for other in rates if "before" in rate and other.get("what") == rate["what"]]
-        best = max((max(other["before"], other["after"]) for other in same), default=0.0)
-        slow = rate.get("witness", 0.0) > timing.SLOWER * fastest
-        rate["contended"] |= slow or (best > 0 and min(rate["before"], rate["after"]) < (1 - timing.SHORTFALL) * best)
+        rate["contended"] |= rate["witness"] > timing.SLOWER * fastest
+    for rate in probed:
+        rate["contended"] |= min(rate["before"], rate["after"]) < (1 - timing.SHORTFALL) * best[rate["what"]]
 
 
 def _measure_steadily(measure: Callable[[], Any], probe: Probe, settings: Settings) -> Steady[Any]:

@@ -66,7 +66,7 @@ template <class T, class F>
 INLINE auto with_amx_engine(const Attention& a, F f) {
   const int64_t rows = rows_of_group(a);
   if constexpr (!kIsQuantized<T>)
-    if (rows > 16) return f(TypeTag<DecodeAmx<T, 32>>());
+    if (rows > kTilePassRows) return f(TypeTag<DecodeAmx<T, 32>>());
   if (rows > 8) return f(TypeTag<DecodeAmx<T, 16>>());
   return rows > 4 ? f(TypeTag<DecodeAmx<T, 8>>()) : f(TypeTag<DecodeAmx<T, 4>>());
 }

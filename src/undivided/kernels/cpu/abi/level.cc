@@ -104,6 +104,11 @@ int default_level() {
   return is_intel() && strcmp(kLevels[highest]->name, "avx512_bf16") == 0 ? highest - 1 : highest;
 }
 
+bool has_tiles() {
+  static const bool tiles = strncmp(kernels().name, "amx", 3) == 0;
+  return tiles;
+}
+
 }  // namespace
 
 bool is_intel() {
@@ -137,13 +142,6 @@ const Kernels& kernels() {
   }();
   return *chosen;
 }
-
-namespace {
-bool has_tiles() {
-  static const bool tiles = strncmp(kernels().name, "amx", 3) == 0;
-  return tiles;
-}
-}  // namespace
 
 const Kernels& kernels(const Attention& a) {
 #if defined(UNDIVIDED_AMX)

@@ -313,15 +313,15 @@ constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 
 constexpr int64_t kMinKeysOfManyRows = 128, kFewDecodeRows = 8;
 // The same as max_decode_rows in the types of AMX's tiles: more than kTilePassRows rows take two passes, and need so many
 // keys; heads of more columns have at most kFewDecodeRows. (Sapphire Rapids, bf16 against prefill, heads of 64, 128 and
-// 256. 12 and 16 rows: 128 keys 0.95 to 1.4, 512 and more 1.2 to 1.8. 24 rows: 128 keys 0.75 to 1.05, 512 keys 1.0 to
-// 1.15, 2048 to 16k keys 1.15 to 1.4. 32 rows: 0.7 to 0.9, 0.85 to 1.15, 1.0 to 1.3, but 0.9 with one key head. Latents
-// of 576: 12 and 16 rows 0.9 to 1.05 from 2048 keys, 32 rows 0.65.)
+// 256. 12 and 16 rows: 128 keys 0.95 to 1.5, 512 and more 1.15 to 2.0. 24 rows: 128 keys 0.8 to 1.05, 512 keys 1.0 to
+// 1.2, 2048 to 8k keys 1.15 to 1.3. 32 rows: 0.7 to 0.9, 0.95 to 1.15, 0.95 to 1.35, but 0.9 with one key head. Latents
+// of 576, 2048 keys: 12 and 16 rows 0.9 to 1.05, 32 rows 0.65.)
 // tune-cpu: kMinKeysOfTwoPasses
 // set by: the rows of a panel (kMaxTileRows) and of a tile (kTilePassRows); hand, the figures above (kMaxTileColumns)
 constexpr int64_t kMaxTileRows = 32, kTilePassRows = 16, kMinKeysOfTwoPasses = 2048, kMaxTileColumns = 256;
 // Keys of 8 bits become tiles from so many rows per key/value head on, up to kTilePassRows. (Sapphire Rapids, 3k keys from
-// memory, against multiply-adds of AVX-512. int8: one row 0.6 to 0.75, 4 rows 0.9, 8 rows 1.45, 16 rows 2.2. e4m3: 0.9 to
-// 1.0, 1.25 to 1.5, 1.8 to 2.1, 2.4 to 2.9.)
+// memory, against multiply-adds of AVX-512. int8: one row 0.65, 4 rows 0.9, 5 to 8 rows 1.45 to 1.55, 16 rows 2.2. e4m3: 0.9,
+// 1.25, 8 rows 1.8 to 2.0, 2.5 to 2.9.)
 // set by: hand, docs/decisions/2026-12-01-tiles-for-more-rows.md
 constexpr int64_t kMinTileRowsQuantized = 5, kMinTileRowsE4M3 = 3;
 // The rows of a full panel (full_panel_rows) are prefilled if there are so many parts of kMinPartKeys keys, over all

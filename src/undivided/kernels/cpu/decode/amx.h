@@ -6,8 +6,8 @@
 //
 // The second product contracts pairs of neighbours along d, of which only one is wanted: a weight beside a zero gives
 // the even columns, a zero beside the weight the odd ones, in two rows of a tile for each row. That is half of AMX's
-// rate but needs no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN is
-// NaN), so non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one stride
+// rate but needs no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN
+// is NaN), so non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one stride
 // (small pages of a cache, the end of a sequence) are copied first.
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 // Memory traffic. Every key and value is read once and used for all rows of its group (query heads x query rows, at
 // most kMaxDecodeRows), 2 operations per element and row: with few rows, reading the cache is the whole cost. More than
-// 8 rows take turns at the keys of a step, which are in L2 by then. Lanes lie along the head axis, where K and V are
+// 8 rows, on AMX 16, take turns at the keys of a step, which are in L2 by then. Lanes lie along the head axis, where K and V are
 // contiguous: a multiply-add computes kLanes elements of one row, whereas with rows in lanes most lanes would be idle.
 // The cache is cut into chunks of keys by sizes and lengths alone. A chunk is read in steps of kDecodeStepKeys keys, for
 // all heads at once if their rows are adjacent ("bshd"). During a step the next one is prefetched in the order of
