@@ -40,26 +40,26 @@ class TestTurns:
             order.append(function())
             return calls * next(spans)
 
-        found, turns, _ = timing.race({"a": lambda: "a", "b": lambda: "b"}, 0.0, watch)
+        race = timing.race({"a": lambda: "a", "b": lambda: "b"}, 0.0, watch)
         assert order == ["a", "b"] * 4, "once to see how long they take, then three turns"
-        assert turns == 3
-        assert found == {"a": 2.0, "b": 2.0}
+        assert race.turns == 3
+        assert race.seconds == {"a": 2.0, "b": 2.0}
 
     def test_nobody_takes_no_turns(self) -> None:
-        assert timing.race({}, 1.0)[0] == {}
+        assert timing.race({}, 1.0).seconds == {}
 
     def test_short_calls_are_repeated_within_a_turn_and_long_ones_are_not(self) -> None:
         clock = Clock(long=0.5, short=1e-5)
-        times, turns, *_ = timing.race({"long": lambda: "long", "short": lambda: "short"}, 5.1, clock)
-        assert times == pytest.approx({"long": 0.5, "short": 1e-5})
-        assert turns == math.floor(5.1 / 0.504)
+        race = timing.race({"long": lambda: "long", "short": lambda: "short"}, 5.1, clock)
+        assert race.seconds == pytest.approx({"long": 0.5, "short": 1e-5})
+        assert race.turns == math.floor(5.1 / 0.504)
         assert dict(clock.calls[2:]) == {"long": 1, "short": 400}
 
     @pytest.mark.parametrize(
         ("patience", "turns"), [(0.0, timing.MIN_TURNS), (1e9, timing.MAX_TURNS)], ids=["none", "endless"]
     )
     def test_there_are_never_too_few_turns_nor_too_many(self, patience: float, turns: int) -> None:
-        assert timing.race({"a": lambda: "a"}, patience, Clock(a=0.1))[1] == turns
+        assert timing.race({"a": lambda: "a"}, patience, Clock(a=0.1)).turns == turns
 
     @pytest.mark.parametrize(
         ("witnessed", "found"),
