@@ -54,12 +54,12 @@ struct Steps {
   void find(const KeyChunk& chunk, int64_t from, int64_t keys, Step<T>& step) const {
     const Attention& a = *chunk.problem;
     step.key = from, step.keys = keys;
-    const int64_t b = chunk.batch, h = chunk.kv_head, other_heads = chunk.kv_heads - 1;
-    step.k.find(key_rows<T>(a, b, h), from, keys, other_heads * a.k_h + stored<T>(a.qk_dim));
-    step.v.find(value_rows<T>(a, b, h), from, keys, other_heads * a.v_h + stored<T>(a.v_dim));
+    const int64_t b = chunk.batch, h = chunk.kv_head, heads = chunk.kv_heads;
+    step.k.find(key_rows<T>(a, b, h), from, keys, stored<T>(a.qk_dim), heads, a.k_h);
+    step.v.find(value_rows<T>(a, b, h), from, keys, stored<T>(a.v_dim), heads, a.v_h);
     if constexpr (kIsQuantized<T>) {
-      step.k_scale.find(key_scales(a, b, h), from, keys, other_heads * a.k_scale_h + scales_of<T>(a.qk_dim));
-      step.v_scale.find(value_scales(a, b, h), from, keys, other_heads * a.v_scale_h + scales_of<T>(a.v_dim));
+      step.k_scale.find(key_scales(a, b, h), from, keys, scales_of<T>(a.qk_dim), heads, a.k_scale_h);
+      step.v_scale.find(value_scales(a, b, h), from, keys, scales_of<T>(a.v_dim), heads, a.v_scale_h);
       // int4 has 2 lines of scales per 8 of numbers, 8 bits have 1 per 32 (Zen 5, with the numbers: 1.2 and 0.8)
       if constexpr (kHasGroups<T>) step.k.prefetch_with(step.k_scale), step.v.prefetch_with(step.v_scale);
       else step.k_scale.prefetch_all(), step.v_scale.prefetch_all();

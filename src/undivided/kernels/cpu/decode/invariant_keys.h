@@ -41,13 +41,14 @@ class InvariantKeys {
   };
   void find(const KeyChunk& chunk, const KeyPart& part, PartRows& to) const {
     const Attention& a = *chunk.problem;
-    const int64_t b = chunk.batch, h = chunk.kv_head, others = chunk.kv_heads - 1;
+    const int64_t b = chunk.batch, h = chunk.kv_head, heads = chunk.kv_heads;
     const bool values = part.values;
-    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), part.key, part.keys,
-                 values ? others * a.v_h + stored_of(a.v_dim) : others * a.k_h + stored_of(a.qk_dim));
+    const int64_t dim = values ? a.v_dim : a.qk_dim;
+    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), part.key, part.keys, stored_of(dim), heads,
+                 values ? a.v_h : a.k_h);
     if constexpr (kQuantized) {
-      to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), part.key, part.keys,
-                     values ? others * a.v_scale_h + scales_in(a.v_dim) : others * a.k_scale_h + scales_in(a.qk_dim));
+      to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), part.key, part.keys, scales_in(dim), heads,
+                     values ? a.v_scale_h : a.k_scale_h);
       if (scales_rows) to.scales.prefetch_all();  // as in decode/chunk.h
       else to.rows.prefetch_with(to.scales);
     }

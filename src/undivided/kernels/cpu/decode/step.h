@@ -45,8 +45,8 @@ struct StepRows {
   int64_t regions, lines;
   uint32_t split_groups;  // bit g: rows [g, g + 1) * kStepAlignment are incomplete or not at one stride
 
-  // span: elements from the start of the first head's row to the end of the last one's.
-  void find(const Rows<T>& rows, int64_t key, int64_t keys, int64_t span) {
+  // width: elements of a row of one head; those of the next of `heads` heads are head_stride elements on.
+  void find(const Rows<T>& rows, int64_t key, int64_t keys, int64_t width, int64_t heads, int64_t head_stride) {
     regions = lines = 0;
     split_groups = keys % kStepAlignment ? 1u << keys / kStepAlignment : 0;
     int64_t j = 0;
@@ -55,9 +55,10 @@ struct StepRows {
                     count = smaller_of(left, keys - j);
       const T* at = rows(key + j);
       if (j % kStepAlignment) split_groups |= 1u << j / kStepAlignment;
-      if (rows.stride == span) add(at, count * span);
-      else
-        for (int64_t i = 0; i < count; i++) add(at + i * rows.stride, span);
+      const int64_t span = (heads - 1) * head_stride + width;
+      if (heads == 1 || span <= rows.stride) add_rows(at, count, rows.stride, span);
+      else  // scales that lie head by head
+        for (int64_t n = 0; n < heads; n++) add_rows(at + n * head_stride, count, rows.stride, width);
       for (int64_t i = 0; i < count; i++) row[j + i] = at + i * rows.stride;
       j += count;
     }
@@ -75,7 +76,12 @@ struct StepRows {
   }
 
  private:
+  void add_rows(const T* at, int64_t count, int64_t stride, int64_t span) {
+    if (stride == span) return add(at, count * span);
+    for (int64_t i = 0; i < count; i++) add(at + i * stride, span);
+  }
   void add(const T* at, int64_t count) {
+    if (regions == kDecodeStepKeys) return;  // scales of many heads in small pages: the rest is not prefetched
     const Region added = {(const char*)at, (count * (int64_t)sizeof(T) + 63) / 64};
     // one line of each memory page at once, so that the page translations overlap
     for (int64_t i = 0; i < added.lines; i += 64) __builtin_prefetch(added.at + i * 64, 0, 2);
