@@ -34,6 +34,7 @@ VARIABLES = {
     "UNDIVIDED_ISA": "the instruction set of the native kernel",
     "UNDIVIDED_TUNED": "the file with tiles that `undivided tune` measured",
     "UNDIVIDED_RANKS": "the file with your own measurements, which order the backends",
+    "UNDIVIDED_VLLM_LIBRARY": "vLLM's operator, for `undivided bench`",
     "NVTE_FLASH_ATTN": "0 switches the flash family off",
     "NVTE_FUSED_ATTN": "0 switches the fused family off",
     "NVTE_UNFUSED_ATTN": "0 switches the math family off",
@@ -146,7 +147,7 @@ def _environment() -> list[dict[str, str]]:
 
 def _missing_file(name: str) -> str:
     """A note for a variable that names a file that does not exist."""
-    names_file = name in ("UNDIVIDED_RANKS", "UNDIVIDED_TUNED") and os.environ[name]
+    names_file = name in ("UNDIVIDED_RANKS", "UNDIVIDED_TUNED", "UNDIVIDED_VLLM_LIBRARY") and os.environ[name]
     return "; this file does not exist" if names_file and not os.path.isfile(os.environ[name]) else ""
 
 
