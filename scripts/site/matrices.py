@@ -74,7 +74,8 @@ def backends(_: str) -> str:
 What each backend declares. A feature that a backend does not declare is refused with a reason, never approximated.
 "yes" is necessary, not sufficient: a backend also has rules about combinations, versions and sizes, and
 `undivided.explain` answers for one exact problem. [Selection](../learn/selection.md#the-backends) says what each
-backend is; `flex` has no gradients on a CPU, and `triton` runs there under Triton's interpreter only. [Which of them ran on a GPU](../how-to/run-on-a-gpu.md).
+backend is; `flex` has no gradients on a CPU, and `triton` runs there under Triton's interpreter only. [Which of them
+ran on a GPU](../how-to/run-on-a-gpu.md).
 
 ## Limits
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from token_lists import joined, parted
 from torch import Tensor
 
 import undivided
-from undivided import InputError, PagedKVCache, masks
+from undivided import InputError, KVCache, PagedKVCache, masks
 from undivided.masks import Mask
 from undivided.masks.normal_form import ranges
 
@@ -400,3 +402,16 @@ def test_a_mask_of_every_key_has_a_diagonal_for_alibi(mask: Mask) -> None:
         every = masks.window(None, None, align="bottom_right")
         want = undivided.attention(q[:, token], k, v, layout="bshd", mask=every, alibi_slopes=slopes)
         torch.testing.assert_close(out, want)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no Linux with huge pages")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_large_pools_ask_for_huge_pages(quantize: Any) -> None:
+    cache = KVCache(1, 32768, kv_heads=4, head_dim=64, dtype=torch.float32, quantize=quantize)
+    advised = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, stop = (int(address, 16) for address in found.groups())
+        elif line.startswith("VmFlags:"):
+            advised |= start <= cache._storage.k.data_ptr() + (3 << 20) < stop and "hg" in line.split()
+    assert advised

@@ -9,6 +9,9 @@ cache has pools of scales beside those of the quantised values; new tokens are q
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +26,8 @@ from undivided.quantization import Format, check_format, check_head_size, dequan
 from undivided.request.checks import DTYPES
 
 Counts = tuple[int, ...]
+_HUGE_PAGE, _MIN_HUGE_POOL = 2 << 20, 4 << 20
+"""Bytes of a huge page, and of the smallest pool that asks for some (docs/decisions/2026-12-01-huge-pages.md)."""
 
 
 class TokenSpec(NamedTuple):
@@ -199,6 +204,8 @@ class Storage:
     def _set_pools(self, pools: Pools) -> None:
         self.pools, self.k, self.v = pools, pools.k, pools.v
         self._all_pools = (pools.k, pools.v, *pools.scales)
+        for pool in self._all_pools:
+            _ask_for_huge_pages(pool)
 
     @property
     def _checked_pools(self) -> tuple[Tensor, ...]:
@@ -297,6 +304,23 @@ def _pool(shape: tuple[int, int, int], dim: int, spec: TokenSpec, device: torch.
     if spec.format is None:
         return torch.empty(*shape, dim, dtype=spec.dtype, device=device), None
     return empty(spec.format, (*shape, dim), device)
+
+
+def _ask_for_huge_pages(pool: Tensor) -> None:
+    """Advise Linux to use huge pages for a large pool on the CPU, unless the machine never does."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or type(pool) is not Tensor or not pool.is_cpu or pool.nbytes < _MIN_HUGE_POOL:
+        return
+    start, stop = pool.data_ptr() + _HUGE_PAGE - 1, pool.data_ptr() + pool.nbytes
+    start, stop = start - start % _HUGE_PAGE, stop - stop % _HUGE_PAGE
+    _madvise()(start, stop - start, advice)  # a kernel without huge pages returns an error, and nothing changes
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return cast(Callable[[int, int, int], int], function)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
