@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import heapq
 import random
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import Tensor
 import undivided
 from undivided import InputError, PagedKVCache, masks
 from undivided.cache._ledger.pages import Pages
-from undivided.cache._ledger.prefixes import Node, PrefixIndex
+from undivided.cache._ledger.prefixes import PrefixIndex
 from undivided.cache._storage import Storage
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
@@ -106,17 +109,73 @@ def test_the_least_recently_used_pages_go_first() -> None:
     assert cache.match(prompts[1], 0) == 0
 
 
-def test_pages_are_given_up_without_reading_the_whole_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Pages(1000, PAGE, 1)
+def test_no_call_reads_the_whole_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Pages(1000, PAGE, 2)
     for n in range(100):
-        ledger.commit(ledger.plan((10 * PAGE,)))
+        ledger.commit(ledger.plan((10 * PAGE, 0)))
         ledger.remember(0, [n] * 10 * PAGE)
         ledger.free(0)
-    read: list[Node] = []
-    every = PrefixIndex.__iter__
-    monkeypatch.setattr(PrefixIndex, "__iter__", lambda index: (read.append(node) or node for node in every(index)))
-    ledger.commit(ledger.plan((3 * PAGE,)))
-    assert len(read) == 4  # the one after the last is read, and not taken
+    monkeypatch.setattr(PrefixIndex, "__iter__", lambda _: pytest.fail("the index is read"))
+    taken: list[object] = []
+    pop = heapq.heappop
+    monkeypatch.setattr(heapq, "heappop", lambda queue: taken.append(entry := pop(queue)) or entry)
+    assert ledger.free_pages == (1000,)
+    ledger.commit(ledger.plan((3 * PAGE, 0)))
+    assert len(taken) == 3
+    assert ledger.match(1, [50] * 10 * PAGE) == 10 * PAGE
+    assert ledger.free_pages == (987,)
+    ledger.free(1)
+    assert ledger.free_pages == (997,)
+
+
+def random_step(ledger: Pages, chance: random.Random) -> None:
+    """One change of a ledger of four sequences; a refused one changes nothing."""
+    i, length = chance.randrange(4), ledger.lengths
+    kind = chance.choice(["append", "append", "free", "fork", "match", "truncate", "evict", "remember"])
+    tokens = [chance.randrange(2) for _ in range(16)]
+    if kind == "append":
+        counts = tuple(chance.randrange(9) for _ in range(4))
+        with contextlib.suppress(InputError):
+            ledger.commit(ledger.plan(counts))
+    elif kind == "free":
+        ledger.free(i)
+    elif kind == "fork":
+        ledger.fork([(i, (i + 1) % 4)])
+    elif kind == "match" and not length[i]:
+        ledger.match(i, tokens)
+    elif kind == "truncate":
+        with contextlib.suppress(InputError):
+            ledger.truncate(tuple(chance.randrange(n + 1) if n else 0 for n in length))
+    elif kind == "evict":
+        ledger.evict(i, ledger.held_places(i)[:1])
+    elif kind == "remember":
+        ledger.remember(i, tokens[: length[i]])
+
+
+def test_free_pages_are_those_that_can_be_taken() -> None:
+    """Random steps of ledgers. A copy that frees sequences is dropped if the rest of a step fails."""
+    chance, ledger, checked = random.Random(1), Pages(20, 2, 4, ranks=2), 0
+    for n in range(3000):
+        for _ in range(chance.randrange(4)):
+            random_step(ledger, chance)
+        if chance.random() < 0.4:
+            twin = ledger.copy()
+            twin.free(chance.randrange(4))
+            with contextlib.suppress(InputError):
+                twin.plan((chance.randrange(9), 0, 0, 0))
+            ledger = chance.choice([ledger, twin])
+        if n % 50 == 0:
+            ledger = copy.deepcopy(ledger)
+        used = {page for table in ledger.tables for page in table}
+        for node in ledger.prefixes:
+            ancestor = node if node.page in used else None
+            while ancestor is not None:
+                used.add(ancestor.page)
+                ancestor = ancestor.parent
+        free = [sum(page % 2 == rank for page in range(40) if page not in used) for rank in (0, 1)]
+        assert ledger.free_pages == tuple(free)
+        checked += len(ledger.prefixes) > 3 and min(free) > 2
+    assert checked > 300
 
 
 def test_a_refused_append_forgets_nothing() -> None:
@@ -245,3 +304,16 @@ def test_a_tensor_is_as_good_as_a_list() -> None:
     cache = new_cache()
     serve(cache, 0, [1, 2, 3, 4, 5])
     assert cache.match(torch.tensor([1, 2, 3, 4, 6]), 1) == 4
+
+
+def test_a_layer_that_gets_memory_later_matches_no_earlier_pages() -> None:
+    """Its pages of these tokens were never written."""
+    params = undivided.InferenceParams(4, 64, 1, DIM, torch.float32, is_paged=True, page_size=4)
+    prompt, x = list(range(6)), torch.randn(1, 6, 1, DIM)
+    params.pre_step({"a": 6})
+    params.attend(1, x, x, x)
+    params.remember(prompt, "a")
+    params.pre_step({"b": 3})
+    for layer in (1, 2):
+        params.attend(layer, x[:, :3], x[:, :3], x[:, :3])
+    assert params.match(prompt, "c") == 0

@@ -153,6 +153,11 @@ class Batch:
         self.slots = slots
         return count
 
+    def forget_prefixes(self) -> None:
+        """Give up the indexed pages of prompts; sequences keep theirs."""
+        if isinstance(self.ledger, Pages):
+            self.ledger.forget()
+
     def truncate(self, name: Hashable, length: int) -> None:
         """Drop the last tokens of a sequence."""
         slot = self._slot("seq_id", name)

@@ -308,6 +308,8 @@ def _pool(shape: tuple[int, int, int], dim: int, spec: TokenSpec, device: torch.
 
 def _ask_for_huge_pages(pool: Tensor) -> None:
     """Advise Linux to use huge pages for a large pool on the CPU, unless the machine never does."""
+    if torch.compiler.is_compiling():
+        return
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or type(pool) is not Tensor or not pool.is_cpu or pool.nbytes < _MIN_HUGE_POOL:
         return

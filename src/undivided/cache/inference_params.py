@@ -161,6 +161,7 @@ class InferenceParams(ShardedSteps):
             sizes = self.total_num_pages, self.page_size, self._spec, self.device
             self._storages[number] = Storage(*sizes) if self._ranks is None else self._ranks.storage(*sizes)
             self._missing_tokens.allocate(number)
+            self._batch.forget_prefixes()  # the layer lacks their tokens
         self._layers.add(number)
 
     def has_memory(self, layer_number: int) -> bool:

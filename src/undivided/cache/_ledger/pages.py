@@ -53,7 +53,8 @@ class Pages:
         # tokens that each sequence had at its last eviction; `truncate` must not leave fewer, except for 0
         self.evicted = [0] * batch
         self.evicted_places: list[Places] = [()] * batch
-        self.prefixes = PrefixIndex(page_size)
+        self.prefixes = PrefixIndex(page_size, ranks)
+        self._identity = object()
         self.changes = 0  # number of changes of the tables, so that copies of them can be refreshed
         self._digest = -1, 0  # (number of changes, digest of the tables after them)
 
@@ -80,10 +81,8 @@ class Pages:
     def free_pages(self) -> Counts:
         """The number of pages of each rank that no sequence uses; the index of prefixes gives its own up if they are
         needed."""
-        counts = [len(pages) for pages in self.unused]
-        for page in self.prefixes.droppable(self.references):
-            counts[page % self.ranks] += 1
-        return tuple(counts)
+        indexed = self._followed_prefixes().unused
+        return tuple([len(pages) + count for pages, count in zip(self.unused, indexed, strict=True)])
 
     def _reclaimed(self, needs: Sequence[PageNeed]) -> Sequence[Node]:
         """The nodes of the index that must be removed to meet these needs; InputError if that is impossible."""
@@ -94,7 +93,7 @@ class Pages:
         missing = [count - len(pages) for count, pages in zip(needed, self.unused, strict=True)]
         if max(missing) <= 0:
             return ()
-        selected = self.prefixes.select(self.references, missing)
+        selected = self._followed_prefixes().select(missing)
         found = Counter(node.page % self.ranks for node in selected)
         for rank, count in enumerate(missing):
             if count > found[rank]:
@@ -106,15 +105,21 @@ class Pages:
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
         """Index the full pages that hold these tokens, the first ones of a sequence."""
-        for page in self.prefixes.add(tokens, self.tables[sequence]):
+        for page in self._followed_prefixes().add(tokens, self.tables[sequence]):
             self.references[page] += 1
+
+    def forget(self) -> None:
+        """Give up all pages of the index of prefixes; sequences keep theirs."""
+        self._release(self.prefixes.clear())
 
     def match(self, sequence: int, tokens: Sequence[int]) -> int:
         """Give an empty sequence the pages of the longest indexed prefix; the number of its tokens."""
         assert not self.lengths[sequence]
-        pages = self.prefixes.find(tokens)
+        pages = self._followed_prefixes().find(tokens)
         for page in pages:
-            self.references[page] += 1
+            self._retain(page)
+        if pages:
+            self.prefixes.use(pages[-1])
         count = len(pages) * self.page_size
         self.tables[sequence] = pages
         self.lengths = (*self.lengths[:sequence], count, *self.lengths[sequence + 1 :])
@@ -149,8 +154,7 @@ class Pages:
         for page in plan.fresh:
             self.unused[page % self.ranks].pop()
             self.references[page] = 1
-        for source, _ in plan.copies:
-            self.references[source] -= 1
+        self._release([source for source, _ in plan.copies])
         for n, pages in plan.tables.items():
             self.tables[n] = pages
         self.changes += 1
@@ -226,7 +230,7 @@ class Pages:
         for source, target in pairs:
             for page in self.tables[source]:
                 if page != EVICTED:
-                    self.references[page] += 1
+                    self._retain(page)
             tables[target], lengths[target] = self.tables[source], self.lengths[source]
             evicted[target], evicted_places[target] = self.evicted[source], self.evicted_places[source]
         for _, target in pairs:
@@ -246,17 +250,31 @@ class Pages:
             if page == EVICTED:
                 continue
             self.references[page] -= 1
-            if not self.references[page]:
+            if self.references[page] == 1 and self.prefixes:
+                self._followed_prefixes().set_used(page, False)
+            elif not self.references[page]:
                 self.unused[page % self.ranks].append(page)
 
+    def _retain(self, page: int) -> None:
+        self.references[page] += 1
+        if self.references[page] == 2 and self.prefixes:
+            self._followed_prefixes().set_used(page, True)
+
+    def _followed_prefixes(self) -> PrefixIndex:
+        """The index of prefixes, which follows this ledger; it may have followed a copy that was dropped."""
+        if self.prefixes.ledger is not self._identity:
+            self.prefixes.follow(self._identity, self.references)
+        return self.prefixes
+
     def copy(self) -> Pages:
-        """An equal ledger, with the same index of prefixes."""
+        """An equal ledger, with the same index of prefixes, which follows the copy from now on."""
         twin = type(self)(0, self.page_size, 0, self.ranks)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
         twin.tables, twin.references = list(self.tables), list(self.references)
         twin.evicted, twin.evicted_places = list(self.evicted), list(self.evicted_places)
         twin.unused = [list(pages) for pages in self.unused]
-        twin.prefixes = self.prefixes
+        twin.prefixes = self._followed_prefixes()
+        twin.prefixes.ledger = twin._identity
         return twin
 
 
