@@ -145,6 +145,7 @@ def test_interpolated_positions() -> None:
     torch.testing.assert_close(rope(40)[::4], plain(10))
     torch.testing.assert_close(rope(80)[::8], plain(10))
     torch.testing.assert_close(rope(4, offset=8)[::4], plain(1, offset=2))
+    torch.testing.assert_close(rope(5, offset=75), rope(80)[75:])
 
 
 @pytest.mark.parametrize("cp_size", [2, 3])

@@ -7,6 +7,7 @@ held to it if every pair is visible: hidden pairs of a sequence may multiply an 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -83,3 +84,27 @@ def test_an_extreme_value_has_the_effect_of_the_definition(
             if (run, dtype) == ("torch_flash", torch.bfloat16) and "amx_bf16" in levels.here():
                 finite |= goal  # where it must not be finite, it is not
             assert torch.equal(finite, goal), (name, quantity)
+
+
+@pytest.mark.parametrize("run", ["reference", *levels.here()])
+def test_a_hidden_key_whose_score_overflows_under_a_softcap(run: str) -> None:
+    """Products of both signs overflow to a NaN, whose pair has a gradient of 0."""
+    q, k, v = (torch.randn(1, 3, 1, 8) for _ in range(3))
+    q[0, :, 0, ::2], q[0, :, 0, 1::2] = 1.5, -1.5
+    k[:, 2] = 3e38
+    found = {}
+    for key in (3e38, 1.0):
+        leaf = q.clone().requires_grad_()
+        context = levels.running(run, 1) if run in levels.here() else contextlib.nullcontext()
+        with context:
+            out = undivided.attention(
+                leaf,
+                k.where(k < 1e38, key),
+                v,
+                layout="bshd",
+                mask=masks.causal(),
+                softcap=2.0,
+                backend="native" if run in levels.here() else run,
+            )
+        found[key] = torch.autograd.grad(out[:, :2].sum(), leaf)[0][:, :2]
+    torch.testing.assert_close(found[3e38], found[1.0])

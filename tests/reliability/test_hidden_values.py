@@ -25,7 +25,7 @@ from torch import Tensor
 import undivided
 from undivided import masks
 from undivided.backends import reference
-from undivided.backends.native import call
+from undivided.backends.native import evaluated
 from undivided.kernels import philox
 from undivided.masks import Mask
 from undivided.quantization import FORMATS, dequantize, quantize
@@ -271,7 +271,7 @@ def test_a_row_takes_only_what_it_sees(kind: str, size: str, run: str, monkeypat
     """A NaN of a hidden key reached the rows that shared a tile with those that see it: 0 times NaN is NaN."""
     monkeypatch.setattr(reference, "SCORES_PER_BLOCK", 1 << 12)  # several blocks
     monkeypatch.setattr(reference, "MAX_ROWS", 32)
-    monkeypatch.setattr(call, "MASK_PAIRS", 1 << 13)
+    monkeypatch.setattr(evaluated, "MASK_PAIRS", 1 << 13)
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         problem = draw_problem(kind, size, dtype, seed)
         with running(run) as backend:

@@ -322,7 +322,7 @@ def predicate(fn: PredicateFunction) -> Mask:
         fn: ``fn(b, h, q_idx, kv_idx) -> bool tensor``, the convention of FlexAttention's ``mask_mod``. It receives
             int64 tensors that broadcast, ``[B, 1, 1, 1]``, ``[1, H, 1, 1]``, ``[1, 1, r, 1]`` and ``[1, 1, 1, k]``:
             raw indices into the tensors (packed: b = 0). It must be a pure function; tensors that it captures may
-            change in place between calls. It is evaluated for every real query with every real key, including pairs
+            change in place between calls. It may be evaluated for any real query with any real key, including pairs
             that other parts of the mask hide, and never for padding described by ``lengths`` or ``documents``: the
             tensors that it captures need not cover padding.
 

@@ -19,7 +19,7 @@ from native_oracle import MASKS, SIZES, needs_library
 from torch import Tensor
 
 from undivided import masks
-from undivided.backends.native import call
+from undivided.backends.native import evaluated
 
 pytestmark = needs_library
 
@@ -71,7 +71,7 @@ def test_slopes_of_every_document_and_dropout_within_it(dtype: torch.dtype) -> N
 @DTYPES
 def test_a_mask_evaluated_in_blocks_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv are then sums over several calls, in fp32."""
-    monkeypatch.setattr(call, "MASK_PAIRS", 1)
+    monkeypatch.setattr(evaluated, "MASK_PAIRS", 1)
     tensors, grads = everything(dtype, (1, 4, 70, 150))
     mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0)
     check(tensors, grads, layout="bhsd", mask=mask & masks.causal("bottom_right"), dropout_p=0.2, dropout_seed=9)

@@ -14,7 +14,7 @@ from native_oracle import SCALES, apart, needs_library
 
 import undivided
 from undivided import masks
-from undivided.backends.native import call
+from undivided.backends.native import evaluated
 from undivided.kernels import cpu
 from undivided.masks import Mask
 
@@ -37,7 +37,7 @@ def test_values_with_large_norms(dtype: torch.dtype, dropout: float) -> None:
 def test_a_failed_attempt_is_repeated_in_fresh_buffers(several_calls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of the first attempt, sums included, do not affect the second one, whichever of its calls fails."""
     if several_calls:
-        monkeypatch.setattr(call, "MASK_PAIRS", 1)
+        monkeypatch.setattr(evaluated, "MASK_PAIRS", 1)
     tensors, grads = everything(torch.float16, (1, 4, 70, 150))
     mask = masks.predicate(lambda b, h, i, j: (i + j + h) % 3 != 0) & masks.causal("bottom_right")
     attempt, run, calls = cpu.GRADIENT_FIELDS.index("attempt"), cpu.Library.backward, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from native_oracle import ALLOWED, LIBRARY, apart, check, needs_library, oracle
 
 import undivided
 from undivided import NoBackendError, masks
-from undivided.backends.native import call
+from undivided.backends.native import evaluated
 from undivided.kernels import cpu
 from undivided.masks import Mask
 
@@ -75,7 +76,7 @@ DROPPED: dict[str, tuple[str, tuple[int, ...], int, Callable[[], Mask | None]]] 
 @pytest.mark.parametrize("case", DROPPED)
 def test_dropout_drops_what_the_reference_drops(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity as values the output is the weights: zeros are at the same places, the rest is close."""
-    monkeypatch.setattr(call, "MASK_PAIRS", 1)
+    monkeypatch.setattr(evaluated, "MASK_PAIRS", 1)
     torch.manual_seed(0)
     layout, shape, keys, mask = DROPPED[case]
     q = torch.randn(shape).to(dtype)
@@ -101,7 +102,7 @@ def test_dropout_of_everything_gives_zeros() -> None:
 
 @needs_library
 def test_a_mask_evaluated_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "MASK_PAIRS", 1)
+    monkeypatch.setattr(evaluated, "MASK_PAIRS", 1)
     q, k, v = (torch.randn(2, 2, 100, 16) for _ in range(3))
     ids = torch.randint(0, 3, (2, 100))
     check(q, k, v, masks.document_ids(ids) & masks.causal())
@@ -148,3 +149,55 @@ def test_a_record_of_another_version_is_refused() -> None:
     assert isinstance(LIBRARY, cpu.Library)
     with pytest.raises(RuntimeError, match="another version"):
         LIBRARY.forward(cpu.RECORD.pack(*[0] * len(cpu.FIELDS)))
+
+
+@needs_library
+def test_evaluated_pairs_are_those_that_the_ranges_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were those of every row and key."""
+    all_pairs, sizes, counts = evaluated.all_pairs, list[int](), []
+
+    def count(*arguments: Any) -> torch.Tensor:
+        pairs = all_pairs(*arguments)
+        sizes.append(pairs.numel())
+        return pairs
+
+    monkeypatch.setattr(evaluated, "all_pairs", count)
+    for tokens in (2048, 4096, 8192):
+        q = torch.randn(1, tokens, 1, 16)
+        mask = masks.window(16, 0) & masks.document_ids(torch.arange(tokens)[None] % 2)
+        undivided.attention(q, q, q, layout="bshd", mask=mask, backend="native")
+        counts.append(sum(sizes))
+        sizes.clear()
+    assert counts[1] < 2.2 * counts[0]
+    assert counts[2] < 2.2 * counts[1]
+
+
+IDS = masks.document_ids(torch.arange(300).expand(2, -1) // torch.tensor([[5], [3]]) % 2)
+EVALUATED = {
+    "ids": IDS & masks.window(9, 3),
+    "ids-of-each-length": IDS & masks.window(40, 0) & masks.lengths([300, 113], [300, 113]),
+    "two-unions": (masks.window(9, 0) | masks.sinks(2)) & (masks.window(5, 0) | masks.sinks(1)),
+    "by-head": masks.predicate(lambda b, h, i, j: (i + j + h + b) % 3 > 0) & masks.window(20, 0),
+    "rows-without-keys": IDS & masks.window(9, 3) & masks.lengths([300, 0], [300, 0]),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("mask", EVALUATED)
+def test_masks_evaluated_for_the_keys_of_each_block(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluated, "MIN_SAVED_PAIRS", 1)
+    q, k, v, dout = (torch.randn(2, 2, 300, 16, dtype=torch.float64) for _ in range(4))
+    found, right = (
+        gradients_of(EVALUATED[mask], backend, *(x.to(dtype) for x in (q, k, v, dout)))
+        for backend, dtype in (("native", torch.float32), ("reference", torch.float64))
+    )
+    for x, want in zip(found, right, strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def gradients_of(mask: masks.Mask, backend: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The output and the gradients of q, k and v."""
+    *leaves, dout = tensors
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out = undivided.attention(*leaves, layout="bhsd", mask=mask, backend=backend)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))

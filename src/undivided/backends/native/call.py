@@ -14,24 +14,18 @@ from torch import Tensor
 
 from undivided.arguments.layout import STRIDES, Strides
 from undivided.arguments.tensors import batch_stride, materialise, some_rows
+from undivided.backends.native import evaluated
 from undivided.backends.shared.alibi import row_slopes
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
 from undivided.masks import FULL
 from undivided.masks.normal_form import DensePairs
-from undivided.masks.normal_form.pairs import all_pairs
 from undivided.masks.normal_form.tree_pairs import TreePairs
 from undivided.quantization import NUMBERS
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import UNREAD
-
-MASK_PAIRS = 1 << 24
-"""Pairs of a mask that ranges cannot express are evaluated in blocks of at most this many: 16 MiB of bool."""
-
-MIN_ROWS = 32
-"""Smallest number of query rows in such a block: a panel of the widest instruction set."""
 
 _SIZE = cpu.RECORD.size
 _PACK = cpu.RECORD.pack
@@ -270,8 +264,8 @@ class Records:
         self.table, self.pages = page_fields(call, tensors) if forward else (None, NO_PAGES)
         self.is_forward = forward
         self.sinks = self.bias = self.slopes = self.key_position = None
-        self.mask_memory: Tensor | None = None
-        """The boolean tensor that the last record points to."""
+        self.mask_memory: tuple[Tensor | None, ...] = ()
+        """The pairs of the mask, and the first keys, that the last record points to."""
         if tensors.sinks is not None:
             self.sinks = require_memory(tensors.sinks.detach()).float().contiguous()
         if tensors.bias is not None:
@@ -291,11 +285,9 @@ class Records:
     def slices(self) -> list[slice]:
         """The query rows of each kernel call: all at once, unless the mask must be evaluated in blocks."""
         problem = self.call.problem
-        whole = [slice(0, problem.q_len)]
         if self.mask_is_stored():
-            return whole
-        step = max(MASK_PAIRS // max(problem.batch * problem.heads * problem.kv_len, 1), MIN_ROWS)
-        return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)] or whole
+            return [slice(0, problem.q_len)]
+        return list(evaluated.row_blocks(self.call.normal_form(self.tensors.q), problem))
 
     def mask_is_stored(self) -> bool:
         """Whether the mask is ranges, a tree or one boolean tensor. Others are evaluated for each record."""
@@ -362,15 +354,15 @@ class Records:
             return _NO_DENSE
         if normal.tree is not None:
             return _tree_fields(normal.tree, rows)
-        dense = self._stored_mask()
+        dense, first = self._stored_mask(), None
         if dense is None:  # the ranges are fields of their own
-            batch, heads, keys = (slice(0, size) for size in (problem.batch, problem.heads, problem.kv_len))
-            dense = all_pairs(normal.extras, batch, heads, rows, keys)
-        elif dense.shape[2] > 1:
-            dense = dense[:, :, rows]
-        dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
-        dense = self.mask_memory = require_memory(dense)
-        return (dense.data_ptr(), *dense.stride(), *_EVERY_KEY_HAS_ENTRIES)
+            dense, first = evaluated.evaluate(normal, problem, rows)
+        else:
+            dense = dense[:, :, rows] if dense.shape[2] > 1 else dense
+            dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)
+        self.mask_memory = require_memory(dense), first
+        place = (dense.data_ptr(), *dense.stride())
+        return (*place, *(_EVERY_KEY_HAS_ENTRIES if first is None else (first.data_ptr(), 0, dense.shape[3], 0)))
 
     def _invariance(self, rows: slice) -> tuple[int, ...]:
         """The record's fields from `batch_invariant` on."""

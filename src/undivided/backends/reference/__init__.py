@@ -68,6 +68,8 @@ def scores(block: Block, call: Call, tensors: Tensors, slices: Sequence[Tensor |
         q, k, v, some_row = hide(allowed, q, k, v)
     score = _grouped_matmul(q, k.transpose(-1, -2)) * call.scale
     if call.softcap is not None:
+        if allowed is not None:  # a hidden score may overflow; its gradient would be 0 times NaN
+            score = score.masked_fill(~allowed, 0.0)
         score = call.softcap * torch.tanh(score / call.softcap)
     if slopes is not None:
         score = score - slopes * distance(block, call.normal_form(tensors.q)).to(score.dtype)

@@ -27,8 +27,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
         dim: head size, even.
         rotary_percent: share of the channels that are rotated, the first ones; the others pass unchanged.
         seq_len_interpolation_factor: positions are divided by this factor (linear interpolation), or by
-            max_seq_len / pretrained_max_position_embeddings if that is larger. Requires
-            pretrained_max_position_embeddings.
+            (offset + max_seq_len) / pretrained_max_position_embeddings if that is larger; TransformerEngine leaves the
+            offset out. Requires pretrained_max_position_embeddings.
         pretrained_max_position_embeddings: sequence length of the training, in tokens.
         rotary_base: base of the frequencies.
         interleaved: whether channels 2 i and 2 i + 1 are a pair (GPT-J), or i and i + dim / 2 (GPT-NeoX, Llama).
@@ -155,13 +155,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
         as_integer("max_seq_len", max_seq_len, 0)
         as_integer("offset", offset, 0)
         inv_freq = self.inv_freq
+        length = offset + max_seq_len
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=inv_freq.device) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
-            positions = positions / (max_seq_len / trained if max_seq_len > trained * factor else factor)
-        inv_freq = methods.frequencies_for_length(
-            self.scaling, inv_freq, self.dim, self.rotary_base, offset + max_seq_len
-        )
+            positions = positions / (length / trained if length > trained * factor else factor)
+        inv_freq = methods.frequencies_for_length(self.scaling, inv_freq, self.dim, self.rotary_base, length)
         return positions[:, None] * inv_freq  # not a matmul, which autocast rounds
 
     def extra_repr(self) -> str:
