@@ -28,8 +28,8 @@ def test_every_8_bit_key_is_read_exactly(heads: int, format: Format) -> None:
     stored_numbers.read_keys(heads, format)
 
 
-@pytest.mark.parametrize("keys", [1, 2, 17, 64, 131])
-@pytest.mark.parametrize("size", [(32, 32), (96, 64), (128, 160), (256, 128)], ids=str)
+@pytest.mark.parametrize("keys", [1, 2, 3, 17, 64, 131])
+@pytest.mark.parametrize("size", [(32, 32), (64, 64), (96, 64), (128, 160), (256, 128)], ids=str)
 @pytest.mark.parametrize("format", [None, *FORMATS])
 def test_all_shapes_of_the_micro_kernels(format: Format | None, size: tuple[int, int], keys: int) -> None:
     for heads in (1, 2, 3, 4, 5, 8, 11, 20):

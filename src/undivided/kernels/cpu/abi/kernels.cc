@@ -82,6 +82,8 @@ INLINE auto with_engine(const Attention& a, F f) {
       if constexpr (!kHasGroups<Key>)
         if (a.dtype == kBFloat16 && DecodeAmx<Key, 4>::fits(a)) return with_amx_engine<Key>(a, f);
 #elif defined(__AVX512BF16__)
+      if constexpr (kHasGroups<Key>)
+        if (DecodePairs<Key, NibblePairs<2>>::fits(a)) return f(TypeTag<DecodePairs<Key, NibblePairs<2>>>());
       if (DecodePairs<Key>::fits(a)) return f(TypeTag<DecodePairs<Key>>());
 #endif
       return f(TypeTag<DecodeVectors<Key>>());

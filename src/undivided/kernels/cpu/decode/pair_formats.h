@@ -14,11 +14,18 @@ namespace {
 //   kWeightPairs, pack_weights      pairs of weights per row and pair of keys, for kWeightColumns columns
 //   add_values<R>                   adds these columns of a step to the sums of R rows; calls prefetch.step()
 //                                   value_passes<R>(dim) times per kKeysPerPrefetch keys
+//   kKeysPerLine, add_lines         keys of which a vector holds numbers, and the scores of all from their parts
 template <class T>
 struct PairFormat;
 
+// A vector has numbers of one key.
+struct KeyPerLine {
+  static constexpr int64_t kKeysPerLine = 1;
+  INLINE Vec add_lines(const Vec (&parts)[4]) { return sum_quarters(parts); }
+};
+
 template <>
-struct PairFormat<BFloat16> {
+struct PairFormat<BFloat16> : KeyPerLine {
   typedef BFloat16 T;
   static constexpr int64_t kColumns = kPairColumns, kQueryBlock = 4 * kLanes;
   static int64_t query_floats(int64_t dim) { return dim / kColumns * kQueryBlock; }
@@ -34,7 +41,9 @@ struct PairFormat<BFloat16> {
             to, _mm512_permutexvar_epi32(_mm512_add_epi32(first, _mm512_set1_epi32(i)), _mm512_loadu_si512(q + d)));
   }
 
-  INLINE __m512i load_row(const T* row, int64_t d, int64_t) { return _mm512_loadu_si512(row + d); }
+  INLINE __m512i load_row(const StepPart<T>& k, int64_t first, int64_t i, int64_t d, int64_t) {
+    return _mm512_loadu_si512(row_of(k, first + i) + d);
+  }
   template <class F>
   INLINE void for_each_pair_of(__m512i x, __m512i y, int i, F f) {
     f(i, i % 2, x, y);
@@ -97,7 +106,7 @@ struct PairFormat<BFloat16> {
 };
 
 template <class T>
-struct PairFormat {  // numbers of 8 bits
+struct PairFormat : KeyPerLine {  // numbers of 8 bits
   static constexpr int64_t kColumns = 64, kQueryBlock = kColumns;
   static int64_t query_floats(int64_t dim) { return round_up(dim, kColumns); }
   static int64_t sum_floats(int64_t dim) { return round_up(dim, kColumns); }
@@ -114,7 +123,9 @@ struct PairFormat {  // numbers of 8 bits
                             _mm512_permutex2var_epi32(low, _mm512_add_epi32(first, _mm512_set1_epi32(2 * i)), high));
     }
   }
-  INLINE __m512i load_row(const T* row, int64_t d, int64_t dim) { return load_line(row, d, dim); }
+  INLINE __m512i load_row(const StepPart<T>& k, int64_t first, int64_t i, int64_t d, int64_t dim) {
+    return load_line(row_of(k, first + i), d, dim);
+  }
   template <class F>
   INLINE void for_each_pair_of(__m512i x, __m512i y, int i, F f) {
     __m512i low[2], high[2];  // keys 0 and 1 of four, and keys 2 and 3
@@ -172,135 +183,6 @@ struct PairFormat {  // numbers of 8 bits
       for (int i = 0; i < 4; i++) x[i] = load(from + d + i * kLanes);
       transpose_quarters(x);
       for (int i = 0; i < 4 && d + i * kLanes < dim; i++) store(to + d + i * kLanes, x[i]);
-    }
-  }
-};
-
-// A block of 128 numbers has four groups, in the four quarters of a vector of bytes. Numbers are multiplied as number +
-// kInt4Bias, which is exact; the bias is subtracted from the sums.
-template <>
-struct PairFormat<Int4> {
-  typedef Int4 T;
-  static constexpr int64_t kColumns = 128, kQueryBlock = 17 * kLanes, kSumBlock = 9 * kLanes;
-  static int64_t blocks(int64_t dim) { return round_up(dim, kColumns) / kColumns; }
-  static int64_t query_floats(int64_t dim) { return blocks(dim) * kQueryBlock; }
-  static int64_t sum_floats(int64_t dim) { return blocks(dim) * kSumBlock; }
-  static constexpr int64_t kWeightPairs = 4, kWeightColumns = kColumns;
-  static constexpr int kKeysPerPrefetch = 4;
-
-  // Lanes [4 g, 4 g + 4) of vector 4 i + t, which are those of four keys, have numbers 8 i + t and 8 i + t + 4 of group
-  // g. The last vector starts the sums.
-  static void pack_query(const BFloat16* q, int64_t dim, float* to, int64_t step) {
-    const __m512i order = index_of([](int n) { return n / 8 * 8 + n % 8 / 2 + n % 2 * 4; });
-    const __m512i one = (__m512i)_mm512_cvtne2ps_pbh(_mm512_set1_ps(1), _mm512_set1_ps(1));
-    for (int64_t d = 0; d < dim; d += kColumns, to += 17 * step)
-      for (int64_t g = 0; g < 4; g++) {
-        const __m512i x = load_line(q, 2 * (d + g * kGroupSize), 2 * dim);
-        uint32_t pairs[kLanes];
-        _mm512_storeu_si512(pairs, _mm512_permutexvar_epi16(order, x));
-        for (int64_t n = 0; n < kLanes; n++)
-          _mm_storeu_si128((__m128i*)(to + n * step + 4 * g), _mm_set1_epi32((int)pairs[n]));
-        const float sum = reduce_sum(dot_bf16(Vec{}, x, one));
-        _mm_storeu_ps(to + 16 * step + 4 * g, _mm_set1_ps(-kInt4Bias * sum));
-      }
-  }
-  // The scales of four keys, of the groups from column d on: [key][group].
-  INLINE Vec four_scales(const StepPart<T>& part, int64_t j, int64_t d, int64_t dim) {
-    const int64_t groups = (dim - d) / kGroupSize;
-    const __mmask8 mask = groups >= 4 ? 15 : (__mmask8)((1 << groups) - 1);
-    __m128 s[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) s[i] = _mm_maskz_loadu_ps(mask, part.scale[j + i] + part.scale_offset + d / kGroupSize);
-    const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(s[0]), s[1], 1),
-                 high = _mm256_insertf128_ps(_mm256_castps128_ps256(s[2]), s[3], 1);
-    return (Vec)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
-  }
-  INLINE __m512i load_row(const T* row, int64_t d, int64_t dim) { return load_line(row, d / 2, dim / 2); }
-  template <class F>
-  INLINE void for_each_pair_of(__m512i x, __m512i y, int i, F f) {
-    f(4 * i, 0, nibbles<0>(x), nibbles<0>(y)), f(4 * i + 1, 1, nibbles<1>(x), nibbles<1>(y));
-    f(4 * i + 2, 0, nibbles<2>(x), nibbles<2>(y)), f(4 * i + 3, 1, nibbles<3>(x), nibbles<3>(y));
-  }
-  template <int R>
-  struct Scores : TwoChains<R> {
-    Vec sums[R] = {};
-    INLINE_MEMBER void begin(const float* block) {
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) this->acc[r][0] = load(block + (16 * R + r) * kLanes), this->acc[r][1] = Vec{};
-    }
-    INLINE_MEMBER void end(const StepPart<T>& k, int64_t j, int64_t d, int64_t dim) {
-      const __m512i by_group = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-      const Vec scale = (Vec)_mm512_permutexvar_ps(by_group, (__m512)four_scales(k, j, d, dim));
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) sums[r] += (this->acc[r][0] + this->acc[r][1]) * scale;
-    }
-    INLINE_MEMBER Vec total(int r) const { return sums[r]; }
-  };
-  template <int R>
-  INLINE void scores(const float* q, const StepPart<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
-                     Vec (&found)[R]) {
-    pair_scores<PairFormat, R>(q, k, first, dim, prefetch, found);
-  }
-
-  // [row][pair of keys][group]. The last vector of a block's sums gets those of the bias.
-  static void pack_weights(const StepPart<T>& v, int64_t d, int64_t dim, const float* weights, int64_t rows,
-                           int64_t keys, uint32_t* pairs, const PairSums& to) {
-    const __m512i repeat = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    // of 8 keys, [key][group], to pairs of keys
-    const __m512i order = index_of([](int n) { return n / 8 * 8 + n % 2 * 4 + n % 8 / 2; });
-    const __m512i bias = (__m512i)_mm512_cvtne2ps_pbh(_mm512_set1_ps(-kInt4Bias), _mm512_set1_ps(-kInt4Bias));
-    float* bias_sums = to.sums + d / kColumns * kSumBlock + 8 * kLanes;
-    for (int64_t j = 0; j < keys; j += 8) {
-      const Vec low = four_scales(v, j, d, dim), high = four_scales(v, j + 4, d, dim);
-      for (int64_t r = 0; r < rows; r++) {
-        const float* w = weights + r * kDecodeStepKeys + j;
-        const Vec a = (Vec)_mm512_permutexvar_ps(repeat, _mm512_castps128_ps512(_mm_loadu_ps(w))) * low,
-                  b = (Vec)_mm512_permutexvar_ps(repeat, _mm512_castps128_ps512(_mm_loadu_ps(w + 4))) * high;
-        const __m512i both = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
-        _mm512_storeu_si512(pairs + (r * kStepPairs + j / 2) * 4, both);
-        float* sums = bias_sums + r * to.stride;
-        store(sums, dot_bf16(load(sums), both, bias));
-      }
-    }
-  }
-  template <int R>
-  static int64_t value_passes(int64_t dim) {
-    return 2 * blocks(dim);
-  }
-  template <int R>
-  static void add_values(const PairSums& to, const StepPart<T>& v, int64_t d, int64_t dim, StepPrefetch& prefetch) {
-    for (int half = 0; half < 2; half++) add_half<R>(to, v, d, dim, half, prefetch);
-  }
-  // Half of the columns of a block: lane 4 b + g of vector t is column 16 half + 4 b + t of group g.
-  template <int R>
-  INLINE void add_half(const PairSums& to, const StepPart<T>& v, int64_t d, int64_t dim, int half,
-                       StepPrefetch& prefetch) {
-    const __m512i order = index_of([&](int n) { return n / 2 % 4 * 8 + half * 4 + n / 8 + n % 2 * 32; });
-    with_sums<R, 4>(to, d / kColumns * kSumBlock + half * 4 * kLanes, [&](Vec(&acc)[R][4]) {
-      for_each_pair<kKeysPerPrefetch>(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
-        const __m512i a = load_line(even, d / 2, dim / 2), b = odd ? load_line(odd, d / 2, dim / 2) : __m512i{};
-        __m512i weight[R];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-          weight[r] =
-              _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(to.weights + (r * kStepPairs + j / 2) * 4)));
-        for_each_nibble(_mm512_permutex2var_epi16(a, order, b), [&](auto t, __m512i x) {
-#pragma GCC unroll 4
-          for (int r = 0; r < R; r++) acc[r][t] = dot_bf16(acc[r][t], weight[r], x);
-        });
-      });
-    });
-  }
-  static void restore_sums(const float* from, int64_t dim, float* to) {
-    for (int64_t d = 0; d < dim; d += kColumns, from += kSumBlock) {
-      const Vec all = load(from + 8 * kLanes);
-      for (int half = 0; half < 2; half++) {
-        __m512i x[4], y[4];
-        for (int i = 0; i < 4; i++) x[i] = (__m512i)load(from + (half * 4 + i) * kLanes);
-        transpose_parts(x, y);
-        for (int g = 0; g < 4 && d + g * kGroupSize < dim; g++)
-          store(to + d + g * kGroupSize + half * kLanes, (Vec)y[g] + (all[g] + all[g + 4] + all[g + 8] + all[g + 12]));
-      }
     }
   }
 };

@@ -65,16 +65,16 @@ INLINE void read_scales(const StepPart<T>& part, int64_t keys, float* scales) {
   for (int64_t j = 0; j < round_up(keys, kLanes); j++) scales[j] = part.scale[j][part.scale_offset];
 }
 
-// Scores of R rows and keys [first, first + kLanes). Lane 4 b + j of a vector belongs to key j of four and to part b of
-// the head axis: K is transposed in 4 x 4 blocks only, and the parts are added at the end. Eight keys at a time make
-// enough independent sums to hide the latency of a dot product. Queries are [block][vector][row], with constant
+// Scores of R rows and keys [first, first + kLanes). Lane 4 b + j of a vector belongs to line j of four and to part b of
+// it: K is transposed in 4 x 4 blocks only, and the parts are added at the end. Eight lines at a time make enough
+// independent sums to hide the latency of a dot product. Queries are [block][vector][row], with constant
 // strides, so that one register addresses them.
 template <class Format, int R, class T>
 INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
                         Vec (&found)[R]) {
   Vec sums[R][4];
 #pragma GCC unroll 1
-  for (int64_t g = 0; g < 4; g += 2) {
+  for (int64_t g = 0; g < 4 / Format::kKeysPerLine; g += 2) {
     typename Format::template Scores<R> scores[2];
     const float* block = q;
 #pragma GCC unroll 1
@@ -85,7 +85,7 @@ INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int
       for (int u = 0; u < 2; u++) {
         __m512i row[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) row[i] = Format::load_row(row_of(k, first + 4 * (g + u) + i), d, dim);
+        for (int i = 0; i < 4; i++) row[i] = Format::load_row(k, first, 4 * (g + u) + i, d, dim);
         transpose_parts(row, part[u]);
         scores[u].begin(block);
       }
@@ -100,13 +100,13 @@ INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int
           }
         });
 #pragma GCC unroll 2
-      for (int u = 0; u < 2; u++) scores[u].end(k, first + 4 * (g + u), d, dim);
+      for (int u = 0; u < 2; u++) scores[u].end(k, first, 4 * (g + u), d, dim);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) sums[r][g] = scores[0].total(r), sums[r][g + 1] = scores[1].total(r);
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++) found[r] = sum_quarters(sums[r]);
+  for (int r = 0; r < R; r++) found[r] = Format::add_lines(sums[r]);
 }
 // The sums of R rows and four keys, in two chains.
 template <int R>
@@ -114,7 +114,7 @@ struct TwoChains {
   Vec acc[R][2] = {};
   INLINE_MEMBER void begin(const float*) {}
   template <class T>
-  INLINE_MEMBER void end(const StepPart<T>&, int64_t, int64_t, int64_t) {}
+  INLINE_MEMBER void end(const StepPart<T>&, int64_t, int64_t, int64_t, int64_t) {}
   INLINE_MEMBER Vec total(int r) const { return acc[r][0] + acc[r][1]; }
 };
 

@@ -7,19 +7,21 @@
 // a key; with eight, their sums would not fit the registers.
 #pragma once
 
-#include "decode/pair_formats.h"
+#include "decode/pair_nibbles.h"
 
 #if defined(__AVX512BF16__)
 
 namespace {
 
-template <class Key>
+template <class Key, class Format = PairFormat<Key>>
 struct DecodePairs : DecodeVectors<Key> {
   typedef DecodeVectors<Key> Base;
-  typedef PairFormat<Key> Format;
   typedef Key T;
   static bool fits(const Attention& a) {
-    return a.dtype == kBFloat16 && a.qk_dim % kPairColumns == 0 && a.v_dim % kPairColumns == 0;
+    const auto fits = [](int64_t dim) {
+      return Format::kKeysPerLine == 1 ? dim % kPairColumns == 0 : dim == Format::kColumns;
+    };
+    return a.dtype == kBFloat16 && fits(a.qk_dim) && fits(a.v_dim);
   }
   static int64_t q_floats(const Attention& a) { return kMaxVectorRows * Format::query_floats(a.qk_dim); }
   static int64_t sum_floats(const Attention& a) { return kMaxVectorRows * Format::sum_floats(a.v_dim); }
@@ -40,8 +42,9 @@ struct DecodePairs : DecodeVectors<Key> {
   static int64_t score_steps(const Attention& a, int64_t rows, int64_t keys) {
     const int64_t blocks = (a.qk_dim + Format::kColumns - 1) / Format::kColumns;
     int64_t steps = 0;
-    for_each_pass<kRowsOfPairs>(round_up_rows(rows),
-                                [&](auto, int64_t) { steps += (keys + kLanes - 1) / kLanes * 2 * blocks; });
+    for_each_pass<kRowsOfPairs>(round_up_rows(rows), [&](auto, int64_t) {
+      steps += (keys + kLanes - 1) / kLanes * 2 / Format::kKeysPerLine * blocks;
+    });
     return steps;
   }
   static int64_t value_steps(const Attention& a, int64_t rows, int64_t keys) {
