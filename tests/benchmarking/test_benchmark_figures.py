@@ -121,6 +121,12 @@ class TestVerificationFirst:
             missing[0, 0, 3, 1] = math.nan
             assert sample.error(name, missing) == math.inf
 
+    def test_a_sample_of_a_single_head_has_its_first_rows(self) -> None:
+        q, k, v = (torch.randn(1, 1, 2048, 16) for _ in range(3))
+        sample = sample_of(*normalise(Request.from_keywords(q, k, v, layout="bhsd")), None)
+        rows = [piece.rows for piece in sample.pieces]
+        assert (rows[0].start, rows[-1].stop, len(rows)) == (0, 2048, 3)
+
     def test_a_sample_without_a_budget_is_not_met(self) -> None:
         """Plain attention in fp32 is not finite there: every finite result was within the infinite budget."""
         q, v = torch.full((1, 1, 600, 8), 1e30), torch.randn(1, 1, 600, 8)

@@ -135,6 +135,19 @@ def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_loaded(t
     assert "have checkpoints of save_checkpoint, got step-4" in refused(lambda: load_checkpoint(tmp_path, model))
 
 
+def test_a_file_that_cannot_be_read_is_an_input_error(tmp_path: Path) -> None:
+    """PyTorch's error is a BaseException, which no fallback to an earlier step catches."""
+    model, optimizer = trained(tmp_path, 4)
+    (file,) = (tmp_path / "step-00000004").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    end = content.rindex(b"PK\x05\x06")  # of the last archive
+    content[end : end + 4] = b"\0\0\0\0"
+    file.write_bytes(content)
+    found = refused(lambda: load_checkpoint(tmp_path, model, optimizer))
+    assert found.startswith("folder must have readable files of step-00000004, got ")
+    assert "pass an earlier step" in found
+
+
 class Evil:
     """Unpickling it without restrictions creates a file."""
 

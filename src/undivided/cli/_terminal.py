@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
 import re
@@ -37,10 +38,18 @@ UNBOUNDED = 100_000
 def console() -> Console:
     """A console on stdout, as wide as the terminal. It is created at each use, because stdout may be redirected."""
     if sys.stdout.isatty():
-        return Console(highlight=False)
+        return _Console(highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
     columns = os.environ.get("COLUMNS", "")
     width = None if columns.isdecimal() and int(columns) else UNBOUNDED
-    return Console(highlight=False, width=width, file=cast(IO[str], _Trimmed(sys.stdout)))
+    return _Console(highlight=False, width=width, file=cast(IO[str], _Trimmed(sys.stdout)))
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """End if the reader of the output has, as ``head`` does, with the code of a shell for SIGPIPE; rich's is 1."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+        raise SystemExit(141)
 
 
 class _Trimmed:

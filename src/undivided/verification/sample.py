@@ -111,11 +111,11 @@ def _pieces(problem: Problem, whole_heads: bool) -> tuple[OraclePiece, ...]:
         return (OraclePiece(slice(0, problem.batch), slice(0, problem.heads), rows),)
     group = problem.heads // problem.kv_heads
     first, last = ([rows], [rows]) if whole_heads else _row_blocks(problem.q_len)
-    corners = {(0, 0): first, (problem.batch - 1, problem.kv_heads - 1): last}
+    corners = [(0, 0, block) for block in first] + [(problem.batch - 1, problem.kv_heads - 1, block) for block in last]
     return tuple(
         OraclePiece(slice(b, b + 1), slice(n * group, (n + 1) * group), block)
-        for (b, n), blocks in corners.items()
-        for block in blocks
+        for i, (b, n, block) in enumerate(corners)
+        if (b, n, block) not in corners[:i]  # with one head, the first is the last
     )
 
 

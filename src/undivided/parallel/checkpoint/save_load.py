@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -121,8 +122,9 @@ def load_checkpoint(
         The step and the values; None if step is None and there is no complete checkpoint.
 
     Raises:
-        InputError: there is no such step, a file is damaged, or the model or the optimizer has other names or sizes.
-            Nothing has been loaded then.
+        InputError: there is no such step, a file is absent, too short or unreadable, or the model or the optimizer has
+            other names or sizes. Nothing has been loaded then, except that parameters may have changed before a file
+            was found unreadable: load another step. Changed bytes within a tensor are not noticed.
         RankError: a rank ended, or did not call it within the timeout of the default group.
 
     >>> import tempfile, undivided
@@ -159,7 +161,7 @@ def load_checkpoint(
         tensors = {name: value for name, value in state.tensors.items() if name not in unused}
         read_in_place = {name: tensor for name, tensor in divided.items() if name not in unused}
         entries = {name: value for name, value in tensors.items() if name not in divided}
-        with rank_errors(f"loading {path.name}"), _without_group_warning():
+        with rank_errors(f"loading {path.name}"), _without_group_warning(), _unreadable_as_input_error(path):
             load(entries, storage_reader=reader, planner=LoadPlanner(read_in_place))
         set_training_state(model, optimizer, tensors | entries, header.groups)
     return Checkpoint(header.step, header.values)
@@ -216,6 +218,17 @@ def _check_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         own = set(map(id, model.parameters()))
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise InputError("optimizer", "have parameters of model only", "parameters of another one")
+
+
+@contextlib.contextmanager
+def _unreadable_as_input_error(path: Path) -> Iterator[None]:
+    """PyTorch's error for a file that cannot be read is a BaseException, which no fallback of a program catches."""
+    try:
+        yield
+    except CheckpointException as error:
+        hint = "copy it again, or pass an earlier step; parameters may have changed"
+        causes = sorted({f"{type(cause).__name__} on rank {rank}" for rank, (cause, _) in error.failures.items()})
+        raise InputError("folder", f"have readable files of {path.name}", ", ".join(causes), hint=hint) from error
 
 
 @contextlib.contextmanager
