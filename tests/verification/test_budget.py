@@ -152,3 +152,31 @@ def test_one_product_after_another_rounds_more_often_in_large_heads() -> None:
         return distance(plain_attention(call, given, upstream, torch.float32, order)["out"], right) / norm
 
     assert 1.2 * max(error(order) for order in (0, 1, 2)) < error(IN_SEQUENCE) < 1e-6
+
+
+def test_the_last_rows_of_a_long_causal_sequence_count() -> None:
+    """Their norms are small beside those of the first rows: zeros were within the budget of the whole."""
+    q, k, v, grad_out = (torch.randn(1, 1024, 1, 64, dtype=torch.bfloat16) for _ in range(4))
+    call, tensors = normalise(Request.from_keywords(q, k, v, layout="bshd", mask=masks.causal()))
+    budget = budget_for(call, tensors, Upstream(grad_out))
+    for name, rows in {"out": 3, "dq": 3, "dk": 40, "dv": 40}.items():
+        right = budget.right[name].transpose(1, 2)
+        assert budget.met(name, right.bfloat16())
+        zeros = right.clone()
+        zeros[:, -rows:] = 0
+        if name in ("dk", "dv"):
+            assert float((zeros - right).norm() / right.norm()) < budget.max_errors[name]
+        assert not budget.met(name, zeros)
+
+
+def test_gradients_that_cancel_may_have_the_rounding_of_their_terms() -> None:
+    """Those of q and k with a single key are 0; the budget was one rounding of 1, whatever the size of the terms."""
+    for _ in range(20):
+        q, k, v, grad_out = (8 * torch.randn(2, 1, 4, 8) for _ in range(4))
+        call, tensors = normalise(Request.from_keywords(q, k, v, layout="bshd"))
+        budget = budget_for(call, tensors, Upstream(grad_out))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = undivided.attention(*leaves, layout="bshd", backend="native")
+        for name, grad in zip(("dq", "dk"), torch.autograd.grad(out, leaves[:2], grad_out), strict=True):
+            assert budget.met(name, grad)
+            assert not budget.met(name, grad + 0.01)

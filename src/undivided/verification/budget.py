@@ -10,7 +10,8 @@ that.
 
 Exact values are required where no allowed pair exists: output rows and gradients are 0, their lse is -inf. There is no
 absolute tolerance: a result of zeros has error 1. If plain arithmetic cannot distinguish the right answer from 0 (the
-gradient of q with a single key is 0), a relative error is undefined, and the absolute norms are compared.
+gradient of q with a single key is 0), a relative error is undefined, and the absolute norms are compared; then there is
+one rounding in fp32 of the terms that cancel besides.
 
 If the error of plain arithmetic is above LIMIT, or it is NaN or infinite, it says nothing about a kernel: the quantity
 is undecided. So are all gradients if that of v is: the backward recomputes the weights from the log-sum-exp, and the
@@ -18,6 +19,12 @@ gradient of v shows whether they have a digit right (scores of 1e7 in fp32 have 
 
 A log-sum-exp is a logarithm: one rounding of its sum is an absolute error of eps, however small it is. Its budget has
 that in addition. (Plain arithmetic has no such error in a row of one key, whose sum is 1.)
+
+The norm of a whole tensor hides rows with small norms, such as the last ones under a causal mask. So each block of rows
+of a head (256 numbers) has a budget too, a wide one that finds rows without a right digit (zeros, memory that was not
+written):
+
+    error(block)  <=  max(||oracle|| / 2, 8 * error(plain), its share of half of the budget of the tensor)
 
 The reasons are in docs/decisions/2026-11-20-error-budget.md and 2026-11-24-gradients-of-single-numbers.md.
 """
@@ -56,6 +63,13 @@ LIMIT = 0.5
 DEVIATIONS = 3.5
 """The norm of n errors with normal distributions exceeds their standard deviation times (sqrt(n) + DEVIATIONS) in fewer
 than one of 100,000 problems. From 13 numbers on, FACTOR is wider."""
+
+
+OF_ROWS = ("out", "dq", "dk", "dv")
+"""The quantities [B, heads, S, D]."""
+
+BLOCK_NUMBERS, BLOCK_FACTOR = 256, 8
+"""Numbers in a block of rows, at least, and how much larger than that of plain arithmetic its error may be."""
 
 
 def distance(value: Tensor, right: Tensor, zero: Tensor | None = None) -> float:
@@ -109,6 +123,7 @@ class Budget:
         scale: the norm to which the error of each quantity is relative.
         max_errors: the largest error of each quantity.
         zero: where each quantity must be exactly 0 (lse: -inf).
+        block_errors: the largest norm of the error of each block of rows, [B, heads, blocks], of out, dq, dk and dv.
         undecided: the quantities for which plain arithmetic gives no budget.
     """
 
@@ -117,14 +132,18 @@ class Budget:
     scale: Mapping[str, float]
     max_errors: Mapping[str, float]
     zero: Mapping[str, Tensor]
+    block_errors: Mapping[str, Tensor]
     undecided: frozenset[str] = frozenset()
 
     def error(self, name: str, value: Tensor | None) -> float:
-        """The relative error of a quantity in the caller's layout; inf if it is missing or an exact value is wrong."""
+        """The relative error of a quantity in the caller's layout; inf if it is missing or an exact value is wrong.
+
+        If a block of rows exceeds its budget, the error exceeds that of the quantity as many times.
+        """
         if value is None:
             return math.inf
         right = self.right[name]
-        if name in ("out", "dq", "dk", "dv"):
+        if name in OF_ROWS:
             if value.dim() != layout.rank(self.problem.layout):
                 return math.inf
             value = layout.heads_first(value, self.problem.layout)
@@ -132,7 +151,12 @@ class Budget:
             value = value.unsqueeze(0)
         elif name == "dbias" and value.dim() < 4:
             value = value[(None,) * (4 - value.dim())]
-        return distance(value, right, None if name == "lse" else self.zero.get(name)) / self.scale[name]
+        error = distance(value, right, None if name == "lse" else self.zero.get(name)) / self.scale[name]
+        if name in self.block_errors and math.isfinite(error):
+            excess = float((_block_norms(value.detach().double() - right) / self.block_errors[name]).max())
+            if excess > 1:
+                return max(error, excess * self.max_errors[name])
+        return error
 
     def met(self, name: str, value: Tensor | None) -> bool:
         """Whether a quantity is within its budget; False if it is undecided."""
@@ -173,15 +197,41 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
                 "NaN or infinity",
                 hint="masks.lengths or masks.documents describe padding, which may hold any values",
             )
-        errors = _plain_errors(call, tensors, upstream, right)
+        errors, plain_blocks = _plain_errors(call, tensors, upstream, right)
         right = {name: x for name, x in right.items() if name in errors}
         norms = {name: norm(x) for name, x in right.items()}
     scale = {name: size if size > errors[name] else 1.0 for name, size in norms.items()}
     max_errors = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
+    for name in {"dq", "dk"} & norms.keys():
+        if norms[name] <= errors[name]:
+            max_errors[name] += _rounding("lse", call, tensors) * _size_of_terms(name, call, tensors, upstream)
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
         max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
-    return Budget(problem, right, scale, max_errors, zero, undecided_quantities(errors, norms))
+    blocks = {
+        name: _block_budget(right[name], plain, max_errors[name] * scale[name])
+        for name, plain in plain_blocks.items()
+        if plain.numel() and norms[name] > 0 and errors[name] * BLOCK_FACTOR <= norms[name]
+    }
+    return Budget(problem, right, scale, max_errors, zero, blocks, undecided_quantities(errors, norms))
+
+
+def _block_budget(right: Tensor, plain: Tensor, largest: float) -> Tensor:
+    """The largest error of each block of rows. plain: that of plain arithmetic; largest: the budget of the tensor."""
+    share = largest / FACTOR * math.sqrt(_block_rows(right) / right.shape[:-1].numel())
+    return torch.maximum(LIMIT * _block_norms(right), BLOCK_FACTOR * plain).clamp(min=share)
+
+
+def _block_norms(x: Tensor) -> Tensor:
+    """The norms of the finite entries of blocks of rows: [B, heads, S, D] to [B, heads, blocks]."""
+    squares = x.where(x.isfinite(), 0.0).square().sum(-1)
+    rows = _block_rows(x)
+    whole = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % rows))
+    return whole.unflatten(-1, (-1, rows)).sum(-1).sqrt() if whole.numel() else whole
+
+
+def _block_rows(x: Tensor) -> int:
+    return -(-BLOCK_NUMBERS // max(x.shape[-1], 1))
 
 
 def undecided_quantities(errors: Mapping[str, float], norms: Mapping[str, float]) -> frozenset[str]:
@@ -200,27 +250,45 @@ def undecided_quantities(errors: Mapping[str, float], norms: Mapping[str, float]
     return frozenset(names)
 
 
-def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest distance of plain arithmetic from the right answer; bfloat16 replaces float16 if that overflows.
+def _plain_errors(
+    call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The largest distance of plain arithmetic from the right answer, and that of each block of rows; bfloat16 replaces
+    float16 if that overflows.
 
     For sums over rows it is at least what the distances of the rows' shares lead to.
     """
     dtype = call.problem.dtype
 
-    def errors_in(precision: torch.dtype, order: int) -> dict[str, float]:
+    def errors_in(precision: torch.dtype, order: int) -> tuple[dict[str, float], dict[str, Tensor]]:
         plain = plain_attention(call, tensors, upstream, precision, order)
-        return {name: distance(plain[name], right[name]) for name in right}
+        blocks = {name: _block_norms(plain[name].double() - right[name]) for name in OF_ROWS if name in right}
+        return {name: distance(plain[name], right[name]) for name in right}, blocks
 
     worst = dict.fromkeys(right, 0.0)
+    blocks: dict[str, Tensor] = {}
     for order in orders(dtype, tensors.q.device):
-        errors = errors_in(dtype, order)
+        errors, own = errors_in(dtype, order)
         if dtype == torch.float16 and not all(map(math.isfinite, errors.values())):
-            errors = errors_in(torch.bfloat16, order)
+            errors, own = errors_in(torch.bfloat16, order)
         worst = {name: max(worst[name], errors[name]) for name in right}
+        blocks = {name: torch.maximum(blocks.get(name, norms), norms) for name, norms in own.items()}
     for name in [name for name in right if per_row(name) in right]:
         deviations = 1 + DEVIATIONS / math.sqrt(right[name].numel() or 1)
         worst[name] = max(worst[name], worst.pop(per_row(name)) * max(1.0, deviations / FACTOR))
-    return worst
+    return worst, blocks
+
+
+def _size_of_terms(name: str, call: Call, tensors: Tensors, upstream: Upstream) -> float:
+    """About the norm of the two terms of dq or dk that cancel."""
+    factors = (_typical(tensors.v), _typical(tensors.k if name == "dq" else tensors.q), math.sqrt(call.problem.qk_dim))
+    return 2 * abs(call.scale) * norm(upstream.out) * math.prod(factors)
+
+
+def _typical(x: Tensor) -> float:
+    """The deviation of numbers with a normal distribution that have this median; padding may hold any others."""
+    finite = x.detach()[x.isfinite()]
+    return 1.5 * float(finite.abs().median()) if finite.numel() else 0.0
 
 
 def _rounding(name: str, call: Call, tensors: Tensors) -> float:
