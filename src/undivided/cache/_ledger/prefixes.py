@@ -45,13 +45,17 @@ class PrefixIndex:
 
     def __init__(self, page_size: int, ranks: int) -> None:
         self.page_size = page_size
+        self._start(ranks, [])
+
+    def _start(self, ranks: int, nodes: Sequence[Node]) -> None:
+        """Begin with these nodes, the least recently used first, of no ledger yet."""
         self.ledger: object = None
         self.unused = [0] * ranks
         """The number of pages of each rank that can be given up: no sequence uses them, nor a page after them."""
-        self._nodes: dict[tuple[Node | None, Tokens], Node] = {}
-        self._by_page: dict[int, Node] = {}
+        self._nodes = {(node.parent, node.tokens): node for node in nodes}
+        self._by_page = {node.page: node for node in nodes}
         self._queue: list[tuple[int, Node]] = []  # a heap; entries that no longer count are dropped when they come up
-        self._uses = 0
+        self._uses = len(nodes)
 
     def __getstate__(self) -> tuple[int, int, list[tuple[int | None, Tokens, int]]]:
         """The page size, the ranks, and (number of the parent, tokens, page) of each node, the least recently used
@@ -65,13 +69,11 @@ class PrefixIndex:
         return self.page_size, len(self.unused), rows
 
     def __setstate__(self, state: tuple[int, int, list[tuple[int | None, Tokens, int]]]) -> None:
-        size, ranks, rows = state
-        self.__init__(size, ranks)  # type: ignore[misc]
+        self.page_size, ranks, rows = state
         nodes = [Node(None, tokens, page, last_use=n) for n, (_, tokens, page) in enumerate(rows)]
         for node, (parent, *_) in zip(nodes, rows, strict=True):
             node.parent = None if parent is None else nodes[parent]
-        self._nodes = {(node.parent, node.tokens): node for node in nodes}
-        self._by_page, self._uses = {node.page: node for node in nodes}, len(nodes)
+        self._start(ranks, nodes)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -171,7 +173,7 @@ class PrefixIndex:
     def clear(self) -> list[int]:
         """Forget all; the pages that were indexed."""
         pages = list(self._by_page)
-        self.__init__(self.page_size, len(self.unused))  # type: ignore[misc]
+        self._start(len(self.unused), [])
         return pages
 
     def _change_users(self, node: Node | None, change: int) -> None:
