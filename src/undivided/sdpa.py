@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
         if attn_mask is not None:
             mask, bias, calls = mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
         request = _request(q, k, v, bias, layout, mask, scale, dropout_p)
-        out = _attend(request, kind if shape is None else None, calls)
+        out = _attend(request, kind if shape is None else None, attn_mask, calls)
     except InputError as error:
         if torch.compiler.is_compiling():
             raise
@@ -179,12 +179,18 @@ def _request(
     return new_tuple(Request, (new_tuple(Tensors, (q, k, v, bias, None, None)), options, None, None, None))
 
 
-def _attend(request: Request, kind: object = None, calls: KeptCalls | None = None) -> Tensor:
+def _attend(
+    request: Request,
+    kind: tuple[object, ...] | None = None,
+    attn_mask: Tensor | None = None,
+    calls: KeptCalls | None = None,
+) -> Tensor:
     """Prepare and run.
 
     Args:
         request: the arguments of `undivided.attention`.
         kind: under which later calls find what was prepared, or None.
+        attn_mask: as the caller passed it.
         calls: those of a boolean attn_mask, or None.
     """
     switches = _sdp_switches.read()
@@ -193,7 +199,7 @@ def _attend(request: Request, kind: object = None, calls: KeptCalls | None = Non
         return cast(Tensor, dispatch.attention(request, switches))
     decision, call, tensors = prepare(request, current_policy(switches=switches))
     if kind is not None:
-        out = repeated.keep_and_run(kind, calls, decision, call, tensors)
+        out = repeated.keep_and_run(kind, attn_mask, calls, decision, call, tensors)
         if out is not None:
             return out
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested

@@ -182,6 +182,15 @@ class Backend:
         """The forward of this call for other tensors of the same sizes; None if the backend prepares each call anew."""
         return None
 
+    def replay_with_mask(self, call: Call, tensors: Tensors, attn_mask: Tensor) -> Replay | None:
+        """As `replay`, for a call that a boolean mask restricts further: a replay gets it in place of a bias.
+
+        Args:
+            call: without that mask. tensors: without a bias.
+            attn_mask: [B|1, H|1, Sq|1, Sk|1]; those of later calls have the same shape and strides.
+        """
+        return None
+
     def replay_keys(
         self, replay: Replay, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor
     ) -> Replay | None:

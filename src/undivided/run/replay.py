@@ -181,6 +181,23 @@ def prepared_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedC
     return PreparedCall(decision, replay, call.with_memory(None, None, None), footprints)
 
 
+def prepared_call_with_mask(decision: Decision, call: Call, tensors: Tensors, attn_mask: Tensor) -> PreparedCall | None:
+    """The call that `prepare` has returned for a boolean mask, for any mask of its shape and strides, which it gets in
+    place of a bias; None if its backend prepares each call anew.
+
+    Args:
+        call: whose mask has the pairs of one boolean tensor.
+        attn_mask: that tensor as the caller's memory holds it, [B|1, H|1, Sq|1, Sk|1].
+    """
+    _, rest = call.mask.take("dense")
+    call = call.with_problem(call.problem._replace(mask=rest.structure), mask=rest, checked_mask=None)
+    replay = decision.backend.replay_with_mask(call, tensors, attn_mask)
+    if replay is None:
+        return None
+    footprints = (*map(_needed_bytes, (*tensors[:3], attn_mask)), 0, 0)
+    return PreparedCall(decision, replay, call, footprints)
+
+
 def _needed_bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else footprint(tensor) * tensor.itemsize
 

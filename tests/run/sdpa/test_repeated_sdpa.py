@@ -147,7 +147,7 @@ def test_other_tensors_with_one_mask(
             else:  # PyTorch reads a mask of fp32 beside q of fp64 as if it were of fp64
                 bias = mask.to(dtype)
                 close(found, pytorchs(q, k, v, bias.masked_fill(~causal, -torch.inf) if is_causal else bias))
-                mask.copy_(make(dtype))  # a bias is read anew in each call
+            mask.copy_(make(dtype))  # a bias, or the mask of a small problem, is read anew in each call
     if undivided.explain(q, k, v, layout="bhsd").backend.name == "native":
         assert len(prepared) == 2
 
@@ -170,6 +170,25 @@ def test_gradients_of_other_tensors_with_one_mask(name: str, needs: str, prepare
                 close(a, b)
     if undivided.explain(*leaves, layout="bhsd").backend.name == "native":
         assert len(prepared) == 1
+
+
+@pytest.mark.parametrize("make", [make for name, make in MASKS.items() if "numbers" not in name])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_new_mask_in_each_call(
+    make: Callable[[torch.dtype], Tensor], dtype: torch.dtype, prepared: list[object]
+) -> None:
+    for call in range(4):
+        q, k, v, mask = draw(dtype=dtype), draw(dtype=dtype), draw(dtype=dtype), make(dtype)
+        if call == 3:
+            mask.fill_(False)
+        elif call:  # sequence 0 has NaN in keys that it does not see
+            mask = mask & (torch.arange(mask.shape[-1]) < 14)
+            k[0, :, 14:] = v[0, :, 14:] = torch.nan
+        found = scaled_dot_product_attention(q, k, v, mask)
+        close(found, pytorchs(q, k.nan_to_num(), v.nan_to_num(), mask))
+        assert not found.isnan().any()
+    if undivided.explain(q, k, v, layout="bhsd").backend.name == "native":
+        assert len(prepared) <= 2  # `&` has made a contiguous mask of a view
 
 
 def test_a_bias_that_lost_its_memory() -> None:

@@ -24,6 +24,7 @@ from undivided.backends.native.call import (
     page_fields,
     plain_record,
     with_addresses,
+    with_dense,
 )
 from undivided.backends.native.replay import NEEDS_MORE, KernelReplay, new_output
 from undivided.backends.shared.chosen import VirtualSequences, block_pairs
@@ -147,6 +148,17 @@ class Native(Backend):
         if not records.mask_is_stored():
             return None
         return KernelReplay(library, records.record(slice(0, problem.q_len)), call, records.mask_memory)
+
+    def replay_with_mask(self, call: Call, tensors: Tensors, attn_mask: Tensor) -> Replay | None:
+        """The record of the call, with the mask's strides."""
+        library, problem = cpu.load(), call.problem
+        if isinstance(library, str) or not problem.features.isdisjoint(NEEDS_MORE) or not is_plain(call, tensors):
+            return None
+        own, addresses = with_addresses(tensors)
+        strides = call.strides if own is tensors else None
+        plain = plain_record(call, own, addresses, strides, new_output(problem, tensors.q), UNREAD)
+        mask = attn_mask.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+        return KernelReplay(library, with_dense(plain, mask), call, takes_mask=True)
 
     def replay_keys(
         self, replay: Replay, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor

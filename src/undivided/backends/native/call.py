@@ -52,6 +52,7 @@ _NO_SCALES: tuple[int, ...] = (0,) * 9
 _PACK_REST = struct.Struct(_FORMAT[_REST:]).pack
 _NO_OPTIONS = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)
 _NOTHING_ELSE = _PACK_REST(*_NO_OPTIONS, *_NO_SCALES)
+_PUT_DENSE = struct.Struct("=5q").pack_into  # a boolean mask and its strides
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES)
 _PLAIN_REST = _PACK_PAGES(*NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})  # the same in every sequence: the kernel computes the ranges, without a table
@@ -134,6 +135,13 @@ def plain_record(
     if call.k_scale is None:
         return head + ranges + (_PLAIN_REST if pages is NO_PAGES else _PACK_PAGES(*pages) + _NOTHING_ELSE)
     return head + ranges + _PACK_PAGES(*pages) + _PACK_REST(*_NO_OPTIONS, *scale_fields(call))
+
+
+def with_dense(record: bytes, mask: Tensor) -> bytes:
+    """A record without a boolean mask, with this one [B, H, Sq, Sk]."""
+    changed = bytearray(record)
+    _PUT_DENSE(changed, 8 * cpu.FIELDS.index("dense"), mask.data_ptr(), *mask.stride())
+    return bytes(changed)
 
 
 def _pack(strides: Strides, problem: Problem, out: Tensor, lse: Tensor) -> tuple[bytes, ...]:

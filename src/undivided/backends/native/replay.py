@@ -19,13 +19,22 @@ from undivided.request.problem import Problem
 NEEDS_MORE = frozenset({"backward", "lse", "alibi", "sinks", "dropout", "strided"})
 """Features of calls that have other outputs, or read tensors that a replay does not get."""
 
-_CHANGING = ("threads", "q", "k", "v", "out", "pages", "bias", "k_scale", "v_scale")
-"""The fields of the record that differ from call to call, in its order."""
 
-_STARTS = [8 * cpu.FIELDS.index(name) for name in _CHANGING]
-_BETWEEN = [slice(a, b) for a, b in zip([0, *(s + 8 for s in _STARTS)], [*_STARTS, cpu.RECORD.size], strict=True)]
-_PACK = struct.Struct("=" + "q".join(f"{gap.stop - gap.start}s" for gap in _BETWEEN)).pack
+class _Template:
+    """Splits a record into the fields that differ from call to call and the bytes between them.
 
+    bias: the field of the tensor that a replay gets as its bias.
+    """
+
+    def __init__(self, bias: str) -> None:
+        changing = ("threads", "q", "k", "v", "out", "pages", bias, "k_scale", "v_scale")  # in the record's order
+        starts = [8 * cpu.FIELDS.index(name) for name in changing]
+        ends = [start + 8 for start in starts]
+        self.between = [slice(a, b) for a, b in zip([0, *ends], [*starts, cpu.RECORD.size], strict=True)]
+        self.pack = struct.Struct("=" + "q".join(f"{gap.stop - gap.start}s" for gap in self.between)).pack
+
+
+_WITH_BIAS, _WITH_MASK = _Template("bias"), _Template("dense")
 
 _KEYS, _K_STRIDES, _V_STRIDES, _RANGES = (8 * cpu.FIELDS.index(name) for name in ("kv_len", "k_b", "v_b", "ranges"))
 _PUT_NUMBER, _PUT_STRIDES, _PUT_PLACE = (struct.Struct(f"={count}q").pack_into for count in (1, 3, 2))
@@ -40,17 +49,33 @@ class KernelReplay:
         call: the call.
         mask_memory: what the record points to besides the tensors of a call and of its normal form.
         is_plain: whether the record has no optional fields, as `plain_record` makes it.
+        takes_mask: whether calls supply a boolean mask in place of the bias.
     """
 
     def __init__(
-        self, library: cpu.Library, record: bytes, call: Call, mask_memory: object = None, is_plain: bool = False
+        self,
+        library: cpu.Library,
+        record: bytes,
+        call: Call,
+        mask_memory: object = None,
+        is_plain: bool = False,
+        takes_mask: bool = False,
     ) -> None:
         # the normal form owns the table of ranges, and most other tensors of the mask
-        self._set(library, record, call.problem, (call.checked_mask, mask_memory))
+        self._set(
+            library, record, call.problem, (call.checked_mask, mask_memory), _WITH_MASK if takes_mask else _WITH_BIAS
+        )
         self._is_plain = is_plain and call.pages is call.k_scale is None
 
-    def _set(self, library: cpu.Library, record: bytes, problem: Problem, mask_memory: object) -> None:
-        self._constants = tuple([record[gap] for gap in _BETWEEN])
+    def _set(
+        self,
+        library: cpu.Library,
+        record: bytes,
+        problem: Problem,
+        mask_memory: object,
+        template: _Template = _WITH_BIAS,
+    ) -> None:
+        self._constants, self._pack = tuple([record[gap] for gap in template.between]), template.pack
         self._library, self._record, self._problem, self._mask_memory = library, record, problem, mask_memory
         self._forward = library.forward
 
@@ -82,7 +107,7 @@ class KernelReplay:
     ) -> Tensor:
         out = new_output(self._problem, q)
         constant = self._constants
-        record = _PACK(  # a loop costs two microseconds
+        record = self._pack(  # a loop costs two microseconds
             constant[0],
             torch.get_num_threads(),
             constant[1],

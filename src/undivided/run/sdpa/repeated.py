@@ -1,7 +1,8 @@
 """Calls of `scaled_dot_product_attention` like an earlier one, which run what that one has prepared.
 
 For a few tokens, the views, checks and look-ups of a call take longer than its kernel. What is kept depends on sizes,
-strides and dtypes only, never on which tensors these are, but for boolean masks, each of which has its own calls.
+strides and dtypes only, never on which tensors these are. Boolean masks of large problems are the exception: each has
+its own calls, because they read only the keys that it allows.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.run.replay import (
     NUMBERS,
+    PreparedCall,
     RecordedCall,
     bias_kind,
     is_untransformed,
     needs_gradients,
     prepared_call,
+    prepared_call_with_mask,
     tensors_kind,
 )
 from undivided.run.sdpa.masks import KeptCalls, kept_calls
@@ -28,6 +31,8 @@ from undivided.selection.decision import Decision
 from undivided.selection.policy import current_policy
 
 _PROBABILITIES = (float, int)
+_SMALL_PROBLEM = 1 << 16
+"""Up to so many scores of all heads, to find the keys that a boolean mask allows takes longer than to compute all."""
 
 
 def kind(
@@ -39,7 +44,7 @@ def kind(
     is_causal: object,
     scale: object,
     enable_gqa: object,
-) -> object:
+) -> tuple[object, ...] | None:
     """All that a call on the CPU depends on, but where its tensors lie; None if it must be prepared.
 
     That is: with dropout, a mode, a transform or autocast, or with arguments that only checks understand.
@@ -54,7 +59,7 @@ def kind(
     ):
         return None
     mask_kind: object = None
-    if attn_mask is not None and (mask_kind := _mask_kind(attn_mask)) is None:
+    if attn_mask is not None and (mask_kind := _mask_kind(attn_mask, query, key)) is None:
         return None
     return (
         tensors_kind(query, key, value),
@@ -67,23 +72,31 @@ def kind(
     )
 
 
-def _mask_kind(attn_mask: object) -> object:
-    """The part of `kind` that an attn_mask has; of a boolean one nothing more, because each has its own calls."""
+def _mask_kind(attn_mask: object, query: Tensor, key: Tensor) -> object:
+    """The part of `kind` that an attn_mask has; `torch.bool` if calls are kept for each mask."""
     kind = bias_kind(attn_mask)
     if kind is None or not isinstance(attn_mask, Tensor) or attn_mask.dim() > 4:
         return None
-    return torch.bool if attn_mask.dtype is torch.bool else kind
+    return kind if attn_mask.dtype is not torch.bool or _is_small(query, key) else torch.bool
+
+
+def _is_small(query: Tensor, key: Tensor) -> bool:
+    """Whether calls with boolean masks are kept for all masks of a shape."""
+    if query.dim() != 4 or key.dim() != 4 or needs_gradients(query, key, key):
+        return False
+    batch, heads, q_len, _ = query.shape
+    return batch * heads * q_len * key.shape[2] <= _SMALL_PROBLEM
 
 
 def run(
-    kind: object, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+    kind: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
 ) -> Tensor | None:
     """The result of an earlier call of this kind for other tensors; None if there was none, or memory is missing."""
-    calls: KeptCalls | None = _calls
+    kept = _calls.get(kind) if kind[1] is not torch.bool else None
     bias = attn_mask
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
+    if kept is None and attn_mask is not None and attn_mask.dtype is torch.bool:
         calls, bias = kept_calls(attn_mask, is_causal), None
-    kept = None if calls is None else calls.get(kind)
+        kept = None if calls is None else calls.get(kind)
     if kept is None:
         return None
     prepared, layout = kept
@@ -102,21 +115,35 @@ def run(
 
 
 def keep_and_run(
-    kind: object, calls: KeptCalls | None, decision: Decision, call: Call, tensors: Tensors
+    kind: tuple[object, ...],
+    attn_mask: Tensor | None,
+    calls: KeptCalls | None,
+    decision: Decision,
+    call: Call,
+    tensors: Tensors,
 ) -> Tensor | None:
     """The result of a call with tensors of four axes, which is kept for later ones of its kind.
 
-    calls: those of its boolean attn_mask, or None.
+    attn_mask: as the caller passed it.
+    calls: those of a boolean attn_mask, or None.
 
     Returns:
         None if the backend prepares each call anew.
     """
-    records = needs_gradients(*tensors[:4])
-    prepared = RecordedCall(decision, call, tensors) if records else prepared_call(decision, call, tensors)
+    q, k, v, bias, *_ = tensors
+    prepared: PreparedCall | RecordedCall | None = None
+    if attn_mask is not None and calls is not None and kind[1] is not torch.bool:
+        mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        prepared = prepared_call_with_mask(decision, call, tensors, mask)
+        if prepared is not None:
+            bias, calls = mask, None
+    if prepared is None:
+        records = needs_gradients(q, k, v, bias)
+        prepared = RecordedCall(decision, call, tensors) if records else prepared_call(decision, call, tensors)
     if prepared is None:
         return None
     (_calls if calls is None else calls)[kind] = prepared, call.problem.layout
-    return prepared.run(*tensors[:4])
+    return prepared.run(q, k, v, bias)
 
 
 _calls: KeptCalls = Bounded(1024)
