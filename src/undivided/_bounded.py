@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Bounded(dict[K, V]):
-    """A dictionary of at most `most` entries: one that is full is emptied before it takes another. Reading costs
+    """A dictionary of at most `most` entries: one that is full is emptied before it takes another key. Reading costs
     nothing more, and what is still needed is computed again.
 
     >>> squares = Bounded(2)
@@ -23,6 +23,6 @@ class Bounded(dict[K, V]):
         self.most = most
 
     def __setitem__(self, key: K, value: V) -> None:
-        if len(self) >= self.most:
+        if len(self) >= self.most and key not in self:
             self.clear()
         super().__setitem__(key, value)

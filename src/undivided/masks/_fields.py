@@ -128,7 +128,8 @@ class MaskFields(DerivedValues):
         """A value that changes whenever a tensor of the mask, or one that its predicates capture, changes in place.
 
         Returns:
-            A value to compare by ``==``; None if changes cannot be observed (inference tensors).
+            A value to compare by ``==``; None if changes cannot be observed (inference tensors; predicates whose
+            tensors are unknown).
 
         >>> from undivided import masks
         >>> kv = torch.tensor([2, 3])
@@ -144,7 +145,13 @@ class MaskFields(DerivedValues):
         if "predicate" not in self.structure.kinds:
             self.__dict__["_watched"] = self.tensors
             return versions(self.tensors)
-        captured = [tensor for part in self.parts if isinstance(part, Predicate) for tensor in part.captured()]
+        captured: list[Tensor] = []
+        for part in self.parts:
+            if isinstance(part, Predicate):
+                tensors = part.captured()
+                if tensors is None:
+                    return None
+                captured += tensors
         now = versions((*self.tensors, *captured))
         return None if now is None else (now, TensorIdentities(captured))
 

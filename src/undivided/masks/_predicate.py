@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +38,9 @@ class Predicate(Part):
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
-    def captured(self) -> tuple[Tensor, ...]:
-        """The tensors that the function captures; these may change in place too."""
-        return tuple(_captured_tensors(self.fn, frozenset(), depth=6))
+    def captured(self) -> list[Tensor] | None:
+        """The tensors that the function captures; these may change in place too. None if they are unknown."""
+        return captured_tensors(self.fn)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (register_predicate, (self.fn,))
@@ -88,56 +91,163 @@ def keep_with(tensor: Tensor, parts: Iterable[Part]) -> None:
         weakref.finalize(tensor.untyped_storage(), predicates.clear).atexit = False
 
 
-def _captured_tensors(value: object, names: frozenset[str], depth: int) -> list[Tensor]:
-    """The tensors that a function can reach.
+_MAX_OBJECTS = 512
+"""Most objects that a search for tensors visits, and most elements of a container."""
 
-    These are its closure, its defaults, the globals that it names, and the attributes of these objects that it names.
+_ATOMS = (str, bytes, int, float, complex, type(None), enum.Enum, torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_READ_ANY_ATTRIBUTE = frozenset({"getattr", "vars", "__dict__", "parameters", "buffers", "children", "modules"})
+_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__reduce__", "__getstate__"})
+"""Special methods that an evaluation does not call."""
+
+
+def captured_tensors(function: object) -> list[Tensor] | None:
+    """The tensors that a function can reach; None if there is something that cannot be searched, or too much.
+
+    These are in its closure, its defaults, the globals that its code names, and what these contain: containers wholly,
+    of other objects the attributes that any of the code names. So a model whose method is the predicate is not searched
+    as a whole.
     """
-    if isinstance(value, Tensor):
-        return [value]
-    if depth == 0 or isinstance(value, type | ModuleType | str | int | float):
-        return []
-    inner: list[object] = []
-    if isinstance(value, list | tuple):
-        inner = list(value)
-    elif isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, functools.partial):
-        inner = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, MethodType):
-        names |= _names_in(getattr(value.__func__, "__code__", None))
-        inner = [value.__func__, value.__self__]
-    elif isinstance(value, FunctionType):
-        names |= _names_in(value.__code__)
-        for cell in value.__closure__ or ():
+    names: frozenset[str] = frozenset()
+    while True:
+        search = _Search(names)
+        if not search.visit_all(function):
+            return None
+        if search.named <= names:
+            return search.tensors
+        names |= search.named
+
+
+class _Search:
+    """One search for tensors.
+
+    Args:
+        names: of attributes that are read.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self.named: set[str] = set()
+        """The names in the code of all functions that were found."""
+        self.tensors: list[Tensor] = []
+        self._visited: dict[int, object] = {}  # which keeps temporary objects, so that their ids stay theirs
+
+    def visit_all(self, start: object) -> bool:
+        """Whether all that can be reached was searched."""
+        waiting = [start]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, _ATOMS) or id(value) in self._visited:
+                continue
+            self._visited[id(value)] = value
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+                continue
+            inner = self._inside(value)
+            if inner is None or len(self._visited) > _MAX_OBJECTS or len(inner) > _MAX_OBJECTS:
+                return False
+            waiting += inner
+        return True
+
+    def _inside(self, value: object) -> Collection[object] | None:
+        """What a value contains or calls; None if that is unknown."""
+        if isinstance(value, ModuleType):
+            return [] if _is_core(value.__name__) else self._named_in(vars(value))
+        if isinstance(value, type):
+            return [] if _is_core(value.__module__) else self._members(value)
+        if isinstance(value, FunctionType):
+            return self._inside_function(value)
+        if isinstance(value, MethodType):
+            return [value.__func__, value.__self__]
+        if isinstance(value, BuiltinMethodType | MethodWrapperType):
+            return [value.__self__]
+        if isinstance(value, functools.partial):
+            return [value.func, *value.args, *value.keywords.values()]
+        if isinstance(value, property):
+            return [value.fget]
+        if isinstance(value, functools.cached_property):
+            return [value.func]
+        if isinstance(value, staticmethod | classmethod):
+            return [value.__func__]
+        if isinstance(value, weakref.ref):
+            return [value()]
+        if isinstance(value, dict | MappingProxyType):
+            return [*value.values(), *self._attributes(value)]
+        if isinstance(value, _CONTAINERS):
+            return [*value, *self._attributes(value)]
+        own = _own(value)
+        if "__wrapped__" in own:  # of functools.lru_cache
+            return [own["__wrapped__"]]
+        is_pythons = type(value).__dictoffset__ != 0 or any("__slots__" in vars(base) for base in type(value).__mro__)
+        return self._attributes(value) if is_pythons else None
+
+    def _inside_function(self, function: FunctionType) -> list[object]:
+        names: frozenset[str] = frozenset()
+        if not _is_core(function.__module__):
+            names = _names_in(function.__code__)
+        self.named |= names
+        inner: list[object] = []
+        for cell in function.__closure__ or ():
             try:
                 inner.append(cell.cell_contents)
             except ValueError:  # an empty cell
                 continue
-        inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        inner += [value.__globals__[name] for name in names if name in value.__globals__]
-    else:
-        inner = _attributes(value, names)
-    return [tensor for item in inner for tensor in _captured_tensors(item, names, depth - 1)]
+        inner += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        return inner + [function.__globals__[name] for name in names if name in function.__globals__]
+
+    def _attributes(self, value: object) -> list[object]:
+        """The attributes of an object that may be read, and the methods that may be called."""
+        kind = type(value)
+        own: list[Mapping[str, object]] = [_own(value)]
+        reads_all = not self._names.isdisjoint(_READ_ANY_ATTRIBUTE)
+        if isinstance(value, torch.nn.Module):
+            own += [value._buffers, value._parameters, value._modules]
+            reads_all = reads_all or hasattr(kind, "__getitem__")
+        found = [
+            item for attributes in own for item in (attributes.values() if reads_all else self._named_in(attributes))
+        ]
+        return found + self._members(kind)
+
+    def _members(self, kind: type) -> list[object]:
+        """Of a class: what code names, and its special methods."""
+        bases = [base for base in kind.__mro__ if not _is_core(base.__module__)]
+        found = [item for base in bases for item in self._named_in(vars(base))]
+        special = ("forward",) if issubclass(kind, torch.nn.Module) else ()
+        for base in bases:
+            names = [name for name in vars(base) if name.startswith("__") and name not in _NOT_CALLED]
+            found += [vars(base)[n] for n in (*special, *names) if isinstance(vars(base).get(n), FunctionType)]
+        return [item for item in found if not _is_field(item)]
+
+    def _named_in(self, attributes: Mapping[str, object]) -> list[object]:
+        return [attributes[name] for name in self._names if name in attributes]
 
 
-def _names_in(code: CodeType | None) -> frozenset[str]:
+def _is_core(module: str | None) -> bool:
+    """Whether a module is of PyTorch or Python's core: its functions read no tensors but those that they are given."""
+    return (module or "").partition(".")[0] in ("torch", "builtins", "enum")
+
+
+def _is_field(member: object) -> bool:
+    """Whether a member of a class is a field that Python's core reads: a slot, or an element of a named tuple."""
+    if isinstance(member, FunctionType | property | staticmethod | classmethod):
+        return False
+    return hasattr(type(member), "__get__") and not hasattr(member, "__dict__")
+
+
+def _own(value: object) -> dict[str, object]:
+    """What an object holds itself, in its dictionary and in slots, by its name; without running code of its class."""
+    held: dict[str, object] = {}
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        for name in names:
+            with contextlib.suppress(AttributeError):  # an empty slot
+                held[name] = object.__getattribute__(value, name)
+    with contextlib.suppress(AttributeError):
+        held.update(object.__getattribute__(value, "__dict__"))
+    return held
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
     """The global and attribute names that code and its inner functions use."""
-    if code is None:
-        return frozenset()
     return frozenset(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, CodeType)))
-
-
-def _attributes(value: object, names: frozenset[str]) -> list[object]:
-    """The attributes with these names: of the object, of a module's tensors and children, and methods of the class."""
-    own = [getattr(value, "__dict__", {})]
-    if isinstance(value, torch.nn.Module):
-        own += [value._buffers, value._parameters, value._modules]
-    values = [attributes[name] for attributes in own for name in names if name in attributes]
-    called = "forward" if isinstance(value, torch.nn.Module) else "__call__"
-    for name in (*names, called):
-        member = getattr(type(value), name, None)
-        member = member.fget if isinstance(member, property) else member
-        if isinstance(member, FunctionType):
-            values.append(MethodType(member, value))
-    return values
