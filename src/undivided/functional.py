@@ -254,7 +254,7 @@ def explain(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not is_dtensor(tensor):
             check_tensor(name, tensor)
-    q, k, v = autograd.autocast(q, k, v, k_scale)
+    q, k, v = autograd.autocast(q, k, v, k_scale, _uninitialised)
     request = Request(
         Tensors(q, k, v, bias, sinks, alibi_slopes),
         Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale),
@@ -270,6 +270,11 @@ def explain(
         return context.explain(request, machine, device)
     policy = current_policy(backend, deterministic, batch_invariant)
     return decide_request(request, machine, policy, device)
+
+
+def _uninitialised(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor like the given one in another dtype, for a decision, which reads no values."""
+    return torch.empty_like(tensor, dtype=dtype, requires_grad=tensor.requires_grad)
 
 
 def _machine_and_device(machine: Machine | None, q: Tensor) -> tuple[Machine, str | None]:

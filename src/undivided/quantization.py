@@ -57,8 +57,8 @@ class Quantized(NamedTuple):
 def quantize(x: Tensor, format: Format) -> Quantized:
     """The numbers of `x` in `format`: the nearest values, with the smallest scale that holds the largest of a row.
 
-    A row of zeros has scale 0. A row (int4: a group) with NaN or infinity becomes NaN as a whole: its values are 0, its
-    scale is NaN or infinite. No gradient passes through.
+    A row of zeros has scale 0. A row (int4: a group) with NaN, infinity or numbers too large for its fp32 scale becomes
+    NaN as a whole: its values are 0, its scale is NaN or infinite. No gradient passes through.
 
     Args:
         x: [..., D] floating point; for int4, D is a multiple of 32.

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import undivided
 from undivided import InferenceParams, masks
 from undivided.cache._block_table import BlockTable
+from undivided.cache._ledger.pages import Pages
 
 CPU = torch.device("cpu")
 
@@ -119,3 +120,15 @@ def test_a_fake_table_does_not_outlive_its_mode() -> None:
             assert cache.block_table.shape == (2, 2)
         assert type(cache.attend(q)) is torch.Tensor
         assert cache.block_table.tolist() == [[0, 1], [2, 3]]
+
+
+def test_rows_of_ranks_that_did_not_change_are_the_same_lists() -> None:
+    """BlockTable finds the rows that changed by their lists; those of each rank were new ones in every step."""
+    ledger = Pages(40, 4, 3, ranks=2)
+    ledger.commit(ledger.plan((9, 9, 9)))
+    before = [ledger.of_rank(rank, n) for rank in range(2) for n in range(3)]
+    ledger.commit(ledger.plan((4, 0, 0)))
+    after = [ledger.copy().of_rank(rank, n) for rank in range(2) for n in range(3)]
+    assert [a is b for a, b in zip(before, after, strict=True)] == [False, True, True] * 2
+    assert after[0] == [page // 2 for page in ledger.tables[0][0::2]]
+    assert after[3] == [page // 2 for page in ledger.tables[0][1::2]]

@@ -185,6 +185,23 @@ def test_a_text_picture_that_is_too_large_is_refused() -> None:
         causal().draw(100_000, 100_000)
 
 
+def test_a_text_picture_that_is_too_large_is_refused_before_any_pair_is_evaluated() -> None:
+    def never(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        raise AssertionError
+
+    with pytest.raises(InputError, match="be at most 4194304 for a picture in text, got 100000000"):
+        masks.predicate(never).draw(10_000, 10_000)
+
+
+def test_str_contains_the_error_of_a_predicate() -> None:
+    assert "(KeyError: 'layer')" in str(masks.predicate(lambda b, h, q, k: {}["layer"]))
+
+
+def test_str_of_offsets_in_small_integers() -> None:
+    hundred = torch.tensor([100], dtype=torch.int8)
+    assert str(lengths(hundred, kv_start=hundred)) == "lengths(kv=[100], kv_start=[100])"
+
+
 def test_draw_shows_every_batch_element() -> None:
     assert lengths([1, 2]).draw(1, 2, batch=2) == "  0 1\n0 ■ ·\n\n  0 1\n0 ■ ■"
 

@@ -69,6 +69,8 @@ def test_structure_is_equal_for_masks_that_a_kernel_treats_alike() -> None:
     assert one.structure is one.structure
     assert masks.chunks(4, offset=1).structure == masks.chunks(4, offset=2).structure
     assert documents([0, 1], max_q=1).structure == documents([0, 3], max_q=3).structure
+    assert (causal() | prefix(3)).structure == (causal() | prefix(4)).structure
+    assert (causal() & prefix(3)).structure == (causal() & prefix(4)).structure
 
 
 def test_structure_differs_for_masks_that_a_kernel_treats_differently() -> None:
@@ -80,10 +82,8 @@ def test_structure_differs_for_masks_that_a_kernel_treats_differently() -> None:
         window(2, 0),
         window(1, 1),
         prefix(1),
-        prefix(2),
         prefix([1]),
         causal() | prefix(1),
-        causal() | prefix(2),
         window(1, 0) | prefix(1),
         masks.chunks(2),
         masks.chunks(3),
@@ -128,6 +128,12 @@ def test_take_gives_the_part_and_leaves_the_rest(name: str, part: Mask) -> None:
     assert value is not None
     assert rest.kinds == other.kinds
     assert other.take(name) == (None, other)
+
+
+def test_take_refuses_a_name_that_no_mask_has() -> None:
+    """It gave None, as for a mask without such a part."""
+    with pytest.raises(InputError, match=r"(?s)name must be one of band, .*got 'casual'.*did you mean 'causal'"):
+        causal().take("casual")
 
 
 def test_take_gives_values_that_kernels_use() -> None:
@@ -258,6 +264,11 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "lengths-too-large": (lambda: lengths([2**31]), "kv must hold values of at most"),
     "documents-not-from-zero": (lambda: documents([1, 2]), "cu_seqlens_q must start at 0, got 1"),
     "documents-decrease": (lambda: documents([0, 3, 2]), "cu_seqlens_q must never decrease"),
+    "documents-decrease-in-uint8": (lambda: documents(torch.tensor([0, 3, 1], dtype=torch.uint8)), "never decrease"),
+    "documents-gap-in-uint8": (
+        lambda: documents([0, 5, 10], padded_q=torch.tensor([0, 8, 4], dtype=torch.uint8)),
+        "padded_q must leave room for document 1 of length 5, got -4 slots",
+    ),
     "documents-no-offsets": (lambda: documents([]), "cu_seqlens_q must hold N"),
     "documents-keys-differ": (lambda: documents([0, 1], [0, 1, 2]), "cu_seqlens_kv must have as many entries"),
     "documents-gap-too-small": (lambda: documents([0, 3], padded_q=[0, 2]), "padded_q must leave room for document 0"),
@@ -301,6 +312,12 @@ CALLS: dict[str, tuple[Mask, tuple[int, int, int, int], bool, str]] = {
     "lengths-beyond-the-keys": (lengths([1, 5]), (2, 1, 4, 4), False, r"lengths\(kv\) of at most 4.* got 5"),
     "lengths-beyond-the-queries": (lengths([1], [5]), (1, 1, 4, 4), False, r"lengths\(q\) of at most 4.* got 5"),
     "lengths-and-start-beyond": (lengths([3], kv_start=[2]), (1, 1, 4, 4), False, r"kv_start \+ kv.* got 5"),
+    "lengths-and-start-beyond-in-int8": (
+        lengths(torch.tensor([100], dtype=torch.int8), kv_start=torch.tensor([100], dtype=torch.int8)),
+        (1, 1, 150, 150),
+        False,
+        r"kv_start \+ kv.* got 200",
+    ),
     "lengths-packed": (lengths([3]), (1, 1, 4, 4), True, r"packed tokens by documents(.|\n)*cu_seqlens"),
     "documents-of-a-batch": (documents([0, 4]), (2, 1, 4, 4), False, "a batch of 1, got a batch of 2"),
     "documents-beyond-the-tokens": (documents([0, 5]), (1, 1, 4, 5), True, r"cu_seqlens_q\[-1\] of at most 4"),

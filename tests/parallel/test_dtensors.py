@@ -376,3 +376,12 @@ def test_verify_knows_what_a_part_of_the_batch_drops(mesh: Any) -> None:
     q, k = torch.randn(2, LENGTH, 4, SIZE), torch.randn(2, LENGTH, 2, SIZE)
     report = undivided.verify(q, k, k, layout="bshd", mask=mask, dropout_p=0.3, dropout_seed=4, backend="native")
     assert report.ok, report
+
+
+def test_a_result_is_on_the_mesh_of_its_query(mesh: Any) -> None:
+    """It was on an equal mesh of an earlier call, whose process groups may have been destroyed."""
+    equal = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+    assert equal == mesh
+    assert equal is not mesh
+    for own in (mesh, equal):
+        assert attend(own, part(own, (4, 6, 2, 8), WHOLE, Shard(2))).device_mesh is own

@@ -235,6 +235,9 @@ ON_META = torch.zeros(1, 1, 3, 3, device="meta")
 WRONG_AT_RUN_TIME: dict[str, Callable[[Tensor], dict[str, object]]] = {
     "align": lambda q: {"k": q[:, :2], "v": q[:, :2], "mask": masks.causal()},
     "layout": lambda q: {"layout": "BSHD"},
+    "layout-with-a-bar": lambda q: {"layout": "bs|hd"},
+    "backend": lambda q: {"backend": "natif"},
+    "backend-without-a-name": lambda q: {"backend": ""},
     "axes": lambda q: {"q": q.flatten(2)},
     "no-axes": lambda q: {"q": q[0, 0, 0, 0]},
     "device-of-k": lambda q: {"k": q.to("meta")},
@@ -432,7 +435,7 @@ def test_the_operator_passes_opcheck_when_the_native_kernel_runs(case: str) -> N
     if case == "paged":
         k, v = (torch.randn(5, 4, 2, 16) for _ in range(2))
         pages = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
-    spec = f"bshd|{text}|nnnnnn|None|y|-|None|native"
+    spec = f"bshd|{text}|nnnnnn|None|y|-|None|=native"
     call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0, [], None, None, None)
     results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
     assert set(results.values()) == {"SUCCESS"}

@@ -270,7 +270,7 @@ def check_offsets(argument: str, offsets: Tensor) -> None:
     hint = "cu_seqlens are cumulative: documents of length 3 and 2 are [0, 3, 5]"
     if int(offsets[0]) != 0:
         raise InputError(argument, "start at 0", int(offsets[0]), hint)
-    if offsets.numel() > 1 and int(offsets.diff().min()) < 0:
+    if offsets.numel() > 1 and int(offsets.long().diff().min()) < 0:  # uint8 would wrap around
         raise InputError(argument, "never decrease", offsets.tolist() if offsets.numel() < 10 else "a decrease", hint)
 
 

@@ -208,7 +208,7 @@ def natural_sizes(mask: MaskFields) -> tuple[int, int, int, int]:
 
 
 def _end(length: Tensor, start: Tensor | None) -> int:
-    end = length if start is None else length + start
+    end = length if start is None else length.long() + start
     return int(end.max()) if end.numel() else 0
 
 
@@ -258,14 +258,18 @@ def require_matplotlib(argument: str) -> None:
         raise InputError(argument, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
 
 
-def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels: int) -> Figure:
-    """A figure of the density of allowed pairs, saved if a path is given."""
+def check_plot(path: str | PathLike[str] | None, pixels: int) -> None:
+    """InputError if `plot` would raise one."""
     require_matplotlib("Mask.plot")
-    from matplotlib.figure import Figure
-
-    pixels = as_integer("pixels", pixels, 1)
+    as_integer("pixels", pixels, 1)
     if path is not None:
         check_format("path", path)
+
+
+def plot(form: NormalForm, title: str, path: str | PathLike[str] | None, pixels: int) -> Figure:
+    """A figure of the density of allowed pairs, saved if a path is given. The arguments have passed `check_plot`."""
+    from matplotlib.figure import Figure
+
     lines = textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)
     height = PLOT_INCHES + (len(lines) - 4) * TITLE_POINTS / 60  # 4 lines fit above the square picture of 5 x 5 inches
     figure = Figure(figsize=(PLOT_INCHES, height), layout="constrained")

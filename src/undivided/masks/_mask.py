@@ -19,7 +19,7 @@ from torch import Tensor
 
 from undivided.arguments.checks import INT32_MAX, as_device, as_integer, check_mask_devices
 from undivided.arguments.tensors import is_traced, readable
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.masks import _algebra, _drawing, _kept, _spec
 from undivided.masks._alignment import resolve
 from undivided.masks._fields import MaskFields
@@ -105,11 +105,17 @@ class Mask(MaskFields):
             "band"; the part for "lengths" and "documents"; a tuple of tensors or functions for "dense" and
             "predicate"; a tuple of parts for other names.
 
+        Raises:
+            InputError: no mask has a part of this name.
+
         >>> from undivided.masks import *
         >>> window_, rest = (window(4, 0, align="top_left") & prefix(9)).take("window")
         >>> window_, rest
         ((4, 0), prefix(9))
         """
+        if name not in _spec.TAKEN_NAMES:
+            must = f"be one of {', '.join(sorted(_spec.TAKEN_NAMES))}"
+            raise InputError("name", must, repr(name), did_you_mean(name, _spec.TAKEN_NAMES))
         return _algebra.split(self, name)
 
     def __and__(self, other: Mask) -> Mask:
@@ -329,6 +335,8 @@ class Mask(MaskFields):
             return f"{self!r}\n{_drawing.draw(form)}" if form.ranges.shape[0] else repr(self)
         except InputError as error:
             return f"{self!r}\n({error})"
+        except Exception as error:  # of a predicate's function
+            return f"{self!r}\n({type(error).__name__}: {error})"
 
     def draw(self, q_len: int, kv_len: int, batch: int = 1) -> str:
         """The allowed pairs of head 0 as text, one picture per batch element.
@@ -348,7 +356,9 @@ class Mask(MaskFields):
         0 ■ ■ ■ ·
         1 ■ ■ ■ ■
         """
-        form = self._checked_form(batch, 1, q_len, kv_len, "cpu")
+        batch, q_len, kv_len = (
+            as_integer(n, v, 0) for n, v in (("batch", batch), ("q_len", q_len), ("kv_len", kv_len))
+        )
         if (pairs := batch * q_len * kv_len) > _drawing.MAX_DRAWN_PAIRS:
             raise InputError(
                 "batch * q_len * kv_len",
@@ -356,6 +366,7 @@ class Mask(MaskFields):
                 pairs,
                 "mask.plot(q_len, kv_len, path) draws any size",
             )
+        form = self._checked_form(batch, 1, q_len, kv_len, "cpu")
         return "\n\n".join(_drawing.draw(form, index) for index in range(batch))
 
     def plot(
@@ -382,6 +393,7 @@ class Mask(MaskFields):
             InputError: the sizes do not fit the mask, ``path`` does not end in a format that matplotlib writes, or
                 matplotlib is not installed.
         """
+        _drawing.check_plot(path, pixels)
         return _drawing.plot(self._checked_form(batch, heads, q_len, kv_len, "cpu"), repr(self), path, pixels)
 
     def _checked_form(self, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device | str) -> NormalForm:

@@ -100,7 +100,7 @@ class Lengths(Part):
                 continue
             if not readable(length, start):
                 continue
-            end = start if length is None else length if start is None else start + length
+            end = start if length is None else length if start is None else start.long() + length
             if end is not None and end.numel() and int(end.max()) > limit:
                 what = f"{side}_start + {side}" if start is not None and length is not None else side
                 raise InputError(
@@ -154,13 +154,14 @@ class Documents(Part):
                 raise InputError(f"max_{side}", f"be at least the longest document ({longest})", limit)
             if padded is not None:
                 check_at_least(f"padded_{side}", padded, 0)
-                short = (padded.diff() < real.diff()).nonzero()
+                lengths, slots = real.long().diff(), padded.long().diff()
+                short = (slots < lengths).nonzero()
                 if short.numel():
                     n = int(short[0])
                     raise InputError(
                         f"padded_{side}",
-                        f"leave room for document {n} of length {int(real.diff()[n])}",
-                        f"{int(padded.diff()[n])} slots",
+                        f"leave room for document {n} of length {int(lengths[n])}",
+                        f"{int(slots[n])} slots",
                         f"padded_{side} holds the offset of each document in memory, then the total",
                     )
 

@@ -31,6 +31,11 @@ _PARTS: dict[str, Callable[..., Part]] = {
     for kind in (Lengths, Documents, DocumentIds, Prefix, GlobalBand, Chunk, Dense, Tree, Blocks, Origin)
 }
 
+TAKEN_NAMES = frozenset(
+    {"causal", "window", "band", "q_lengths", "starts", "padded", "ranges", Predicate.name, *_PARTS}
+)
+"""The names that `Mask.take` accepts."""
+
 
 def write(
     align: Align | None, band: Band, parts: Sequence[Part], tensors: Sequence[Tensor], numbers: list[int] | None = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from undivided.masks._parts import Chunk, Dense, Documents, Field, Lengths, Part
+from undivided.masks._parts import Chunk, Dense, Documents, Field, GlobalBand, Lengths, Part, Prefix
 from undivided.masks._predicate import Predicate
 
 
@@ -24,6 +24,8 @@ class Structure(NamedTuple):
     >>> masks.causal().structure == masks.causal().structure
     True
     >>> masks.lengths([2, 3]).structure == masks.lengths([4, 1]).structure
+    True
+    >>> masks.prefix(3).structure == masks.prefix(4).structure
     True
     """
 
@@ -56,7 +58,15 @@ def part_detail(part: Part) -> tuple[str | int | None, ...]:
         return (part.name, part.size)
     if isinstance(part, Predicate):
         return (part.name,)
+    if isinstance(part, Prefix):  # as an offset: each length would be a problem of its own
+        return (part.name, _length_kind(part.length))
+    if isinstance(part, GlobalBand):
+        return (part.name, part.left, part.right, _length_kind(part.prefix))
     return (part.name, *(_field_detail(part, value) for value in part.fields()))
+
+
+def _length_kind(length: object) -> str:
+    return "tensor" if isinstance(length, Tensor) else "number"
 
 
 def _field_detail(part: Part, value: Field) -> str | int | None:

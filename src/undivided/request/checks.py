@@ -220,11 +220,11 @@ def check_page_numbers(mask: Mask, pages: Tensor, pool: int, page_size: int) -> 
     if lengths is not None:
         ends, start = lengths.kv, lengths.kv_start
     else:
-        ends, start = documents.cu_seqlens_kv.diff(), None
+        ends, start = documents.cu_seqlens_kv.long().diff(), None
     if not readable(pages, ends, start):
         return
     first_keys = torch.arange(pages.shape[1], device=pages.device) * page_size
-    real = first_keys < (ends if start is None else ends + start).unsqueeze(1)
+    real = first_keys < (ends if start is None else ends.long() + start).unsqueeze(1)
     wrong = real & ((pages < 0) | (pages >= pool))
     if bool(wrong.any()):
         raise InputError(

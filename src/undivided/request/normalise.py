@@ -382,6 +382,9 @@ def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:
             hint="mask=masks.lengths(kv_lengths), or masks.documents(cu_seqlens_q, cu_seqlens_kv) in thd",
         )
     if problem.layout != "thd":
+        if "documents" in mask.kinds:
+            hint = "layout='thd' with a row of pages per document, or masks.document_ids and masks.lengths"
+            raise InputError("mask", "have no documents if pages is given in a dense layout", repr(mask), hint=hint)
         return mask
     assert problem.page_size is not None
     sequences = (mask.document_sizes or (0,))[0]

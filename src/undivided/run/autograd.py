@@ -134,24 +134,29 @@ def backward(
     return backend.backward(call, tensors, result, grad_out, grad_lse)
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None = None, cast: Callable[..., Tensor] = Tensor.to
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, cast under autocast as for scaled_dot_product_attention: all but float64, to the autocast dtype.
-    Quantised k and v, which have a scale, stay as they are."""
+    Quantised k and v, which have a scale, stay as they are.
+
+    cast: returns a tensor in a dtype, ``cast(tensor, dtype)``.
+    """
     if not any_autocast() or not isinstance(q, Tensor) or not is_autocast(q.device):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     if k_scale is not None:
-        return _cast("q", q, dtype), k, v
-    q, k, v = (_cast(name, t, dtype) for name, t in (("q", q), ("k", k), ("v", v)))
+        return _cast("q", q, dtype, cast), k, v
+    q, k, v = (_cast(name, t, dtype, cast) for name, t in (("q", q), ("k", k), ("v", v)))
     return q, k, v
 
 
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype, cast: Callable[..., Tensor]) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.dtype == dtype:
         return tensor
     if not is_dtensor(tensor):
         check_tensor(name, tensor)
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    return cast(tensor, dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def has_tangent(tensors: Tensors) -> bool:

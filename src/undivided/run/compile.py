@@ -40,6 +40,7 @@ from undivided.run.flop_counter import register_if_counting
 from undivided.run.operator_arguments import (
     ANY_SWITCHES,
     FLAGS,
+    NO_BAR,
     SCHEMA,
     Arguments,
     BackwardArguments,
@@ -111,10 +112,10 @@ def _spec(request: Request, mask_text: str, switches: str | None) -> Spec:
     may_need = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
     needs = ["y" if may_need and t is not None and t.requires_grad else "n" for t in request.tensors]
     return Spec(
-        layout=str(request.options.layout),
+        layout=str(request.options.layout).replace("|", NO_BAR),
         mask=mask_text,
         needs="".join(needs),
-        backend="" if request.backend is None else str(request.backend),
+        backend="" if request.backend is None else f"={request.backend}",
         deterministic=str(request.deterministic),
         return_lse="y" if request.options.return_lse else "n",
         switches=ANY_SWITCHES if switches is None else switches,
@@ -157,7 +158,7 @@ def _policy(spec: Spec) -> Policy:
     switches = ""
     if spec.switches != ANY_SWITCHES:
         switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
-    return current_policy(spec.backend or None, FLAGS[spec.deterministic], FLAGS[spec.batch_invariant], switches)
+    return current_policy(spec.requested_backend, FLAGS[spec.deterministic], FLAGS[spec.batch_invariant], switches)
 
 
 def _prepare(args: Arguments) -> tuple[Decision, Call, Tensors]:

@@ -106,6 +106,10 @@ ANY_SWITCHES = "-"
 FLAGS = {str(flag): flag for flag in (None, True, False)}
 
 
+NO_BAR = "//"
+"""In place of "|" in a layout, which may be any text until it is checked."""
+
+
 class Spec(NamedTuple):
     """The static part of a call; the operator takes it as one string."""
 
@@ -120,13 +124,19 @@ class Spec(NamedTuple):
     """PyTorch's switches when the graph was traced."""
     batch_invariant: str = "None"
     backend: str = ""
-    """The caller's choice, which may be any text."""
+    """The caller's choice, which may be any text, after "="; or nothing."""
 
     @staticmethod
     @functools.lru_cache(256)
     def read(text: str) -> Spec:
         """The inverse of ``"|".join(spec)``."""
-        return Spec(*text.split("|", len(Spec._fields) - 1))
+        layout, *others = text.split("|", len(Spec._fields) - 1)
+        return Spec(layout.replace(NO_BAR, "|"), *others)
+
+    @property
+    def requested_backend(self) -> str | None:
+        """The caller's choice of a backend."""
+        return self.backend[1:] if self.backend else None
 
     @property
     def needed(self) -> tuple[bool, ...]:

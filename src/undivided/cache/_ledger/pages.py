@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,13 +48,15 @@ class Pages:
         self.lengths: Counts = (0,) * batch
         self.tables: list[list[int]] = [[] for _ in range(batch)]  # a list is replaced, never changed: see BlockTable
         total = num_pages * ranks
-        self.references = [0] * total
+        self.references = array("i", bytes(4 * total))  # arrays, because a copy of a list takes ten times as long
         # of each rank, taken from the end: page 0 first
-        self.unused = [list(range(total - ranks + rank, -1, -ranks)) for rank in range(ranks)]
+        self.unused = [array("i", range(total - ranks + rank, -1, -ranks)) for rank in range(ranks)]
         # tokens that each sequence had at its last eviction; `truncate` must not leave fewer, except for 0
         self.evicted = [0] * batch
         self.evicted_places: list[Places] = [()] * batch
         self.prefixes = PrefixIndex(page_size, ranks)
+        self._of_ranks: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        """The results of `of_rank`, each after the sequence's pages."""
         self._identity = object()
         self.changes = 0  # number of changes of the tables, so that copies of them can be refreshed
         self._digest = -1, 0  # (number of changes, digest of the tables after them)
@@ -168,7 +171,12 @@ class Pages:
     def of_rank(self, rank: int, sequence: int) -> list[int]:
         """The pages of a sequence on a rank, numbered within it."""
         pages = self.tables[sequence]
-        return pages if self.ranks == 1 else [page // self.ranks for page in pages[rank :: self.ranks]]
+        if self.ranks == 1:
+            return pages
+        found = self._of_ranks.get((rank, sequence))
+        if found is None or found[0] is not pages:  # the same list as before, so that BlockTable keeps its row
+            found = self._of_ranks[rank, sequence] = pages, [page // self.ranks for page in pages[rank :: self.ranks]]
+        return found[1]
 
     def rows(self, plan: MemoryPlan, sequence: int, count: int) -> list[int]:
         rows: list[int] = []
@@ -270,9 +278,10 @@ class Pages:
         """An equal ledger, with the same index of prefixes, which follows the copy from now on."""
         twin = type(self)(0, self.page_size, 0, self.ranks)
         twin.num_pages, twin.lengths, twin.changes = self.num_pages, self.lengths, self.changes
-        twin.tables, twin.references = list(self.tables), list(self.references)
+        twin.tables, twin.references = list(self.tables), self.references[:]
         twin.evicted, twin.evicted_places = list(self.evicted), list(self.evicted_places)
-        twin.unused = [list(pages) for pages in self.unused]
+        twin.unused = [pages[:] for pages in self.unused]
+        twin._of_ranks = dict(self._of_ranks)
         twin.prefixes = self._followed_prefixes()
         twin.prefixes.ledger = twin._identity
         return twin
