@@ -84,6 +84,31 @@ def test_beams_are_reordered() -> None:
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("rows", [[1], [1, 0, 1], [1, 0]])
+def test_reordering_gives_the_batch_of_its_index(rows: list[int], quantize: str | None) -> None:
+    states = torch.arange(1.0, 3.0)[:, None, None, None].expand(2, 1, 3, 4)
+    cache = Cache(quantize=quantize)
+    cache.update(states, states, 0)
+    cache.reorder_cache(torch.tensor(rows))
+    torch.testing.assert_close(cache.layers[0].keys[:, 0, 0, 0], torch.tensor(rows) + 1.0)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_prompt_under_autocast_goes_on_without(quantize: str | None) -> None:
+    """The next token was refused, because the cache had the dtype of autocast."""
+    model, tokens = model_of("Llama"), prompts()["input_ids"]
+    caches: list[Any] = [transformers.DynamicCache(), Cache(quantize=quantize)]
+    logits = []
+    with torch.no_grad():
+        for cache in caches:
+            with torch.autocast("cpu", torch.bfloat16):
+                model(tokens, **{cache_name(model): cache})
+            logits.append(model(tokens[:, :3], **{cache_name(model): cache}).logits)
+    assert logits[1].dtype == caches[1].layers[0].keys.dtype == torch.float32
+    assert (logits[1] - logits[0]).abs().max() < (1e-4 if quantize is None else 0.2)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_models_with_an_encoder_that_build_their_cross_attention_cache(beams: int, quantize: str | None) -> None:
     """T5Gemma builds one of the class that it got, with the keywords of DynamicCache."""
@@ -109,6 +134,11 @@ def test_wrong_formats_are_refused() -> None:
         Cache(quantize="int2")
     with pytest.raises(InputError, match="offloading must be False"):
         Cache(offloading=True)
+    states, stored = torch.randn(1, 1, 2, 4), Cache()
+    stored.update(states, states, 0)
+    for method in ("offload", "prefetch"):
+        with pytest.raises(InputError, match=f"{method} must not be called"):
+            getattr(stored.layers[0], method)()
     model = model_of("Llama")
     cache = {cache_name(model): Cache(quantize="int8")}
     with pytest.raises(InputError, match="require"):

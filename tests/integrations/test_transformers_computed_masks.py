@@ -213,6 +213,19 @@ def test_a_mask_for_other_sizes_is_refused() -> None:
         attention(Layer(), q, k, k, mask)
 
 
+def test_a_mask_tensor_for_more_keys_than_the_layer_has_is_refused() -> None:
+    """A layer with a window keeps the last keys; the mask lost its last columns, and the result was wrong."""
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4)
+    mask = torch.ones(1, 1, 3, 13, dtype=torch.bool).tril(10)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask[..., -7:]).transpose(1, 2)
+    for tensor in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
+        with pytest.raises(
+            InputError, match=r"(?s)must have 7 keys.*keeps the last 7 keys: attention_mask\[..., -7:\]"
+        ):
+            attention(Layer(), q, k, k, tensor)
+        torch.testing.assert_close(attention(Layer(), q, k, k, tensor[..., -7:])[0], expected)
+
+
 def test_without_a_mask_the_layer_says_whether_it_is_causal() -> None:
     """As it is for transformers' own ``sdpa``; the keyword replaces what the layer says."""
     layer, q = Layer(), torch.randn(1, 2, 3, 4)
@@ -225,12 +238,12 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal() -> None:
 
 @pytest.mark.parametrize("numbers", [False, True], ids=["boolean", "numbers"])
 def test_masks_given_by_the_user(numbers: bool) -> None:
-    """A 4-D tensor passes through transformers unchanged; one for a whole static cache is sliced."""
+    """A 4-D tensor passes through transformers unchanged."""
     q, k = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 5, 4)
-    mask = torch.rand(2, 1, 3, 8) > 0.3
+    mask = torch.rand(2, 1, 3, 5) > 0.3
     mask[..., 0] = True
-    given = torch.zeros(2, 1, 3, 8).masked_fill(~mask, torch.finfo(torch.float32).min) if numbers else mask
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=given[..., :5]).transpose(1, 2)
+    given = torch.zeros(2, 1, 3, 5).masked_fill(~mask, torch.finfo(torch.float32).min) if numbers else mask
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=given).transpose(1, 2)
     torch.testing.assert_close(attention(Layer(), q, k, k, given)[0], expected)
 
 

@@ -110,3 +110,21 @@ def test_models_on_the_meta_device_are_not_asked_for_their_padding(name: str) ->
     network = models.build(name, "undivided").to("meta")
     text, real = models.tokens().to("meta"), models.real_tokens("left").to("meta")
     assert network(text, attention_mask=real).logits.shape == (3, 11, 50)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma-2", marks=pytest.mark.slow)])
+def test_a_decoder_with_a_static_cache_is_exported(name: str) -> None:
+    """As ExecuTorch does it: the position of the token is an input of the graph."""
+    from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
+
+    register()
+    network = models.build(name, "undivided").eval()
+    sizes = {"batch_size": 1, "max_cache_len": 32}
+    network.generation_config.update(cache_implementation="static", use_cache=True, cache_config=sizes)
+    text = models.tokens()[:1]
+    with torch.no_grad():
+        expected = network(text, use_cache=False).logits
+        module = TorchExportableModuleForDecoderOnlyLM(network, **sizes, device=torch.device("cpu"))
+        step = module.export(input_ids=text[:, :1], cache_position=torch.tensor([0]), strict=False).module()
+        steps = [step(input_ids=text[:, n : n + 1], cache_position=torch.tensor([n])) for n in range(text.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)

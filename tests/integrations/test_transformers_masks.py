@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from undivided.errors import InputError
 from undivided.integrations.transformers import _masks, _patterns, model_mask, register
 
 masking_utils = pytest.importorskip("transformers.masking_utils", reason="the transformers library is not installed")
@@ -299,3 +300,29 @@ def test_a_long_mask_without_known_structure_is_reported_once(monkeypatch: pytes
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model_mask(1, 2048, 4096, mask_function=made)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 2, 3])
+@pytest.mark.parametrize(("q_len", "offset"), [(4, 0), (1, 3), (2, 2)])
+def test_chunks_that_start_late_are_dropped_only_if_padding_hides_what_is_before_them(
+    padding: int, q_len: int, offset: int
+) -> None:
+    """They were dropped if one chunk is as long as the text."""
+    function = masking_utils.chunked_overlay(4, torch.tensor([2]))
+    real = torch.arange(4)[None] >= padding
+    mask = model_mask(1, q_len, 4, q_offset=offset, mask_function=function, attention_mask=real)
+    queries, keys = torch.arange(q_len)[:, None] + offset, torch.arange(4)
+    zero = torch.zeros((), dtype=torch.long)
+    expected = function(zero, zero, queries, keys) & real
+    rows = queries[:, 0] >= padding  # others are padding themselves
+    assert torch.equal(mask.to_dense()[0, 0][rows], expected[rows])
+    assert ("chunks" in mask.mask.kinds) == (padding < 2)
+
+
+def test_a_padding_mask_of_other_rows_than_the_text_is_refused() -> None:
+    """One row with a hole was used for every row."""
+    for rows in (1, 3):
+        real = torch.tensor([[1, 1, 0, 1, 1]]).repeat(rows, 1)
+        with pytest.raises(InputError, match=f"attention_mask must have a row for each of the 2 .*got {rows} rows"):
+            model_mask(2, 5, 5, mask_function=masking_utils.causal_mask_function, attention_mask=real)
+        assert model_mask(2, 5, 5, attention_mask=torch.ones_like(real)).shape[0] == 2

@@ -291,6 +291,14 @@ class Storage:
             target[:, : stop - start] = tokens if pages is None else tokens[pages]
         return new
 
+    def with_dtype(self, dtype: torch.dtype) -> Storage:
+        """A storage of tokens of another dtype with a copy of all tokens; in quantised form they stay as they are."""
+        pages, page_size = self.k.shape[:2]
+        new = Storage(pages, page_size, self.spec._replace(dtype=dtype), self.k.device)
+        for source, target in zip(self._checked_pools, new._all_pools, strict=True):
+            target.copy_(source)
+        return new
+
     def _encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The tokens in the form of each pool, in memory of their own."""
         if self.spec.format is None:

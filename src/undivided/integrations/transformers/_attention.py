@@ -259,7 +259,11 @@ def _read_attention_mask(
         return attention_mask.mask, None
     if attention_mask is None:
         return masks.causal(align="top_left") if causal and q_len > 1 else None, None
-    attention_mask = attention_mask[..., :kv_len]  # the mask may cover a whole static cache
+    if attention_mask.dim() and attention_mask.shape[-1] not in (1, kv_len):
+        longer = attention_mask.shape[-1] > kv_len
+        hint = f"this layer's cache keeps the last {kv_len} keys: attention_mask[..., -{kv_len}:]" if longer else None
+        must = f"have {kv_len} keys, as this layer has"
+        raise InputError("attention_mask", must, list(attention_mask.shape), hint=hint)
     return (masks.dense(attention_mask), None) if attention_mask.dtype == torch.bool else (None, attention_mask)
 
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from undivided import masks
 from undivided.arguments.checks import as_device, as_integer, check_tensor, check_type, checked_flag
-from undivided.arguments.tensors import is_traced, jit_trace
+from undivided.arguments.tensors import is_traced, jit_trace, readable, values_are_traced
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import active_batch
-from undivided.integrations.transformers._model_mask import MaskSizes, ModelMask, keys_of_one_query
+from undivided.integrations.transformers._model_mask import MaskSizes, ModelMask, hides_nothing, keys_of_one_query
 from undivided.integrations.transformers._patterns import MaskFunction, Packed, Pattern, is_recorded, read
 from undivided.masks import FULL, Mask
 from undivided.selection.policy import current_policy
@@ -75,14 +75,17 @@ def model_mask(
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
+    records_offset = isinstance(q_offset, Tensor) and values_are_traced()  # torch.export, with a static cache
     sizes = MaskSizes(
         _as_size("batch_size", batch_size, 0),
         _as_size("q_length", q_length, 0),
         _as_size("kv_length", kv_length, 0),
-        _as_size("q_offset", q_offset),
+        0 if records_offset else _as_size("q_offset", q_offset),
         _as_size("kv_offset", kv_offset),
     )
     _check_arguments(mask_function, attention_mask, use_vmap, dtype)
+    if attention_mask is not None and not is_traced():
+        _check_rows(attention_mask, sizes.batch)
     pattern = Pattern() if mask_function is None else read(mask_function)
     if (active := active_batch()) is not None:
         return active.model_mask(pattern, batch_size, q_length)
@@ -94,6 +97,8 @@ def model_mask(
         pattern = pattern.with_padding(attention_mask)
     device = as_device("device", device)
     is_additive = config is not None and not takes_booleans(type(config))
+    if records_offset:
+        pattern = Pattern(padding=pattern.padding, rest=(_from_offset(pattern, cast(Tensor, q_offset)),))
     keys = keys_of_one_query(pattern, sizes, device)
     pairs = to_mask(pattern, sizes, device) if keys is None else None
     mask = ModelMask(pairs, pattern, sizes, device, dtype if is_additive else torch.bool, keys=keys)
@@ -113,6 +118,23 @@ def _check_arguments(mask_function: object, attention_mask: object, use_vmap: ob
             raise InputError("attention_mask", "have shape [B, S]", list(attention_mask.shape))
     checked_flag("use_vmap", use_vmap)
     check_type("dtype", dtype, torch.dtype, "a torch.dtype")
+
+
+def _check_rows(attention_mask: Tensor, batch: int) -> None:
+    """InputError if an attention_mask that hides keys has another number of rows than the text."""
+    rows = attention_mask.shape[0]
+    if rows != batch and not (readable(attention_mask) and bool(attention_mask.all())):
+        raise InputError("attention_mask", f"have a row for each of the {batch} of the text", f"{rows} rows")
+
+
+def _from_offset(pattern: Pattern, q_offset: Tensor) -> MaskFunction:
+    """A pattern without its padding as a function of the rows of a call, whose first query has this position."""
+    allows = dataclasses.replace(pattern, padding=()).allows
+
+    def of_rows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return allows(b, h, q + q_offset, k)
+
+    return of_rows
 
 
 def _as_size(argument: str, value: int | Tensor, at_least: int | None = None) -> int:
@@ -221,8 +243,7 @@ def _without_redundant_limits(pattern: Pattern, sizes: MaskSizes) -> Pattern:
         left = None
     if right is not None and (sizes.diagonal + right >= sizes.kv_len - 1 or (right == 0 and sizes.q_len == 1)):
         right = None
-    one_chunk = sizes.q_offset + sizes.q_len
-    chunks = tuple(chunk for chunk in pattern.chunks if chunk.size < one_chunk)
+    chunks = tuple(chunk for chunk in pattern.chunks if not hides_nothing(chunk, pattern, sizes))
     return dataclasses.replace(pattern, left=left, right=right, chunks=chunks)
 
 

@@ -15,7 +15,7 @@ from undivided.arguments.tensors import is_traced, jit_trace, missing_memory
 from undivided.backends._base import KeyRange
 from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
-from undivided.integrations.transformers._patterns import Pattern
+from undivided.integrations.transformers._patterns import Chunked, Pattern
 from undivided.integrations.transformers._tensor_like import TensorLike
 from undivided.masks import FULL, Mask
 from undivided.run.replay import PreparedCall
@@ -168,7 +168,7 @@ def keys_of_one_query(pattern: Pattern, sizes: MaskSizes, device: torch.device) 
         return None
     if pattern.rest or pattern.packed is not None or len(pattern.padding) > 1:
         return None
-    if any(chunk.size <= sizes.q_offset for chunk in pattern.chunks):  # others have one chunk
+    if not all(hides_nothing(chunk, pattern, sizes) for chunk in pattern.chunks):
         return None
     first = 0 if pattern.left is None else max(sizes.diagonal - pattern.left, 0)
     stop = kv_len if pattern.right is None else min(sizes.diagonal + pattern.right + 1, kv_len)
@@ -190,6 +190,26 @@ def keys_of_one_query(pattern: Pattern, sizes: MaskSizes, device: torch.device) 
             return None
         keys.append((first + found[0], first + found[1]) if found[1] else (0, 0))
     return tuple(keys)
+
+
+def hides_nothing(chunk: Chunked, pattern: Pattern, sizes: MaskSizes) -> bool:
+    """Whether all real keys up to the last query are in one chunk.
+
+    If chunks start after the first position, there is a part of a chunk before them. In models this part is padding,
+    because chunks start at the first token of a left-padded text.
+    """
+    if chunk.size < sizes.q_offset + sizes.q_len:
+        return False
+    first = int(chunk.start.max()) if chunk.start.numel() else 0
+    if first <= 0:
+        return True
+    return any(real.shape[1] >= first and _starts_with_padding(real, chunk.start) for real in pattern.padding)
+
+
+def _starts_with_padding(real: Tensor, start: Tensor) -> bool:
+    """Whether no key before a row's start is real."""
+    before = torch.arange(real.shape[1], device=real.device) < start.to(real.device)[:, None]
+    return not bool((before & real.to(torch.bool)).any())
 
 
 def _real_range(real: bytes) -> tuple[int, int] | None:

@@ -21,7 +21,8 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
     New tokens are written in place, so that a step does not copy the cached ones. With ``quantize``, they are stored as
     8-bit or 4-bit values and scales, and ``attn_implementation="undivided"`` reads them in place; every other
     implementation gets dequantised tensors. Beam search, ``crop``, assisted generation, ``batch_select_indices`` and
-    ``copy.deepcopy`` work as with a `DynamicCache`.
+    ``copy.deepcopy`` work as with a `DynamicCache`. The heads of a token are adjacent in memory, so a model that calls
+    ``.view`` on its cached keys (GPT-NeoX-Japanese) needs a `DynamicCache`.
 
     Args:
         config: the configuration of the model. Layers with a sliding window then keep the tokens of their window only.

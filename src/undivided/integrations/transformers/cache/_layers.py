@@ -65,6 +65,8 @@ class _StoredLayer:
             self.lazy_initialization(key_states, value_states)
         storage = self.storage
         assert storage is not None
+        if torch.promote_types(value_states.dtype, storage.spec.dtype) != storage.spec.dtype:
+            storage = self._widen(value_states.dtype)  # the text before was computed under autocast
         names = "key_states", "value_states"
         batch = storage.k.shape[0]
         new = checked_tokens(
@@ -84,6 +86,13 @@ class _StoredLayer:
         self._end += count
         return count
 
+    def _widen(self, dtype: torch.dtype) -> Storage:
+        """A new storage of the cached tokens in a wider dtype; in quantised form they stay as they are."""
+        assert self.storage is not None
+        self.dtype = torch.promote_types(dtype, self.storage.spec.dtype)
+        self.storage = self.storage.with_dtype(self.dtype)
+        return self.storage
+
     def _move(self, page_size: int, rows: Tensor | None = None) -> Storage:
         """A new storage, which starts with the cached tokens of these rows of the batch, or of all."""
         assert self.storage is not None
@@ -102,7 +111,9 @@ class _StoredLayer:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b of the batch becomes a copy of row ``beam_idx[b]``; rows that stay are not copied."""
-        if self.storage is not None:
+        if self.storage is not None and beam_idx.shape[0] != self.storage.k.shape[0]:
+            self._select(beam_idx)
+        elif self.storage is not None:
             pairs = [(source, row) for row, source in enumerate(beam_idx.tolist()) if source != row]
             self.storage.copy(pairs, self._end)
 
@@ -115,6 +126,14 @@ class _StoredLayer:
         """Keep these rows of the batch: their indices, or a bool for every row."""
         if self.storage is not None:
             self._select(torch.arange(self.storage.k.shape[0])[indices.cpu()])
+
+    def offload(self) -> None:
+        """Raises InputError: the memory of this cache stays on its device."""
+        raise _not_offloaded("offload")
+
+    def prefetch(self) -> None:
+        """Raises InputError, as `offload`."""
+        raise _not_offloaded("prefetch")
 
     def _select(self, rows: Tensor) -> None:
         assert self.storage is not None
@@ -184,6 +203,11 @@ class SlidingLayer(_StoredLayer, DynamicSlidingWindowLayer):  # type: ignore[mis
     def _forget(self) -> None:
         """Give up the tokens that the next query does not see."""
         self._start = max(self._start, self._end - self.sliding_window + 1)
+
+
+def _not_offloaded(method: str) -> InputError:
+    hint = "transformers' DynamicCache(offloading=True)"
+    return InputError(method, "not be called: this cache stays on the device of its model", "a call", hint=hint)
 
 
 def _with_room(count: int) -> int:
