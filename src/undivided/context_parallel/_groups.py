@@ -7,7 +7,7 @@ from typing import Any
 
 from undivided.context_parallel._schedule import Mesh, Strategy
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
-from undivided.context_parallel.exchange.groups import group_of
+from undivided.context_parallel.exchange.groups import check_grid, group_of
 from undivided.context_parallel.exchange.simulate import SimulatedGroup
 from undivided.errors import InputError
 
@@ -67,6 +67,8 @@ def _communicators(group: Any) -> Iterator[Communicator]:
         for member in reversed(group):
             yield from _communicators(member)
     elif hasattr(group, "mesh_dim_names"):
+        if group.ndim == 2:
+            check_grid(group)
         yield from (ProcessGroup(group_of(group, dim)) for dim in range(group.ndim))
     elif group is None or isinstance(group, dist.ProcessGroup):
         yield ProcessGroup(group)

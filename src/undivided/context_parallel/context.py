@@ -41,7 +41,6 @@ from undivided.request.checks import checked_mask
 from undivided.request.request import Options, Request, Tensors
 from undivided.request.seed import draw_number
 from undivided.selection.decision import Decision, decide
-from undivided.selection.policy import Policy
 
 
 @checked_methods("__init__", "bind", "shard", "unshard")
@@ -150,8 +149,7 @@ class ContextParallel(ShardedTokens):
             out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
-        policy = policy_over_ranks(request)
-        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request, policy))
+        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request))
         out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
 
@@ -261,8 +259,8 @@ class ContextParallel(ShardedTokens):
         mask = masks.causal(align="bottom_right") if mask is None else mask
         options = Options(layout, mask, scale, softcap, return_lse=True)
         request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options, backend, deterministic)
-        axes, policy = self._group_axes(), policy_over_ranks(request)
-        step = prepare_on_all_ranks(axes, self.check, lambda: prepare_step(request, positions, kv_len, policy, by))
+        axes = self._group_axes()
+        step = prepare_on_all_ranks(axes, self.check, lambda: prepare_step(request, positions, kv_len, by))
         return decode(axes, step, by)
 
     def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
@@ -339,8 +337,9 @@ class ContextParallel(ShardedTokens):
         placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(options.mask))
         return build_global_request(request, self.strategy, self.mesh, placement, device)
 
-    def _request_and_runs(self, request: Request, policy: Policy) -> tuple[tuple[GlobalRequest, Runs], SharedArguments]:
+    def _request_and_runs(self, request: Request) -> tuple[tuple[GlobalRequest, Runs], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""
+        policy = policy_over_ranks(request)
         global_request, shared = self._checked_request(request, "attention")
         return (global_request, global_request.runs(Machine.this(request.tensors.q.device), policy)), shared
 

@@ -32,6 +32,7 @@ from undivided.context_parallel._pieces import Piece, piece_mask
 from undivided.context_parallel._request import (
     check_local,
     check_values,
+    policy_over_ranks,
     select_backend,
     whole_call,
     with_four_bias_axes,
@@ -70,9 +71,12 @@ class DecodeStep(NamedTuple):
 
 
 def prepare_step(
-    request: Request, positions: Tensor, kv_len: int, policy: Policy, by: MergeMethod
+    request: Request, positions: Tensor, kv_len: int, by: MergeMethod
 ) -> tuple[DecodeStep, SharedArguments]:
     """This rank's part, validated, and the values that all ranks must share; see `ContextParallel.decode`."""
+    policy = policy_over_ranks(request)
+    q, k, v = autograd.autocast(*request.tensors[:3])
+    request = request._replace(tensors=request.tensors._replace(q=q, k=k, v=v))
     (q, k, _, _, sinks, slopes), layout = request.tensors, request.options.layout
     check_values(q)
     check_local(request)

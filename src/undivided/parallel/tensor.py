@@ -14,6 +14,7 @@ from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.failures import rank_errors
+from undivided.context_parallel.exchange.groups import check_ascending
 from undivided.errors import InputError, nearest_name
 from undivided.nn import MultiheadAttention, TransformerLayer
 from undivided.nn.arguments.formats import Heads
@@ -95,6 +96,7 @@ def _check_mesh(mesh: object) -> None:
         name = nearest_name("tensor", names) or nearest_name("tp", names) or (names[-1] if names else None)
         hint = "give its axes names by mesh_dim_names" if name is None else f"select one axis, such as mesh[{name!r}]"
         raise InputError("mesh", "be a DeviceMesh with one axis", f"{mesh.ndim} axes {names}", hint=hint)
+    check_ascending(mesh)
 
 
 def _divide_feed_forward(layer: TransformerLayer, mesh: DeviceMesh) -> None:

@@ -224,7 +224,7 @@ class Program:
         assert cache.lengths == self.alone.lengths
         used = Counter(page for table in ledger.tables for page in table if page >= 0)
         used.update(node.page for node in ledger.prefixes)
-        assert [used[page] for page in range(len(ledger.references))] == ledger.references
+        assert [used[page] for page in range(len(ledger.references))] == list(ledger.references)
         for rank, unused in enumerate(ledger.unused):
             assert sorted(unused) == [n for n in range(rank, len(ledger.references), ledger.ranks) if not used[n]]
         for table in ledger.tables:

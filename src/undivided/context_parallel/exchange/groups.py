@@ -1,6 +1,10 @@
-"""Process groups that `torch.distributed.destroy_process_group` has ended, which contexts and layers may still hold.
+"""Process groups and meshes that cannot be used.
 
-PyTorch's collectives raise an error about registration for them, or return without doing anything.
+Contexts and layers may still hold a group that `torch.distributed.destroy_process_group` has ended. PyTorch's
+collectives raise an error about registration for it, or return without doing anything.
+
+The rank of a process in the group of a mesh's axis follows its number, not its place in the mesh. Where the numbers do
+not ascend, the two differ: parts of a tensor would be exchanged, without an error.
 """
 
 from __future__ import annotations
@@ -30,6 +34,27 @@ def group_of(mesh: Any, axis: int | str = 0) -> Any:
         if "Could not resolve the process group" not in str(error):
             raise
         raise _destroyed("mesh", "a DeviceMesh") from error
+
+
+def check_ascending(mesh: Any, argument: str = "mesh") -> None:
+    """InputError unless the numbers of the processes ascend along every axis of a `DeviceMesh`, or of the mesh of which
+    it is an axis."""
+    whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh  # the same verdict on all processes
+    for processes in (whole.mesh, mesh.mesh):
+        if any(bool((processes.diff(dim=dim) <= 0).any()) for dim in range(processes.ndim)):
+            hint = "init_device_mesh numbers them so; PyTorch divides tensors wrongly over others"
+            must = "have processes whose numbers ascend along every axis"
+            raise InputError(argument, must, str(processes.tolist()), hint=hint)
+
+
+def check_grid(mesh: Any) -> None:
+    """InputError unless all rows of a `DeviceMesh` [ring, heads] have the same order of processes, and all columns."""
+    for dim in (0, 1):
+        order = mesh.mesh.argsort(dim).argsort(dim)
+        if bool((order != order.select(1 - dim, 0).unsqueeze(1 - dim)).any()):
+            hint = "init_device_mesh numbers the processes in the order of the rows"
+            must = "have the same order of processes in all rows, and in all columns"
+            raise InputError("group", must, str(mesh.mesh.tolist()), hint=hint)
 
 
 def _destroyed(argument: str, what: str) -> InputError:

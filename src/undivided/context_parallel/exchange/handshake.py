@@ -93,9 +93,9 @@ def compare_ranks(
     texts = {} if shared is None else {name: str(value) for name, value in shared.items()}
     state = _PREPARED if error is None else _REFUSED
     rows = _gather_numbers(axes, state, _hash("\0".join(itertools.chain(*texts.items()))), step)
-    if rows[0][0] == _PREPARED and all(row == rows[0] for row in rows):
-        return
-    _raise_difference(axes, texts, error, step)
+    if rows[0][0] != _PREPARED or any(row[:2] != rows[0][:2] for row in rows):
+        _raise_difference(axes, texts, error, step)
+    _check_grid([row[2:] for row in rows])
 
 
 def agree_on_seed(axes: Sequence[Communicator], seed: int) -> int:
@@ -107,15 +107,32 @@ def agree_on_seed(axes: Sequence[Communicator], seed: int) -> int:
     """
     step = "the exchange of the dropout's seed"
     rows = _gather_numbers(axes, _SEED, seed, step)
-    if any(state != _SEED for state, _ in rows):
+    if any(state != _SEED for state, *_ in rows):
         _raise_difference(axes, {CALL: "ContextParallel.seed(), for dropout in training mode"}, None, step)
     return rows[0][1]
 
 
 def _gather_numbers(axes: Sequence[Communicator], state: int, number: int, step: str) -> list[list[int]]:
-    """The state and the number of every rank."""
-    sent = torch.tensor([state, number], dtype=torch.int64, device="cpu")
+    """The state and the number of every rank, and its place: in two axes, the first process of its group and its rank
+    there."""
+    groups = process_groups(axes)
+    place = [groups[0][0], axes[0].rank, groups[1][0], axes[1].rank] if len(groups) == 2 else [0] * 4
+    sent = torch.tensor([state, number, *place], dtype=torch.int64, device="cpu")
     return [row.tolist() for row in gather_all(axes, sent, step)]
+
+
+def _check_grid(places: Sequence[Sequence[int]]) -> None:
+    """InputError unless the ranks of each group of one axis have the same rank in the groups of the other axis.
+
+    PyTorch orders a group by the numbers of its processes, so that groups of a mesh in another order are no grid.
+    """
+    column_of: dict[int, int] = {}
+    row_of: dict[int, int] = {}
+    for ring, ring_rank, heads, heads_rank in places:
+        if column_of.setdefault(ring, heads_rank) != heads_rank or row_of.setdefault(heads, ring_rank) != ring_rank:
+            hint = "a group sorts its processes: make the groups of a mesh with ascending numbers"
+            must = "be two groups whose processes are in the same order in all of them"
+            raise InputError("group", must, f"groups that begin with the processes {ring} and {heads}", hint=hint)
 
 
 def _raise_difference(

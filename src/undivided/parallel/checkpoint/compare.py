@@ -83,12 +83,13 @@ def _parameter(name: str) -> str:
     return name.removeprefix(STATE).rpartition(".")[0]
 
 
-def check_files(metadata: Metadata, path: Path) -> None:
+def check_files(metadata: Metadata, path: Path, hint: str = "copy it again, or pass an earlier step") -> None:
     """Raise InputError if a file of a checkpoint is absent or too short.
 
     Args:
         metadata: of the checkpoint.
         path: of its folder.
+        hint: of the error.
     """
     ends: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
@@ -100,7 +101,6 @@ def check_files(metadata: Metadata, path: Path) -> None:
         if size is None or size < end:
             wrong.append(f"{name} ({'absent' if size is None else f'{size} of {end} bytes'})")
     if wrong:
-        hint = "copy it again, or pass an earlier step"
         raise InputError("folder", f"have all files of {path.name}", f"damaged: {listed(wrong)}", hint=hint)
 
 

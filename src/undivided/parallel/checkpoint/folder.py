@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
+from undivided.context_parallel.exchange.collectives import RankError
+from undivided.errors import InputError
+
 Value = TypeVar("Value")
 
 _NAME = re.compile(r"step-(\d+)(\.replaced)?")
@@ -66,21 +69,58 @@ def on_first_rank(action: Callable[[], Value]) -> Value:
     """The result of a function that rank 0 calls, on all ranks; or its error.
 
     Raises:
-        OSError: the function raised one.
+        OSError, InputError: the function raised one.
     """
     outcome: list[Any] = [None, None]
-    is_parallel = distributed.is_available() and distributed.is_initialized()
-    if not is_parallel or distributed.get_rank() == 0:
+    if not _is_parallel() or distributed.get_rank() == 0:
         try:
             outcome[0] = action()
-        except OSError as error:
+        except (OSError, InputError) as error:
             outcome[1] = error
-    if is_parallel:
+    if _is_parallel():
         distributed.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     value: Value = outcome[0]
     return value
+
+
+def on_all_ranks(action: Callable[[], Value]) -> Value:
+    """The result of a function that every rank calls; if it raises on one of them, an error on all.
+
+    Raises:
+        OSError, InputError: the function raised one on this rank.
+        RankError: it did so on another rank.
+    """
+    value, error = None, None
+    try:
+        value = action()
+    except (OSError, InputError) as raised:
+        error = raised
+    texts: list[str | None] = [None if error is None else f"{error}"]
+    if _is_parallel():
+        texts *= distributed.get_world_size()
+        distributed.all_gather_object(texts, texts[0])
+    if error is not None:
+        raise error
+    if refused := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]:
+        raise RankError(f"another rank failed: {'; '.join(refused)}")
+    return value  # type: ignore[return-value]
+
+
+def check_same(argument: str, value: object) -> None:
+    """InputError on all ranks if they have different values."""
+    values = [value]
+    if _is_parallel():
+        values *= distributed.get_world_size()
+        distributed.all_gather_object(values, value)
+    if any(other != values[0] for other in values):
+        got = ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(values[:8]))
+        raise InputError(argument, "be the same on all ranks", got)
+
+
+def _is_parallel() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def settle() -> None:
@@ -90,7 +130,7 @@ def settle() -> None:
     time (torch 2.13). A barrier has no tensors of Python. `destroy_process_group` at the program's end waits for that
     thread.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if _is_parallel():
         distributed.barrier()
 
 

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from undivided.arguments.checks import check_type
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel.exchange.failures import rank_errors
+from undivided.context_parallel.exchange.groups import check_ascending
 from undivided.errors import InputError
 from undivided.parallel.checkpoint import folder as folders
 from undivided.parallel.checkpoint.compare import check_entries, check_files, check_header
@@ -76,7 +79,8 @@ def save_checkpoint(
         keep: how many checkpoints of steps up to this one are left, for example 3; None leaves all.
 
     Raises:
-        InputError: an argument is wrong, or an optimizer has state that is not divided as its parameters.
+        InputError: an argument is wrong, an optimizer has state that is not divided as its parameters, or the ranks
+            wrote to different folders. The checkpoints before it are left as they were.
         OSError: rank 0 cannot create or rename the folder.
         torch.distributed.checkpoint.api.CheckpointException: a rank cannot write.
         RankError: a rank ended, or did not call it within the timeout of the default group.
@@ -98,9 +102,10 @@ def save_checkpoint(
         state = training_state(model, optimizer)
     entries = state.tensors | {HEADER: Header(step, plain, state.groups).to_bytes()}
     with rank_errors(f"saving the checkpoint of step {step}"), _without_group_warning():
+        folders.check_same("step", step)
         folders.on_first_rank(lambda: folders.begin(folder, step))
         save(entries, checkpoint_id=folders.unfinished_path(folder, step), planner=SavePlanner(_divided(state)))
-        folders.on_first_rank(lambda: folders.finish(folder, step, keep))
+        folders.on_first_rank(lambda: _finish(folder, step, keep))
         folders.settle()
 
 
@@ -125,7 +130,7 @@ def load_checkpoint(
         InputError: there is no such step, a file is absent, too short or unreadable, or the model or the optimizer has
             other names or sizes. Nothing has been loaded then, except that parameters may have changed before a file
             was found unreadable: load another step. Changed bytes within a tensor are not noticed.
-        RankError: a rank ended, or did not call it within the timeout of the default group.
+        RankError: another rank found such an error, ended, or did not call it within the timeout of the default group.
 
     >>> import tempfile, undivided
     >>> layer = undivided.TransformerLayer(32, 64, 4, attn_input_format="bshd")
@@ -135,6 +140,7 @@ def load_checkpoint(
     folder = _checked_folder(folder)
     _check_training(model, optimizer)
     with rank_errors("finding the checkpoint to load"):
+        folders.check_same("step", step)
         checkpoints = folders.on_first_rank(lambda: folders.complete_checkpoints(folder))
     if step is not None and _checked_step(step) not in checkpoints:
         raise InputError(
@@ -144,10 +150,8 @@ def load_checkpoint(
         return None
     path = checkpoints[max(checkpoints) if step is None else step]
     reader = Reader(path)
-    metadata = reader.read_metadata()
-    check_header(metadata, path)
-    check_files(metadata, path)
-    header = _read_header(reader)
+    with rank_errors(f"reading the contents of {path.name}"):
+        metadata, header = folders.on_all_ranks(lambda: _read_contents(reader, path))
     with state_for_loading(model, optimizer):
         state = training_state(model, optimizer)
         divided = _divided(state)
@@ -155,9 +159,8 @@ def load_checkpoint(
             name: divided[name].size if name in divided else value.shape if isinstance(value, Tensor) else None
             for name, value in state.tensors.items()
         }
-        if optimizer is not None and header.groups is None:
-            raise InputError("optimizer", f"be None, because {path.name} has no optimizer state", "an optimizer")
-        unused = check_entries(metadata, sizes, path, None if optimizer is None else header.groups)
+        with rank_errors(f"comparing the model with {path.name}"):
+            unused = folders.on_all_ranks(lambda: _check_fit(metadata, header, sizes, path, optimizer is not None))
         tensors = {name: value for name, value in state.tensors.items() if name not in unused}
         read_in_place = {name: tensor for name, tensor in divided.items() if name not in unused}
         entries = {name: value for name, value in tensors.items() if name not in divided}
@@ -181,6 +184,34 @@ def checkpoint_steps(folder: StrPath) -> list[int]:
     []
     """
     return list(folders.complete_checkpoints(_checked_folder(folder)))
+
+
+def _finish(folder: Path, step: int, keep: int | None) -> None:
+    """As `folders.finish`, if all files are there."""
+    path = folders.unfinished_path(folder, step)
+    check_files(Reader(path).read_metadata(), path, "save to a folder that all ranks share")
+    folders.finish(folder, step, keep)
+
+
+def _read_contents(reader: Reader, path: Path) -> tuple[Metadata, Header]:
+    """What a checkpoint has, after its files were checked."""
+    try:
+        metadata = reader.read_metadata()
+        check_header(metadata, path)
+        check_files(metadata, path)
+        return metadata, _read_header(reader)
+    except OSError as error:
+        hint = "load from a folder that all ranks share"
+        raise InputError("folder", f"have {path.name} on every rank", f"{type(error).__name__}", hint=hint) from error
+
+
+def _check_fit(
+    metadata: Metadata, header: Header, sizes: Mapping[str, torch.Size | None], path: Path, has_optimizer: bool
+) -> set[str]:
+    """As `check_entries`, for a model and perhaps an optimizer."""
+    if has_optimizer and header.groups is None:
+        raise InputError("optimizer", f"be None, because {path.name} has no optimizer state", "an optimizer")
+    return check_entries(metadata, sizes, path, header.groups if has_optimizer else None)
 
 
 def _read_header(reader: Reader) -> Header:
@@ -212,6 +243,8 @@ def _checked_step(step: object) -> int:
 
 def _check_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     check_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    for mesh in {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}:
+        check_ascending(mesh, "model")
     if optimizer is not None:
         check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         check_optimizer(optimizer)

@@ -1,0 +1,93 @@
+"""Meshes in another order, and arguments that one of several processes refuses: an error on all of them at once."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+from gloo_ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+import undivided
+from undivided import masks
+
+ORDERS = ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 2], [1, 0]])
+WRONG_ORDERS = ([[0, 1], [3, 2]], [[0, 3], [2, 1]], [[0, 3], [1, 2]])
+
+
+def outcome_of_mesh(order: list[list[int]], as_pair: bool) -> float | str:
+    """The difference from one process, or the text of the error."""
+    mesh = DeviceMesh("cpu", order, mesh_dim_names=("ring", "heads"))
+    group: Any = (mesh.get_group("heads"), mesh.get_group("ring")) if as_pair else mesh
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 16, 4, 8, dtype=torch.float64)
+    try:
+        cp = undivided.ContextParallel(group, "ring+all_to_all", "contiguous").bind(16)
+        own = [cp.shard(t, "bshd") for t in (q, k, v)]
+        out = undivided.attention(*own, layout="bshd", mask=masks.causal(), context_parallel=cp)
+    except undivided.InputError as error:
+        return str(error)
+    expected = undivided.attention(q, k, v, layout="bshd", mask=masks.causal())
+    return float((out - cp.shard(expected, "bshd")).abs().max())
+
+
+def outcome_of_refusal(kind: str) -> tuple[str, float]:
+    """The type of the error of a call of which rank 0 refuses an argument, and how long it took."""
+    rank = torch.distributed.get_rank()
+    cp = undivided.ContextParallel().bind(8)
+    q = torch.randn(1, 4, 2, 8)
+    start = time.perf_counter()
+    wrong: dict[str, Any] = {"backend": "nope"} if "backend" in kind else {"deterministic": "x"}
+    options = wrong if rank == 0 else {}
+    try:
+        if "decode" in kind:
+            cp.decode(q[:, :1], q, q, torch.arange(4) * 2 + rank, 8, layout="bshd", **options)
+        else:
+            undivided.attention(q, q, q, layout="bshd", context_parallel=cp, **options)
+    except Exception as error:
+        return type(error).__name__, time.perf_counter() - start
+    return "", 0.0
+
+
+def dtypes_under_autocast() -> list[torch.dtype]:
+    rank, cp = torch.distributed.get_rank(), undivided.ContextParallel()
+    q, own = torch.randn(1, 1, 2, 8), torch.arange(4) * 2 + rank
+    with torch.autocast("cpu", torch.bfloat16):
+        caches = [torch.randn(1, 4, 2, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        return [cp.decode(q, k, k, own, 8, layout="bshd")[0].dtype for k in caches]
+
+
+@pytest.fixture(scope="module")
+def of_four_ranks() -> list[list[Any]]:
+    cases = [(order, pair) for order in (*ORDERS, *WRONG_ORDERS) for pair in (False, True)]
+    return run_ranks(4, *[functools.partial(outcome_of_mesh, *case) for case in cases])
+
+
+def test_a_mesh_is_a_grid_or_refused_on_all_ranks(of_four_ranks: list[list[Any]]) -> None:
+    """PyTorch sorts the processes of a group; parts were exchanged if its order is not that of the mesh."""
+    for found in of_four_ranks[: 2 * len(ORDERS)]:
+        assert max(found) < 1e-12
+    for found in of_four_ranks[2 * len(ORDERS) :]:
+        assert all("same order" in text for text in found)
+
+
+KINDS = ["attention backend", "attention deterministic", "decode backend"]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks() -> list[list[Any]]:
+    return run_ranks(2, *[functools.partial(outcome_of_refusal, kind) for kind in KINDS], dtypes_under_autocast)
+
+
+def test_what_one_rank_refuses_is_an_error_on_all_at_once(of_two_ranks: list[list[Any]]) -> None:
+    """The other rank waited for the timeout of the group."""
+    for (first, _), (second, seconds) in of_two_ranks[: len(KINDS)]:
+        assert (first, second) == ("InputError", "RankError")
+        assert seconds < 60
+
+
+def test_decoding_casts_under_autocast(of_two_ranks: list[list[Any]]) -> None:
+    assert of_two_ranks[-1] == [[torch.bfloat16] * 2] * 2
