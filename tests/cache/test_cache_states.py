@@ -152,7 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         ledger = self.cache._ledger
         used = Counter(page for pages in ledger.tables for page in pages)
-        assert [used[page] for page in range(PAGES)] == ledger.references
+        assert [used[page] for page in range(PAGES)] == list(ledger.references)
         assert sorted(ledger.unused[0]) == [page for page in range(PAGES) if not used[page]]
         assert [len(pages) for pages in ledger.tables] == [-(-len(k) // PAGE_SIZE) for k, _ in self.held]
 
