@@ -143,7 +143,7 @@ def attention(
         return_lse: also return the log-sum-exp of the allowed scores, [B, H, Sq] ([H, Tq] in thd), fp32 (fp64 for fp64
             inputs), natural logarithm, differentiable.
         pages: block table of a paged cache, int32 [B, max_pages]. k and v are then pools [pages, page_size, N, D], and
-            the mask says how many keys each sequence has (`masks.lengths`; `masks.documents` in thd).
+            the mask contains the number of keys of each sequence (`masks.lengths`; `masks.documents` in thd).
         k_scale, v_scale: fp32 scales of quantised keys and values (`undivided.quantization`). k and v are then int8,
             float8_e4m3fn, float8_e5m2 or, for int4, uint8 [.., D/2], in any layout or in pages. Each scale has the
             shape of its tensor without the last axis (int4: with D/32 in its place). Nothing may require a gradient.

@@ -70,7 +70,7 @@ class Machine:
     """The properties of a machine that selection of a backend depends on.
 
     Args:
-        device: "cpu" or "cuda"; None if the tensors say.
+        device: "cpu" or "cuda"; None: that of the tensors.
         name: what people call it; only printed.
         compute_capability: of the CUDA device, e.g. (8, 0) for an A100.
         cudnn: cuDNN's version, e.g. "8.9.7".

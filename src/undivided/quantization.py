@@ -28,7 +28,7 @@ Format = Literal["int8", "fp8_e4m3", "fp8_e5m2", "int4"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 """The names of the formats."""
 
-NUMBERS: dict[Format | None, int] = {None: 0, **{format: number for number, format in enumerate(FORMATS, 1)}}
+FORMAT_CODES: dict[Format | None, int] = {None: 0, **{format: number for number, format in enumerate(FORMATS, 1)}}
 """The number of each format in the records of the native kernel, and in Triton's; 0 is not quantised."""
 
 GROUP = 32
@@ -123,7 +123,7 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     check_tensor("scale", scale)
     format = format_of(values.dtype)
     if format is None:
-        raise InputError("values", f"have the dtype of a format ({_names_of_dtypes()})", str(values.dtype))
+        raise InputError("values", f"have the dtype of a format ({names_of_dtypes()})", str(values.dtype))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
         raise InputError("dtype", "be float16, bfloat16, float32 or float64", str(dtype))
     check_scale("scale", scale, "values", values)
@@ -235,7 +235,8 @@ def check_scale(argument: str, scale: Tensor, of: str, values: Tensor) -> None:
         raise InputError(argument, f"be on the device of {of} ({values.device})", str(scale.device))
 
 
-def _names_of_dtypes() -> str:
+def names_of_dtypes() -> str:
+    """The dtype of each format, for a message."""
     return ", ".join(f"{dtype_name(dtype)} for {format}" for format, dtype in DTYPES.items())
 
 

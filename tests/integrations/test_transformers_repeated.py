@@ -36,7 +36,7 @@ CAUSAL = masks.causal(align="bottom_right")
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What layers prepare, in their order; what earlier tests have prepared is forgotten."""
     calls: list[object] = []
-    of = PreparedCall.of
+    of = PreparedCall.prepare
 
     def recording(*arguments: Any) -> PreparedCall | None:
         calls.append(call := of(*arguments))

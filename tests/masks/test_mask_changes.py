@@ -291,11 +291,11 @@ def test_masks_without_tensors_share_their_ranges() -> None:
     assert (causal("top_left") & prefix(3)).normal_form(1, 1, 6, 7, CPU).shift.tolist() == [[0] * 6]
 
 
-def test_the_memory_of_one_mask_is_bounded() -> None:
+def test_the_entries_of_one_mask_is_bounded() -> None:
     mask = lengths([1])
     for size in range(1, 100):
         mask.normal_form(1, 1, size, size, CPU)
-    assert len(mask.__dict__["_memory"]) <= 64
+    assert len(mask.__dict__["_entries"]) <= 64
 
 
 def test_a_result_in_use_is_kept_when_others_are_removed() -> None:
@@ -397,7 +397,7 @@ def test_copies_do_not_contain_cached_values() -> None:
     mask = causal("top_left") & lengths(torch.tensor([1, 3])) & masks.predicate(everywhere)
     dense = mask.to_dense(2, 1, 3, 3)
     for copied in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
-        assert "_memory" not in copied.__dict__
+        assert "_entries" not in copied.__dict__
         assert torch.equal(copied.to_dense(2, 1, 3, 3), dense)
         copied.tensors[0].fill_(0)
         assert not copied.to_dense(2, 1, 3, 3).any()

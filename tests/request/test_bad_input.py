@@ -155,8 +155,8 @@ def test_a_keyword_of_another_library_gives_a_hint_with_ours(name: str, compiled
 
 def test_every_foreign_keyword_is_one_that_attention_does_not_have() -> None:
     own = set(inspect.signature(undivided.attention).parameters)
-    assert not own & set(_foreign._WRITTEN)
-    for hint in _foreign._WRITTEN.values():
+    assert not own & set(_foreign._KEYWORD_HINTS)
+    for hint in _foreign._KEYWORD_HINTS.values():
         word = re.match(r"(\w+)=", hint)
         assert word is None or word[1] in own
 

@@ -40,7 +40,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Problem]]]
             monkeypatch.setattr(reference, name, recording(name, getattr(reference, name)))
     double = reference.BACKEND.double_backward
     monkeypatch.setattr(reference.BACKEND, "double_backward", recording("double_backward", double))
-    CAUSAL.__dict__.pop("_memory", None)  # what earlier calls of caches prepared
+    CAUSAL.__dict__.pop("_entries", None)  # what earlier calls of caches prepared
     torch.manual_seed(0)
     yield found
     torch.use_deterministic_algorithms(False)

@@ -28,7 +28,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         stack.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(autograd, "is_elsewhere", lambda q: stack[-1] != ELSEWHERE)
+    monkeypatch.setattr(autograd, "is_on_other_gpu", lambda q: stack[-1] != ELSEWHERE)
     return stack
 
 
@@ -61,4 +61,4 @@ def test_a_backend_runs_with_the_device_of_its_tensors_as_the_current_one(
 
 
 def test_a_tensor_on_a_cpu_is_never_elsewhere() -> None:
-    assert not autograd.is_elsewhere(torch.zeros(1))
+    assert not autograd.is_on_other_gpu(torch.zeros(1))

@@ -33,7 +33,7 @@ def as_type_error(error: InputError) -> InputError:
     return error if torch.compiler.is_compiling() else error.as_also(TypeError)
 
 
-_ELSEWHERE = {
+_UNREADABLE_CLASSES = {
     "DTensor": "{name}.to_local() is what this rank holds, {name}.full_tensor() the whole; undivided.attention takes "
     "q, k, v, bias, sinks and alibi_slopes as DTensors, and masks of the whole",
     "MaskedTensor": "{name}.get_data(), and what it masks as mask=masks.dense(...)",
@@ -73,7 +73,7 @@ def check_tensor(name: str, value: object, hint: str | None = None) -> None:
 def _check_class(name: str, value: Tensor) -> None:
     """InputError if a kernel cannot read the values of a tensor of this subclass."""
     for base in type(value).__mro__:
-        if (hint := _ELSEWHERE.get(base.__name__)) is not None:
+        if (hint := _UNREADABLE_CLASSES.get(base.__name__)) is not None:
             raise InputError(name, "be a plain tensor", f"a {base.__name__}", hint=hint.format(name=name))
     if type(value).__name__ == "FunctionalTensor" and not functional_mode():
         raise InputError(name, "be used under the FunctionalTensorMode that made it", "a FunctionalTensor without it")
@@ -85,7 +85,7 @@ def _check_class(name: str, value: Tensor) -> None:
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """InputError unless it has a storage that is as large as sizes and strides require."""
-    if torch.compiler.is_compiling():  # which knows no storages
+    if torch.compiler.is_compiling():  # it traces no storages
         return
     try:
         if missing_memory(tensor) is None:
@@ -115,7 +115,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 def as_integer(argument: str, value: object, at_least: int | None = None) -> int:
     """``value`` as an int of at least ``at_least``, or InputError."""
-    # torch.compile knows no attributes of a size
+    # torch.compile cannot trace hasattr of a size
     if type(value) is not int and (isinstance(value, bool | Tensor | float | str) or not hasattr(value, "__index__")):
         raise InputError(argument, "be an int", repr(value), _hint_for_int(value))
     try:
@@ -245,6 +245,23 @@ def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
             hint = f"{argument}.squeeze(0)" if one_row else f"{argument}.sum(-1), if it has a 1 for each real token"
         raise InputError(argument, "have one dimension", f"shape {list(value.shape)}", hint)
     return value
+
+
+def ids_tensor(argument: str, value: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """One number per token as an int tensor [B, S] or [1, S], or InputError."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+        rows = [as_vector(f"{argument}[{n}]", row) for n, row in enumerate(value)]
+        if len(sizes := {row.numel() for row in rows}) > 1:
+            hint = "pad the shorter lists with -1"
+            raise InputError(argument, "have lists of equal length", f"lengths {sorted(sizes)}", hint)
+        ids = torch.stack(rows)
+    else:
+        ids = value if isinstance(value, Tensor) else as_vector(argument, value)
+    check_tensor(argument, ids)
+    check_int_dtype(argument, ids)
+    if ids.dim() not in (1, 2):
+        raise InputError(argument, "have shape [B, S], [1, S] or [S]", list(ids.shape))
+    return ids if ids.dim() == 2 else ids[None]
 
 
 def check_int_dtype(argument: str, tensor: Tensor) -> None:

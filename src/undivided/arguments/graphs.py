@@ -15,8 +15,8 @@ _callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def traces_each_function() -> bool:
-    """Whether torch.compile traces each function that is called from now on by itself, because it could not trace their
-    caller. For one that reads a cache it writes a guard per entry."""
+    """Whether torch.compile has left the graph of a caller and would compile each function called from here on by
+    itself. For a function that reads a cache, that writes one guard per entry."""
     return callable(_callback())
 
 

@@ -49,17 +49,17 @@ microsecond each."""
 class Strides:
     """The strides of batch, head and token of q, k and v.
 
-    Repeated calls share this object, so that backends keep in it what they derive from it: `packed` holds the sizes and
-    strides of the native kernel's record as bytes (None before its first call), `derived` the launches of `triton` of
-    calls without a mask.
+    Repeated calls share this object, so that backends keep in it what they derive from it: `record_parts` holds the
+    sizes and strides of the native kernel's record as bytes (None before its first call), `derived` the launches of
+    `triton` of calls without a mask.
     """
 
-    __slots__ = ("derived", "k", "packed", "q", "v")
+    __slots__ = ("derived", "k", "q", "record_parts", "v")
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> None:
         select, select_kv = STRIDES[layout], STRIDES["bshd" if paged else layout]  # pages are [.., page_size, N, D]
         self.q, self.k, self.v = select(q.stride()), select_kv(k.stride()), select_kv(v.stride())
-        self.packed: tuple[bytes, ...] | None = None
+        self.record_parts: tuple[bytes, ...] | None = None
         self.derived: dict[Hashable, Any] = {}
 
 

@@ -45,7 +45,7 @@ def checked_call(target: T, other_names: Mapping[str, Sequence[str]] = MappingPr
     """
     if isinstance(target, type):
         return checked_methods("__init__", other_names=other_names)(target)
-    other_names = dict(other_names)  # torch.compile of PyTorch 2.10 knows no MappingProxyType
+    other_names = dict(other_names)  # torch.compile of PyTorch 2.10 cannot trace a MappingProxyType
 
     @functools.wraps(target)
     def call(*arguments: Any, **options: Any) -> Any:

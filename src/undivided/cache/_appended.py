@@ -17,8 +17,8 @@ from undivided.backends import get, has_name
 from undivided.backends._base import Backend
 from undivided.backends.triton import append as triton
 from undivided.kernels import cpu
-from undivided.quantization import NUMBERS, Format
-from undivided.run.autograd import is_elsewhere
+from undivided.quantization import FORMAT_CODES, Format
+from undivided.run.autograd import is_on_other_gpu
 from undivided.selection.policy import current_policy
 
 _SIZE, _PACK = cpu.APPEND_RECORD.size, cpu.APPEND_RECORD.pack
@@ -83,7 +83,7 @@ def _record(
     return _PACK(
         _SIZE,
         cpu.DTYPES[k.dtype],
-        NUMBERS[format],
+        FORMAT_CODES[format],
         torch.get_num_threads(),
         batch,
         length,
@@ -116,7 +116,7 @@ def _append_on_gpu(
 ) -> bool:
     """`append` for quantised pools on the current GPU."""
     device = pools[0].device
-    if is_elsewhere(k) or not (triton.runs_on(device) and _is_allowed(get("triton"))):
+    if is_on_other_gpu(k) or not (triton.runs_on(device) and _is_allowed(get("triton"))):
         return False
     if rows is None:
         pages, page_rows = pools[0].shape[:2]

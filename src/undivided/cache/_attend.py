@@ -40,14 +40,13 @@ from undivided.masks import Mask
 from undivided.masks.normal_form.ranges import of_last_queries
 from undivided.request.checks import checked_mask
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
+from undivided.request.result import Output
 from undivided.run.autograd import any_autocast
-from undivided.run.replay import NUMBERS, PreparedCall, may_replay
+from undivided.run.replay import SCALAR_TYPES, PreparedCall, may_replay
 from undivided.selection.policy import Policy, current_policy
 
 OPTIONS = frozenset({*OPTIONAL_TENSORS, *RULES, "scale", "softcap", "return_lse"})
 """The options of `undivided.attention` that attention over a cache takes; dropout is not among them."""
-
-Output = Tensor | tuple[Tensor, Tensor]
 
 _SAME_IF_PADDED = frozenset({"causal", "window", "global", "prefix", "chunks"})
 """Kinds of mask that mean the same for packed sequences and for a padded batch of them."""
@@ -142,7 +141,7 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         if any(options.get(name) is not None for name in OPTIONAL_TENSORS):
             return None
         scale, softcap = options.get("scale"), options.get("softcap")
-        if not {type(scale), type(softcap)} <= NUMBERS:
+        if not {type(scale), type(softcap)} <= SCALAR_TYPES:
             return None
         rules = {name: options.get(name) for name in RULES}
     if mask.parts and mask.kinds & NEVER_RANGES:
@@ -172,7 +171,7 @@ def _prepare(call: CachedCall, mask: Mask, policy: Policy, kind: object) -> Prep
         q, k, v, options = _arguments(call, mask)
         if options.get("mask") is mask:  # a copy, because what a mask caches must not keep it alive
             options["mask"] = replace(mask)
-        prepared = PreparedCall.of(Request.from_keywords(q, k, v, **options), policy)
+        prepared = PreparedCall.prepare(Request.from_keywords(q, k, v, **options), policy)
     if latest is not None:
         latest.prepared = prepared
     return prepared

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import Layout
-from undivided.cache._attend import CachedCall, Output
+from undivided.cache._attend import CachedCall
 from undivided.cache._ledger.compaction import Compaction
 from undivided.cache._ledger.plan import Ledger
 from undivided.cache._storage import Storage, TokenSpec
 from undivided.errors import InputError
+from undivided.request.result import Output
 
 T = TypeVar("T")
 L = TypeVar("L", bound=Ledger)

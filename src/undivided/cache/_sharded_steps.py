@@ -10,12 +10,13 @@ from torch import Tensor
 
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
-from undivided.cache._attend import CachedCall, Output
+from undivided.cache._attend import CachedCall
 from undivided.cache._batch import cumulative, padded
 from undivided.cache._between_steps import BetweenSteps
 from undivided.cache._ranks import PageRanks
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.result import Output
 
 
 class LayerCall(NamedTuple):

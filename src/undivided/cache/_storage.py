@@ -27,7 +27,8 @@ from undivided.request.checks import DTYPES
 
 Counts = tuple[int, ...]
 _HUGE_PAGE, _MIN_HUGE_POOL = 2 << 20, 4 << 20
-"""Bytes of a huge page, and of the smallest pool that asks for some (docs/decisions/2026-12-01-huge-pages.md)."""
+"""Bytes of a huge page, and of the smallest pool for which they are advised
+(docs/decisions/2026-12-01-huge-pages.md)."""
 
 
 class TokenSpec(NamedTuple):
@@ -205,7 +206,7 @@ class Storage:
         self.pools, self.k, self.v = pools, pools.k, pools.v
         self._all_pools = (pools.k, pools.v, *pools.scales)
         for pool in self._all_pools:
-            _ask_for_huge_pages(pool)
+            _advise_huge_pages(pool)
 
     @property
     def _checked_pools(self) -> tuple[Tensor, ...]:
@@ -314,7 +315,7 @@ def _pool(shape: tuple[int, int, int], dim: int, spec: TokenSpec, device: torch.
     return empty(spec.format, (*shape, dim), device)
 
 
-def _ask_for_huge_pages(pool: Tensor) -> None:
+def _advise_huge_pages(pool: Tensor) -> None:
     """Advise Linux to use huge pages for a large pool on the CPU, unless the machine never does."""
     if torch.compiler.is_compiling():
         return
@@ -334,12 +335,12 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor, or its bytes if its dtype is an 8-bit float, which PyTorch cannot index."""
+    """The tensor, as uint8 if its elements have one byte: PyTorch cannot index 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are in the same storage. torch.compile copies before it writes, and knows no storages."""
+    """Whether two tensors are in the same storage. torch.compile copies before it writes, and traces no storages."""
     if torch.compiler.is_compiling():
         return False
     try:

@@ -14,7 +14,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
-from undivided.cache._attend import CachedCall, CachedSequences, Output
+from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
 from undivided.cache._block_table import BlockTable
 from undivided.cache._checks import checked_tokens
@@ -25,6 +25,7 @@ from undivided.cache._sharded_steps import LayerCall, ShardedSteps
 from undivided.cache._storage import Storage, TargetRows, TokenSpec
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.request.result import Output
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -29,7 +29,7 @@ from undivided.context_parallel.strategies.all_to_all import TensorSpec
 from undivided.errors import InputError
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
 from undivided.run import autograd
-from undivided.run.batches import over_hidden_batch
+from undivided.run.batches import map_hidden_batch
 
 
 def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
         def gradients(*upstream: Tensor | None) -> Sequence[Tensor | None]:
             return Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(*upstream)
 
-        return (None, *over_hidden_batch(gradients, grad_out, grad_lse))
+        return (None, *map_hidden_batch(gradients, grad_out, grad_lse))
 
 
 def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:

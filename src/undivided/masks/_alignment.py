@@ -53,7 +53,7 @@ def resolve(align: Align | None, parts: Sequence[Part], q_len: int, kv_len: int,
 
 
 def _alignments_agree(parts: Sequence[Part], q_len: int, kv_len: int) -> bool | None:
-    """Whether every sequence has as many keys as queries; None if only a GPU knows."""
+    """Whether every sequence has as many keys as queries; None if the values are on a GPU."""
     for part in parts:
         if isinstance(part, Lengths | Documents):
             q, kv = (part.q, part.kv) if isinstance(part, Lengths) else (part.cu_seqlens_q, part.cu_seqlens_kv)

@@ -61,7 +61,7 @@ def pages(table: Tensor | Sequence[Any], page_size: int) -> Mask:
     """The pairs of every query with the keys of chosen pages: decoding that reads a part of a cache.
 
     Page c holds the keys ``c * page_size <= j' < (c + 1) * page_size`` of a sequence. These are its pages in order, not
-    indices of a pool: a block table of the call still says where each one lies.
+    indices of a pool: the block table of the call gives their places.
 
     Args:
         table: the chosen pages in any order, any integer dtype, ``[n]``, ``[B, n]`` or ``[B, T, n]``; -1 is an entry

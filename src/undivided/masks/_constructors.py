@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_int_dtype, check_tensor
+from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_tensor, ids_tensor
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.masks._alignment import Align, checked_align, checked_side
@@ -382,20 +382,3 @@ def _size(argument: str, value: int | Ints, at_least: int | None = None) -> Size
     if abs(number) > INT32_MAX:
         raise InputError(argument, f"be at most {INT32_MAX}", number)
     return number
-
-
-def ids_tensor(argument: str, value: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """One number per token as an int tensor [B, S] or [1, S], or InputError."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
-        rows = [as_vector(f"{argument}[{n}]", row) for n, row in enumerate(value)]
-        if len(sizes := {row.numel() for row in rows}) > 1:
-            hint = "pad the shorter lists with -1"
-            raise InputError(argument, "have lists of equal length", f"lengths {sorted(sizes)}", hint)
-        ids = torch.stack(rows)
-    else:
-        ids = value if isinstance(value, Tensor) else as_vector(argument, value)
-    check_tensor(argument, ids)
-    check_int_dtype(argument, ids)
-    if ids.dim() not in (1, 2):
-        raise InputError(argument, "have shape [B, S], [1, S] or [S]", list(ids.shape))
-    return ids if ids.dim() == 2 else ids[None]

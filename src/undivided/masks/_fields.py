@@ -118,7 +118,7 @@ class MaskFields(DerivedValues):
 
     @property
     def document_sizes(self) -> tuple[int, int | None, int | None] | None:
-        """``(documents, longest query, longest key)``; a length is None if only a GPU knows it. None: no documents."""
+        """``(documents, longest query, longest key)``; a length is None if it is on a GPU. None: no documents."""
         documents = find_part(self.parts, Documents)
         if documents is None:
             return None
@@ -182,15 +182,15 @@ class MaskFields(DerivedValues):
             now = self.state()
             if now is None:
                 return build(*arguments)
-        memory: dict[object, _Entry] = self.__dict__.setdefault("_memory", {})
-        entry = memory.get(key)
+        entries: dict[object, _Entry] = self.__dict__.setdefault("_entries", {})
+        entry = entries.get(key)
         if entry is not None and entry.state == now:
             entry.is_used = True
             return entry.result  # type: ignore[no-any-return]
         result = build(*arguments)
-        memory[key] = _Entry(now, result)
-        if len(memory) > RESULTS_PER_MASK:
-            _remove_one(memory)
+        entries[key] = _Entry(now, result)
+        if len(entries) > RESULTS_PER_MASK:
+            _remove_one(entries)
         return result
 
     def _is_on_host(self) -> bool:
@@ -198,14 +198,14 @@ class MaskFields(DerivedValues):
         return bool(self.tensors) and all(tensor.device.type == "cpu" for tensor in self.tensors)
 
 
-def _remove_one(memory: dict[object, _Entry]) -> None:
-    """Remove the oldest result that was not used since it was last considered; those considered become the newest.
+def _remove_one(entries: dict[object, _Entry]) -> None:
+    """Remove the oldest result that was not used since the last removal; those that were used become the newest.
 
-    Sorting by the last use would hash a key, which can be long, at each use.
+    This is second-chance eviction. Sorting by the last use would hash a key, which can be long, at each use.
     """
-    for key in list(memory):
-        entry = memory.pop(key, None)  # another thread may have removed it
+    for key in list(entries):
+        entry = entries.pop(key, None)  # another thread may have removed it
         if entry is None or not entry.is_used:
             return
         entry.is_used = False
-        memory[key] = entry
+        entries[key] = entry

@@ -48,7 +48,7 @@ class _State(NamedTuple):
     addresses: list[int]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> _State | None:
+    def read(tensors: Sequence[Tensor]) -> _State | None:
         """The state of plain tensors outside of tracing; None if a change may go unseen."""
         if is_traced() or jit_trace() is not None or not all(type(tensor) is Tensor for tensor in tensors):
             return None
@@ -59,7 +59,8 @@ class _State(NamedTuple):
 def _owner(tensor: Tensor) -> Tensor | torch.UntypedStorage:
     """What a tensor and its views share, because a layer may make the same view anew in each call.
 
-    It is not the storage, unless this is small: a mask may hold that, and would then be kept for as long as itself.
+    Not the storage: the mask's own tensor shares it, so that the entry would keep itself alive. Small inference tensors
+    are the exception, because their views have no base.
     """
     base = tensor._base
     if base is not None:
@@ -122,7 +123,7 @@ class TensorMasks(Generic[T]):
 
     def find(self, key: object, tensors: Sequence[Tensor]) -> T | None:
         """As `get`, or None if there is no mask for these tensors, or one of them has changed or moved."""
-        state = _State.of(tensors)
+        state = _State.read(tensors)
         if state is None:
             return None
         entry = self._entries.get(_key(key, tensors))
@@ -136,7 +137,7 @@ class TensorMasks(Generic[T]):
             tensors: those that it depends on.
             build: without arguments.
         """
-        state = _State.of(tensors)
+        state = _State.read(tensors)
         if state is None:
             return build()
         key = _key(key, tensors)
@@ -220,9 +221,9 @@ def joined(join: Callable[[M, object], M], a: M, b: object) -> M:
     holder, other = (b, a) if b.tensors else (a, b)
     if other.tensors or Predicate.name in other.structure.kinds:  # `holder` may be kept for longer than `other`
         return join(a, b)
-    memory: Bounded[object, M] = holder.__dict__.setdefault("_joined", Bounded(_JOINED_MASKS))
+    joined_masks: Bounded[object, M] = holder.__dict__.setdefault("_joined", Bounded(_JOINED_MASKS))
     key = join, holder is a, other
-    result = memory.get(key)
+    result = joined_masks.get(key)
     if result is None:
-        result = memory[key] = join(a, b)
+        result = joined_masks[key] = join(a, b)
     return result

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from undivided.arguments.checks import ids_tensor
 from undivided.arguments.signature import checked_call
-from undivided.masks._constructors import Ints, causal, from_part, ids_tensor
+from undivided.masks._constructors import Ints, causal, from_part
 from undivided.masks._mask import Mask
 from undivided.masks._parts import Tree
 

@@ -31,7 +31,7 @@ class CheckedMask:
         """None: the mask that keeps this object. A reference to it would keep both alive until the garbage collector
         runs, and the memory of their tensors."""
         self.problem = problem
-        self.packed: bytes | None = None
+        self.range_record: bytes | None = None
         """The fields of the native kernel's record for the form; None before its first call."""
         self.derived: dict[Hashable, Any] = {}
         """What backends derive from the mask, by keys of their own: launches of `triton`, block tables of `native`."""
@@ -39,7 +39,7 @@ class CheckedMask:
         """As `derived`, of an earlier step, whose mask has the same structure: `triton` takes over its launches."""
         self.key = key
         """The cache key, kept alive so that no other object gets its id."""
-        self.pages: tuple[Tensor, object, int] | None = None
+        self.checked_pages: tuple[Tensor, object, int] | None = None
         """The block table that was checked last, its `versions`, and the number of pages of the pool."""
 
     def keep(self, form: NormalForm) -> NormalForm:

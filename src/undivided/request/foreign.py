@@ -12,7 +12,7 @@ _DENSE = "mask=masks.dense(tensor) for booleans (True = attend), bias=tensor for
 _PACKED = 'layout="thd" and mask=masks.documents(cu_seqlens_q, cu_seqlens_k)'
 _WINDOW = "mask=masks.window(left, right)"
 
-_WRITTEN = {
+_KEYWORD_HINTS = {
     "query": "q=",
     "key": "k=",
     "value": "v=",
@@ -72,8 +72,8 @@ def keyword_hint(unknown: Iterable[str], known: Iterable[str]) -> str | None:
     >>> keyword_hint(["softmax_scale"], ["scale"]), keyword_hint(["softcapp"], ["scale", "softcap"])
     ('scale=', 'softcap=')
     """
-    near = nearest_name(min(unknown, default=""), [*known, *_WRITTEN])
-    return None if near is None else _WRITTEN.get(near, f"{near}=")
+    near = nearest_name(min(unknown, default=""), [*known, *_KEYWORD_HINTS])
+    return None if near is None else _KEYWORD_HINTS.get(near, f"{near}=")
 
 
 def tensor_hint(argument: str, value: object) -> str | None:

@@ -201,9 +201,9 @@ def check_types(request: Request) -> None:
     if not isinstance(options.layout, str):
         check_layout(options.layout)
     _check_tensors(request)
-    if isinstance(options.scale, _NO_NUMBERS):
+    if isinstance(options.scale, _NOT_NUMBER_TYPES):
         checked_scale(options.scale)
-    wrong = isinstance(options.softcap, _NO_NUMBERS) or isinstance(options.dropout_p, _NO_NUMBERS)
+    wrong = isinstance(options.softcap, _NOT_NUMBER_TYPES) or isinstance(options.dropout_p, _NOT_NUMBER_TYPES)
     if wrong or not isinstance(options.return_lse, bool):
         check_scalars(options)
 
@@ -211,11 +211,11 @@ def check_types(request: Request) -> None:
 def _check_pages_once(checked: CheckedMask, mask: Mask, pages: Tensor, pool: int) -> None:
     """Check the page numbers, once for all layers of a model that share a block table."""
     version = versions((pages,))
-    last = checked.pages
+    last = checked.checked_pages
     if last is not None and version is not None and last[0] is pages and last[1:] == (version, pool):
         return
     check_page_numbers(mask, pages, pool, checked.problem.page_size or 1)
-    checked.pages = None if version is None else (pages, version, pool)
+    checked.checked_pages = None if version is None else (pages, version, pool)
 
 
 def _footprints(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
@@ -231,8 +231,8 @@ def _with_concrete_sizes(problem: Problem) -> Problem:
 
 _problems: Bounded[object, CachedProblem] = Bounded(4096)
 _NO_GRADIENTS = (False,) * 6
-_NUMBERS = (float, int)
-_NO_NUMBERS = (bool, str, complex, list, tuple, Tensor)
+_NUMBER_TYPES = (float, int)
+_NOT_NUMBER_TYPES = (bool, str, complex, list, tuple, Tensor)
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
 
 
@@ -251,12 +251,12 @@ def _signature(request: Request, facts: Facts) -> object:
             v.dtype,
             # one bool in place of three devices and of three tuples costs less to hash and to compare
             (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),
-            # of sizes above 1, the only ones that a kernel reads
+            # contiguous tensors need no strides here: a kernel reads no stride of an axis of size 1
             (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or (q.stride(), k.stride(), v.stride()),
             return_lse,
             facts,
         )
-        no_dropout = type(dropout_p) in _NUMBERS and dropout_p == 0  # False and tensors are errors
+        no_dropout = type(dropout_p) in _NUMBER_TYPES and dropout_p == 0  # False and tensors are errors
         if softcap is None and no_dropout and bias is sinks is slopes is k_scale is v_scale is None:
             return key if pages is None else (*key, pages.shape, pages.dtype, pages.device, pages.layout)
         if softcap is not None or not no_dropout:  # checked here, because the key has only whether they are given
@@ -353,7 +353,7 @@ def _with_mask(
     if problem.layout == "thd" and not mask.kinds & {"documents", "document_ids"}:
         raise InputError(
             "mask",
-            "say where the documents are in layout 'thd'",
+            "contain documents or document_ids in layout 'thd'",
             masks.describe(mask.structure),
             hint="mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents "
             "cannot see each other",

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_device, check_memory
-from undivided.arguments.tensors import dtype_name
 from undivided.errors import InputError
-from undivided.quantization import DTYPES, Format, check_scale, format_of
+from undivided.quantization import Format, check_scale, format_of, names_of_dtypes
 from undivided.request.checks import check_float
 from undivided.request.request import Tensors
 
@@ -24,9 +23,8 @@ def check_quantized(
             raise InputError(name, f"be given if {other} is", "None", hint=hint)
     format = format_of(k.dtype)
     if format is None:
-        formats = ", ".join(f"{dtype_name(dtype)} for {name}" for name, dtype in DTYPES.items())
         hint = "k, k_scale = undivided.quantization.quantize(k, 'int8')"
-        raise InputError("k", f"be quantised if k_scale is given ({formats})", str(k.dtype), hint=hint)
+        raise InputError("k", f"be quantised if k_scale is given ({names_of_dtypes()})", str(k.dtype), hint=hint)
     if v.dtype != k.dtype:
         hint = f"v, v_scale = undivided.quantization.quantize(v, {format!r})"
         raise InputError("v", f"have the format of k ({k.dtype} for {format})", str(v.dtype), hint=hint)

@@ -14,6 +14,9 @@ from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 
+Output = Tensor | tuple[Tensor, Tensor]
+"""out, or (out, lse) if the log-sum-exp is requested."""
+
 
 class Result(NamedTuple):
     """What a backend returns.

@@ -28,7 +28,7 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import Result, lse_dtype
 from undivided.run import large_scores
-from undivided.run.batches import over_hidden_batch, vmap_rule
+from undivided.run.batches import map_hidden_batch, vmap_rule
 
 _TENSOR_COUNT = len(Tensors._fields)
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
@@ -40,14 +40,14 @@ def run(backend: Backend, call: Call, tensors: Tensors) -> Tensor | tuple[Tensor
     """What `attention` returns: out in the caller's layout, and lse [B, H, Sq] or [H, T] if it was requested."""
     features = call.problem.features
     if _functorch_stack() is not None or has_tangent(tensors):
-        result = in_plain_operations(call, tensors)
-        return for_caller(result, call.problem) if "lse" in features else result.out
+        result = run_plain_operations(call, tensors)
+        return public_shapes(result, call.problem) if "lse" in features else result.out
     if "backward" not in features:
-        if tensors.q.is_meta or any_autocast() or is_elsewhere(tensors.q):
+        if tensors.q.is_meta or any_autocast() or is_on_other_gpu(tensors.q):
             result = forward(backend, call, tensors)
         else:
             result = backend.forward(call, tensors)
-        return for_caller(result, call.problem) if "lse" in features else result.out
+        return public_shapes(result, call.problem) if "lse" in features else result.out
     inputs: tuple[Tensor | None, ...] = tensors
     if inputs[3] is inputs[4] is inputs[5] is None:
         inputs = inputs[:3]  # every argument of an autograd.Function costs time, even None
@@ -61,13 +61,13 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 
-def in_plain_operations(call: Call, tensors: Tensors) -> Result:
+def run_plain_operations(call: Call, tensors: Tensors) -> Result:
     """The result by tensor operations that have every derivative and batching rule."""
     with _no_autocast(tensors.q.device):
         return reference.composite(call, tensors)
 
 
-def for_caller(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
+def public_shapes(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) in the shapes for the caller: lse is [H, T] in thd."""
     return result.out, result.lse.squeeze(0) if problem.packed else result.lse
 
@@ -90,11 +90,11 @@ def _replace_gradients(
     q, k, v, out, lse = (getattr(node, f"_saved_{name}") for name in ("query", "key", "value", "output", "logsumexp"))
     call = call.with_problem(call.problem._replace(layout="bhsd"))
     arguments = (backend, call, out, lse, grad, None, q, k, v)
-    recorded = over_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
+    recorded = map_hidden_batch(_AttentionBackward.apply, *arguments, None, None, None)[:3]
     return tuple(None if old is None else new for old, new in zip(grads, recorded, strict=True))
 
 
-def is_elsewhere(q: Tensor) -> bool:
+def is_on_other_gpu(q: Tensor) -> bool:
     """Whether a tensor is on a GPU other than the current one, on which Triton, cuDNN and others launch kernels."""
     return q.is_cuda and q.get_device() != torch.cuda.current_device()
 
@@ -103,7 +103,7 @@ def forward(backend: Backend, call: Call, tensors: Tensors) -> Result:
     """The result of a backend's forward on the device of the tensors, with autocast off, because backends choose their
     own precision."""
     q = tensors.q
-    if is_elsewhere(q):
+    if is_on_other_gpu(q):
         with torch.cuda.device(q.device):
             return forward(backend, call, tensors)
     if q.is_meta:
@@ -120,7 +120,7 @@ def backward(
     backend: Backend, call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """The gradients of a backend's backward on the device of the tensors, with autocast off."""
-    if is_elsewhere(tensors.q):
+    if is_on_other_gpu(tensors.q):
         with torch.cuda.device(tensors.q.device):
             return backward(backend, call, tensors, result, grad_out, grad_lse)
     if tensors.q.is_meta:
@@ -174,7 +174,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, backend_and_call: tuple[Backend, Call], *inputs: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         backend, call = backend_and_call
-        out, lse = for_caller(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
+        out, lse = public_shapes(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
         ctx.save_for_backward(*inputs, out, lse)
         ctx.call = backend, call, state(call)
         ctx.set_materialize_grads(False)
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         arguments = (backend, call, out, lse, grad_out, grad_lse, *inputs)
-        return (None, *over_hidden_batch(_gradients_to_derive(), *arguments)[:count])
+        return (None, *map_hidden_batch(_gradients_to_derive(), *arguments)[:count])
 
 
 def _as_saved(problem: Problem, *operands: Tensor) -> list[Tensor]:
@@ -319,7 +319,7 @@ def double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None,
     assert tensors[0] is not None
     derive = _recorded_double_backward if torch.is_grad_enabled() else _DoubleBackward.apply
     with _no_autocast(tensors[0].device):
-        return over_hidden_batch(derive, call, *tensors)
+        return map_hidden_batch(derive, call, *tensors)
 
 
 def _double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -343,7 +343,7 @@ def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tens
     *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[: _TENSOR_COUNT + 2])
     grad_gradients = tensors[_TENSOR_COUNT + 2 :]
     result = reference.composite(call, Tensors._make(inputs))
-    out, lse = for_caller(result, call.problem)
+    out, lse = public_shapes(result, call.problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
     first = leaf_gradients([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)
     pairs = [

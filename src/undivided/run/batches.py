@@ -20,7 +20,7 @@ _LEVELS = 64
 """PyTorch's limit on the nesting of batches of the older kind."""
 
 
-def over_hidden_batch(operation: Operation, *arguments: Any) -> tuple[Tensor | None, ...]:
+def map_hidden_batch(operation: Operation, *arguments: Any) -> tuple[Tensor | None, ...]:
     """The results of `operation`; it runs once per element if some of the arguments are batches of the older kind.
 
     Args:
@@ -38,11 +38,11 @@ def over_hidden_batch(operation: Operation, *arguments: Any) -> tuple[Tensor | N
         torch._remove_batch_dim(a, level, 1, 0) if b else a for a, b in zip(arguments, batched, strict=True)
     )
     size = arguments[batched.index(True)].shape[0]
-    results = one_by_one(operation, size, [0 if b else None for b in batched], arguments)
+    results = map_elements(operation, size, [0 if b else None for b in batched], arguments)
     return tuple(None if t is None else torch._add_batch_dim(t, 0, level) for t in results)
 
 
-def one_by_one(
+def map_elements(
     operation: Operation, size: int, axes: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """The results of `operation` for each of `size` elements, stacked along a new first axis.
@@ -67,7 +67,7 @@ def vmap_rule(
     function: type[torch.autograd.Function], info: Any, axes: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
     """The return value of a `vmap` method of `function`: its results for each element, and their batch axes."""
-    results = one_by_one(function.apply, info.batch_size, axes, arguments)
+    results = map_elements(function.apply, info.batch_size, axes, arguments)
     return results, tuple(None if t is None else 0 for t in results)
 
 

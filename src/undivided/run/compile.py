@@ -206,7 +206,7 @@ def _run_transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Under torch.func in a compiled function, the plain operations that an eager call has there."""
     args = Arguments(*arguments)
     _, call, tensors = _prepare(args)
-    return autograd.for_caller(autograd.in_plain_operations(call, tensors), call.problem)
+    return autograd.public_shapes(autograd.run_plain_operations(call, tensors), call.problem)
 
 
 _library.impl("attention", _run_transformed, "FuncTorchDynamicLayerFrontMode")
@@ -221,7 +221,7 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
         decision, call, tensors = _prepare(args)
         backend = decision.backend
         if lse.numel() == 0:
-            out, lse = autograd.for_caller(autograd.forward(backend, call, tensors), call.problem)
+            out, lse = autograd.public_shapes(autograd.forward(backend, call, tensors), call.problem)
         gradients = autograd.gradients(backend, call, out, lse, grad_out, grad_lse, *tensors)
     results = []
     for gradient, tensor, is_needed in zip(gradients, args.tensors, call.needs, strict=True):

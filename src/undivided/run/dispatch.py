@@ -12,19 +12,17 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 
 from undivided.arguments.tensors import is_observed, jit_trace
 from undivided.machine import Machine
 from undivided.request.normalise import check_kinds_and_sizes
 from undivided.request.request import Request
+from undivided.request.result import Output
 from undivided.run import autograd, compile
 from undivided.run.dtensors import has_dtensors, local_request
 from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision
 from undivided.selection.policy import current_policy
-
-Output = Tensor | tuple[Tensor, Tensor]
 
 
 class ContextParallelLike(Protocol):
@@ -51,14 +49,14 @@ def attention(request: Request, switches: str | None = None) -> Output:
     q, k, v, *others = local.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, local.options.mask, *others):
         return part.result(_observed(local, switches))
-    return part.result(_at_once(local, switches))
+    return part.result(_run_directly(local, switches))
 
 
 def unseen_attention(request: Request) -> Output:
     """The result of a request that torch.compile must not see, because it could not trace a caller."""
     from undivided.arguments import _graph_break
 
-    return cast(Output, _graph_break.call(_at_once, (request, None), {}))
+    return cast(Output, _graph_break.call(_run_directly, (request, None), {}))
 
 
 def context_attention(request: Request, context: ContextParallelLike) -> Output:
@@ -76,11 +74,11 @@ def _observed(request: Request, switches: str | None) -> Output:
     if jit_trace() is None:  # sizes are tensors while it records
         check_kinds_and_sizes(request)
     if autograd.has_tangent(request.tensors):
-        return _at_once(request, switches)
+        return _run_directly(request, switches)
     return compile.attention(request, switches)
 
 
-def _at_once(request: Request, switches: str | None) -> Output:
+def _run_directly(request: Request, switches: str | None) -> Output:
     """The result of a backend, without the operator."""
     policy = current_policy(request.backend, request.deterministic, request.batch_invariant, switches or "")
     decision, call, tensors = prepare(request, policy)

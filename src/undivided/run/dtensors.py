@@ -26,6 +26,7 @@ from undivided.masks._slice import CallSlice, slice_mask
 from undivided.request.checks import check_layout, check_ranks, checked_mask
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
+from undivided.request.result import Output
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 Axes = Mapping[str, int | None]
 Groups = tuple[tuple[int, ...], ...]
-Output = Tensor | tuple[Tensor, Tensor]
-
 _AXES: Mapping[str, Axes] = {layout: axes._asdict() for layout, axes in _layout.AXES.items()}
 """The axes of q, k and v that may be sharded, by layout."""
 

@@ -17,7 +17,7 @@ from undivided.arguments.tensors import jit_trace
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._alignment import resolve
-from undivided.masks._parts import Dense, DocumentIds, Lengths, Part
+from undivided.masks._parts import Dense, DocumentIds, Lengths, Part, find_part
 from undivided.request.request import Request
 from undivided.run import autograd
 from undivided.run.prepare import prepare
@@ -51,7 +51,7 @@ def attention(request: Request, mask: Mask) -> Tensor | tuple[Tensor, Tensor]:
         raise InputError("q, k and v", must, "sizes that may change", hint)
     policy = current_policy("reference", request.deterministic, request.batch_invariant)
     _, call, tensors = prepare(request, policy)
-    out, lse = autograd.for_caller(autograd.in_plain_operations(call, tensors), call.problem)
+    out, lse = autograd.public_shapes(autograd.run_plain_operations(call, tensors), call.problem)
     return (out, lse) if request.options.return_lse else out
 
 
@@ -94,7 +94,7 @@ def _allowed_pairs(mask: Mask, align: str | None, q_len: int, kv_len: int, devic
     They are those of `Mask.normal_form`, which a graph for sizes that may change cannot use: it evaluates pairs in
     blocks, whose number depends on the sizes, and takes no sizes that are tensors, as torch.jit.trace has them.
     """
-    lengths = next((part for part in mask.parts if isinstance(part, Lengths)), None)
+    lengths = find_part(mask.parts, Lengths)
     row = torch.arange(q_len, device=device)[:, None]
     key = torch.arange(kv_len, device=device)
     left, right = mask.band

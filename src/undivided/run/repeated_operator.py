@@ -26,9 +26,10 @@ from undivided.selection.policy import Policy
 
 
 def kind(args: Arguments) -> object:
-    """All that a forward on the CPU depends on, but the policy and where its tensors lie; None if it must be prepared.
+    """The key of a forward on the CPU: all that it depends on, except the policy and the addresses of its tensors.
 
-    That is: with the log-sum-exp, a mask of large tensors, optional tensors other than a bias, a mode or autocast.
+    None if the call must be prepared: it returns the log-sum-exp, has a mask of large tensors or an optional tensor
+    other than a bias, or runs under a mode or autocast.
     """
     q, k, v, bias = args[:4]
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu) or not _may_repeat(args.spec):
@@ -59,8 +60,9 @@ def _has_mask_tensors(text: str) -> bool:
 class _Calls(Bounded[object, PreparedCall]):
     """Calls by kind and policy."""
 
-    is_new = True
-    """Whether none has come to be kept. The first is not: masks of tensors that each call makes anew have no other."""
+    was_offered = False
+    """Whether a call was offered to be kept. The first is not kept: a mask whose tensors are new in each call has no
+    second."""
 
 
 def _kept_calls(args: Arguments) -> _Calls:
@@ -81,8 +83,8 @@ def run(kind: object, args: Arguments, policy: Policy) -> Tensor | None:
 def keep(kind: object, args: Arguments, decision: Decision, call: Call, tensors: Tensors) -> None:
     """Keep a call for later ones of its kind, if its backend runs calls again."""
     calls = _kept_calls(args)
-    if calls.is_new:
-        calls.is_new = False
+    if not calls.was_offered:
+        calls.was_offered = True
         return
     # a copy of the mask, because what a mask caches must not keep it alive
     prepared = prepared_call(decision, call.with_problem(call.problem, mask=replace(call.mask)), tensors)
@@ -91,4 +93,4 @@ def keep(kind: object, args: Arguments, decision: Decision, call: Call, tensors:
 
 
 _calls = _Calls(1024)
-_calls.is_new = False
+_calls.was_offered = True

@@ -19,13 +19,13 @@ from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm, Ranges
 from undivided.request.call import Call
 from undivided.request.request import Request, Tensors
-from undivided.run.autograd import any_autocast, is_elsewhere
+from undivided.run.autograd import any_autocast, is_on_other_gpu
 from undivided.run.autograd import run as run_call
 from undivided.run.prepare import prepare
 from undivided.selection.decision import Decision, set_last
 from undivided.selection.policy import Policy
 
-NUMBERS = frozenset({float, type(None)})
+SCALAR_TYPES = frozenset({float, type(None)})
 """The types of the scale and the softcap of calls that run again; others, a tensor too, are checked anew."""
 
 
@@ -45,7 +45,7 @@ def is_untransformed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call with these tensors has no mode, transform or autocast, no GPU but the current one, and memory that
     strides describe."""
     return (
-        (q.is_cpu or (q.is_cuda and not is_elsewhere(q)))
+        (q.is_cpu or (q.is_cuda and not is_on_other_gpu(q)))
         and type(q) is Tensor
         and is_dense(q)
         and is_dense(k)
@@ -93,7 +93,7 @@ class PreparedCall:
         self._decision, self._replay, self._call, self._footprints = decision, replay, call, footprints
 
     @staticmethod
-    def of(request: Request, policy: Policy) -> PreparedCall | None:
+    def prepare(request: Request, policy: Policy) -> PreparedCall | None:
         """The call of a request; None if its backend prepares each call anew.
 
         Raises:

@@ -122,7 +122,7 @@ class Decision:
         return f"default rank: no measurement near this problem on {architecture}"
 
     def _verdict(self, backend: Backend) -> Verdict:
-        reasons = tuple(_objections(backend, self.problem, self.machine, self.policy))
+        reasons = tuple(_reasons_against(backend, self.problem, self.machine, self.policy))
         if reasons:
             return Verdict(backend, reasons)
         entry = _measured.nearest(self.problem, self.machine)
@@ -224,7 +224,7 @@ def decide(problem: Problem, machine: Machine, policy: Policy) -> Decision:
     """The Decision for exactly this problem, also if no backend can run it. Caches nothing and raises nothing."""
     problem = _with_demands(problem, policy)
     for backend in _in_order(problem, machine, policy):
-        if not _objections(backend, problem, machine, policy):
+        if not _reasons_against(backend, problem, machine, policy):
             return Decision(problem, machine, policy, backend)
     return Decision(problem, machine, policy, None)
 
@@ -292,7 +292,7 @@ def _select_by_class(problem: Problem, machine: Machine, policy: Policy) -> Deci
 
 
 def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Backend]:
-    """Backends in the order to try: as the caller says, then by default rank; measured ones then change places."""
+    """Backends in the order to try: that of the caller, then by default rank; measured ones then change places."""
 
     def callers_order(backend: Backend) -> tuple[bool, int]:
         return _place_by_caller(backend, policy)
@@ -301,7 +301,7 @@ def _in_order(problem: Problem, machine: Machine, policy: Policy) -> Sequence[Ba
     entry = _measured.nearest(problem, machine)
     if entry is None:
         return order
-    measured = [b for b in order if b.name in entry.rates and not _objections(b, problem, machine, policy)]
+    measured = [b for b in order if b.name in entry.rates and not _reasons_against(b, problem, machine, policy)]
     by_name = {backend.name: backend for backend in measured}
     tie = _measured.tie(entry, problem.device, machine)
     by_speed: list[Backend] = []
@@ -319,7 +319,7 @@ def _place_by_caller(backend: Backend, policy: Policy) -> tuple[bool, int]:
     return policy.forced is not None and not has_name(backend, policy.forced), place
 
 
-def _objections(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:
+def _reasons_against(backend: Backend, problem: Problem, machine: Machine, policy: Policy) -> list[str]:
     """Every reason against this backend: those of the policy, then its own."""
     from_policy = []
     is_forced = policy.forced is not None and has_name(backend, policy.forced)

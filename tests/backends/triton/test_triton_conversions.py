@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undivided.kernels.triton import quantized
 from undivided.kernels.triton import words as kernel_words
-from undivided.quantization import DTYPES, NUMBERS, Format, dequantize
+from undivided.quantization import DTYPES, FORMAT_CODES, Format, dequantize
 
 WORD = 0xFFFFFFFF
 
@@ -77,7 +77,7 @@ def run(code: str, outputs: int, *inputs: int) -> list[int]:
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "fp8_e5m2"])
 def test_every_byte_is_converted_exactly(format: Format, dtype: torch.dtype) -> None:
-    code = (quantized.TO_FP16 if dtype == FP16 else quantized.TO_BF16).value[NUMBERS[format]]
+    code = (quantized.TO_FP16 if dtype == FP16 else quantized.TO_BF16).value[FORMAT_CODES[format]]
     stored = torch.arange(256, dtype=torch.uint8)
     words = [word for four in stored.view(torch.int32).tolist() for word in run(code, 2, four & WORD)]
     found = torch.tensor(words, dtype=torch.uint32).view(torch.int32).view(dtype)
@@ -96,7 +96,7 @@ def test_every_byte_of_words_is_converted_exactly(format: Format, dtype: torch.d
     )
     stored = torch.arange(256, dtype=torch.uint8)
     for half, code in enumerate((lower, upper)):
-        words = [run(code.value[NUMBERS[format]], 1, four & WORD)[0] for four in stored.view(torch.int32).tolist()]
+        words = [run(code.value[FORMAT_CODES[format]], 1, four & WORD)[0] for four in stored.view(torch.int32).tolist()]
         found = torch.tensor(words, dtype=torch.uint32).view(torch.int32).view(dtype)
         right = stored[half::2].view(DTYPES[format]).to(dtype)
         assert torch.equal(found.nan_to_num(nan=1e4), right.nan_to_num(nan=1e4))

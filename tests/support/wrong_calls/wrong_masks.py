@@ -60,19 +60,19 @@ MASKS: WrongCalls = {
     "mask-a-class": (lambda: square(mask=masks.Mask), "mask must be an undivided.masks.Mask or None, got type", None),
     "thd-no-mask": (
         lambda: thd(),
-        "mask must say where the documents are in layout 'thd', got every pair",
+        "mask must contain documents or document_ids in layout 'thd', got every pair",
         "mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents cannot see "
         "each other",
     ),
     "thd-causal-only": (
         lambda: thd(mask=masks.causal()),
-        "mask must say where the documents are in layout 'thd', got causal",
+        "mask must contain documents or document_ids in layout 'thd', got causal",
         "mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents cannot see "
         "each other",
     ),
     "thd-lengths": (
         lambda: thd(mask=masks.lengths([9])),
-        "mask must say where the documents are in layout 'thd', got lengths",
+        "mask must contain documents or document_ids in layout 'thd', got lengths",
         "mask=masks.documents(cu_seqlens) & ..., or masks.document_ids(ids) & ..., so that packed documents cannot see "
         "each other",
     ),

@@ -152,5 +152,5 @@ def state(thing: object, depth: int = 0) -> Any:
     return thing if isinstance(thing, str | int | float | None) else id(thing)
 
 
-MEMOS = {"_table", "_placements", "_digest", "_tokens", "_memory", "traffic", "q", "kv", "order", "digest"}
+MEMOS = {"_table", "_placements", "_digest", "_tokens", "_entries", "traffic", "q", "kv", "order", "digest"}
 """Attributes that keep what was computed, and may change at any time."""

@@ -26,7 +26,7 @@ from undivided.backends.native.call import (
     with_addresses,
     with_dense,
 )
-from undivided.backends.native.replay import NEEDS_MORE, KernelReplay, new_output
+from undivided.backends.native.replay import UNSUPPORTED_FEATURES, KernelReplay, new_output
 from undivided.backends.shared.chosen import VirtualSequences, block_pairs
 from undivided.kernels import cpu
 from undivided.machine import Machine
@@ -131,7 +131,7 @@ class Native(Backend):
     def replay(self, call: Call, tensors: Tensors) -> Replay | None:
         """The forward by one record, if it points to the mask as stored and reads no optional tensor but a bias."""
         library, problem = cpu.load(), call.problem
-        if isinstance(library, str) or not problem.features.isdisjoint(NEEDS_MORE):
+        if isinstance(library, str) or not problem.features.isdisjoint(UNSUPPORTED_FEATURES):
             return None
         if "blocks" in problem.mask.kinds or (tensors.bias is not None and tensors.bias.dtype not in cpu.DTYPES):
             return None
@@ -152,7 +152,11 @@ class Native(Backend):
     def replay_with_mask(self, call: Call, tensors: Tensors, attn_mask: Tensor) -> Replay | None:
         """The record of the call, with the mask's strides."""
         library, problem = cpu.load(), call.problem
-        if isinstance(library, str) or not problem.features.isdisjoint(NEEDS_MORE) or not is_plain(call, tensors):
+        if (
+            isinstance(library, str)
+            or not problem.features.isdisjoint(UNSUPPORTED_FEATURES)
+            or not is_plain(call, tensors)
+        ):
             return None
         own, addresses = with_addresses(tensors)
         strides = call.strides if own is tensors else None

@@ -21,7 +21,7 @@ from undivided.kernels import cpu, philox
 from undivided.masks import FULL
 from undivided.masks.normal_form import DensePairs
 from undivided.masks.normal_form.tree_pairs import TreePairs
-from undivided.quantization import NUMBERS
+from undivided.quantization import FORMAT_CODES
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -52,7 +52,7 @@ _NO_SCALES: tuple[int, ...] = (0,) * 9
 _PACK_REST = struct.Struct(_FORMAT[_REST:]).pack
 _NO_OPTIONS = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)
 _NOTHING_ELSE = _PACK_REST(*_NO_OPTIONS, *_NO_SCALES)
-_PUT_DENSE = struct.Struct("=5q").pack_into  # a boolean mask and its strides
+_WRITE_DENSE = struct.Struct("=5q").pack_into  # a boolean mask and its strides
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES)
 _PLAIN_REST = _PACK_PAGES(*NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})  # the same in every sequence: the kernel computes the ranges, without a table
@@ -116,7 +116,7 @@ def plain_record(
     if strides is None:
         strides = Strides(*tensors[:3], call.problem.layout, call.pages is not None)
     # repeated calls pack 14 values instead of 30
-    sizes, q_strides, k_strides, v_strides, out_strides, lse_strides = strides.packed or _pack(
+    sizes, q_strides, k_strides, v_strides, out_strides, lse_strides = strides.record_parts or _pack(
         strides, call.problem, out, lse
     )
     if not (out_address := out.data_ptr()):
@@ -129,7 +129,7 @@ def plain_record(
     )
     checked, mask = call.checked_mask, call.mask
     if checked is not None:
-        ranges = checked.packed or _pack_ranges(call, tensors)
+        ranges = checked.range_record or _pack_ranges(call, tensors)
     else:
         ranges = _EVERY_KEY if mask is FULL or mask.is_full else _pack_ranges(call, tensors)
     if call.k_scale is None:
@@ -140,7 +140,7 @@ def plain_record(
 def with_dense(record: bytes, mask: Tensor) -> bytes:
     """A record without a boolean mask, with this one [B, H, Sq, Sk]."""
     changed = bytearray(record)
-    _PUT_DENSE(changed, 8 * cpu.FIELDS.index("dense"), mask.data_ptr(), *mask.stride())
+    _WRITE_DENSE(changed, 8 * cpu.FIELDS.index("dense"), mask.data_ptr(), *mask.stride())
     return bytes(changed)
 
 
@@ -152,15 +152,15 @@ def _pack(strides: Strides, problem: Problem, out: Tensor, lse: Tensor) -> tuple
     out_strides = STRIDES[layout](out.stride())
     lse_strides = (0, 0) if lse is UNREAD else lse.stride()[:2]
     rows = [_PACK_STRIDES(*steps) for steps in (strides.q, strides.k, strides.v, out_strides, (*lse_strides, 0))]
-    strides.packed = (sizes, *rows[:4], rows[4][:16])
-    return strides.packed
+    strides.record_parts = (sizes, *rows[:4], rows[4][:16])
+    return strides.record_parts
 
 
 def _pack_ranges(call: Call, tensors: Tensors) -> bytes:
     """The record's fields of ranges, kept with the checked mask, as its table is."""
     packed = _PACK_RANGES(*range_fields(call, tensors))
     if call.checked_mask is not None:
-        call.checked_mask.packed = packed
+        call.checked_mask.range_record = packed
     return packed
 
 
@@ -227,7 +227,7 @@ def scale_fields(call: Call) -> tuple[int, ...]:
     assert problem.quantized is not None
     strides = STRIDES["bshd" if call.pages is not None else problem.layout]
     return (
-        NUMBERS[problem.quantized],
+        FORMAT_CODES[problem.quantized],
         k_scale.data_ptr(),
         *strides(k_scale.stride()),
         v_scale.data_ptr(),

@@ -16,7 +16,7 @@ from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 
-NEEDS_MORE = frozenset({"backward", "lse", "alibi", "sinks", "dropout", "strided"})
+UNSUPPORTED_FEATURES = frozenset({"backward", "lse", "alibi", "sinks", "dropout", "strided"})
 """Features of calls that have other outputs, or read tensors that a replay does not get."""
 
 
@@ -36,8 +36,10 @@ class _Template:
 
 _WITH_BIAS, _WITH_MASK = _Template("bias"), _Template("dense")
 
-_KEYS, _K_STRIDES, _V_STRIDES, _RANGES = (8 * cpu.FIELDS.index(name) for name in ("kv_len", "k_b", "v_b", "ranges"))
-_PUT_NUMBER, _PUT_STRIDES, _PUT_PLACE = (struct.Struct(f"={count}q").pack_into for count in (1, 3, 2))
+_KV_LEN_OFFSET, _K_STRIDES_OFFSET, _V_STRIDES_OFFSET, _RANGES_OFFSET = (
+    8 * cpu.FIELDS.index(name) for name in ("kv_len", "k_b", "v_b", "ranges")
+)
+_WRITE_INT, _WRITE_STRIDES, _WRITE_PLACE = (struct.Struct(f"={count}q").pack_into for count in (1, 3, 2))
 
 
 class KernelReplay:
@@ -84,12 +86,12 @@ class KernelReplay:
         if not self._is_plain:
             return None
         record, strides, table = bytearray(self._record), STRIDES[problem.layout], None
-        _PUT_NUMBER(record, _KEYS, problem.kv_len)
-        _PUT_STRIDES(record, _K_STRIDES, *strides(k.stride()))
-        _PUT_STRIDES(record, _V_STRIDES, *strides(v.stride()))
+        _WRITE_INT(record, _KV_LEN_OFFSET, problem.kv_len)
+        _WRITE_STRIDES(record, _K_STRIDES_OFFSET, *strides(k.stride()))
+        _WRITE_STRIDES(record, _V_STRIDES_OFFSET, *strides(v.stride()))
         if keys is not None:
             table = array("i", chain.from_iterable(keys))
-            _PUT_PLACE(record, _RANGES, table.buffer_info()[0], 2 if len(keys) > 1 else 0)
+            _WRITE_PLACE(record, _RANGES_OFFSET, table.buffer_info()[0], 2 if len(keys) > 1 else 0)
         replay = object.__new__(KernelReplay)
         replay._set(self._library, bytes(record), problem, table)
         replay._is_plain = True

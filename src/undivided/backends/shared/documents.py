@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undivided.masks._parts import Documents, Lengths
+from undivided.masks._parts import Documents, Lengths, find_part
 from undivided.request.call import Call
 
 
 def packed_documents(call: Call) -> Documents | None:
     """The packed documents of the mask; None if there are none."""
-    return next((part for part in call.mask.parts if isinstance(part, Documents)), None)
+    return find_part(call.mask.parts, Documents)
 
 
 def sequence_lengths(call: Call) -> Lengths | None:
     """The lengths of the sequences of a batch; None if the mask has none."""
-    return next((part for part in call.mask.parts if isinstance(part, Lengths)), None)
+    return find_part(call.mask.parts, Lengths)
 
 
 def as_offsets(tensor: Tensor, like: Tensor) -> Tensor:

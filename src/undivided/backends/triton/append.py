@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undivided.backends.triton.launches import launch
 from undivided.machine import Machine
-from undivided.quantization import NUMBERS, Format
+from undivided.quantization import FORMAT_CODES, Format
 
 MAX_REMEMBERED = 16
 """Tokens per sequence: launches for more, those of prefills of any length, are not remembered."""
@@ -53,7 +53,7 @@ def append(pools: Sequence[Tensor], format: Format, k: Tensor, v: Tensor, rows: 
         "V_DIM": v_dim,
         "K_WIDTH": _width(k_dim),
         "V_WIDTH": _width(v_dim),
-        "FORMAT": NUMBERS[format],
+        "FORMAT": FORMAT_CODES[format],
         "num_warps": 1,
     }
     grid = (batch * length, heads, 1)

@@ -20,7 +20,7 @@ from undivided.backends.triton.rows import Rows, rows_of
 from undivided.kernels import philox
 from undivided.kernels.triton import config
 from undivided.masks import NormalForm
-from undivided.quantization import NUMBERS
+from undivided.quantization import FORMAT_CODES
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -222,7 +222,7 @@ class KernelInputs:
         """How quantised keys and values are stored and converted, and the strides of their scales, as arguments."""
         name = architecture(self.q.device)
         capability = int(name.removeprefix("sm")) if name.startswith("sm") and self.problem.quantized else 0
-        arguments = {"FORMAT": NUMBERS[self.problem.quantized], "PTX": capability}
+        arguments = {"FORMAT": FORMAT_CODES[self.problem.quantized], "PTX": capability}
         for name in ("k_scale", "v_scale"):
             step_b = step_h = step_s = 0
             if name in tensors:

@@ -16,7 +16,7 @@ from torch import Tensor
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
 from undivided.backends._base import Backend
-from undivided.cache._attend import OPTIONS, CachedCall, Output
+from undivided.cache._attend import OPTIONS, CachedCall
 from undivided.cache._masks import EVERY, PER_KEY, extend, extend_mask, with_cached_lengths, with_documents
 from undivided.cache._storage import Counts
 from undivided.context_parallel._request import policy_over_ranks
@@ -35,7 +35,7 @@ from undivided.masks.normal_form import Ranges
 from undivided.request.call import Call
 from undivided.request.checks import check_optional_tensors, check_scalars
 from undivided.request.request import Request, Tensors
-from undivided.request.result import Result
+from undivided.request.result import Output, Result
 from undivided.run import autograd
 from undivided.run.prepare import prepare as prepare_call
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
-from undivided.cache._attend import CachedCall, Output
+from undivided.cache._attend import CachedCall
 from undivided.cache._storage import TokenSpec
 from undivided.context_parallel._sharded import ShardedTokens
 from undivided.context_parallel.exchange.collectives import Communicator
@@ -18,6 +18,7 @@ from undivided.context_parallel.exchange.handshake import SharedArguments, prepa
 from undivided.context_parallel.pages.attend import attend
 from undivided.context_parallel.pages.storage import RankStorage
 from undivided.errors import InputError
+from undivided.request.result import Output
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from undivided.integrations.transformers._latent import has_latents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers.cache._states import CachedStates
 from undivided.request.request import Request
-from undivided.run.replay import NUMBERS, PreparedCall, may_replay
+from undivided.run.replay import SCALAR_TYPES, PreparedCall, may_replay
 from undivided.selection.decision import length_class
 from undivided.selection.policy import Policy, current_policy
 
@@ -39,7 +39,7 @@ def repeated(
     """
     if torch.compiler.is_compiling() or mask.context is not None or active_batch() is not None or has_latents(module):
         return None
-    if not {type(scale), type(softcap)} <= NUMBERS:
+    if not {type(scale), type(softcap)} <= SCALAR_TYPES:
         return None
     k_scale = v_scale = None
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
@@ -88,7 +88,7 @@ def _prepare(
             prepared = earlier.with_keys(None if hides is None else mask.keys, k, v)
             if prepared is not None:
                 return prepared
-    prepared = PreparedCall.of(Request.from_keywords(q, k, v, layout="bshd", mask=mask.mask, **options), policy)
+    prepared = PreparedCall.prepare(Request.from_keywords(q, k, v, layout="bshd", mask=mask.mask, **options), policy)
     if key is not None and prepared is not None:
         _steps[key] = prepared
     return prepared

@@ -25,7 +25,7 @@ LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx", "neon",
 """The levels that UNDIVIDED_ISA can name: x86's, the lowest first ("amx" has fp16 tiles too), then ARM's."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The number of each dtype in the records; those of quantised formats are `quantization.NUMBERS`."""
+"""The number of each dtype in the records; those of quantised formats are `quantization.FORMAT_CODES`."""
 
 # struct Attention in abi/attention.h: the same fields in the same order, each 8 bytes wide
 FIELDS = (

@@ -122,7 +122,7 @@ def forward_kernel(
     CLEAN: keys that no row may attend to may be NaN, and are replaced by 0. 1: they are before the first or after the
         last key of the block's rows; 2: anywhere; 3: anywhere, and those of 1 are not even read (chosen blocks, whose
         last page may end after the memory).
-    FORMAT: of k and v, from `quantization.NUMBERS`. PTX: as in `quantized.load_numbers`.
+    FORMAT: of k and v, from `quantization.FORMAT_CODES`. PTX: as in `quantized.load_numbers`.
     PLACES: blocks of rows lie where `places` says (`kernels.triton.blocks`, `backends.triton.invariant`). With SPLITS > 1,
         the partial result [z, h, i] is then of group h and row i % BLOCK_M of block i // BLOCK_M.
     INVARIANT: tiles of keys begin where `places` says (`backends.triton.invariant`), and none is full. PIECE keys at a time

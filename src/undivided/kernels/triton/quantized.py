@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from undivided.kernels.triton.tile import load_rows, tile_rows
-from undivided.quantization import NUMBERS
+from undivided.quantization import FORMAT_CODES
 
-INT8 = tl.constexpr(NUMBERS["int8"])
-FP8_E4M3 = tl.constexpr(NUMBERS["fp8_e4m3"])
-FP8_E5M2 = tl.constexpr(NUMBERS["fp8_e5m2"])
-INT4 = tl.constexpr(NUMBERS["int4"])
+INT8 = tl.constexpr(FORMAT_CODES["int8"])
+FP8_E4M3 = tl.constexpr(FORMAT_CODES["fp8_e4m3"])
+FP8_E5M2 = tl.constexpr(FORMAT_CODES["fp8_e5m2"])
+INT4 = tl.constexpr(FORMAT_CODES["int4"])
 GROUP = tl.constexpr(32)
 """Numbers per scale of int4."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided.nn.blocks.rank_calls import running_call
-from undivided.run.batches import over_hidden_batch, vmap_rule
+from undivided.run.batches import map_hidden_batch, vmap_rule
 
 Exchange = Callable[[Tensor, str], Tensor]
 """A linear function of a tensor, which all ranks call together, and of the name of the step, for errors."""
@@ -46,7 +46,7 @@ class _Exchanged(torch.autograd.Function):
         """The gradient after the other exchange."""
         step = f"the gradient of {ctx.step.removeprefix('the gradient of ')}"
         exchanges = ctx.backward_exchange, ctx.forward_exchange
-        return *over_hidden_batch(_Exchanged.apply, gradient, *exchanges, step), None, None, None
+        return *map_hidden_batch(_Exchanged.apply, gradient, *exchanges, step), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> tuple[Tensor]:

@@ -139,10 +139,11 @@ def load_checkpoint(
     """
     folder = _checked_folder(folder)
     _check_training(model, optimizer)
+    step = None if step is None else _checked_step(step)
     with rank_errors("finding the checkpoint to load"):
         folders.check_same("step", step)
         checkpoints = folders.on_first_rank(lambda: folders.complete_checkpoints(folder))
-    if step is not None and _checked_step(step) not in checkpoints:
+    if step is not None and step not in checkpoints:
         raise InputError(
             "step", f"be that of a complete checkpoint ({', '.join(map(str, checkpoints)) or 'none'})", step
         )

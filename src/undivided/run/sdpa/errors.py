@@ -44,9 +44,8 @@ def _pytorchs_error(query: Any, key: Any, value: Any, *others: Any) -> Exception
         return None  # with enable_gqa PyTorch divides by the number of heads, which ends the process
     options = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), others, strict=True))
     if others[0] is not None and options["is_causal"] is True and torch.backends.cuda.flash_sdp_enabled():
-        options["is_causal"] = (
-            False  # PyTorch's flash kernel takes both; meta tensors get the math kernel, which does not
-        )
+        # PyTorch's flash kernel takes both; meta tensors get the math kernel, which does not
+        options["is_causal"] = False
     error = _error_of_call(map(_without_data, tensors), {name: _without_data(o) for name, o in options.items()})
     if error is None and len(present) == 3:
         error = _error_of_call((t.new_empty((1,) * t.dim()) for t in tensors), {})

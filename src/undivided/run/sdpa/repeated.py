@@ -15,7 +15,7 @@ from undivided.arguments.layout import from_heads_first, heads_first
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.run.replay import (
-    NUMBERS,
+    SCALAR_TYPES,
     PreparedCall,
     RecordedCall,
     bias_kind,
@@ -45,16 +45,17 @@ def kind(
     scale: object,
     enable_gqa: object,
 ) -> tuple[object, ...] | None:
-    """All that a call on the CPU depends on, but where its tensors lie; None if it must be prepared.
+    """The key of a call on the CPU: all that it depends on, except the addresses of its tensors.
 
-    That is: with dropout, a mode, a transform or autocast, or with arguments that only checks understand.
+    None if the call must be prepared: it has dropout or arguments that only checks understand, or runs under a mode, a
+    transform or autocast.
     """
     if (
         torch.compiler.is_compiling()
         or not (type(query) is type(key) is type(value) is Tensor and query.is_cpu)
         or type(dropout_p) not in _PROBABILITIES
         or dropout_p != 0
-        or not (type(is_causal) is type(enable_gqa) is bool and type(scale) in NUMBERS)
+        or not (type(is_causal) is type(enable_gqa) is bool and type(scale) in SCALAR_TYPES)
         or not is_untransformed(query, key, value)
     ):
         return None
