@@ -361,3 +361,12 @@ def test_an_argument_picks_among_what_the_context_allows() -> None:
 def test_an_unknown_backend_argument_lists_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"backend must be one of .*math.*reference.*unfused, got 'fast'"):
         undivided.attention(Q, Q, Q, layout="bshd", backend="fast")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [("batch_invariant", "set_backends and each call have"), ("disable", r"use_backends\.disable\(names\)")],
+)
+def test_use_backends_names_what_has_an_argument_that_it_lacks(keyword: str, hint: str) -> None:
+    with pytest.raises(undivided.InputError, match=f"got '{keyword}'\n  HINT: {hint}"):
+        undivided.use_backends(**{keyword: True})  # type: ignore[call-arg]

@@ -188,9 +188,10 @@ def unknown_arguments(function: str, unknown: Iterable[str], known: Iterable[str
         known: the arguments that it has.
         hint: what may have been meant.
     """
-    arguments = f"arguments: {listed(list(known), 18)}"
     got = ", ".join(map(repr, sorted(unknown)))
-    hint = arguments if hint is None else f"{hint}\n  {arguments}"
+    if names := list(known):
+        arguments = f"arguments: {listed(names, 18)}"
+        hint = arguments if hint is None else f"{hint}\n  {arguments}"
     return InputError(function, "be called with its own arguments", got, hint)
 
 

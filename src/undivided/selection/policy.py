@@ -6,6 +6,7 @@ All of them are read at every call, not at import. Reading takes well under a mi
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -95,7 +96,13 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
     _process = _Setting(_check_names(names) or None, "set_backends", disabled, batch_invariant)
 
 
-@checked_call
+@functools.partial(
+    checked_call,
+    other_names={
+        "disable": ["use_backends.disable(names) forbids backends in a block"],
+        "batch_invariant": ["set_backends and each call have this argument"],
+    },
+)
 class use_backends:
     """Allow only these backends or families, in this order, in a ``with`` block.
 
