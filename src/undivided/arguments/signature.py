@@ -189,9 +189,8 @@ def unknown_arguments(function: str, unknown: Iterable[str], known: Iterable[str
         hint: what may have been meant.
     """
     got = ", ".join(map(repr, sorted(unknown)))
-    if names := list(known):
-        arguments = f"arguments: {listed(names, 18)}"
-        hint = arguments if hint is None else f"{hint}\n  {arguments}"
+    arguments = f"arguments: {listed(list(known), 18) or 'none by keyword'}"
+    hint = arguments if hint is None else f"{hint}\n  {arguments}"
     return InputError(function, "be called with its own arguments", got, hint)
 
 
