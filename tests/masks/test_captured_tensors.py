@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -197,6 +198,8 @@ class Kind(enum.Enum):
 
 
 def test_only_what_the_code_names_is_searched() -> None:
+    window = np.int64(4)
+
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -205,7 +208,7 @@ def test_only_what_the_code_names_is_searched() -> None:
             self.kind, self.counter = Kind.ONE, itertools.count()  # the counter cannot be searched
 
         def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k < self.limit) & (self.kind is Kind.ONE)
+            return (k < self.limit) & (self.kind is Kind.ONE) & (q - k < window)
 
     model = Model()
     found = captured_tensors(model.allowed)

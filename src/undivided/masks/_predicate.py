@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 import itertools
+import numbers
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -94,7 +95,9 @@ def keep_with(tensor: Tensor, parts: Iterable[Part]) -> None:
 _MAX_OBJECTS = 512
 """Most objects that a search for tensors visits, and most elements of a container."""
 
-_ATOMS = (str, bytes, int, float, complex, type(None), enum.Enum, torch.dtype, torch.device)
+_ATOMS = (str, bytes, numbers.Number, torch.SymInt, type(None), range, slice, enum.Enum, torch.dtype, torch.device)
+"""Types of values without tensors; NumPy's numbers are among them."""
+
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _READ_ANY_ATTRIBUTE = frozenset({"getattr", "vars", "__dict__", "parameters", "buffers", "children", "modules"})
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__reduce__", "__getstate__"})
