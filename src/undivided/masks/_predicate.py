@@ -116,7 +116,7 @@ def captured_tensors(function: object) -> list[Tensor] | None:
         search = _Search(names)
         if not search.visit_all(function):
             return None
-        if search.named <= names:
+        if not search.read_attributes or search.named <= names:
             return search.tensors
         names |= search.named
 
@@ -132,6 +132,8 @@ class _Search:
         self._names = names
         self.named: set[str] = set()
         """The names in the code of all functions that were found."""
+        self.read_attributes = False
+        """Whether there was an object of which only named attributes were searched."""
         self.tensors: list[Tensor] = []
         self._visited: dict[int, object] = {}  # which keeps temporary objects, so that their ids stay theirs
 
@@ -140,13 +142,16 @@ class _Search:
         waiting = [start]
         while waiting:
             value = waiting.pop()
-            if isinstance(value, _ATOMS) or id(value) in self._visited:
+            if id(value) in self._visited:
                 continue
-            self._visited[id(value)] = value
             if isinstance(value, Tensor):
+                self._visited[id(value)] = value
                 self.tensors.append(value)
                 continue
-            inner = self._inside(value)
+            if isinstance(value, _ATOMS):
+                continue
+            self._visited[id(value)] = value
+            inner = self._inside_function(value) if isinstance(value, FunctionType) else self._inside(value)
             if inner is None or len(self._visited) > _MAX_OBJECTS or len(inner) > _MAX_OBJECTS:
                 return False
             waiting += inner
@@ -158,8 +163,6 @@ class _Search:
             return [] if _is_core(value.__name__) else self._named_in(vars(value))
         if isinstance(value, type):
             return [] if _is_core(value.__module__) else self._members(value)
-        if isinstance(value, FunctionType):
-            return self._inside_function(value)
         if isinstance(value, MethodType):
             return [value.__func__, value.__self__]
         if isinstance(value, BuiltinMethodType | MethodWrapperType):
@@ -222,6 +225,7 @@ class _Search:
         return [item for item in found if not _is_field(item)]
 
     def _named_in(self, attributes: Mapping[str, object]) -> list[object]:
+        self.read_attributes = True
         return [attributes[name] for name in self._names if name in attributes]
 
 
@@ -251,6 +255,7 @@ def _own(value: object) -> dict[str, object]:
     return held
 
 
+@functools.lru_cache(1024)
 def _names_in(code: CodeType) -> frozenset[str]:
     """The global and attribute names that code and its inner functions use."""
     return frozenset(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, CodeType)))
