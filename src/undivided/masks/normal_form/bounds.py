@@ -35,15 +35,15 @@ def _row_hull_by_words(allowed: Tensor) -> tuple[Tensor, Tensor]:
         padded[..., :keys] = allowed
         allowed = padded
     words = allowed.view(torch.int64)
-    index = torch.arange(words.shape[-1])
+    index = torch.arange(words.shape[-1], dtype=torch.int32)  # amin of int64 takes ten times as long
     used = words != 0
     first = torch.where(used, index, words.shape[-1] - 1).amin(-1, keepdim=True)
     last = torch.where(used, index, 0).amax(-1, keepdim=True)
     from_left, from_right = torch.arange(1, 9, dtype=torch.int32), torch.arange(8, 0, -1, dtype=torch.int32)
-    in_first = words.gather(-1, first).view(torch.bool) * from_right
-    in_last = words.gather(-1, last).view(torch.bool) * from_left
-    start = first[..., 0].to(torch.int32) * 8 + (8 - in_first.amax(-1))
-    stop = last[..., 0].to(torch.int32) * 8 + in_last.amax(-1)
+    in_first = words.gather(-1, first.long()).view(torch.bool) * from_right
+    in_last = words.gather(-1, last.long()).view(torch.bool) * from_left
+    start = first[..., 0] * 8 + (8 - in_first.amax(-1))
+    stop = last[..., 0] * 8 + in_last.amax(-1)
     return start.clamp(max=keys), stop
 
 
