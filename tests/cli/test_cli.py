@@ -242,6 +242,25 @@ class TestMask:
     def test_a_mask_is_required(self) -> None:
         assert "HINT" in refused("mask")
 
+    @pytest.mark.parametrize(
+        ("given", "q_len", "kv_len", "pairs"),
+        [
+            ("--lengths 3,5", 5, 5, 34),
+            ("--lengths 3,5 --q-len 5", 5, 5, 34),
+            ("--lengths 3,5 --kv-len 8", 5, 8, 40),
+            ("--lengths 3,5 --kv-len 8 --q-len 5", 5, 8, 40),
+            ("--lengths 3,5 --q-len 1", 1, 5, 8),
+            ("tree([-1,0,0]) --kv-len 5", 3, 5, 11),
+            ("blocks(2,2,[[0,-1],[1,-1]]) --kv-len 6", 4, 6, 8),
+        ],
+    )
+    def test_lengths_are_those_of_queries_only_if_there_are_as_many(
+        self, given: str, q_len: int, kv_len: int, pairs: int
+    ) -> None:
+        """The same sizes gave another mask if they were not written out."""
+        found = answer("mask", *given.split())
+        assert (found["q_len"], found["kv_len"], found["pairs"]) == (q_len, kv_len, pairs)
+
     def test_a_misspelt_mask_gives_the_name_that_is_meant(self) -> None:
         assert "did you mean 'sinks'?" in refused("mask", "window(3, 0) | sink(1)")
 

@@ -202,3 +202,12 @@ def test_a_seed_is_drawn_whatever_the_default_device() -> None:
     q = torch.randn(1, 5, 2, 16)
     with torch.device("meta"):
         assert verify(q, q, q, layout="bshd", dropout_p=0.5, backends=["reference"]).ok
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sequence_with_one_key_beside_a_longer_one(seed: int) -> None:
+    """Its gradients of q and k are differences that are 0, and so was the budget of its rows: dk was WRONG."""
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 64, 8, 64), torch.randn(2, 64, 8, 64)
+    report = verify(q, k, v, layout="bshd", mask=masks.lengths([1, 64]))
+    assert report.ok, report

@@ -202,14 +202,19 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         norms = {name: norm(x) for name, x in right.items()}
     scale = {name: size if size > errors[name] else 1.0 for name, size in norms.items()}
     max_errors = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
-    for name in {"dq", "dk"} & norms.keys():
+    of_terms = {  # the rounding of two terms whose difference may be 0, for a single key
+        name: _rounding("lse", call, tensors) * _size_of_terms(name, call, tensors, upstream)
+        for name in {"dq", "dk"} & norms.keys()
+        if problem.quantized is None
+    }
+    for name, rounding in of_terms.items():
         if norms[name] <= errors[name]:
-            max_errors[name] += _rounding("lse", call, tensors) * _size_of_terms(name, call, tensors, upstream)
+            max_errors[name] += rounding
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
         max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
     blocks = {
-        name: _block_budget(right[name], plain, max_errors[name] * scale[name])
+        name: _block_budget(right[name], plain, max_errors[name] * scale[name]).clamp(min=of_terms.get(name, 0.0))
         for name, plain in plain_blocks.items()
         if plain.numel() and norms[name] > 0 and errors[name] * BLOCK_FACTOR <= norms[name]
     }

@@ -19,7 +19,7 @@ from undivided.cli._terminal import console, print_json, shaded
 from undivided.errors import InputError
 from undivided.masks._drawing import LARGEST_PICTURE, check_format, natural_sizes, require_matplotlib
 
-SIZED = frozenset({"lengths", "documents", "document_ids", "dense"})
+SIZED = frozenset({"lengths", "documents", "document_ids", "dense", "tree", "blocks"})
 """The parts from which the lengths of the sequences follow."""
 
 MAX_ROWS = 1 << 24
@@ -88,19 +88,23 @@ def _build(
     mask_flags: MaskFlags, expression: str | None, q_len: int | None, kv_len: int | None, batch: int | None
 ) -> tuple[masks.Mask, tuple[int, int, int]]:
     """The mask, and (batch, queries, keys): as given, otherwise sizes that show its structure."""
-    of_flags = mask_flags.build(0, 0) if q_len is None or kv_len is None else mask_flags.build(q_len, kv_len)
-    parts = (MaskFlags(mask=expression).build(0, 0) if expression else None, of_flags)
-    present = [part for part in parts if part is not None]
-    if not present:
-        raise InputError(
-            "mask", "be given", "none", hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0"
-        )
-    built = reduce(operator.and_, present)
-    natural = natural_sizes(built)
-    has_own = bool(built.kinds & SIZED)
+    own = MaskFlags(mask=expression).build(0, 0) if expression else None
+
+    def joined(queries: int, keys: int) -> masks.Mask:
+        present = [part for part in (own, mask_flags.build(queries, keys)) if part is not None]
+        if not present:
+            raise InputError(
+                "mask", "be given", "none", hint="undivided mask 'causal() & documents([0, 3, 10])', or --window 3,0"
+            )
+        return reduce(operator.and_, present)
+
+    first = joined(0, 0)
+    natural = natural_sizes(first)
+    has_own = bool(first.kinds & SIZED)
     queries = q_len or (natural[2] if has_own or kv_len is None else kv_len)
     keys = kv_len or (natural[3] if has_own or q_len is None else q_len)
     batch = batch or natural[0]
+    built = joined(queries, keys)  # --lengths are those of the queries too if there are as many queries as keys
     if batch * queries > MAX_ROWS:
         raise InputError("batch * queries", f"be at most {MAX_ROWS}", batch * queries, hint="--q-len, --batch")
     built.check(batch, 1, queries, keys, packed=False, device=torch.device("cpu"))
