@@ -1,12 +1,16 @@
-"""The first and the last key that each row of a boolean mask allows."""
+"""The first and the last key that each row of a mask allows, which is boolean or has a function."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from undivided.masks.normal_form import bounds
+from undivided import masks
+from undivided.masks import Mask
+from undivided.masks.normal_form import bounds, ranges
 from undivided.masks.normal_form.bounds import row_hull
 
 
@@ -41,3 +45,47 @@ def test_any_byte_other_than_0_allows_a_pair() -> None:
     start, stop = row_hull(allowed.view(torch.bool))
     assert (start[3], stop[3]) == (17, 91)
     assert (start[5], stop[5]) == (199, 200)
+
+
+def odd(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q + k + b) % 2 == 1
+
+
+NARROW: dict[str, Callable[[int], Mask]] = {
+    "window": lambda n: masks.window(16, 0),
+    "documents": lambda n: masks.documents(torch.arange(0, n + 1, 4)),
+    "padded documents": lambda n: masks.documents(
+        torch.arange(0, n // 2 + 1, 4), padded_q=torch.arange(0, n + 1, 8), padded_kv=torch.arange(0, n + 1, 8)
+    ),
+    "chunks": lambda n: masks.chunks(8, align="bottom_right"),
+    "left padding": lambda n: masks.window(9, 0, "bottom_right") & masks.lengths([n - 5, 3], kv_start=[5, n - 3]),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_function_in_a_narrow_mask_is_evaluated_for_few_pairs(name: str) -> None:
+    """It was evaluated for every pair of a query and a key: 2 seconds for 16,000 tokens."""
+    seen: list[int] = []
+
+    def counted(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen.append(q.numel() * k.numel())
+        return odd(b, h, q, k)
+
+    batch = 2 if name == "left padding" else 1
+    counts = []
+    for length in (4096, 8192):
+        seen.clear()
+        (NARROW[name](length) & masks.predicate(counted)).intervals(length, length, batch=batch)
+        counts.append(sum(seen))
+    assert counts[0] < 4096 * 2048
+    assert counts[1] < 2.5 * counts[0]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_the_pairs_of_a_function_in_a_narrow_mask_are_those_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    length, batch = 1200, 2 if name == "left padding" else 1
+    found = (NARROW[name](length) & masks.predicate(odd)).to_dense(batch, 1, length, length)
+    monkeypatch.setattr(ranges, "_MANY_PAIRS", 1 << 60)
+    expected = (NARROW[name](length) & masks.predicate(odd)).to_dense(batch, 1, length, length)
+    assert torch.equal(found, expected)
+    assert found.any()

@@ -15,6 +15,7 @@ from undivided import NoBackendError, masks
 from undivided.backends.native import evaluated
 from undivided.kernels import cpu
 from undivided.masks import Mask
+from undivided.masks.normal_form import row_blocks as normal_form_blocks
 
 
 @needs_library
@@ -185,7 +186,7 @@ EVALUATED = {
 @needs_library
 @pytest.mark.parametrize("mask", EVALUATED)
 def test_masks_evaluated_for_the_keys_of_each_block(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluated, "MIN_SAVED_PAIRS", 1)
+    monkeypatch.setattr(normal_form_blocks, "MIN_SAVED_PAIRS", 1)
     q, k, v, dout = (torch.randn(2, 2, 300, 16, dtype=torch.float64) for _ in range(4))
     found, right = (
         gradients_of(EVALUATED[mask], backend, *(x.to(dtype) for x in (q, k, v, dout)))

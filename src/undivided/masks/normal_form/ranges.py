@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,6 +38,7 @@ from undivided.masks.normal_form.intervals import NormalForm
 from undivided.masks.normal_form.pairs import BLOCK_PAIRS, DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
 from undivided.masks.normal_form.positions import Geometry, private_copy
 from undivided.masks.normal_form.predicate_pairs import PredicatePairs
+from undivided.masks.normal_form.row_blocks import reached_keys, row_blocks_by_reach
 from undivided.masks.normal_form.tree_pairs import TreePairs
 
 # Forms of masks without tensors, shared by all equal masks: each layer of a model may build its own masks.causal().
@@ -45,6 +46,8 @@ from undivided.masks.normal_form.tree_pairs import TreePairs
 SHARED_FORMS = 64
 SHARED_TOKENS = 1 << 17
 _shared_forms: OrderedDict[object, NormalForm] = OrderedDict()
+_MANY_PAIRS = 1 << 20
+"""Pairs from which on functions are evaluated for the keys that the other parts of a mask allow, instead of all."""
 
 Bound = Size | None
 Range = tuple[Size, Size]
@@ -114,7 +117,7 @@ def build(
             extras.append(BlockPairs.for_call(part, geometry, heads))
     evaluated = _evaluated_parts(parts, geometry)
     if evaluated:
-        base = _within_raw(geometry, base, _row_hull(evaluated, geometry, heads))
+        base = _within_raw(geometry, base, _row_hull(evaluated, geometry, heads, base))
     unions = [part for part in parts if isinstance(part, GlobalBand)]
     for part in unions[1:]:
         extras.append(RangePairs(_union_ranges(geometry, keys, part)))
@@ -250,8 +253,11 @@ def _evaluated_parts(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
     return extras
 
 
-def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Range:
-    """Per row the keys ``[first, last + 1)`` that any head may see, evaluated one block of rows at a time."""
+def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int, base: Range) -> Range:
+    """Per row the keys ``[first, last + 1)`` that any head may see, evaluated one block of rows at a time.
+
+    base: the keys that the other parts allow. Functions are evaluated for these only, if they are few.
+    """
     batch, all_heads, keys = slice(0, geometry.batch), slice(0, heads), slice(0, geometry.kv_len)
     if not geometry.q_len or not geometry.kv_len:
         return 0, 0
@@ -259,12 +265,29 @@ def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int) -> Range:
     if pairs_per_row * geometry.q_len > BLOCK_PAIRS or not all(isinstance(extra, DensePairs) for extra in extras):
         # fewer if they are the same in all sequences or heads; also refuses a function that returns a fixed shape
         pairs_per_row = all_pairs(extras, batch, all_heads, slice(0, 1), slice(0, 1)).numel() * geometry.kv_len
+    form = _narrow_form(extras, geometry, heads, base)
+    blocks: Iterator[slice] = row_blocks(geometry.q_len, pairs_per_row)
+    if form is not None:
+        blocks = row_blocks_by_reach(form, geometry.q_len, max(BLOCK_PAIRS * geometry.kv_len // pairs_per_row, 1))
     starts, stops = [], []
-    for rows in row_blocks(geometry.q_len, pairs_per_row):
+    for rows in blocks:
+        if form is not None:
+            keys = reached_keys(form, rows)
         allowed = all_pairs(extras, batch, all_heads, rows, keys)
         allowed = allowed.squeeze(1) if allowed.shape[1] == 1 else allowed.any(1)
-        start, stop = row_hull(allowed.expand(-1, -1, geometry.kv_len))
-        starts.append(start.expand(-1, rows.stop - rows.start))
-        stops.append(stop.expand(-1, rows.stop - rows.start))
+        start, stop = row_hull(allowed.expand(-1, -1, keys.stop - keys.start))
+        starts.append((start + keys.start).expand(-1, rows.stop - rows.start))
+        stops.append((stop + keys.start).expand(-1, rows.stop - rows.start))
     start, stop = (bounds[0] if len(bounds) == 1 else torch.cat(bounds, 1) for bounds in (starts, stops))
     return start.to(torch.int64), stop.to(torch.int64)
+
+
+def _narrow_form(extras: Sequence[Extra], geometry: Geometry, heads: int, base: Range) -> NormalForm | None:
+    """The form of these keys alone, if functions are evaluated faster for them than for all keys; otherwise None."""
+    pairs = geometry.q_len * geometry.kv_len
+    if pairs < _MANY_PAIRS or not any(isinstance(extra, PredicatePairs) for extra in extras) or is_traced():
+        return None
+    ranges = _pack(geometry, base)
+    if not readable(ranges) or 4 * int((ranges[..., 1] - ranges[..., 0]).amax(0).sum()) > pairs:
+        return None
+    return NormalForm(ranges, geometry.kv_len, geometry.batch, heads, (), geometry)
