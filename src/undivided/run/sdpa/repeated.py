@@ -60,7 +60,7 @@ def kind(
     ):
         return None
     mask_kind: object = None
-    if attn_mask is not None and (mask_kind := _mask_kind(attn_mask, query, key)) is None:
+    if attn_mask is not None and (mask_kind := _mask_kind(attn_mask, query, key, value)) is None:
         return None
     return (
         tensors_kind(query, key, value),
@@ -73,17 +73,17 @@ def kind(
     )
 
 
-def _mask_kind(attn_mask: object, query: Tensor, key: Tensor) -> object:
+def _mask_kind(attn_mask: object, query: Tensor, key: Tensor, value: Tensor) -> object:
     """The part of `kind` that an attn_mask has; `torch.bool` if calls are kept for each mask."""
     kind = bias_kind(attn_mask)
     if kind is None or not isinstance(attn_mask, Tensor) or attn_mask.dim() > 4:
         return None
-    return kind if attn_mask.dtype is not torch.bool or _is_small(query, key) else torch.bool
+    return kind if attn_mask.dtype is not torch.bool or _is_small(query, key, value) else torch.bool
 
 
-def _is_small(query: Tensor, key: Tensor) -> bool:
+def _is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether calls with boolean masks are kept for all masks of a shape."""
-    if query.dim() != 4 or key.dim() != 4 or needs_gradients(query, key, key):
+    if query.dim() != 4 or key.dim() != 4 or needs_gradients(query, key, value):
         return False
     batch, heads, q_len, _ = query.shape
     return batch * heads * q_len * key.shape[2] <= _SMALL_PROBLEM
