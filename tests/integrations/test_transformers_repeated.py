@@ -42,7 +42,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         calls.append(call := of(*arguments))
         return call
 
-    monkeypatch.setattr(PreparedCall, "of", recording)
+    monkeypatch.setattr(PreparedCall, "prepare", recording)
     monkeypatch.setattr(_repeated, "_steps", {})
     return calls
 

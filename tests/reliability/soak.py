@@ -213,7 +213,7 @@ class Model:
         assert cache.lengths == tuple(len(tokens) for tokens in self.tokens)
         used = Counter(page for table in ledger.tables for page in table)
         used.update(node.page for node in ledger.prefixes)
-        assert [used[page] for page in range(self.PAGES)] == ledger.references
+        assert [used[page] for page in range(self.PAGES)] == list(ledger.references)
         assert sorted(ledger.unused[0]) == [page for page in range(self.PAGES) if not used[page]]
         if self.exact:
             i = self.rng.randrange(self.BATCH)
