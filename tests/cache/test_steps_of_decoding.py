@@ -26,6 +26,8 @@ MASKS = {
     "bottom-right": masks.causal(align="bottom_right"),
     "window": masks.window(6, 0),
     "own key": masks.window(0, 0, align="bottom_right"),
+    "sinks": masks.window(4, 0) | masks.sinks(2),
+    "many sinks": masks.window(1, 0, align="bottom_right") | masks.sinks(12),
 }
 
 
@@ -75,12 +77,12 @@ def test_every_step_sees_its_own_lengths(
 
 
 @needs_library
-@pytest.mark.parametrize("left", [None, 3])
+@pytest.mark.parametrize("mask", [masks.causal(), masks.window(3, 0), masks.window(3, 0) | masks.sinks(2)], ids=str)
 def test_a_step_that_was_prepared_before_decides_as_one_that_was_not(
-    left: int | None, prepared_anew: list[Request]
+    mask: masks.Mask, prepared_anew: list[Request]
 ) -> None:
     cache = undivided.PagedKVCache(64, 8, KV_HEADS, DIM, batch=BATCH, dtype=torch.float32)
-    mask = masks.causal() if left is None else masks.window(left, 0)
+    mask = mask & masks.window(None, None)  # an object of its own, without earlier calls
     problems = []
     for _ in range(6):
         k, q = new_tokens("bshd", 1, KV_HEADS), new_tokens("bshd", 1, HEADS)
@@ -135,12 +137,18 @@ def test_nothing_of_a_cache_is_kept_alive() -> None:
 @hypothesis.given(
     lengths=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=5),
     left=strategies.none() | strategies.integers(0, 50),
+    sinks=strategies.integers(0, 20),
     more=strategies.integers(0, 9),
 )
-def test_the_form_of_last_queries_is_that_of_the_mask(lengths: list[int], left: int | None, more: int) -> None:
+def test_the_form_of_last_queries_is_that_of_the_mask(
+    lengths: list[int], left: int | None, sinks: int, more: int
+) -> None:
     kv_len = max(max(lengths), 1) + more
-    form = of_last_queries(lengths, left, kv_len, 2, torch.device("cpu"))
-    mask = masks.window(left, 0, align="bottom_right") & masks.lengths(lengths)
+    form = of_last_queries(lengths, left, kv_len, 2, torch.device("cpu"), 0 if left is None else sinks)
+    mask = masks.window(left, 0, align="bottom_right")
+    if sinks and left is not None:
+        mask = mask | masks.sinks(sinks)
+    mask = mask & masks.lengths(lengths)
     mask.check(len(lengths), 2, 1, kv_len, packed=False, device=torch.device("cpu"))
     expected = mask.normal_form(len(lengths), 2, 1, kv_len, "cpu")
     assert form.table.tolist() == expected.table.tolist()

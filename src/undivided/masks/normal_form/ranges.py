@@ -131,21 +131,26 @@ def build(
 
 
 def of_last_queries(
-    lengths: Sequence[int], left: int | None, kv_len: int, heads: int, device: torch.device
+    lengths: Sequence[int], left: int | None, kv_len: int, heads: int, device: torch.device, sinks: int = 0
 ) -> NormalForm:
     """The form of a causal mask for one query per sequence, its last token, in calls that read no positions.
 
     Args:
         lengths: keys of each sequence.
         left: keys before its own that a query sees. None: all.
+        sinks: first keys of each sequence that a query sees besides.
         kv_len: keys of a row of the batch, padding included.
         heads: query heads.
         device: device of the ranges.
 
     >>> of_last_queries([3, 1], 1, 4, 1, torch.device("cpu")).ranges.tolist()
     [[[1, 3]], [[0, 1]]]
+    >>> of_last_queries([9, 3], 1, 16, 1, torch.device("cpu"), sinks=2).ranges.tolist()
+    [[[0, 2, 7, 9]], [[0, 3, 0, 0]]]
     """
     ranges = [[[0 if left is None else max(stop - 1 - left, 0), stop]] for stop in lengths]
+    if sinks:
+        ranges = [[[0, sinks, start, stop] if start > sinks else [0, stop, 0, 0]] for ((start, stop),) in ranges]
     with torch.inference_mode(False):  # tensors with version counters, as those of other forms
         return NormalForm(torch.tensor(ranges, dtype=torch.int32, device=device), kv_len, len(lengths), heads)
 
