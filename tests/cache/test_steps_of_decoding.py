@@ -35,11 +35,11 @@ MASKS = {
 def prepared_anew(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """The requests that were prepared from their arguments."""
     seen: list[Request] = []
-    of: Callable[[Request, Policy], replay.PreparedCall | None] = replay.PreparedCall.prepare
+    prepare: Callable[[Request, Policy], replay.PreparedCall | None] = replay.PreparedCall.prepare
 
     def counted(request: Request, allowed: Policy) -> replay.PreparedCall | None:
         seen.append(request)
-        return of(request, allowed)
+        return prepare(request, allowed)
 
     monkeypatch.setattr(replay.PreparedCall, "prepare", counted)
     return seen

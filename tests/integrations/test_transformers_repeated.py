@@ -36,10 +36,10 @@ CAUSAL = masks.causal(align="bottom_right")
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What layers prepare, in their order; what earlier tests have prepared is forgotten."""
     calls: list[object] = []
-    of = PreparedCall.prepare
+    prepare = PreparedCall.prepare
 
     def recording(*arguments: Any) -> PreparedCall | None:
-        calls.append(call := of(*arguments))
+        calls.append(call := prepare(*arguments))
         return call
 
     monkeypatch.setattr(PreparedCall, "prepare", recording)

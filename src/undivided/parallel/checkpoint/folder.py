@@ -92,31 +92,31 @@ def on_all_ranks(action: Callable[[], Value]) -> Value:
         OSError, InputError: the function raised one on this rank.
         RankError: it did so on another rank.
     """
-    value, error = None, None
     try:
         value = action()
-    except (OSError, InputError) as raised:
-        error = raised
-    texts: list[str | None] = [None if error is None else f"{error}"]
-    if _is_parallel():
-        texts *= distributed.get_world_size()
-        distributed.all_gather_object(texts, texts[0])
-    if error is not None:
-        raise error
-    if refused := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]:
+    except (OSError, InputError) as error:
+        _gather(str(error))
+        raise
+    if refused := [f"rank {rank}: {text}" for rank, text in enumerate(_gather(None)) if text is not None]:
         raise RankError(f"another rank failed: {'; '.join(refused)}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def check_same(argument: str, value: object) -> None:
     """InputError on all ranks if they have different values."""
-    values = [value]
-    if _is_parallel():
-        values *= distributed.get_world_size()
-        distributed.all_gather_object(values, value)
+    values = _gather(value)
     if any(other != values[0] for other in values):
         got = ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(values[:8]))
         raise InputError(argument, "be the same on all ranks", got)
+
+
+def _gather(value: object) -> list[Any]:
+    """The value of every rank."""
+    values: list[Any] = [value]
+    if _is_parallel():
+        values *= distributed.get_world_size()
+        distributed.all_gather_object(values, value)
+    return values
 
 
 def _is_parallel() -> bool:

@@ -203,7 +203,7 @@ def _read_contents(reader: Reader, path: Path) -> tuple[Metadata, Header]:
         return metadata, _read_header(reader)
     except OSError as error:
         hint = "load from a folder that all ranks share"
-        raise InputError("folder", f"have {path.name} on every rank", f"{type(error).__name__}", hint=hint) from error
+        raise InputError("folder", f"have {path.name} on every rank", type(error).__name__, hint=hint) from error
 
 
 def _check_fit(
