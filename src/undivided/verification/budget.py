@@ -20,6 +20,9 @@ gradient of v shows whether they have a digit right (scores of 1e7 in fp32 have 
 A log-sum-exp is a logarithm: one rounding of its sum is an absolute error of eps, however small it is. Its budget has
 that in addition. (Plain arithmetic has no such error in a row of one key, whose sum is 1.)
 
+In a problem of few pairs, plain arithmetic may be accurate by chance in every order of summation. Its error is then at
+least that in some problems nearby, and the budgets of dq and dk have the rounding of the terms that may cancel.
+
 The norm of a whole tensor hides rows with small norms, such as the last ones under a causal mask. So each block of rows
 of a head (256 numbers) has a budget too, a wide one that finds rows without a right digit (zeros, memory that was not
 written):
@@ -45,6 +48,7 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import lse_dtype
 from undivided.verification import oracle
+from undivided.verification.nearby import nearby
 from undivided.verification.pieces import NAMES, Upstream, per_row
 from undivided.verification.plain_attention import orders
 from undivided.verification.plain_attention import plain as plain_attention
@@ -64,6 +68,9 @@ DEVIATIONS = 3.5
 """The norm of n errors with normal distributions exceeds their standard deviation times (sqrt(n) + DEVIATIONS) in fewer
 than one of 100,000 problems. From 13 numbers on, FACTOR is wider."""
 
+
+FEW_PAIRS, NEARBY_PROBLEMS = 256, 8
+"""A problem with fewer pairs is sampled by problems nearby, which together have about this number of pairs; at most 8."""
 
 OF_ROWS = ("out", "dq", "dk", "dv")
 """The quantities [B, heads, S, D]."""
@@ -202,14 +209,14 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         norms = {name: norm(x) for name, x in right.items()}
     scale = {name: size if size > errors[name] else 1.0 for name, size in norms.items()}
     max_errors = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
-    of_terms = {  # the rounding of two terms whose difference may be 0, for a single key
+    of_terms = {  # the rounding of two terms whose difference may be 0, as it is for a single key
         name: _rounding("lse", call, tensors) * _size_of_terms(name, call, tensors, upstream)
         for name in {"dq", "dk"} & norms.keys()
         if problem.quantized is None
     }
     for name, rounding in of_terms.items():
-        if norms[name] <= errors[name]:
-            max_errors[name] += rounding
+        if norms[name] <= errors[name] or _nearby_problems(problem):
+            max_errors[name] += rounding / scale[name]
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
         max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
@@ -263,25 +270,45 @@ def _plain_errors(
 
     For sums over rows it is at least what the distances of the rows' shares lead to.
     """
-    dtype = call.problem.dtype
-
-    def errors_in(precision: torch.dtype, order: int) -> tuple[dict[str, float], dict[str, Tensor]]:
-        plain = plain_attention(call, tensors, upstream, precision, order)
-        blocks = {name: _block_norms(plain[name].double() - right[name]) for name in OF_ROWS if name in right}
-        return {name: distance(plain[name], right[name]) for name in right}, blocks
-
     worst = dict.fromkeys(right, 0.0)
     blocks: dict[str, Tensor] = {}
-    for order in orders(dtype, tensors.q.device):
-        errors, own = errors_in(dtype, order)
-        if dtype == torch.float16 and not all(map(math.isfinite, errors.values())):
-            errors, own = errors_in(torch.bfloat16, order)
+    for order in orders(call.problem.dtype, tensors.q.device):
+        errors, own = _distances(call, tensors, upstream, order, right)
         worst = {name: max(worst[name], errors[name]) for name in right}
         blocks = {name: torch.maximum(blocks.get(name, norms), norms) for name, norms in own.items()}
+    largest = {name: LIMIT / FACTOR / 2 * norm(x) for name, x in right.items()}  # no quantity is undecided because of them
+    for seed in range(_nearby_problems(call.problem)):
+        near = nearby(tensors, upstream, seed)
+        near_right = oracle.oracle(call, *near)
+        near_right["lse"].masked_fill_(right["lse"] == -torch.inf, -torch.inf)
+        errors, own = _distances(call, *near, seed + 1, near_right)
+        if not all(map(math.isfinite, errors.values())):
+            continue  # it overflows
+        worst = {name: max(worst[name], min(errors[name], largest[name])) for name in right}
+        blocks = {name: torch.maximum(norms, own[name].clamp(max=largest[name])) for name, norms in blocks.items()}
     for name in [name for name in right if per_row(name) in right]:
         deviations = 1 + DEVIATIONS / math.sqrt(right[name].numel() or 1)
         worst[name] = max(worst[name], worst.pop(per_row(name)) * max(1.0, deviations / FACTOR))
     return worst, blocks
+
+
+def _distances(
+    call: Call, tensors: Tensors, upstream: Upstream, order: int, right: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The distance of plain arithmetic from the right answer in one order of summation, and that of each block."""
+    dtype = call.problem.dtype
+    plain = plain_attention(call, tensors, upstream, dtype, order)
+    distances = {name: distance(plain[name], right[name]) for name in right}
+    if dtype == torch.float16 and not all(map(math.isfinite, distances.values())):
+        plain = plain_attention(call, tensors, upstream, torch.bfloat16, order)
+        distances = {name: distance(plain[name], right[name]) for name in right}
+    blocks = {name: _block_norms(plain[name].double() - right[name]) for name in OF_ROWS if name in right}
+    return distances, blocks
+
+
+def _nearby_problems(problem: Problem) -> int:
+    pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
+    return min(NEARBY_PROBLEMS, (FEW_PAIRS - 1) // pairs) if pairs else 0
 
 
 def _size_of_terms(name: str, call: Call, tensors: Tensors, upstream: Upstream) -> float:
