@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from dataclasses import replace
@@ -232,6 +233,20 @@ class TestCommand:
     def test_json_goes_to_stdout(self) -> None:
         done = command("--quick", "--suite", "small", "--filter", "fp32-b1-h8-1-d64", "--json", "-", "--threads", "1")
         assert json.loads(done.stdout)["machine"]["threads"] == 1
+
+    def test_a_report_that_cannot_be_written_is_shown(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        def fail(path: Path, text: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        path = tmp_path / "report.json"
+        path.write_text("old")
+        monkeypatch.setattr("undivided.cli.commands.bench.replace_text", fail)
+        words = ("--quick", "--suite", "small", "--filter", "fp32-b1-h8-1-d64", "--threads", "1", "--json", str(path))
+        done = command(*words)
+        assert done.exit_code == 2
+        assert "Small problems" in done.stdout
+        assert f"{path} (No space left on device)" in " ".join(done.stderr.split())
+        assert path.read_text() == "old"
 
     def test_exit_code_is_1_where_the_library_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
         attention = competitors.attention

@@ -50,6 +50,11 @@ class TestDemo:
         assert demo["times"][0]["ratio"] == 1
         assert demo["decision"]["chosen"]
 
+    def test_fp64_has_a_budget_of_rounding(self) -> None:
+        report = answer("demo", "--documents", "2", "--longest", "64", "--rounds", "0", "--dtype", "fp64")
+        assert report["ok"]
+        assert all(2.3e-16 < budget < 2e-15 for budget in report["budget"].values())
+
     def test_a_training_step_has_the_same_loss_and_gradients_in_every_format(self, demo: Any) -> None:
         rows = demo["training"]
         assert [row["format"] for row in rows] == ["thd", "sbhd", "bshd"]

@@ -77,6 +77,22 @@ def test_a_wrong_backward_is_red(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert {row.quantity for row in report.failures} == where
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_wrong_output_of_calls_without_gradients_is_red(monkeypatch: pytest.MonkeyPatch, return_lse: bool) -> None:
+    right = reference.BACKEND.forward
+
+    def wrong(call: Call, given: Tensors) -> Result:
+        result = right(call, given)
+        return result if any(call.needs) else result._replace(out=torch.zeros_like(result.out))
+
+    monkeypatch.setattr(reference.BACKEND, "forward", wrong)
+    tensors, arguments = window_problem()
+    report = verify(*tensors, **arguments, backends=["reference", "torch_flash"], return_lse=return_lse)
+    assert [(row.backend, row.quantity, row.note) for row in report.failures] == [
+        ("reference", "out", "a row that must not be 0 is 0, in a call without gradients")
+    ]
+
+
 def test_a_shift_by_one_into_the_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one row beyond a document: its size would be within bfloat16's budget."""
     right = reference.BACKEND.forward

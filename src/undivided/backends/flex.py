@@ -163,7 +163,8 @@ def _compiled() -> Callable[..., Any]:
         limits = torch._dynamo.config.patch(recompile_limit=_MAX_SIZES, accumulated_recompile_limit=_MAX_SIZES)
         with limits, warnings.catch_warnings():
             # Inductor itself imports torch.jit (2.13), whose warning would be an error under `python -W error`
-            warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
+            for category in (DeprecationWarning, FutureWarning):  # the second from torch 2.14 on
+                warnings.filterwarnings("ignore", message=".*torch.jit", category=category)
             return compiled(*tensors, **settings)
 
     return call

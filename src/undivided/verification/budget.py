@@ -29,6 +29,9 @@ written):
 
     error(block)  <=  max(||oracle|| / 2, 8 * error(plain), its share of half of the budget of the tensor)
 
+A single row of a block, such as the gradient of the last key, may still be lost in it. So no row may be exactly 0 that
+plain arithmetic distinguishes from 0: whose norm exceeds 8 times the error of plain arithmetic in it.
+
 The reasons are in docs/decisions/2026-11-20-error-budget.md and 2026-11-24-gradients-of-single-numbers.md.
 """
 
@@ -37,6 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +74,7 @@ than one of 100,000 problems. From 13 numbers on, FACTOR is wider."""
 
 
 FEW_PAIRS, NEARBY_PROBLEMS = 256, 8
-"""A problem with fewer pairs is sampled by problems nearby, which together have about this number of pairs; at most 8."""
+"""A problem of fewer pairs is sampled by problems nearby, which have about this number together; by 8 at most."""
 
 OF_ROWS = ("out", "dq", "dk", "dv")
 """The quantities [B, heads, S, D]."""
@@ -131,6 +135,7 @@ class Budget:
         max_errors: the largest error of each quantity.
         zero: where each quantity must be exactly 0 (lse: -inf).
         block_errors: the largest norm of the error of each block of rows, [B, heads, blocks], of out, dq, dk and dv.
+        not_zero: the rows of these, [B, heads, S], that must not be 0.
         undecided: the quantities for which plain arithmetic gives no budget.
     """
 
@@ -140,6 +145,7 @@ class Budget:
     max_errors: Mapping[str, float]
     zero: Mapping[str, Tensor]
     block_errors: Mapping[str, Tensor]
+    not_zero: Mapping[str, Tensor]
     undecided: frozenset[str] = frozenset()
 
     def error(self, name: str, value: Tensor | None) -> float:
@@ -151,7 +157,7 @@ class Budget:
             return math.inf
         right = self.right[name]
         if name in OF_ROWS:
-            if value.dim() != layout.rank(self.problem.layout):
+            if value.dim() != layout.rank(self.problem.layout) or self.has_lost_rows(name, value):
                 return math.inf
             value = layout.heads_first(value, self.problem.layout)
         elif name == "lse" and self.problem.packed:
@@ -164,6 +170,15 @@ class Budget:
             if excess > 1:
                 return max(error, excess * self.max_errors[name])
         return error
+
+    def has_lost_rows(self, name: str, value: Tensor) -> bool:
+        """Whether a row of a quantity in the caller's layout is 0 that must not be."""
+        if name not in self.not_zero or value.dim() != layout.rank(self.problem.layout):
+            return False
+        value = layout.heads_first(value.detach(), self.problem.layout)
+        return value.shape[:-1] == self.not_zero[name].shape and bool(
+            (self.not_zero[name] & (value == 0).all(-1)).any()
+        )
 
     def met(self, name: str, value: Tensor | None) -> bool:
         """Whether a quantity is within its budget; False if it is undecided."""
@@ -204,7 +219,8 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
                 "NaN or infinity",
                 hint="masks.lengths or masks.documents describe padding, which may hold any values",
             )
-        errors, plain_blocks = _plain_errors(call, tensors, upstream, right)
+        plain = _plain_errors(call, tensors, upstream, right)
+        errors = plain.quantities
         right = {name: x for name, x in right.items() if name in errors}
         norms = {name: norm(x) for name, x in right.items()}
     scale = {name: size if size > errors[name] else 1.0 for name, size in norms.items()}
@@ -221,11 +237,16 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
         max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
     blocks = {
-        name: _block_budget(right[name], plain, max_errors[name] * scale[name]).clamp(min=of_terms.get(name, 0.0))
-        for name, plain in plain_blocks.items()
-        if plain.numel() and norms[name] > 0 and errors[name] * BLOCK_FACTOR <= norms[name]
+        name: _block_budget(right[name], error, max_errors[name] * scale[name]).clamp(min=of_terms.get(name, 0.0))
+        for name, error in plain.blocks.items()
+        if error.numel() and norms[name] > 0 and errors[name] * BLOCK_FACTOR <= norms[name]
     }
-    return Budget(problem, right, scale, max_errors, zero, blocks, undecided_quantities(errors, norms))
+    tiny = torch.finfo(problem.dtype).smallest_normal / torch.finfo(problem.dtype).eps
+    not_zero = {
+        name: right[name].norm(dim=-1) > (BLOCK_FACTOR * error).clamp(min=tiny) for name, error in plain.rows.items()
+    }
+    undecided = undecided_quantities(errors, norms)
+    return Budget(problem, right, scale, max_errors, zero, blocks, not_zero, undecided)
 
 
 def _block_budget(right: Tensor, plain: Tensor, largest: float) -> Tensor:
@@ -262,48 +283,65 @@ def undecided_quantities(errors: Mapping[str, float], norms: Mapping[str, float]
     return frozenset(names)
 
 
-def _plain_errors(
-    call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The largest distance of plain arithmetic from the right answer, and that of each block of rows; bfloat16 replaces
-    float16 if that overflows.
+def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mapping[str, Tensor]) -> _Distances:
+    """The largest distances of plain arithmetic from the right answer: of each quantity, and of the blocks and the rows
+    of out, dq, dk and dv. Bfloat16 replaces float16 if that overflows.
 
-    For sums over rows it is at least what the distances of the rows' shares lead to.
+    For sums over rows the distance is at least what those of the rows' shares lead to.
     """
-    worst = dict.fromkeys(right, 0.0)
-    blocks: dict[str, Tensor] = {}
+    worst = _Distances(dict.fromkeys(right, 0.0), {}, {})
     for order in orders(call.problem.dtype, tensors.q.device):
-        errors, own = _distances(call, tensors, upstream, order, right)
-        worst = {name: max(worst[name], errors[name]) for name in right}
-        blocks = {name: torch.maximum(blocks.get(name, norms), norms) for name, norms in own.items()}
-    largest = {name: LIMIT / FACTOR / 2 * norm(x) for name, x in right.items()}  # no quantity is undecided because of them
+        worst = worst.larger(_distances(call, tensors, upstream, order, right))
+    largest = {
+        name: LIMIT / FACTOR / 2 * norm(x) for name, x in right.items()
+    }  # no quantity is undecided because of them
     for seed in range(_nearby_problems(call.problem)):
         near = nearby(tensors, upstream, seed)
         near_right = oracle.oracle(call, *near)
         near_right["lse"].masked_fill_(right["lse"] == -torch.inf, -torch.inf)
-        errors, own = _distances(call, *near, seed + 1, near_right)
-        if not all(map(math.isfinite, errors.values())):
-            continue  # it overflows
-        worst = {name: max(worst[name], min(errors[name], largest[name])) for name in right}
-        blocks = {name: torch.maximum(norms, own[name].clamp(max=largest[name])) for name, norms in blocks.items()}
+        found = _distances(call, *near, seed + 1, near_right)
+        if all(map(math.isfinite, found.quantities.values())):  # otherwise it overflows
+            worst = worst.larger(found.limited(largest))
+    errors = worst.quantities
     for name in [name for name in right if per_row(name) in right]:
         deviations = 1 + DEVIATIONS / math.sqrt(right[name].numel() or 1)
-        worst[name] = max(worst[name], worst.pop(per_row(name)) * max(1.0, deviations / FACTOR))
-    return worst, blocks
+        errors[name] = max(errors[name], errors.pop(per_row(name)) * max(1.0, deviations / FACTOR))
+    return worst
 
 
-def _distances(
-    call: Call, tensors: Tensors, upstream: Upstream, order: int, right: Mapping[str, Tensor]
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The distance of plain arithmetic from the right answer in one order of summation, and that of each block."""
+class _Distances(NamedTuple):
+    """Distances from the right answer: of quantities, and the norms of those of blocks and of rows."""
+
+    quantities: dict[str, float]
+    blocks: dict[str, Tensor]
+    rows: dict[str, Tensor]
+
+    def larger(self, other: _Distances) -> _Distances:
+        """The larger of both distances of each quantity, block and row."""
+        quantities = {name: max(distance, other.quantities[name]) for name, distance in self.quantities.items()}
+        blocks = {name: torch.maximum(self.blocks.get(name, norms), norms) for name, norms in other.blocks.items()}
+        rows = {name: torch.maximum(self.rows.get(name, norms), norms) for name, norms in other.rows.items()}
+        return _Distances(quantities, blocks, rows)
+
+    def limited(self, largest: Mapping[str, float]) -> _Distances:
+        """The distances, but none above the largest of its quantity."""
+        quantities = {name: min(distance, largest[name]) for name, distance in self.quantities.items()}
+        blocks = {name: norms.clamp(max=largest[name]) for name, norms in self.blocks.items()}
+        rows = {name: norms.clamp(max=largest[name]) for name, norms in self.rows.items()}
+        return _Distances(quantities, blocks, rows)
+
+
+def _distances(call: Call, tensors: Tensors, upstream: Upstream, order: int, right: Mapping[str, Tensor]) -> _Distances:
+    """The distances of plain arithmetic in one order of summation."""
     dtype = call.problem.dtype
     plain = plain_attention(call, tensors, upstream, dtype, order)
-    distances = {name: distance(plain[name], right[name]) for name in right}
-    if dtype == torch.float16 and not all(map(math.isfinite, distances.values())):
+    quantities = {name: distance(plain[name], right[name]) for name in right}
+    if dtype == torch.float16 and not all(map(math.isfinite, quantities.values())):
         plain = plain_attention(call, tensors, upstream, torch.bfloat16, order)
-        distances = {name: distance(plain[name], right[name]) for name in right}
-    blocks = {name: _block_norms(plain[name].double() - right[name]) for name in OF_ROWS if name in right}
-    return distances, blocks
+        quantities = {name: distance(plain[name], right[name]) for name in right}
+    differences = {name: plain[name].double() - right[name] for name in OF_ROWS if name in right}
+    blocks = {name: _block_norms(difference) for name, difference in differences.items()}
+    return _Distances(quantities, blocks, {name: difference.norm(dim=-1) for name, difference in differences.items()})
 
 
 def _nearby_problems(problem: Problem) -> int:

@@ -21,8 +21,8 @@ def nearby(tensors: Tensors, upstream: Upstream, seed: int) -> tuple[Tensors, Up
         tensors, upstream: of the problem.
         seed: for the changes.
 
-    >>> problem = Tensors(*(torch.full((1, 1, 1, 2), x) for x in (1.0, torch.inf, 0.0))), Upstream(torch.ones(1, 1, 1, 2))
-    >>> near, _ = nearby(*problem, seed=0)
+    >>> tensors = Tensors(*(torch.full((1, 1, 1, 2), x) for x in (1.0, torch.inf, 0.0)))
+    >>> near, _ = nearby(tensors, Upstream(torch.ones(1, 1, 1, 2)), seed=0)
     >>> bool(near.q.ne(1).all()), near.q.sub(1).abs().max().item() <= 1 / 32, near.k.tolist(), near.v.tolist()
     (True, True, [[[[inf, inf]]]], [[[[0.0, 0.0]]]])
     """

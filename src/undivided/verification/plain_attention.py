@@ -40,8 +40,10 @@ RANDOM_ORDERS = 3
 """Orders of summation, of which the largest error counts: a gradient of four sinks is only four numbers, and a single
 order may be accurate in all of them by chance. Measured over the catalogue with six seeds; see the decision note."""
 
-IN_SEQUENCE = -1
-"""The order in which every product of a sum over a head is added to the sum of those before it."""
+IN_SEQUENCE, REVERSED = -1, -2
+"""The order in which every product of a sum over a head is added to the sum of those before it, and that of memory
+backwards. The forward sums backwards (`_recompute`), so that in REVERSED it has the order of memory, as kernels have: a
+large entry near the beginning of a head rounds all later sums."""
 
 
 def orders(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
@@ -52,14 +54,18 @@ def orders(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
     """
     if dtype == torch.float64:
         return tuple(range(1, RANDOM_ORDERS + 1))  # order 0 is that of the oracle
-    return (*range(RANDOM_ORDERS), *([IN_SEQUENCE] if device.type == "cuda" and dtype == torch.float32 else []))
+    return (
+        *range(RANDOM_ORDERS),
+        REVERSED,
+        *([IN_SEQUENCE] if device.type == "cuda" and dtype == torch.float32 else []),
+    )
 
 
 def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dtype, order: int = 0) -> Quantities:
     """The quantities of `oracle`, computed in a low precision.
 
     order: 0 sums in the order of memory; IN_SEQUENCE too, and adds the products of queries and keys, and of gradients
-        and values, one after another; any other number seeds a random order.
+        and values, one after another; REVERSED sums backwards; any other number seeds a random order.
     """
     totals = zeros(call, tensors) | row_zeros(call, tensors)
     for piece in split(call.problem):
@@ -74,7 +80,7 @@ def plain_piece(
     tables = pair_tables(piece, call, tensors)
     leaves = piece_leaves(piece, call, tensors, precision)
     multiply = _in_sequence if order == IN_SEQUENCE else torch.matmul
-    shuffle = _Shuffle(max(order, 0), leaves)
+    shuffle = _Shuffle(0 if order == IN_SEQUENCE else order, leaves)
     shuffled = shuffle.leaves(leaves)
     tables = PairTables(*(shuffle.keys(t, -1) for t in tables))  # type: ignore[arg-type]
     if upstream is None:
@@ -94,16 +100,17 @@ def _in_sequence(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Shuffle:
-    """A random order of keys, of the entries of query and key heads, and of those of value heads; 0 is the identity."""
+    """A random order of keys, of the entries of query and key heads, and of those of value heads; 0 is the identity,
+    and REVERSED the order backwards."""
 
     def __init__(self, order: int, like: Leaves) -> None:
         generator = torch.Generator("cpu").manual_seed(order)
 
         def permutation(size: int) -> Tensor:
-            indices = (
-                torch.randperm(size, generator=generator, device="cpu") if order else torch.arange(size, device="cpu")
-            )
-            return indices.to(like.q.device)
+            if order > 0:
+                return torch.randperm(size, generator=generator, device="cpu").to(like.q.device)
+            indices = torch.arange(size, device=like.q.device)
+            return indices.flip(0) if order == REVERSED else indices
 
         self._keys, self._entries, self._values = (
             permutation(n) for n in (like.k.shape[2], like.k.shape[3], like.v.shape[3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,9 @@ def _detach(name: str, tensor: Any) -> Any:
 def run(backend: Backend, trial: Trial) -> Outcome:
     """The outcome of one backend: its out, the gradients that it computes, and its lse.
 
-    A backend that refuses the gradients of all tensors is run with the required ones, and then without gradients.
+    A backend that refuses the gradients of all tensors is run with the required ones, and then without gradients. One
+    that computes gradients is also run without them, because it may compute the output alone in another way. Of a
+    quantity that several runs have, the row with the largest error counts.
     """
     refusals: list[str] = []
     reasons: tuple[str, ...] = ()
@@ -120,13 +122,32 @@ def run(backend: Backend, trial: Trial) -> Outcome:
         if reasons:
             refusals.append(_refusal(needs, reasons))
             continue
-        rows = _rows(backend, trial, needs)
+        rows, without_gradients = _rows(backend, trial, needs), []
+        if needs and not _reasons(backend, trial, ()):
+            without_gradients += _rows(backend, trial, ())
         if not trial.return_lse:
             reasons = _reasons(backend, trial, (), return_lse=True)
-            rows += [] if reasons else _rows(backend, trial, (), only="lse", return_lse=True)
+            without_gradients += [] if reasons else _rows(backend, trial, (), return_lse=True)
             refusals += [f"lse: {'; '.join(reasons)}"] if reasons else []
-        return Outcome(tuple(rows), tuple(refusals))
+        if needs:
+            without_gradients = [row if row.ok else _noted(row) for row in without_gradients]
+        return Outcome(_largest_errors([*rows, *without_gradients]), tuple(refusals))
     return Outcome((), reasons)
+
+
+def _noted(row: Row) -> Row:
+    """A row of a call without gradients, whose note says so."""
+    return replace(row, note=", ".join(filter(None, [row.note, "in a call without gradients"])))
+
+
+def _largest_errors(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The row with the largest error of each quantity."""
+    largest: dict[str, Row] = {}
+    for row in rows:
+        before = largest.setdefault(row.quantity, row)
+        if not row.error <= before.error:
+            largest[row.quantity] = row
+    return tuple(largest.values())
 
 
 def _attempts(trial: Trial) -> list[tuple[str, ...]]:
@@ -158,19 +179,20 @@ def _refusal(needs: Sequence[str], reasons: Sequence[str]) -> str:
     return f"{subject}: {'; '.join(reasons)}"
 
 
-def _rows(backend: Backend, trial: Trial, needs: Sequence[str], only: str | None = None, **changes: Any) -> list[Row]:
-    """The rows of a run with these gradients: of all quantities, or only of one."""
+def _rows(backend: Backend, trial: Trial, needs: Sequence[str], **changes: Any) -> list[Row]:
+    """The rows of a run with these gradients."""
     leaves, rest = _leaves(trial, needs), {**trial.rest, **changes}
     names = ["out", *(["lse"] if rest.get("return_lse") else []), *(f"d{name}" for name in needs)]
     try:
         returned = _attention(**leaves, backend=backend.name, **rest)
         outputs = [returned] if isinstance(returned, Tensor) else list(returned)
         quantities = dict(zip(names, [*outputs, *_gradients(outputs, leaves, needs, trial)], strict=True))
-        return [_row(backend, name, x, trial) for name, x in quantities.items() if only in (None, name)]
+        rows = [_row(backend, name, x, trial) for name, x in quantities.items()]
     except Exception as error:  # whatever a kernel raises is a failed row
         text = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
-        name = only or "out"
-        return [Row(backend.name, name, math.inf, trial.budget.max_errors[name], text)]
+        name = "lse" if changes.get("return_lse") else "out"
+        rows = [Row(backend.name, name, math.inf, trial.budget.max_errors[name], text)]
+    return rows
 
 
 def _gradients(
@@ -198,4 +220,6 @@ def _row(backend: Backend, name: str, value: Tensor | None, trial: Trial) -> Row
         note = UNDECIDED
     elif name != "lse" and not bool(value.isfinite().all()):
         note = "NaN or infinity"
+    elif budget.has_lost_rows(name, value):
+        note = "a row that must not be 0 is 0"
     return Row(backend.name, name, budget.error(name, value), limit, note, name in budget.undecided)

@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.text import Text
 
-from undivided._files import read_json
+from undivided._files import read_json, replace_text
 from undivided.backends import get
 from undivided.benchmarking import DTYPES, SUITES, Plan, execute, markdown, tables
 from undivided.benchmarking import plan as make_plan
@@ -166,21 +166,23 @@ def bench(run: RunFlags, output: ReportFlags) -> None:
         refuse_together("--from", run.values() | {"--json": output.path})
         _present(read_report("--from", output.source), output, old)
         return
-    report = _run(run, output.path)
-    _present(report, output, old)
+    ranks = run.ranks
+    if ranks is None and output.path is not None and run.device != "cpu":
+        ranks = output.path.with_suffix(".ranks.json")
+    report = _run(run, output.path, ranks)
+    try:
+        _save(report, output.path, ranks)
+    finally:  # what was measured is not lost with a full disk
+        _present(report, output, old)
     _exit_with_failures(report)
 
 
-def _run(flags: RunFlags, path: Path | None) -> dict[str, Any]:
-    """The report of a run, written to the path, and its rates to the table of ranks."""
-    planned, settings, ranks = flags.plan(), flags.settings(), flags.ranks
-    if ranks is None and path is not None and flags.device != "cpu":
-        ranks = path.with_suffix(".ranks.json")
+def _run(flags: RunFlags, path: Path | None, ranks: Path | None) -> dict[str, Any]:
+    """The report of a run, if it can be written to these files afterwards."""
+    planned, settings = flags.plan(), flags.settings()
     _check_files(path, ranks)
     with sigterm_as_interrupt(), progress(planned.steps) as step:
-        report = execute(planned, settings, flags.threads, step)
-    _save(report, path, ranks)
-    return report
+        return execute(planned, settings, flags.threads, step)
 
 
 def _exit_with_failures(report: dict[str, Any]) -> None:
@@ -226,9 +228,15 @@ def _present(report: dict[str, Any], output: ReportFlags, old: dict[str, Any] | 
 
 
 def _save(report: dict[str, Any], path: Path | None, ranks: Path | None) -> None:
-    """Write the report, and add its rates to the table."""
+    """Write the report, and add its rates to the table; InputError if the report cannot be written."""
     if path is not None:
-        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+        is_file = path.is_file() or not path.exists()
+        try:
+            replace_text(path.resolve(), text) if is_file else path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            must, got = "be a file that can be written", f"{path} ({reason_of(error)})"
+            raise InputError("--json", must, got, "--json - writes it to stdout") from error
     if ranks is not None:
         complain(f"{ranks}: {add(report, path.name if path else 'a report that was not saved', ranks)}")
 

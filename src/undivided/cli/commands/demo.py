@@ -123,7 +123,7 @@ def _check(batch: PackedBatch, chosen: list[Document], rounds: int, quiet: bool)
     steps = 2 * len(chosen) + len(ours) + len(torchs) + 1 + rounds * len(raced) + len(FORMATS)
     with progress(steps, quiet) as step:
         truth = comparison.oracle(batch, torch.float64, lambda: step("fp64 oracle, one document at a time"))
-        plain = comparison.oracle(batch, batch.q.dtype, lambda: step("plain PyTorch, for the error budget"))
+        plain = comparison.plain(batch, lambda: step("plain PyTorch, for the error budget"))
         budget = _budget(comparison.errors(plain, truth), batch.q.dtype)
         runs, identical = _runs([*ours, *torchs], batch, truth, budget, step)
         step("one long sequence")

@@ -93,12 +93,26 @@ def _each_document(batch: PackedBatch, one_document: AttentionFunction) -> Atten
 
 def oracle(batch: PackedBatch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Results:
     """The outcome of PyTorch's plain softmax(q k^T) v in `dtype`, one document at a time, without our code."""
+    return _oracle(batch, dtype, step, lambda x: x)
+
+
+def plain(batch: PackedBatch, step: Callable[[], None] = lambda: None) -> Results:
+    """As `oracle`, in the batch's own dtype; in fp64, whose rounding would be that of the oracle, with the entries of
+    queries and keys in reverse."""
+    is_fp64 = batch.q.dtype == torch.float64
+    return _oracle(batch, batch.q.dtype, step, lambda x: x.flip(-1) if is_fp64 else x)
+
+
+def _oracle(
+    batch: PackedBatch, dtype: torch.dtype, step: Callable[[], None], order: Callable[[Tensor], Tensor]
+) -> Results:
+    """`oracle`, with the entries of queries and keys in another order."""
     outcomes: list[tuple[Tensor, ...]] = []
     for q, k, v, grad in zip(*(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True):
         step()
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.MATH):
-            out = _sdpa_one_document(*leaves)
+            out = _sdpa_one_document(order(leaves[0]), order(leaves[1]), leaves[2])
             outcomes.append((out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))))
     out, dq, dk, dv = (torch.cat(ranks) for ranks in zip(*outcomes, strict=True))
     return Results(out, dq, dk, dv)
