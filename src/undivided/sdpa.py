@@ -27,8 +27,8 @@ from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_t
 from undivided.run import autograd, dispatch
 from undivided.run.prepare import prepare
 from undivided.run.sdpa import jagged, repeated
-from undivided.run.sdpa.errors import NO_KERNEL, like_pytorchs
-from undivided.run.sdpa.masks import CAUSAL, KeptCalls, mask_or_bias
+from undivided.run.sdpa.errors import NO_KERNEL, as_pytorch_error
+from undivided.run.sdpa.masks import CAUSAL, KeptCalls, MaskOrBias, mask_or_bias
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
@@ -93,48 +93,72 @@ def scaled_dot_product_attention(
         return same
     try:
         if not type(query) is type(key) is type(value) is Tensor and jagged.is_jagged(query, key, value):
-            return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return _attend_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         query, key, value = autograd.autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
-        shape: Sequence[int] | None = None
-        layout: Layout = "bhsd"
         if _is_plain(query, key, value, enable_gqa):
-            q, k, v = query, key, value
-            layout = _layout_in_memory(query)
-            if layout != "bhsd":
-                q, k, v = _in_layout(query, key, value, layout)
-        else:
-            shape = _output_shape(query, key, value, enable_gqa)
-            if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
-                sizes = " and ".join(str(list(t.shape)) for t in (query, key))
-                hint = "q.unsqueeze(0), k.expand(..) before the call"
-                raise InputError("query", "be [B, H, S, D] as key is, if they are DTensors", sizes, hint=hint)
-            if shape[-1] == 0 or 0 in shape[:-2]:
-                if attn_mask is not None:
-                    mask_or_bias(attn_mask, query, shape, key.shape[-2], is_causal)  # checks
-                return _nothing(query, key, value, enable_gqa)
-            if query.shape[-1] == 0:
-                query, key = _scores_of_zero(query), _scores_of_zero(key)
-            q, k, v = _as_four_axes(query, key, value, shape, enable_gqa)
-        mask, bias, calls = CAUSAL if is_causal else None, None, None
-        if attn_mask is not None:
-            mask, bias, calls = mask_or_bias(attn_mask, query, shape or query.shape, key.shape[-2], is_causal)
-        request = _request(q, k, v, bias, layout, mask, scale, dropout_p)
-        out = _attend(request, kind if shape is None else None, attn_mask, calls)
+            return _attend_plain(query, key, value, attn_mask, dropout_p, is_causal, scale, kind)
+        return _attend_broadcast(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except InputError as error:
         if torch.compiler.is_compiling():
             raise
         call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if others := tuple(x for x in call[:4] if not isinstance(x, Tensor) and has_torch_function((x,))):
             return handle_torch_function(scaled_dot_product_attention, others, *call)  # torch.fx records it
-        raise like_pytorchs(error, *call) from None
+        raise as_pytorch_error(error, *call) from None
     except NoBackendError as error:
         error.args = (f"{error.args[0]}\n  PYTORCH: {NO_KERNEL}",)
         raise
-    return heads_first(out, layout) if shape is None else out.reshape(shape)
 
 
-def _of_jagged(
+def _attend_plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    kind: tuple[object, ...] | None,
+) -> Tensor:
+    """The result for tensors [B, H, S, D] with nothing to broadcast. kind: under which later calls find this one."""
+    q, k, v = query, key, value
+    layout = _layout_in_memory(query)
+    if layout != "bhsd":
+        q, k, v = _in_layout(query, key, value, layout)
+    mask, bias, calls = _mask_of_call(attn_mask, query, query.shape, key.shape[-2], is_causal)
+    out = _attend(_request(q, k, v, bias, layout, mask, scale, dropout_p), kind, attn_mask, calls)
+    return heads_first(out, layout)
+
+
+def _attend_broadcast(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The result for tensors that need checks, or views as [B, H, S, D]."""
+    shape = _output_shape(query, key, value, enable_gqa)
+    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+        sizes = " and ".join(str(list(t.shape)) for t in (query, key))
+        hint = "q.unsqueeze(0), k.expand(..) before the call"
+        raise InputError("query", "be [B, H, S, D] as key is, if they are DTensors", sizes, hint=hint)
+    if shape[-1] == 0 or 0 in shape[:-2]:
+        _mask_of_call(attn_mask, query, shape, key.shape[-2], is_causal)  # checks
+        return _empty_result(query, key, value, enable_gqa)
+    if query.shape[-1] == 0:
+        query, key = _pad_empty_head(query), _pad_empty_head(key)
+    q, k, v = _as_four_axes(query, key, value, shape, enable_gqa)
+    mask, bias, calls = _mask_of_call(attn_mask, query, shape, key.shape[-2], is_causal)
+    out = _attend(_request(q, k, v, bias, "bhsd", mask, scale, dropout_p), None, attn_mask, calls)
+    return out.reshape(shape)
+
+
+def _attend_jagged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -161,6 +185,15 @@ def _of_jagged(
         raise InputError("value", must, f"{v.shape[1]}, query {q.shape[1]}")
     request = _request(q, k, v, None, "thd", mask & CAUSAL if is_causal else mask, scale, dropout_p)
     return jagged.like(query, _attend(request))
+
+
+def _mask_of_call(
+    attn_mask: Tensor | None, query: Tensor, shape: Sequence[int], kv_len: int, is_causal: bool
+) -> MaskOrBias:
+    """attn_mask and is_causal as `mask_or_bias` returns them; attn_mask may be None."""
+    if attn_mask is None:
+        return MaskOrBias(CAUSAL if is_causal else None)
+    return mask_or_bias(attn_mask, query, shape, kv_len, is_causal)
 
 
 def _request(
@@ -347,12 +380,12 @@ def _fold(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
     return tensor if tensor.dim() == 4 else tensor.reshape(math.prod(batch), heads, *tensor.shape[-2:])
 
 
-def _scores_of_zero(tensor: Tensor) -> Tensor:
+def _pad_empty_head(tensor: Tensor) -> Tensor:
     """A tensor of head size 0, padded with one column of zeros: every score is 0, and kernels need a column."""
     return torch.nn.functional.pad(tensor, (0, 1))
 
 
-def _nothing(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Tensor:
+def _empty_result(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Tensor:
     """The empty result if there is no head, no batch element or no value to weigh, with its (zero) gradients."""
     if enable_gqa:
         heads = query.shape[-3]

@@ -16,7 +16,7 @@ NO_KERNEL = "No viable backend for scaled_dot_product_attention was found. No av
 """PyTorch's messages if its switches leave no kernel: the first sentence if all are off, the others if one is on."""
 
 
-def like_pytorchs(error: InputError, *arguments: Any) -> InputError:
+def as_pytorch_error(error: InputError, *arguments: Any) -> InputError:
     """`error` as an exception that is also of PyTorch's type and contains PyTorch's message.
 
     Args:
