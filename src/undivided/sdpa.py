@@ -88,8 +88,8 @@ def scaled_dot_product_attention(
         name = min(unknown)
         hint = did_you_mean(name, _NAMES) or (f"undivided.attention has {name}=" if name in KEYWORDS else None)
         raise_as_type_error(unknown_arguments, "scaled_dot_product_attention", unknown, _NAMES, hint)
-    kind = repeated.kind(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if kind is not None and (same := repeated.run(kind, query, key, value, attn_mask, is_causal)) is not None:
+    call_key = repeated.call_key(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if call_key is not None and (same := repeated.run(call_key, query, key, value, attn_mask, is_causal)) is not None:
         return same
     try:
         if not type(query) is type(key) is type(value) is Tensor and jagged.is_jagged(query, key, value):
@@ -97,7 +97,7 @@ def scaled_dot_product_attention(
         query, key, value = autograd.autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
         if _is_plain(query, key, value, enable_gqa):
-            return _attend_plain(query, key, value, attn_mask, dropout_p, is_causal, scale, kind)
+            return _attend_plain(query, key, value, attn_mask, dropout_p, is_causal, scale, call_key)
         return _attend_broadcast(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except InputError as error:
         if torch.compiler.is_compiling():
@@ -119,15 +119,15 @@ def _attend_plain(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-    kind: tuple[object, ...] | None,
+    call_key: tuple[object, ...] | None,
 ) -> Tensor:
-    """The result for tensors [B, H, S, D] with nothing to broadcast. kind: under which later calls find this one."""
+    """The result for tensors [B, H, S, D] with nothing to broadcast; call_key as for `_attend`."""
     q, k, v = query, key, value
     layout = _layout_in_memory(query)
     if layout != "bhsd":
         q, k, v = _in_layout(query, key, value, layout)
     mask, bias, calls = _mask_of_call(attn_mask, query, query.shape, key.shape[-2], is_causal)
-    out = _attend(_request(q, k, v, bias, layout, mask, scale, dropout_p), kind, attn_mask, calls)
+    out = _attend(_request(q, k, v, bias, layout, mask, scale, dropout_p), call_key, attn_mask, calls)
     return heads_first(out, layout)
 
 
@@ -214,7 +214,7 @@ def _request(
 
 def _attend(
     request: Request,
-    kind: tuple[object, ...] | None = None,
+    call_key: tuple[object, ...] | None = None,
     attn_mask: Tensor | None = None,
     calls: KeptCalls | None = None,
 ) -> Tensor:
@@ -222,7 +222,7 @@ def _attend(
 
     Args:
         request: the arguments of `undivided.attention`.
-        kind: under which later calls find what was prepared, or None.
+        call_key: the key under which later calls find the prepared call, or None.
         attn_mask: as the caller passed it.
         calls: those of a boolean attn_mask, or None.
     """
@@ -231,8 +231,8 @@ def _attend(
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
         return cast(Tensor, dispatch.attention(request, switches))
     decision, call, tensors = prepare(request, current_policy(switches=switches))
-    if kind is not None:
-        out = repeated.keep_and_run(kind, attn_mask, calls, decision, call, tensors)
+    if call_key is not None:
+        out = repeated.keep_and_run(call_key, attn_mask, calls, decision, call, tensors)
         if out is not None:
             return out
     return autograd.run(decision.backend, call, tensors)  # type: ignore[return-value]  # no lse was requested
@@ -307,7 +307,7 @@ def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             axes = "heads, length, head size" if enable_gqa else "length, head size"
             hint = f"{name}.unsqueeze(0), if it is one row" if tensor.dim() == 1 and kept == 2 else None
             raise InputError(name, f"have at least {kept} axes [..., {axes}]", list(tensor.shape), hint=hint)
-    _check_kinds(named)
+    _check_dtypes_and_devices(named)
     if key.shape[-1] != query.shape[-1]:
         must = f"have the head size of query ({query.shape[-1]})"
         raise InputError("key", must, f"{key.shape[-1]} in {list(key.shape)}")
@@ -319,7 +319,7 @@ def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     return (*leading, *heads, query.shape[-2], value.shape[-1])
 
 
-def _check_kinds(named: dict[str, Tensor]) -> None:
+def _check_dtypes_and_devices(named: dict[str, Tensor]) -> None:
     query = named["query"]
     if query.dtype not in DTYPES:
         raise InputError("query", "be float16, bfloat16, float32 or float64", str(query.dtype))

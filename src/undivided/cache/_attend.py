@@ -151,8 +151,8 @@ def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
         return None
     policy = current_policy(**rules)
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
-    kind = (layout, sizes, q.device, k.device, q_counts, scale, softcap, policy)
-    prepared = mask.cached(("repeated", kind, lengths), _prepare, call, mask, policy, kind)
+    call_key = (layout, sizes, q.device, k.device, q_counts, scale, softcap, policy)
+    prepared = mask.cached(("repeated", call_key, lengths), _prepare, call, mask, policy, call_key)
     return None if prepared is None else prepared.run(q, k, v, None, pages, k_scale, v_scale)
 
 
@@ -162,9 +162,9 @@ class _Latest:
     prepared: PreparedCall | None = None
 
 
-def _prepare(call: CachedCall, mask: Mask, policy: Policy, kind: object) -> PreparedCall | None:
-    """The call, prepared. kind: what decides on it besides the mask and the lengths."""
-    latest = mask.cached(("latest", kind), _Latest) if _is_paged_decoding(call, mask) else None
+def _prepare(call: CachedCall, mask: Mask, policy: Policy, call_key: object) -> PreparedCall | None:
+    """The call, prepared. call_key: everything that decides the call except the mask and the lengths."""
+    latest = mask.cached(("latest", call_key), _Latest) if _is_paged_decoding(call, mask) else None
     before = None if latest is None else latest.prepared  # another thread may replace it
     if before is not None:
         prepared = _with_lengths(before, call, mask)

@@ -21,7 +21,13 @@ from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.call import Call
-from undivided.request.checks import check_kinds, check_layout, check_optional_tensors, check_ranks, checked_mask
+from undivided.request.checks import (
+    check_dtypes_and_devices,
+    check_layout,
+    check_optional_tensors,
+    check_ranks,
+    checked_mask,
+)
 from undivided.request.normalise import normalise
 from undivided.request.problem import Problem
 from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
@@ -124,7 +130,7 @@ def check_local(request: Request) -> None:
             "a tensor",
             hint="undivided.quantization.dequantize(k, k_scale, q.dtype)",
         )
-    check_kinds(q, k, v)
+    check_dtypes_and_devices(q, k, v)
     heads = _layout.sizes(q.shape, layout)[2]
     check_optional_tensors(request.tensors, heads)
     if options.pages is not None:

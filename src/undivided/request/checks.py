@@ -88,7 +88,7 @@ def check_float(name: str, tensor: Tensor) -> None:
         raise InputError(name, "be float16, bfloat16, float32 or float64", str(tensor.dtype), hint)
 
 
-def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
     """InputError unless q, k and v share a supported dtype and a device."""
     check_float("q", q)
     for name, tensor in (("k", k), ("v", v)):

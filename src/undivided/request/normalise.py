@@ -24,7 +24,7 @@ from undivided.quantization import head_size
 from undivided.request.call import Call, CheckedMask
 from undivided.request.checks import (
     check_bias,
-    check_kinds,
+    check_dtypes_and_devices,
     check_layout,
     check_optional_tensors,
     check_page_numbers,
@@ -181,8 +181,8 @@ def _are_in_memory(q: Tensor, k: Tensor, v: Tensor, footprints: tuple[int, int, 
         return False
 
 
-def check_kinds_and_sizes(request: Request) -> None:
-    """InputError if a kind or size is wrong; for fake tensors, whose call never reaches the checks at run time."""
+def check_fake_request(request: Request) -> None:
+    """InputError if an argument is wrong; for fake tensors, whose call never reaches the checks at run time."""
     tensors, options = request.tensors, request.options
     check_layout(options.layout)
     if options.scale is not None:
@@ -288,7 +288,7 @@ def describe(request: Request, facts: Facts) -> Problem:
     check_ranks(q, k, v, layout, pages)
     quantized = None
     if options.k_scale is options.v_scale is None:
-        check_kinds(q, k, v)
+        check_dtypes_and_devices(q, k, v)
     else:
         quantized = check_quantized(q, k, v, options.k_scale, options.v_scale, needs)
     batch, q_len, heads, qk_dim = _layout.sizes(q.shape, layout)

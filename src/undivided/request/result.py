@@ -153,7 +153,7 @@ def _check_partials(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None
                 raise InputError(name, "be floating-point tensors", got)
             check_tensor(name, tensor)
             if (tensor.shape, tensor.dtype, tensor.device) != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
-                raise InputError(name, f"be tensors like the first, {_kind(tensors[0])}", _kind(tensor))
+                raise InputError(name, f"be tensors like the first, {_summary(tensors[0])}", _summary(tensor))
     if lses[0].device != outs[0].device:
         raise InputError("lses", f"be on the device of outs ({outs[0].device})", lses[0].device)
     layout = _which_layout(outs[0], lses[0], layout)
@@ -162,7 +162,7 @@ def _check_partials(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None
     return layout
 
 
-def _kind(tensor: Tensor) -> str:
+def _summary(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 

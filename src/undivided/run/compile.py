@@ -183,9 +183,11 @@ def _prepare(args: Arguments) -> tuple[Decision, Call, Tensors]:
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator; lse is a tensor without elements if nothing reads it."""
     args = Arguments(*arguments)
-    kind = repeated_operator.kind(args)
-    if kind is not None and (same := repeated_operator.run(kind, args, _policy(Spec.read(args.spec)))) is not None:
-        return same, _empty_lse(args.q)
+    call_key = repeated_operator.call_key(args)
+    if call_key is not None:
+        same = repeated_operator.run(call_key, args, _policy(Spec.read(args.spec)))
+        if same is not None:
+            return same, _empty_lse(args.q)
     if autograd.has_tangent(args.tensors):
         must = "have no tangents where a recorded graph runs: its operator has no forward-mode derivative"
         raise InputError("q, k, v and the other tensors", must, "dual tensors", "torch.func.jvp, or the eager function")
@@ -193,8 +195,8 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
         decision, call, tensors = _prepare(args)
         problem = call.problem
         out, lse = autograd.forward(decision.backend, call, tensors)
-        if kind is not None:
-            repeated_operator.keep(kind, args, decision, call, tensors)
+        if call_key is not None:
+            repeated_operator.keep(call_key, args, decision, call, tensors)
         if not problem.lse_is_read:
             return out.contiguous(), _empty_lse(args.q)
     lse = (lse.squeeze(0) if problem.packed else lse).contiguous()

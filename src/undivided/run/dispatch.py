@@ -15,7 +15,7 @@ import torch
 
 from undivided.arguments.tensors import is_observed, jit_trace
 from undivided.machine import Machine
-from undivided.request.normalise import check_kinds_and_sizes
+from undivided.request.normalise import check_fake_request
 from undivided.request.request import Request
 from undivided.request.result import Output
 from undivided.run import autograd, compile
@@ -72,7 +72,7 @@ def _observed(request: Request, switches: str | None) -> Output:
     if torch.compiler.is_compiling():
         return compile.attention(request, switches)
     if jit_trace() is None:  # sizes are tensors while it records
-        check_kinds_and_sizes(request)
+        check_fake_request(request)
     if autograd.has_tangent(request.tensors):
         return _run_directly(request, switches)
     return compile.attention(request, switches)

@@ -20,13 +20,14 @@ from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.run import shared_masks
 from undivided.run.operator_arguments import Arguments, Spec
-from undivided.run.replay import PreparedCall, bias_kind, is_untransformed, prepared_call, tensors_kind
+from undivided.run.replay import PreparedCall, bias_key, is_untransformed, prepared_call, tensors_key
 from undivided.selection.decision import Decision
 from undivided.selection.policy import Policy
 
 
-def kind(args: Arguments) -> object:
-    """The key of a forward on the CPU: all that it depends on, except the policy and the addresses of its tensors.
+def call_key(args: Arguments) -> object:
+    """The key under which later calls find the prepared call: everything the call depends on except the policy
+    and the addresses of its tensors.
 
     None if the call must be prepared: it returns the log-sum-exp, has a mask of large tensors or an optional tensor
     other than a bias, or runs under a mode or autocast.
@@ -38,10 +39,10 @@ def kind(args: Arguments) -> object:
         return None
     if not is_untransformed(q, k, v) or (_has_mask_tensors(args.spec) and not have_small_storages(args.mask)):
         return None
-    of_bias = None
-    if bias is not None and (of_bias := bias_kind(bias)) is None:
+    bias_part = None
+    if bias is not None and (bias_part := bias_key(bias)) is None:
         return None
-    return args.spec, tuple(args.numbers), args.scale, args.softcap, tensors_kind(q, k, v), of_bias
+    return args.spec, tuple(args.numbers), args.scale, args.softcap, tensors_key(q, k, v), bias_part
 
 
 @functools.lru_cache(256)
@@ -58,7 +59,7 @@ def _has_mask_tensors(text: str) -> bool:
 
 
 class _Calls(Bounded[object, PreparedCall]):
-    """Calls by kind and policy."""
+    """Calls by call_key and policy."""
 
     was_offered = False
     """Whether a call was offered to be kept. The first is not kept: a mask whose tensors are new in each call has no
@@ -73,15 +74,15 @@ def _kept_calls(args: Arguments) -> _Calls:
     return mask.cached("calls of the operator", _Calls, 16)
 
 
-def run(kind: object, args: Arguments, policy: Policy) -> Tensor | None:
-    """The result of an earlier call of this kind and policy for other tensors; None if there was none, or memory is
+def run(call_key: object, args: Arguments, policy: Policy) -> Tensor | None:
+    """The result of an earlier call with this key and policy for other tensors; None if there was none, or memory is
     missing."""
-    prepared = _kept_calls(args).get((kind, policy))
+    prepared = _kept_calls(args).get((call_key, policy))
     return None if prepared is None else prepared.run(args.q, args.k, args.v, args.bias)
 
 
-def keep(kind: object, args: Arguments, decision: Decision, call: Call, tensors: Tensors) -> None:
-    """Keep a call for later ones of its kind, if its backend runs calls again."""
+def keep(call_key: object, args: Arguments, decision: Decision, call: Call, tensors: Tensors) -> None:
+    """Keep a call for later ones with its key, if its backend runs calls again."""
     calls = _kept_calls(args)
     if not calls.was_offered:
         calls.was_offered = True
@@ -89,7 +90,7 @@ def keep(kind: object, args: Arguments, decision: Decision, call: Call, tensors:
     # a copy of the mask, because what a mask caches must not keep it alive
     prepared = prepared_call(decision, call.with_problem(call.problem, mask=replace(call.mask)), tensors)
     if prepared is not None:
-        calls[kind, decision.policy] = prepared
+        calls[call_key, decision.policy] = prepared
 
 
 _calls = _Calls(1024)

@@ -58,8 +58,9 @@ def is_untransformed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def tensors_kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
-    """All of its tensors that a call depends on, q on the CPU, but where they lie: a key of repeated calls."""
+def tensors_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
+    """The part of the key of a repeated call that its tensors have, q on the CPU: everything about them except their
+    addresses and values."""
     return (
         q.shape,
         k.shape,
@@ -72,8 +73,8 @@ def tensors_kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
     )
 
 
-def bias_kind(bias: object) -> tuple[object, ...] | None:
-    """As `tensors_kind`, of a bias; None if calls with it must be prepared."""
+def bias_key(bias: object) -> tuple[object, ...] | None:
+    """As `tensors_key`, of a bias; None if calls with it must be prepared."""
     if type(bias) is not Tensor or not bias.is_cpu or not is_dense(bias) or is_lazy(bias):
         return None
     return bias.shape, bias.stride(), bias.dtype, torch.is_grad_enabled() and bias.requires_grad

@@ -51,16 +51,16 @@ def repeated(
     if type(query) is not Tensor or query.dim() != 4 or not may_replay(query, k, v):
         return None
     q, policy = query.transpose(1, 2), current_policy()
-    kind = (*_place(q), *_place(k), *_place(v), *_place(k_scale), *_place(v_scale), scale, softcap, policy)
+    call_key = (*_place(q), *_place(k), *_place(v), *_place(k_scale), *_place(v_scale), scale, softcap, policy)
     try:
-        prepared = mask.prepared[kind]
+        prepared = mask.prepared[call_key]
     except KeyError:
         if mask.shape[2:] != (query.shape[2], key.shape[2]):
             return None
         if k_scale is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
-        prepared = mask.prepared[kind] = _prepare(mask, q, k, v, options, policy)
+        prepared = mask.prepared[call_key] = _prepare(mask, q, k, v, options, policy)
     # k and v may have another order of axes than when they were prepared: a replay reads where they begin
     return None if prepared is None else prepared.run(q, k, v, None, None, k_scale, v_scale)
 

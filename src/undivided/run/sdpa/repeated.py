@@ -18,12 +18,12 @@ from undivided.run.replay import (
     SCALAR_TYPES,
     PreparedCall,
     RecordedCall,
-    bias_kind,
+    bias_key,
     is_untransformed,
     needs_gradients,
     prepared_call,
     prepared_call_with_mask,
-    tensors_kind,
+    tensors_key,
 )
 from undivided.run.sdpa.masks import KeptCalls, kept_calls
 from undivided.selection import switches
@@ -35,7 +35,7 @@ _SMALL_PROBLEM = 1 << 16
 """Up to so many scores of all heads, to find the keys that a boolean mask allows takes longer than to compute all."""
 
 
-def kind(
+def call_key(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -45,7 +45,8 @@ def kind(
     scale: object,
     enable_gqa: object,
 ) -> tuple[object, ...] | None:
-    """The key of a call on the CPU: all that it depends on, except the addresses of its tensors.
+    """The key under which later calls find the prepared call: everything the call depends on except the addresses
+    of its tensors.
 
     None if the call must be prepared: it has dropout or arguments that only checks understand, or runs under a mode, a
     transform or autocast.
@@ -59,12 +60,12 @@ def kind(
         or not is_untransformed(query, key, value)
     ):
         return None
-    mask_kind: object = None
-    if attn_mask is not None and (mask_kind := _mask_kind(attn_mask, query, key, value)) is None:
+    mask_key: object = None
+    if attn_mask is not None and (mask_key := _mask_key(attn_mask, query, key, value)) is None:
         return None
     return (
-        tensors_kind(query, key, value),
-        mask_kind,
+        tensors_key(query, key, value),
+        mask_key,
         is_causal,
         scale,
         enable_gqa,
@@ -73,12 +74,12 @@ def kind(
     )
 
 
-def _mask_kind(attn_mask: object, query: Tensor, key: Tensor, value: Tensor) -> object:
-    """The part of `kind` that an attn_mask has; `torch.bool` if calls are kept for each mask."""
-    kind = bias_kind(attn_mask)
-    if kind is None or not isinstance(attn_mask, Tensor) or attn_mask.dim() > 4:
+def _mask_key(attn_mask: object, query: Tensor, key: Tensor, value: Tensor) -> object:
+    """The part of `call_key` that an attn_mask has; `torch.bool` if calls are kept for each mask."""
+    mask_key = bias_key(attn_mask)
+    if mask_key is None or not isinstance(attn_mask, Tensor) or attn_mask.dim() > 4:
         return None
-    return kind if attn_mask.dtype is not torch.bool or _is_small(query, key, value) else torch.bool
+    return mask_key if attn_mask.dtype is not torch.bool or _is_small(query, key, value) else torch.bool
 
 
 def _is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -90,14 +91,14 @@ def _is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def run(
-    kind: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+    call_key: tuple[object, ...], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
 ) -> Tensor | None:
-    """The result of an earlier call of this kind for other tensors; None if there was none, or memory is missing."""
-    kept = _calls.get(kind) if kind[1] is not torch.bool else None
+    """The result of an earlier call with this key for other tensors; None if there was none, or memory is missing."""
+    kept = _calls.get(call_key) if call_key[1] is not torch.bool else None
     bias = attn_mask
     if kept is None and attn_mask is not None and attn_mask.dtype is torch.bool:
         calls, bias = kept_calls(attn_mask, is_causal), None
-        kept = None if calls is None else calls.get(kind)
+        kept = None if calls is None else calls.get(call_key)
     if kept is None:
         return None
     prepared, layout = kept
@@ -116,14 +117,14 @@ def run(
 
 
 def keep_and_run(
-    kind: tuple[object, ...],
+    call_key: tuple[object, ...],
     attn_mask: Tensor | None,
     calls: KeptCalls | None,
     decision: Decision,
     call: Call,
     tensors: Tensors,
 ) -> Tensor | None:
-    """The result of a call with tensors of four axes, which is kept for later ones of its kind.
+    """The result of a call with tensors of four axes, which is kept for later ones with its key.
 
     attn_mask: as the caller passed it.
     calls: those of a boolean attn_mask, or None.
@@ -133,7 +134,7 @@ def keep_and_run(
     """
     q, k, v, bias, *_ = tensors
     prepared: PreparedCall | RecordedCall | None = None
-    if attn_mask is not None and calls is not None and kind[1] is not torch.bool:
+    if attn_mask is not None and calls is not None and call_key[1] is not torch.bool:
         mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         prepared = prepared_call_with_mask(decision, call, tensors, mask)
         if prepared is not None:
@@ -143,7 +144,7 @@ def keep_and_run(
         prepared = RecordedCall(decision, call, tensors) if records else prepared_call(decision, call, tensors)
     if prepared is None:
         return None
-    (_calls if calls is None else calls)[kind] = prepared, call.problem.layout
+    (_calls if calls is None else calls)[call_key] = prepared, call.problem.layout
     return prepared.run(q, k, v, bias)
 
 
