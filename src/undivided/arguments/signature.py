@@ -166,8 +166,8 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def raise_as_type_error(describe: Callable[..., InputError], *arguments: object) -> NoReturn:
-    """Raise what `describe` returns for these arguments, as an error that is also a TypeError.
+def raise_as_type_error(make_error: Callable[..., InputError], *arguments: object) -> NoReturn:
+    """Raise what `make_error` returns for these arguments, as an error that is also a TypeError.
 
     torch.compile leaves its graph for it: it cannot create a class, and with PyTorch 2.11 it fails on an error that
     exists already.
@@ -175,8 +175,8 @@ def raise_as_type_error(describe: Callable[..., InputError], *arguments: object)
     if torch.compiler.is_dynamo_compiling():  # not in torch.export(strict=False), which runs Python as it is
         from undivided.arguments import _graph_break
 
-        _graph_break.call(raise_as_type_error, (describe, *arguments), {})
-    raise describe(*arguments).as_also(TypeError)
+        _graph_break.call(raise_as_type_error, (make_error, *arguments), {})
+    raise make_error(*arguments).as_also(TypeError)
 
 
 def unknown_arguments(function: str, unknown: Iterable[str], known: Iterable[str], hint: str | None) -> InputError:

@@ -227,7 +227,7 @@ def _case(benchmark: Benchmark, backends: Sequence[str], clock: _Clock) -> dict[
     if len(participants) < 2:
         raise Absent("one backend alone can run it")
     entries, right = runs.verify(participants)
-    case = runs.describe(prepared) | {"entries": entries}
+    case = runs.problem_fields(prepared) | {"entries": entries}
     if len(right) < 2:
         return case | {"rate": {"contended": False}}
     seconds, steady = _race(right, clock)

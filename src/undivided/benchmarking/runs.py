@@ -25,7 +25,7 @@ from undivided.verification.budget import UNDECIDED
 from undivided.verification.report import finite
 from undivided.verification.sample import Sample, sample_of
 
-__all__ = ["Settings", "describe", "judge_again", "run", "run_small", "verify"]
+__all__ = ["Settings", "judge_again", "problem_fields", "run", "run_small", "verify"]
 
 Entry = dict[str, Any]
 TimedCase = dict[str, Any]
@@ -102,7 +102,7 @@ def run(benchmark: Benchmark, settings: Settings) -> TimedCase:
         "contended": result.contended or slowed,
         "witness": witness,
     }
-    case = describe(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
+    case = problem_fields(prepared) | {"turns": turns, "rate": rate, "entries": entries, "absent": absent}
     if benchmark.goal.pairs is not None:
         problem = prepared.problem
         case["share_of_pairs"] = _pairs(prepared) / (problem.batch * problem.q_len * problem.kv_len)
@@ -139,7 +139,7 @@ def run_small(
         entries, right = verify(participants)
         ready.append(
             (
-                describe(prepared) | {"entries": entries, "absent": absent},
+                problem_fields(prepared) | {"entries": entries, "absent": absent},
                 {competitor.name: competitor.call for competitor in right},
             )
         )
@@ -228,7 +228,7 @@ def _judge(competitor: Competitor, sample: Sample) -> Entry:
     return entry
 
 
-def describe(prepared: PreparedBenchmark) -> TimedCase:
+def problem_fields(prepared: PreparedBenchmark) -> TimedCase:
     """The fields of a case that describe its problem."""
     benchmark, problem = prepared.benchmark, prepared.problem
     return {

@@ -22,10 +22,10 @@ from undivided.machine import Machine
 from undivided.masks import Mask
 from undivided.request.call import Call
 from undivided.request.checks import (
+    check_axes,
     check_dtypes_and_devices,
     check_layout,
     check_optional_tensors,
-    check_ranks,
     checked_mask,
 )
 from undivided.request.normalise import normalise
@@ -122,7 +122,7 @@ def check_local(request: Request) -> None:
             "a meta tensor",
             hint="q, k and v may be meta tensors for undivided.explain; lengths, offsets and ids may not",
         )
-    check_ranks(q, k, v, layout, None)
+    check_axes(q, k, v, layout, None)
     if options.k_scale is not None or options.v_scale is not None:
         raise InputError(
             "k_scale" if options.k_scale is not None else "v_scale",

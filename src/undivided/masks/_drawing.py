@@ -50,11 +50,11 @@ PLOT_INCHES = 5
 TITLE_POINTS, TITLE_COLUMNS = 9, 60  # fixed width: 60 letters of 9 * 0.6 points are 4.5 of the 5 inches
 
 
-def describe(mask: MaskFields) -> str:
+def as_calls(mask: MaskFields) -> str:
     """The mask in one line, as the calls that build it.
 
     >>> from undivided import masks
-    >>> describe(masks.window(3, 0, align="bottom_right") & masks.prefix(5))
+    >>> as_calls(masks.window(3, 0, align="bottom_right") & masks.prefix(5))
     "window(3, 0, align='bottom_right') & prefix(5)"
     """
     align = f"align={mask.align!r}" if mask.align else ""
@@ -80,7 +80,7 @@ def describe_structure(structure: Structure) -> str:
         The names of the bands and parts, joined by ``&`` and ``|``, and the alignment.
 
     >>> from undivided.masks import *
-    >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
+    >>> as_calls((causal(align="bottom_right") & lengths([2, 3])).structure)
     'causal & lengths (bottom-right)'
     """
     check_type("structure", structure, Structure, "the structure of a mask, mask.structure")

@@ -323,7 +323,7 @@ class Mask(MaskFields):
         return Mask(align, left, right, parts)
 
     def __repr__(self) -> str:
-        return _drawing.describe(self)
+        return _drawing.as_calls(self)
 
     def __str__(self) -> str:
         sizes = _drawing.natural_sizes(self) if readable(*self.tensors) else None

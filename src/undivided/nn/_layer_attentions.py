@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from undivided.cache import InferenceParams
+from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.error_names import CROSS_ATTENTION, SELF_ATTENTION, call_with_names
-from undivided.nn.arguments.mask_types import checked_mask_type
+from undivided.nn.arguments.mask_types import check_mask_options, checked_mask_type
 from undivided.nn.multihead_attention import MultiheadAttention
 
 _SHARED_ARGUMENTS = """
@@ -46,6 +47,61 @@ def attention_of_layer(
         return_layernorm_output=return_layernorm_output,
     )
     return module
+
+
+class AttentionArguments(NamedTuple):
+    """The arguments of a call of a layer, by the attention that receives them.
+
+    shared: those of both attentions.
+    self_only, cross_only: those of the self-attention and of the cross-attention.
+    document_offsets: the offsets of the documents in hidden_states, with padding if there is any; None if not given.
+    """
+
+    shared: Mapping[str, Any]
+    self_only: Mapping[str, Any]
+    cross_only: Mapping[str, Any]
+    document_offsets: Tensor | None
+
+
+def attention_arguments(
+    self_attention: MultiheadAttention,
+    cross_attention: MultiheadAttention | None,
+    hidden_states: Tensor,
+    cu_seqlens_q: Tensor | None,
+    shared: Mapping[str, Any],
+    self_only: Mapping[str, Any],
+    cross_only: Mapping[str, Any],
+) -> AttentionArguments:
+    """The arguments of each attention, with cu_seqlens_q for those that take it.
+
+    Args:
+        self_attention, cross_attention: of the layer; an encoder has no cross-attention (None), and its self-attention
+            receives the padded offsets and the greatest length of the keys.
+        hidden_states, cu_seqlens_q: of the call.
+        shared, self_only, cross_only: the other arguments of the call.
+
+    Raises:
+        InputError: an argument of the cross-attention is wrong.
+    """
+    padded, params = shared["cu_seqlens_q_padded"], shared["inference_params"]
+    mask_type, window = cross_only["attn_mask_type"], cross_only["window_size"]
+    encoder_output, mask = cross_only["encoder_output"], cross_only["attention_mask"]
+    if cross_attention is None:
+        hidden.check_no_encoder(encoder_output, mask, cu_seqlens_q, cross_only["cu_seqlens_kv"])
+        options = mask_type, window, cross_only["bottom_right_diagonal"]
+        call_with_names(CROSS_ATTENTION, check_mask_options, *options)
+        of_keys = {name: cross_only[name] for name in ("cu_seqlens_kv_padded", "max_seqlen_kv")}
+        padded = of_keys["cu_seqlens_kv_padded"] if padded is None else padded
+        self_only, cross_only = {**self_only, **of_keys, "cu_seqlens_q": cu_seqlens_q}, {}
+    else:  # before self-attention changes a cache
+        checked = hidden_states, encoder_output, params, mask_type, window, shared["core_attention_bias_type"]
+        call_with_names(CROSS_ATTENTION, cross_attention.check, *checked)
+        own_mask = MaskOfCall(self_attention, self_only["attn_mask_type"], self_only["attention_mask"])
+        cross_mask = MaskOfCall(cross_attention, mask_type, mask)
+        own_offsets, cross_offsets = offsets_of_queries(cu_seqlens_q, own_mask, cross_mask, params)
+        self_only = {**self_only, "cu_seqlens_q": own_offsets}
+        cross_only = {**cross_only, "cu_seqlens_q": cross_offsets}
+    return AttentionArguments(shared, self_only, cross_only, cu_seqlens_q if padded is None else padded)
 
 
 class MaskOfCall(NamedTuple):

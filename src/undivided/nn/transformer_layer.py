@@ -12,7 +12,7 @@ from torch.nn import functional
 from undivided.arguments.checks import as_integer, checked_choice, checked_flag
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
-from undivided.nn._layer_attentions import MaskOfCall, attention_of_layer, offsets_of_queries
+from undivided.nn._layer_attentions import attention_arguments, attention_of_layer
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import check_names, checked_number
 from undivided.nn.arguments.error_names import CROSS_ATTENTION, SELF_ATTENTION, call_with_names
@@ -294,67 +294,50 @@ class TransformerLayer(DividedModule):
         """
         if is_first_microbatch is not None:
             checked_flag("is_first_microbatch", is_first_microbatch)
-        common = {
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "inference_params": inference_params,
-            "rotary_pos_emb": rotary_pos_emb,
-            "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "max_seqlen_q": max_seqlen_q,
-            "fast_zero_fill": fast_zero_fill,
-            "pad_between_seqs": pad_between_seqs,
-        }
-        of_keys = {"cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_kv": max_seqlen_kv}
-        own_options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q}
-        padded = cu_seqlens_q_padded
-        if self.layer_type == "encoder":
-            hidden.check_no_encoder(encoder_output, enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv)
-            own_options |= of_keys
-            padded = cu_seqlens_kv_padded if padded is None else padded
-            options = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
-            call_with_names(CROSS_ATTENTION, check_mask_options, *options)
-        else:  # before self-attention changes a cache
-            cross = enc_dec_attn_mask_type, enc_dec_window_size, core_attention_bias_type
-            check = self.inter_attention.check
-            call_with_names(CROSS_ATTENTION, check, hidden_states, encoder_output, inference_params, *cross)
-            own_options["cu_seqlens_q"], of_keys["cu_seqlens_q"] = offsets_of_queries(
-                cu_seqlens_q,
-                MaskOfCall(self.self_attention, self_attn_mask_type, attention_mask),
-                MaskOfCall(self.inter_attention, enc_dec_attn_mask_type, enc_dec_attn_mask),
-                inference_params,
-            )
+        arguments = attention_arguments(
+            self.self_attention,
+            self.inter_attention if self.layer_type == "decoder" else None,
+            hidden_states,
+            cu_seqlens_q,
+            shared={
+                "checkpoint_core_attention": checkpoint_core_attention,
+                "inference_params": inference_params,
+                "rotary_pos_emb": rotary_pos_emb,
+                "core_attention_bias_type": core_attention_bias_type,
+                "core_attention_bias": core_attention_bias,
+                "alibi_slopes": alibi_slopes,
+                "cu_seqlens_q_padded": cu_seqlens_q_padded,
+                "max_seqlen_q": max_seqlen_q,
+                "fast_zero_fill": fast_zero_fill,
+                "pad_between_seqs": pad_between_seqs,
+            },
+            self_only={
+                "attention_mask": attention_mask,
+                "attn_mask_type": self_attn_mask_type,
+                "window_size": window_size,
+                "bottom_right_diagonal": bottom_right_diagonal,
+            },
+            cross_only={
+                "attention_mask": enc_dec_attn_mask,
+                "attn_mask_type": enc_dec_attn_mask_type,
+                "window_size": enc_dec_window_size,
+                "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
+                "encoder_output": encoder_output,
+                "cu_seqlens_kv": cu_seqlens_kv,
+                "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+                "max_seqlen_kv": max_seqlen_kv,
+            },
+        )
         self.tensor_parallel.check_ranks()
         self._agree_on_dropout(hidden_states)
-        offsets = cu_seqlens_q if padded is None else padded
-        attention_out, residual = self._run_attention(
-            "self",
-            hidden_states,
-            common,
-            attention_mask=attention_mask,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            **own_options,
-        )
+        shared, offsets = arguments.shared, arguments.document_offsets
+        attention_out, residual = self._run_attention("self", hidden_states, shared, **arguments.self_only)
         if self.parallel_attention_mlp:
             mlp_out, _ = self.layernorm_mlp(hidden_states)
             return self._add_residual(attention_out + mlp_out, hidden_states, offsets, drop_path=True)
         x = self._add_residual(attention_out, residual, offsets, drop_path=True)
         if self.layer_type == "decoder":
-            attention_out, residual = self._run_attention(
-                "cross",
-                x,
-                common,
-                attention_mask=enc_dec_attn_mask,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                encoder_output=encoder_output,
-                cu_seqlens_kv=cu_seqlens_kv,
-                **of_keys,
-            )
+            attention_out, residual = self._run_attention("cross", x, shared, **arguments.cross_only)
             x = self._add_residual(attention_out, residual, offsets, drop_path=False)
         mlp_out, normalised = self.layernorm_mlp(x)
         residual = normalised if self.apply_residual_connection_post_layernorm else x

@@ -60,7 +60,7 @@ def checked_scale(scale: float) -> float:
     return float(scale)
 
 
-def check_ranks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
+def check_axes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
     """InputError unless q, k and v have the axes of the layout; pools of pages have four axes."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         rank, axes = _layout.rank(layout), ", ".join(layout)

@@ -23,13 +23,13 @@ from undivided.masks import Mask
 from undivided.quantization import head_size
 from undivided.request.call import Call, CheckedMask
 from undivided.request.checks import (
+    check_axes,
     check_bias,
     check_dtypes_and_devices,
     check_layout,
     check_optional_tensors,
     check_page_numbers,
     check_pages,
-    check_ranks,
     check_scalars,
     check_shapes,
     check_slopes,
@@ -39,7 +39,7 @@ from undivided.request.checks import (
 from undivided.request.foreign import tensor_hint
 from undivided.request.problem import Problem
 from undivided.request.quantized import check_quantized, check_scale_tensors
-from undivided.request.request import OPTIONAL_TENSORS, Request, Tensors
+from undivided.request.request import OPTIONAL_TENSORS, Conditions, Request, Tensors, new_tuple
 from undivided.request.seed import check_seed, checked_seed
 from undivided.request.slopes import are_usual
 
@@ -54,11 +54,6 @@ class CachedProblem(NamedTuple):
     problem: Problem
     footprints: tuple[int, int, int, int] | None
     strides: Strides | None
-
-
-Facts = tuple[str | None, tuple[bool, ...], bool]
-"""What a problem depends on besides tensors and options: the device that replaces that of the tensors, which tensors
-need a gradient, and whether the scale is 0 or below (wrong in kernels that scale after masking with -inf)."""
 
 
 def normalise(
@@ -85,7 +80,8 @@ def normalise(
         needs = _needs(tensors) if torch.is_grad_enabled() else _NO_GRADIENTS
     if scale is not None:
         scale = checked_scale(scale)
-    cached = _cached_problem(request, (device, needs, scale is not None and scale <= 0))
+    conditions = new_tuple(Conditions, (device, needs, scale is not None and scale <= 0))
+    cached = _cached_problem(request, conditions)
     problem, footprints, strides = cached
     if footprints is not None and not _are_in_memory(q, k, v, footprints):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -113,15 +109,15 @@ def normalise(
     return call, tensors
 
 
-def _cached_problem(request: Request, facts: Facts) -> CachedProblem:
-    """The problem of the request without its mask, found by its signature or described."""
-    key = _signature(request, facts)
+def _cached_problem(request: Request, conditions: Conditions) -> CachedProblem:
+    """The problem of the request without its mask, found by its signature or computed."""
+    key = _signature(request, conditions)
     try:
         cached = _problems.get(key)
     except TypeError:  # a symbolic size has no hash
-        return CachedProblem(_with_concrete_sizes(describe(request, facts)), None, None)
+        return CachedProblem(_with_concrete_sizes(checked_problem(request, conditions)), None, None)
     if cached is None:
-        problem, (q, k, v, *_), options = describe(request, facts), request.tensors, request.options
+        problem, (q, k, v, *_), options = checked_problem(request, conditions), request.tensors, request.options
         cached = CachedProblem(
             problem, _footprints(q, k, v), Strides(q, k, v, options.layout, options.pages is not None)
         )
@@ -188,7 +184,7 @@ def check_fake_request(request: Request) -> None:
     if options.scale is not None:
         checked_scale(options.scale)
     needs = tuple(torch.is_grad_enabled() and getattr(t, "requires_grad", False) for t in tensors)
-    problem = describe(request, (None, needs, False))
+    problem = checked_problem(request, Conditions(None, needs, False))
     check_seed(options.dropout_seed, tensors.q.device)
     sizes = problem.batch, problem.heads, problem.q_len, problem.kv_len
     checked_mask(options.mask).check(*sizes, packed=problem.packed, device=tensors.q.device)
@@ -236,8 +232,8 @@ _NOT_NUMBER_TYPES = (bool, str, complex, list, tuple, Tensor)
 _NEEDS = {qkv: (*qkv, False, False, False) for qkv in itertools.product((False, True), repeat=3)}
 
 
-def _signature(request: Request, facts: Facts) -> object:
-    """Everything that `describe` reads, as a dictionary key."""
+def _signature(request: Request, conditions: Conditions) -> object:
+    """Everything that `checked_problem` reads, as a dictionary key."""
     q, k, v, bias, sinks, slopes = request.tensors
     layout, _, _, softcap, dropout_p, _, return_lse, pages, k_scale, v_scale = request.options
     try:
@@ -254,7 +250,7 @@ def _signature(request: Request, facts: Facts) -> object:
             # contiguous tensors need no strides here: a kernel reads no stride of an axis of size 1
             (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or (q.stride(), k.stride(), v.stride()),
             return_lse,
-            facts,
+            conditions,
         )
         no_dropout = type(dropout_p) in _NUMBER_TYPES and dropout_p == 0  # False and tensors are errors
         if softcap is None and no_dropout and bias is sinks is slopes is k_scale is v_scale is None:
@@ -279,13 +275,13 @@ def _check_tensors(request: Request) -> None:
             check_tensor(name, tensor, tensor_hint(name, tensor))
 
 
-def describe(request: Request, facts: Facts) -> Problem:
+def checked_problem(request: Request, conditions: Conditions) -> Problem:
     """The problem of a request. Checks everything except the mask (checked later) and scale and seed (values)."""
-    (q, k, v, bias, _, slopes), options, (device, needs, _) = request.tensors, request.options, facts
+    (q, k, v, bias, _, slopes), options, needs = request.tensors, request.options, conditions.needs
     layout, pages = options.layout, options.pages
     _check_tensors(request)
     check_scalars(options)
-    check_ranks(q, k, v, layout, pages)
+    check_axes(q, k, v, layout, pages)
     quantized = None
     if options.k_scale is options.v_scale is None:
         check_dtypes_and_devices(q, k, v)
@@ -300,7 +296,7 @@ def describe(request: Request, facts: Facts) -> Problem:
         kv_len, kv_heads, page_size = check_pages(q, k, v, layout, pages, gradients=needs[1] or needs[2])
     check_optional_tensors(request.tensors, heads)
     return Problem(
-        device=device or q.device.type,
+        device=conditions.device or q.device.type,
         dtype=q.dtype,
         layout=layout,
         batch=batch,
@@ -312,7 +308,7 @@ def describe(request: Request, facts: Facts) -> Problem:
         v_dim=head_size(v),
         mask=masks.FULL.structure,
         align=None,
-        features=_features(request, facts, heads != kv_heads),
+        features=_features(request, conditions, heads != kv_heads),
         page_size=page_size,
         bias=None if bias is None else check_bias(bias, layout, batch, heads, q_len, kv_len),
         bias_dtype=None if bias is None else bias.dtype,
@@ -321,8 +317,8 @@ def describe(request: Request, facts: Facts) -> Problem:
     )
 
 
-def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
-    (q, k, v, bias, sinks, slopes), options, (_, needs, flipped) = request.tensors, request.options, facts
+def _features(request: Request, conditions: Conditions, grouped: bool) -> frozenset[str]:
+    (q, k, v, bias, sinks, slopes), options, needs = request.tensors, request.options, conditions.needs
     present = {
         "backward": any(needs),
         "bias": bias is not None,
@@ -339,7 +335,7 @@ def _features(request: Request, facts: Facts, grouped: bool) -> frozenset[str]:
         "lse_grad": options.return_lse and any(needs),
         "paged": options.pages is not None,
         "quantized": options.k_scale is not None,
-        "flipped": flipped,
+        "flipped": conditions.scale_not_positive,
         "strided": not all(t.stride(-1) == 1 or t.shape[-1] == 1 or t.numel() == 0 for t in (q, k, v)),
     }
     return frozenset(name for name, needed in present.items() if needed)

@@ -74,6 +74,19 @@ class Options(NamedTuple):
     v_scale: Tensor | None = None
 
 
+class Conditions(NamedTuple):
+    """What a problem depends on besides tensors and options.
+
+    device: replaces that of the tensors, for machines that are only described; None for theirs.
+    needs: which of `Tensors` need a gradient.
+    scale_not_positive: whether the scale is 0 or below (wrong in kernels that scale after masking with -inf).
+    """
+
+    device: str | None
+    needs: tuple[bool, ...]
+    scale_not_positive: bool
+
+
 class Request(NamedTuple):
     """The arguments of one call of `attention`.
 

@@ -23,7 +23,7 @@ from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import is_dtensor
 from undivided.errors import InputError
 from undivided.masks._slice import CallSlice, slice_mask
-from undivided.request.checks import check_layout, check_ranks, checked_mask
+from undivided.request.checks import check_axes, check_layout, checked_mask
 from undivided.request.normalise import normalise
 from undivided.request.request import Request, Tensors
 from undivided.request.result import Output
@@ -109,7 +109,7 @@ def local_request(request: Request, context_groups: Sequence[Sequence[int]] | No
     options = request.options
     check_layout(options.layout)
     by_name = _checked_tensors(request)
-    check_ranks(by_name["q"], by_name["k"], by_name["v"], options.layout, None)
+    check_axes(by_name["q"], by_name["k"], by_name["v"], options.layout, None)
     groups = None if context_groups is None else tuple(map(tuple, context_groups))
     placed = tuple([PlacedTensor(name, tensor.shape, tensor.placements) for name, tensor in by_name.items()])
     mesh = by_name["q"].device_mesh
