@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from undivided.backends import all_backends, flash_attn
-from undivided.backends._base import _MASK_WORDS, ALL_MASKS, Limits
+from undivided.backends._base import _MASK_WORDS, ORDINARY_MASK_KINDS, Limits
 from undivided.backends.torch_flash.cuda import LIMITS as CUDA_FLASH
 from undivided.request.problem import FEATURES
 
@@ -58,7 +58,7 @@ def backends(_: str) -> str:
         ["compute capability from", *(_capability(limits.compute_capability[0]) for limits in every)],
         ["packages", *(", ".join(f"`{name}`" for name, _, _ in limits.packages) or "-" for limits in every)],
     ]
-    kinds = sorted(ALL_MASKS | {"tree", "blocks"}, key=lambda kind: _MASK_WORDS[kind])
+    kinds = sorted(ORDINARY_MASK_KINDS | {"tree", "blocks"}, key=lambda kind: _MASK_WORDS[kind])
     masks = [[_MASK_WORDS[kind], *(mark(kind in limits.masks) for limits in every)] for kind in kinds]
     alignments = [
         [f"{align.replace('_', '-')} if the two differ", *(mark(align in limits.alignments) for limits in every)]

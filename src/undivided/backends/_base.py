@@ -54,10 +54,10 @@ _MASK_WORDS = {
     "ranges": "row ranges of a part of the sequence",
     "origin": "dropout for a part of the batch or of the heads",
 }
-ANY_PART = frozenset(_MASK_WORDS)
+ALL_MASK_KINDS = frozenset(_MASK_WORDS)
 """All kinds of mask, also those of calls of several ranks: row ranges (`NormalForm.shard`), the origin of dropout."""
-ALL_MASKS = ANY_PART - {"ranges", "tree", "blocks", "origin"}
-"""The same without those, trees and chosen key blocks."""
+ORDINARY_MASK_KINDS = ALL_MASK_KINDS - {"ranges", "tree", "blocks", "origin"}
+"""All kinds except ranges of ranks, the origin of dropout, draft trees and chosen key blocks."""
 
 
 @dataclass(frozen=True)

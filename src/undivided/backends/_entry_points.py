@@ -30,7 +30,7 @@ class FailedBackend(Backend):
         return float("inf")
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Why the entry point gave no backend."""
+        """The reason why the entry point gave no backend."""
         return self._cause
 
     def needs_gpu(self, machine: Machine) -> bool:
@@ -38,7 +38,7 @@ class FailedBackend(Backend):
         return False
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
-        """Why the entry point gave no backend."""
+        """The reason why the entry point gave no backend."""
         return [self._cause]
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.backends._base import ALL_MASKS, Backend, Gradients, Limits, limit_reasons
+from undivided.backends._base import ORDINARY_MASK_KINDS, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu_rules
 from undivided.backends.shared.empty_rows import clear_rows, fix_empty_rows, rows_without_keys
 from undivided.backends.shared.kernel_inputs import clean_tensors
@@ -59,7 +59,7 @@ class Flex(Backend):
     limits = Limits(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
-        masks=ALL_MASKS,
+        masks=ORDINARY_MASK_KINDS,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=frozenset(
             "backward bias bias_grad alibi alibi_grad softcap gqa value_dim lse lse_grad strided".split()
@@ -74,7 +74,7 @@ class Flex(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Without a C++ compiler for the CPU kernel."""
+        """The reason if no C++ compiler can build the CPU kernel, or PyTorch is too old; otherwise None."""
         missing = super().unavailable(machine)
         if missing is None and machine.compute_capability is None:
             missing = _no_compiler(machine)
@@ -98,7 +98,7 @@ class Flex(Backend):
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Compiling takes seconds for every new set of sizes."""
+        """The reason for every problem: compiling takes seconds for every new set of sizes."""
         return "compiles for seconds per shape; request it with backend='flex'"
 
     def forward(self, call: Call, tensors: Tensors) -> Result:

@@ -60,7 +60,7 @@ class TorchCudnn(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Without a GPU or cuDNN."""
+        """The reason if there is no GPU or no cuDNN, or PyTorch is too old; otherwise None."""
         return cudnn_rules.unavailable(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
@@ -84,7 +84,7 @@ class TorchCudnn(Backend):
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Documents: up to 2.13 PyTorch never caches the graph of such a call."""
+        """The reason for documents: up to 2.13 PyTorch never caches the graph of such a call."""
         if problem.documents is not None:
             return (
                 "PyTorch builds cuDNN's graph again at every call with documents; request it with backend='torch_cudnn'"

@@ -51,7 +51,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: RankCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         (out, lse), saved = _forward(call, inputs)
         ctx.save_for_backward(*saved)
-        ctx.call, ctx.state = call, autograd.state(call.whole)
+        ctx.call, ctx.state = call, autograd.unsaved_state(call.whole)
         ctx.shapes = [None if t is None else torch.empty_like(t, device="meta") for t in inputs]
         ctx.set_materialize_grads(False)
         if "lse" not in call.problem.features:

@@ -176,7 +176,7 @@ class _Attention(torch.autograd.Function):
         backend, call = backend_and_call
         out, lse = public_shapes(forward(backend, call, Tensors(*inputs)), call.problem)  # type: ignore[arg-type]
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.call = backend, call, state(call)
+        ctx.prepared = backend, call, unsaved_state(call)
         ctx.set_materialize_grads(False)
         return (out, lse) if "lse" in call.problem.features else out
 
@@ -190,13 +190,13 @@ class _Attention(torch.autograd.Function):
                 _Attention.backward, (ctx, grad_out, grad_lse), {}
             )
             return derivatives
+        backend, call, before = ctx.prepared
         *inputs, out, lse = ctx.saved_tensors
-        inputs[:3], out = _as_saved(ctx.call[1].problem, *inputs[:3]), out.contiguous()
+        inputs[:3], out = _as_saved(call.problem, *inputs[:3]), out.contiguous()
         count, lse = len(inputs), lse.contiguous()
         if grad_out is None and grad_lse is None:
             return (None,) * (1 + count)
         inputs += [None] * (_TENSOR_COUNT - count)
-        backend, call, before = ctx.call
         check_unchanged(call, before)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -220,15 +220,15 @@ _apply = super(torch.autograd.Function, _Attention).apply
 """`_Attention.apply` without its checks for torch.func: they cost as much as the rest, and `run` has done them."""
 
 
-def state(call: Call) -> object:
+def unsaved_state(call: Call) -> object:
     """What changes with the tensors that autograd does not save: those of the mask, and pages."""
     mask, pages = call.mask, call.pages
     return mask.state() if mask.parts else (), None if pages is None else versions((pages,))
 
 
 def check_unchanged(call: Call, before: object) -> None:
-    """RuntimeError if the mask or the pages were changed in place since `before`, a `state`."""
-    if state(call) != before:
+    """RuntimeError if the mask or the pages were changed in place since `before`, an `unsaved_state`."""
+    if unsaved_state(call) != before:
         raise RuntimeError(
             "the mask's tensors (lengths, cu_seqlens, tensors of a predicate) or the pages were changed in place "
             "between forward and backward; pass a clone, or call backward first"
@@ -283,7 +283,7 @@ class _AttentionBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         _, ctx.call, _, _, grad_out, grad_lse, *tensors = inputs
         ctx.save_for_backward(*tensors, grad_out, grad_lse)
-        ctx.state = state(ctx.call)
+        ctx.state = unsaved_state(ctx.call)
         ctx.set_materialize_grads(False)
 
     @staticmethod

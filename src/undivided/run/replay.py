@@ -105,7 +105,7 @@ class PreparedCall:
     def with_form(
         self, form: NormalForm, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, scales: Sequence[Tensor]
     ) -> PreparedCall | None:
-        """The same call, for a mask of the same structure that has this normal form; without the checks of `of`.
+        """The same call, for a mask of the same structure that has this normal form. Unlike `prepare`, it checks nothing.
 
         Args:
             form: for the sizes of the call.
@@ -116,8 +116,8 @@ class PreparedCall:
         return prepared_call(self._decision, call, Tensors(q, k, v))
 
     def with_keys(self, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> PreparedCall | None:
-        """The same call of one query per sequence for another number of keys of the same `length_class`, without the
-        checks of `of`; None if the backend must prepare it. Not for pages or quantised keys.
+        """The same call of one query per sequence for another number of keys of the same `length_class`; None if the
+        backend must prepare it. Unlike `prepare`, it checks nothing. Not for pages or quantised keys.
 
         Args:
             keys: those that each sequence attends to, if the call has a mask of lengths; None if it has no mask.
@@ -203,11 +203,11 @@ def _needed_bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else footprint(tensor) * tensor.itemsize
 
 
-def _holds(tensor: Tensor | None, footprint: int) -> bool:
+def _holds(tensor: Tensor | None, needed: int) -> bool:
     """Whether the storage, which can be resized at any time, has this many bytes from the tensor's first element on."""
     if tensor is None:
         return True
     try:
-        return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + footprint
+        return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + needed
     except NotImplementedError:  # tensors of torch.func have no storage
         return False

@@ -50,7 +50,7 @@ class Cudnn(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Without a GPU, cuDNN or its frontend."""
+        """The reason if there is no GPU, no cuDNN or no usable version of its frontend; otherwise None."""
         return cudnn_rules.unavailable(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
@@ -74,7 +74,7 @@ class Cudnn(Backend):
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Paged keys: keeping garbage out of cuDNN takes more launches than one kernel of ours."""
+        """The reason for paged keys: keeping garbage out of cuDNN takes more launches than one kernel of ours."""
         if "paged" in problem.features:
             return "computes each last page separately, in a dozen small operations; request it with backend='cudnn'"
         return None

@@ -67,7 +67,7 @@ class FlashAttn(Backend):
     limits = _VERSION_2.limits
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Without a GPU or any of the packages."""
+        """The reason if there is no GPU or none of the packages; otherwise None."""
         installed = any(
             machine.version(name)
             for version in (_VERSION_2, _VERSION_3, _VERSION_4)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import has_dispatch
-from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, KeyRange, Limits, Replay, limit_reasons
+from undivided.backends._base import (
+    ALL_FEATURES,
+    ALL_MASK_KINDS,
+    Backend,
+    Gradients,
+    KeyRange,
+    Limits,
+    Replay,
+    limit_reasons,
+)
 from undivided.backends.native import chosen, gradients
 from undivided.backends.native.call import (
     Records,
@@ -38,7 +47,7 @@ from undivided.request.result import UNREAD, Result
 
 
 class Native(Backend):
-    """Tiled attention with query rows in the vector lanes."""
+    """The C++ kernel as a backend."""
 
     name = "native"
     family = "flash"
@@ -46,7 +55,7 @@ class Native(Backend):
     limits = Limits(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(cpu.DTYPES),
-        masks=ANY_PART,
+        masks=ALL_MASK_KINDS,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES - {"strided"},
         batch_invariant=True,
@@ -54,7 +63,7 @@ class Native(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Why the library cannot be used, or None: it is not built or does not load. A described machine has it."""
+        """The reason if the library is not built or does not load; otherwise None. A described machine has it."""
         if not machine.probed:
             return None
         library = cpu.load()
@@ -78,7 +87,7 @@ class Native(Backend):
         if isinstance(library, str) or not _has_readable_pages(call, tensors):
             return restrictions
         views = _kernel_views(call, tensors)
-        records = Records(call, tensors, (*views, views[0], UNREAD), forward=True)
+        records = Records(call, tensors, (*views, views[0], UNREAD), takes_pages=True)
         return restrictions + _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
 
     def last_notes(self, problem: Problem) -> list[str]:
@@ -110,7 +119,7 @@ class Native(Backend):
             library.forward(plain_record(call, tensors, addresses, strides, out, lse, pages))
             return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
-        records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), forward=True)
+        records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), takes_pages=True)
         for rows in records.slices():
             library.forward(records.record(rows))
         return Result(out, lse)
@@ -144,7 +153,7 @@ class Native(Backend):
             plain = plain_record(call, own, addresses, strides, out, UNREAD, pages)
             return KernelReplay(library, plain, call, is_plain=True)
         views = *_kernel_views(call, tensors), layout.heads_first(out, problem.layout), UNREAD
-        records = Records(call, tensors, views, forward=True)
+        records = Records(call, tensors, views, takes_pages=True)
         if not records.mask_is_stored():
             return None
         return KernelReplay(library, records.record(slice(0, problem.q_len)), call, records.mask_memory)

@@ -264,14 +264,18 @@ class Records:
     """
 
     def __init__(
-        self, call: Call, tensors: Tensors, views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], forward: bool = False
+        self,
+        call: Call,
+        tensors: Tensors,
+        views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        takes_pages: bool = False,
     ) -> None:
         problem = call.problem
         self.call, self.tensors = call, tensors
         self.views = tuple([require_memory(view) for view in views])
-        self.table, self.pages = page_fields(call, tensors) if forward else (None, NO_PAGES)
-        self.is_forward = forward
-        self.sinks = self.bias = self.slopes = self.key_position = None
+        self.table, self.pages = page_fields(call, tensors) if takes_pages else (None, NO_PAGES)
+        self.sinks = self.bias = self.slopes = self.row_position = self.key_position = None
+        self.drop_row = self.drop_sequence = None
         self.mask_memory: tuple[Tensor | None, ...] = ()
         """The pairs of the mask, and the first keys, that the last record points to."""
         if tensors.sinks is not None:
@@ -321,6 +325,7 @@ class Records:
             values = some_rows(self.bias, rows)
             bias = (values.data_ptr(), cpu.DTYPES[values.dtype], *values.stride())
         if self.slopes is not None:
+            assert self.row_position is not None
             slope, position = some_rows(self.slopes, rows), self.row_position[:, rows]
             slopes = (slope.data_ptr(), *slope.stride(), position.data_ptr(), batch_stride(position))
         if self.key_position is not None:
@@ -387,8 +392,8 @@ class Records:
 
     def _dropout(self, rows: slice) -> tuple[float, ...]:
         """The record's fields from `dropout` on."""
+        assert self.drop_row is not None and self.drop_sequence is not None and self.call.dropout_seed is not None
         p, position, sequence = self.call.dropout_p, self.drop_row[:, rows], self.drop_sequence[:, rows]
-        assert self.call.dropout_seed is not None
         return (
             philox.threshold(p),
             int(self.call.dropout_seed),

@@ -14,7 +14,8 @@ The kernel may request another attempt, in two cases:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ _PACK = cpu.GRADIENT_RECORD.pack
 _SIZE = cpu.GRADIENT_RECORD.size
 _NO_TENSOR: tuple[int, ...] = (0,) * 4
 _NO_BIAS: tuple[int, ...] = (0,) * 5
+_Outcome = TypeVar("_Outcome")
 
 
 def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -54,15 +56,25 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
         (*tensors.without_pages(call.pages, layout).heads_first(layout), _layout.heads_first(out, layout), lse),
     )
     slices = records.slices()
-    attempt: int | None = 0
-    while attempt is not None:
+
+    def run(attempt: int) -> tuple[int | None, _Buffers]:
         gradients = _Buffers(call, tensors, grad_out, grad_lse, accumulate=len(slices) > 1, attempt=attempt)
         for rows in slices:
-            following = library.backward(records.record(rows), gradients.record(rows), attempt)
-            if following is not None:
-                break
-        attempt = following
-    return gradients.finish()
+            next_attempt = library.backward(records.record(rows), gradients.record(rows), attempt)
+            if next_attempt is not None:
+                return next_attempt, gradients
+        return None, gradients
+
+    return _run_attempts(run).finish()
+
+
+def _run_attempts(run: Callable[[int], tuple[int | None, _Outcome]]) -> _Outcome:
+    """What the first valid attempt gave. run(attempt) returns the number of the attempt to make next, None if this one
+    is valid, and what it gave."""
+    next_attempt: int | None = 0
+    while next_attempt is not None:
+        next_attempt, outcome = run(next_attempt)
+    return outcome
 
 
 def plain_fp32(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -93,14 +105,12 @@ def _plain(
     strides = STRIDES[problem.layout]
     grad_fields = (grad.data_ptr(), *strides(grad.stride()))
     gradient_fields = [_NO_TENSOR if x is None else (x.data_ptr(), *strides(x.stride())) for x in buffers]
-    attempt: int | None = 0
-    while attempt is not None:
-        attempt = library.backward(
-            problem_record,
-            _record(problem, cpu.DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields),
-            attempt,
-        )
-    return [*buffers, None, None, None]
+
+    def run(attempt: int) -> tuple[int | None, list[Tensor | None]]:
+        record = _record(problem, cpu.DTYPES[dtype], False, attempt, grad_fields, lse, gradient_fields)
+        return library.backward(problem_record, record, attempt), buffers
+
+    return [*_run_attempts(run), None, None, None]
 
 
 def _record(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import readable
-from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits
+from undivided.backends._base import ALL_FEATURES, ALL_MASK_KINDS, Backend, Gradients, Limits
 from undivided.backends.reference.block_gradients import Accumulators, partial_gradients
 from undivided.backends.reference.runs import find_runs
 from undivided.backends.shared.block import Block, block_slopes, distance, hide
@@ -282,7 +282,7 @@ class Reference(Backend):
     limits = Limits(
         devices=frozenset({"cpu", "cuda", "mps", "xpu", "meta"}),
         dtypes=frozenset(DTYPES),
-        masks=ANY_PART,
+        masks=ALL_MASK_KINDS,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES,
     )

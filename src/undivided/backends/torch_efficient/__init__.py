@@ -55,7 +55,7 @@ class TorchEfficient(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Without a GPU or the package."""
+        """The reason if there is no GPU or PyTorch is too old; otherwise None."""
         return gpu_rules.no_gpu(machine) or super().unavailable(machine)
 
     def reasons(self, problem: Problem, machine: Machine) -> list[str]:
@@ -81,8 +81,8 @@ class TorchEfficient(Backend):
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """Documents of unknown length: the padding to the longest one may need as much memory as all tokens for
-        each."""
+        """The reason for documents of unknown length: the padding to the longest one may need as much memory as all
+        tokens for each."""
         if problem.documents is not None and problem.documents[1] is None:
             return (
                 "pads the log-sum-exp of every document to the longest, whose length only the GPU knows "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from undivided.arguments import layout
 from undivided.arguments.tensors import materialise
-from undivided.backends._base import ANY_PART, Backend, Gradients, Limits, limit_reasons
+from undivided.backends._base import ALL_MASK_KINDS, Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared.block import Block, block_slopes, distance, hide
 from undivided.backends.shared.empty_rows import result_without_keys
 from undivided.backends.torch_flash import cuda
@@ -66,7 +66,7 @@ class TorchFlash(Backend):
     limits = Limits(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
-        masks=ANY_PART,
+        masks=ALL_MASK_KINDS,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=frozenset({"backward", "bias", "alibi", "gqa", "lse", "flipped", "partial"}),
         notes={

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout
-from undivided.backends._base import ALL_FEATURES, ANY_PART, Backend, Gradients, Limits, Replay, limit_reasons
+from undivided.backends._base import ALL_FEATURES, ALL_MASK_KINDS, Backend, Gradients, Limits, Replay, limit_reasons
 from undivided.backends.shared import gpu_rules
 from undivided.backends.triton import chosen, forward, gradients, kept_launches
 from undivided.backends.triton.blocks import all_blocks
@@ -33,7 +33,7 @@ class Triton(Backend):
     limits = Limits(
         devices=frozenset({"cuda", "cpu"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
-        masks=ANY_PART,
+        masks=ALL_MASK_KINDS,
         alignments=frozenset({"top_left", "bottom_right"}),
         features=ALL_FEATURES - {"strided"},
         batch_invariant=True,
@@ -43,7 +43,7 @@ class Triton(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """Without a GPU, unless Triton's interpreter is on."""
+        """The reason if there is no GPU, unless Triton's interpreter is on, or no usable version of Triton; otherwise None."""
         if self.needs_gpu(machine):
             return "no GPU (on a CPU only under Triton's interpreter: TRITON_INTERPRET=1)"
         return super().unavailable(machine)
@@ -64,7 +64,7 @@ class Triton(Backend):
         return reasons
 
     def only_when_asked(self, problem: Problem, machine: Machine) -> str | None:
-        """The interpreter is for tests."""
+        """The reason on a CPU, where the interpreter is for tests; otherwise None."""
         return "runs under Triton's interpreter here, for tests" if problem.device == "cpu" else None
 
     def notes(self, call: Call, tensors: Tensors) -> list[str]:

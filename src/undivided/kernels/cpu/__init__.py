@@ -118,7 +118,8 @@ class Library:
             _check(status)
 
     def backward(self, record: bytes, gradients: bytes, attempt: int) -> int | None:
-        """The number of the next attempt at the gradients of one problem, in fresh buffers; None if they are done.
+        """Run one attempt at the gradients of one problem. Returns the number of the attempt to make next, into fresh
+        buffers if gradients accumulate, or None if the gradients are valid.
 
         If numbers do not fit the range of this attempt, the next one has a wider range. If gradients of a problem with
         several documents are not finite, the next attempt computes the documents apart.
