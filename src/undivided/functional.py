@@ -191,7 +191,7 @@ def attention(
     ):
         return dispatch.attention(request)
     if traces_each_function():
-        return dispatch.unseen_attention(request)
+        return dispatch.untraced_attention(request)
     decision, call, tensors = prepare(request, current_policy(backend, deterministic, batch_invariant))
     return autograd.run(decision.backend, call, tensors)
 

@@ -57,7 +57,7 @@ class Tables:
 
     def of(self, lists: list[list[int]]) -> torch.Tensor:
         self.state += 1
-        return self.table.of(self.state, lambda: list(lists), CPU)
+        return self.table.updated(self.state, lambda: list(lists), CPU)
 
 
 def test_only_lists_that_were_replaced_are_read() -> None:
@@ -85,9 +85,9 @@ def test_the_lists_of_other_sequences_stay_if_one_keeps_tokens_or_ends() -> None
 def test_lists_of_a_known_state_are_not_read() -> None:
     tables = Tables()
     first = tables.of([[1, 2], [3]])
-    assert tables.table.of(tables.state, lambda: pytest.fail("read again"), CPU) is first
+    assert tables.table.updated(tables.state, lambda: pytest.fail("read again"), CPU) is first
     meta = torch.device("meta")
-    assert tables.table.of(tables.state, lambda: [[1, 2], [3]], meta).device == meta
+    assert tables.table.updated(tables.state, lambda: [[1, 2], [3]], meta).device == meta
 
 
 def test_tables_of_other_sizes_are_made_anew() -> None:
@@ -126,9 +126,9 @@ def test_rows_of_ranks_that_did_not_change_are_the_same_lists() -> None:
     """BlockTable finds the rows that changed by their lists; those of each rank were new ones in every step."""
     ledger = Pages(40, 4, 3, ranks=2)
     ledger.commit(ledger.plan((9, 9, 9)))
-    before = [ledger.of_rank(rank, n) for rank in range(2) for n in range(3)]
+    before = [ledger.pages_on_rank(rank, n) for rank in range(2) for n in range(3)]
     ledger.commit(ledger.plan((4, 0, 0)))
-    after = [ledger.copy().of_rank(rank, n) for rank in range(2) for n in range(3)]
+    after = [ledger.copy().pages_on_rank(rank, n) for rank in range(2) for n in range(3)]
     assert [a is b for a, b in zip(before, after, strict=True)] == [False, True, True] * 2
     assert after[0] == [page // 2 for page in ledger.tables[0][0::2]]
     assert after[3] == [page // 2 for page in ledger.tables[0][1::2]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import undivided
 from undivided import masks
-from undivided.masks.normal_form.ranges import of_last_queries
+from undivided.masks.normal_form.ranges import last_query_form
 from undivided.request.request import Request
 from undivided.run import replay
 from undivided.selection.policy import Policy
@@ -144,7 +144,7 @@ def test_the_form_of_last_queries_is_that_of_the_mask(
     lengths: list[int], left: int | None, sinks: int, more: int
 ) -> None:
     kv_len = max(max(lengths), 1) + more
-    form = of_last_queries(lengths, left, kv_len, 2, torch.device("cpu"), 0 if left is None else sinks)
+    form = last_query_form(lengths, left, kv_len, 2, torch.device("cpu"), 0 if left is None else sinks)
     mask = masks.window(left, 0, align="bottom_right")
     if sinks and left is not None:
         mask = mask | masks.sinks(sinks)

@@ -35,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Problem]]]
     for backend in all_backends():
         for name in PASSES:
             monkeypatch.setattr(backend, name, recording(name, getattr(backend, name)))
-    for name in ("composite", "score_blocks"):
+    for name in ("plain_operations", "score_blocks"):
         if hasattr(reference, name):
             monkeypatch.setattr(reference, name, recording(name, getattr(reference, name)))
     double = reference.BACKEND.double_backward
@@ -158,7 +158,7 @@ def forward_mode() -> None:
 
 BOTH = {"forward": ("forward", "replay", "answer", "recorded"), "backward": ("backward", "gradients", "recorded")}
 FORWARD = {"forward": ("forward", "replay", "answer")}
-PLAIN_OPERATIONS = {"forward": ("composite",)}
+PLAIN_OPERATIONS = {"forward": ("plain_operations",)}
 
 ENTRIES: dict[str, tuple[Callable[[], None], dict[str, tuple[str, ...]]]] = {
     "attention": (eager, FORWARD),

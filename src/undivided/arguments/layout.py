@@ -37,7 +37,7 @@ AXES: Mapping[str, Axes] = {
 }
 SEQUENCE_AXIS: Mapping[str, int] = {name: axes.sequence for name, axes in AXES.items()}
 
-STRIDES: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
+STRIDE_GETTERS: Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]] = {
     # without a batch axis any stride does for its one element
     name: operator.itemgetter(axes.batch or 0, axes.heads, axes.sequence)
     for name, axes in AXES.items()
@@ -57,7 +57,10 @@ class Strides:
     __slots__ = ("derived", "k", "q", "record_parts", "v")
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> None:
-        select, select_kv = STRIDES[layout], STRIDES["bshd" if paged else layout]  # pages are [.., page_size, N, D]
+        select, select_kv = (
+            STRIDE_GETTERS[layout],
+            STRIDE_GETTERS["bshd" if paged else layout],
+        )  # pages are [.., page_size, N, D]
         self.q, self.k, self.v = select(q.stride()), select_kv(k.stride()), select_kv(v.stride())
         self.record_parts: tuple[bytes, ...] | None = None
         self.derived: dict[Hashable, Any] = {}

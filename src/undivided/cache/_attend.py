@@ -38,7 +38,7 @@ from undivided.errors import InputError, did_you_mean
 from undivided.functional import attention
 from undivided.masks import Mask
 from undivided.masks._parts import GlobalBand, Part
-from undivided.masks.normal_form.ranges import of_last_queries
+from undivided.masks.normal_form.ranges import last_query_form
 from undivided.request.checks import checked_mask
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
 from undivided.request.result import Output
@@ -211,7 +211,7 @@ def _with_lengths(prepared: PreparedCall, call: CachedCall, mask: Mask) -> Prepa
     if mask.parts:
         window = cast(GlobalBand, mask.parts[0])
         left, sinks = window.left, cast(int, window.prefix)
-    form = of_last_queries(lengths, left, kv_len, heads, pools.k.device, sinks)
+    form = last_query_form(lengths, left, kv_len, heads, pools.k.device, sinks)
     return prepared.with_form(form, q, pools.k, pools.v, pages, pools.scales)
 
 

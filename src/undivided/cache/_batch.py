@@ -14,7 +14,7 @@ from undivided.arguments.checks import as_integer, listed
 from undivided.arguments.layout import LAYOUTS, Layout
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
 from undivided.cache._ledger.pages import Pages, Places
-from undivided.cache._ledger.plan import Slots
+from undivided.cache._ledger.slots import Slots
 from undivided.cache._storage import Counts, Storage
 from undivided.errors import InputError, did_you_mean
 
@@ -87,7 +87,7 @@ class Batch:
     def tables(self, slots: Counts, rank: int) -> list[list[int]]:
         """The pages of these slots on a rank, or the slots themselves if not paged."""
         ledger = self.ledger
-        return [ledger.of_rank(rank, slot) if isinstance(ledger, Pages) else [slot] for slot in slots]
+        return [ledger.pages_on_rank(rank, slot) if isinstance(ledger, Pages) else [slot] for slot in slots]
 
     def evicted_places(self, slots: Counts) -> list[Places] | None:
         """The places of the evicted pages of these slots, on all ranks, if there are any, otherwise None."""

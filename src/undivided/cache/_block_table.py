@@ -27,7 +27,7 @@ class BlockTable:
         """A copy is empty: a copied tensor has no version counter if it is made in inference mode."""
         return BlockTable, ()
 
-    def of(self, state: object, read: Callable[[], list[list[int]]], device: torch.device) -> Tensor:
+    def updated(self, state: object, read: Callable[[], list[list[int]]], device: torch.device) -> Tensor:
         """The table of the lists of pages that `read` returns. Earlier results keep their values.
 
         Args:

@@ -17,7 +17,8 @@ from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._checks import as_list, checked_counts, checked_tokens, packed_counts
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
-from undivided.cache._ledger.plan import Ledger, Slots
+from undivided.cache._ledger.ledger import Ledger
+from undivided.cache._ledger.slots import Slots
 from undivided.cache._ranks import PageRanks, compact_on_all_ranks
 from undivided.cache._storage import Counts, Memory, Storage
 from undivided.errors import InputError

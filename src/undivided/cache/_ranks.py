@@ -11,7 +11,7 @@ from torch import Tensor
 from undivided.arguments.layout import Layout
 from undivided.cache._attend import CachedCall
 from undivided.cache._ledger.compaction import Compaction
-from undivided.cache._ledger.plan import Ledger
+from undivided.cache._ledger.ledger import Ledger
 from undivided.cache._storage import Storage, TokenSpec
 from undivided.errors import InputError
 from undivided.request.result import Output

@@ -12,7 +12,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.cache._attend import CachedCall
 from undivided.cache._batch import cumulative, padded
-from undivided.cache._between_steps import BetweenSteps
+from undivided.cache._layer_caches import LayerCaches
 from undivided.cache._ranks import PageRanks
 from undivided.errors import InputError
 from undivided.masks import Mask
@@ -31,7 +31,7 @@ class LayerCall(NamedTuple):
     options: dict[str, Any]
 
 
-class ShardedSteps(BetweenSteps):
+class ShardedSteps(LayerCaches):
     """Each rank computes the layers for its part of the new tokens, as in training with context parallelism."""
 
     qkv_format: Layout

@@ -11,7 +11,7 @@ from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
-from undivided.cache._ledger.plan import Slots
+from undivided.cache._ledger.slots import Slots
 from undivided.cache._storage import Storage, TokenSpec
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumu
 from undivided.cache._block_table import BlockTable
 from undivided.cache._checks import checked_tokens
 from undivided.cache._ledger.pages import Pages
-from undivided.cache._ledger.plan import Slots
+from undivided.cache._ledger.slots import Slots
 from undivided.cache._ranks import checked_ranks
 from undivided.cache._sharded_steps import LayerCall, ShardedSteps
 from undivided.cache._storage import Storage, TargetRows, TokenSpec
@@ -352,7 +352,7 @@ class InferenceParams(ShardedSteps):
         slots = () if self._step is None else self._step.slots
         rank = 0 if self._ranks is None else self._ranks.rank
         state, device = (slots, self._batch.changes), self.device or torch.device("cpu")
-        return self._table.of(state, lambda: self._batch.tables(slots, rank), device)
+        return self._table.updated(state, lambda: self._batch.tables(slots, rank), device)
 
     @property
     def batch_size(self) -> int:

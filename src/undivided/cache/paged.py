@@ -49,7 +49,9 @@ class SequencesOnPages(Cache):
         0 after the end of a sequence, and for evicted pages.
         """
         ledger, rank = self._ledger, 0 if self._ranks is None else self._ranks.rank
-        return self._table.of(ledger.changes, lambda: [ledger.of_rank(rank, n) for n in range(self.batch)], self.device)
+        return self._table.updated(
+            ledger.changes, lambda: [ledger.pages_on_rank(rank, n) for n in range(self.batch)], self.device
+        )
 
     @outside_of_graphs
     def remember(self, tokens: Sequence[int] | Tensor, i: int) -> None:

@@ -1,13 +1,13 @@
-"""Masks that are built again from the same arguments: the mask of before, with all that was computed for it.
+"""Caches of masks that are built again from the same arguments.
 
 A layer that builds its mask in each call would otherwise check it and compute its ranges each time, which takes ten
 times as long as a small call.
 
-kept         masks that hold their tensors, found by where the tensors of the arguments lie, and only if their bytes are
-             those of before. So this is for small tensors on the CPU: what others write to large ones, or on a GPU,
-             would go unseen, and they would stay in memory.
-TensorMasks  masks that go with the tensors of the caller, of any size, or with what these are views of; found by their
-             in-place versions, and on the CPU by their contents. What is kept beside a mask goes with it.
+kept         decorates a function that builds masks. It finds a mask by the addresses of the arguments' tensors, and
+             returns it only if their bytes are unchanged. For small CPU tensors only: changes of large or GPU tensors
+             would go unnoticed.
+TensorMasks  masks that live as long as the caller's tensors, of any size. They are found by in-place version and, on
+             the CPU, by content.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class _Entry(NamedTuple, Generic[T]):
 
 
 _VIEW_BYTES = 1 << 25
-"""Most bytes in the copies of one tensor's views, unless these are two: a tensor of a model may outlive thousands of
-its views, of which each has a copy here and perhaps another one in its mask."""
+"""The largest number of bytes in copies of one tensor's views, of which a model may make thousands. The oldest are
+dropped first; two views are always kept."""
 
 
 class TensorMasks(Generic[T]):
@@ -169,7 +169,7 @@ class TensorMasks(Generic[T]):
 
 
 _JOINED_MASKS = 8
-"""Most masks of which a mask keeps the joined ones."""
+"""How many joined masks one mask caches."""
 
 
 def _place(tensor: Tensor) -> object:

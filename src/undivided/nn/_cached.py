@@ -16,7 +16,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import readable
 from undivided.cache import InferenceParams
-from undivided.cache._between_steps import check_caller, note_caller
+from undivided.cache._layer_caches import check_caller, note_caller
 from undivided.context_parallel import ContextParallel
 from undivided.errors import InputError
 from undivided.masks import Mask

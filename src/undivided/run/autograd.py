@@ -64,7 +64,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
 def run_plain_operations(call: Call, tensors: Tensors) -> Result:
     """The result by tensor operations that have every derivative and batching rule."""
     with _no_autocast(tensors.q.device):
-        return reference.composite(call, tensors)
+        return reference.plain_operations(call, tensors)
 
 
 def public_shapes(result: Result, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -342,7 +342,7 @@ def _recorded_double_backward(call: Call, *tensors: Tensor | None) -> tuple[Tens
     # views, so that one tensor given as q, k and v counts as three inputs
     *inputs, grad_out, grad_lse = (None if t is None else t.view_as(t) for t in tensors[: _TENSOR_COUNT + 2])
     grad_gradients = tensors[_TENSOR_COUNT + 2 :]
-    result = reference.composite(call, Tensors._make(inputs))
+    result = reference.plain_operations(call, Tensors._make(inputs))
     out, lse = public_shapes(result, call.problem)
     outputs = [(o, g) for o, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
     first = leaf_gradients([o for o, _ in outputs], [g for _, g in outputs], inputs, create_graph=True)

@@ -1,4 +1,5 @@
-"""Calls that something other than a backend sees first.
+"""Calls that are not prepared and run directly: torch.compile, dispatch modes, tensor subclasses and other ranks handle
+them first.
 
     torch.compile, dispatch modes, tensor subclasses   one opaque operator (`compile`)
     DTensors                                           the call on what each rank holds (`dtensors`)
@@ -52,7 +53,7 @@ def attention(request: Request, switches: str | None = None) -> Output:
     return part.result(_run_directly(local, switches))
 
 
-def unseen_attention(request: Request) -> Output:
+def untraced_attention(request: Request) -> Output:
     """The result of a request that torch.compile must not see, because it could not trace a caller."""
     from undivided.arguments import _graph_break
 

@@ -105,7 +105,7 @@ class PreparedCall:
     def with_form(
         self, form: NormalForm, q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None, scales: Sequence[Tensor]
     ) -> PreparedCall | None:
-        """The same call, for a mask of the same structure that has this normal form. Unlike `prepare`, it checks nothing.
+        """The same call, for a mask of the same structure with this normal form. Unlike `prepare`, it checks nothing.
 
         Args:
             form: for the sizes of the call.

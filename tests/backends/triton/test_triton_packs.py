@@ -160,12 +160,15 @@ def test_a_block_visits_the_tiles_of_its_own_document_alone() -> None:
     call, tensors = normalise(Request.from_keywords(q, k, k, layout="thd", mask=mask))
     inputs = triton_inputs.KernelInputs(call, tensors)
     launches = all_blocks(inputs, next(inputs.rows()))
-    tiles = [(blocks.runs[..., 3] - blocks.runs[..., 0]).sum().item() * 4 // blocks.group for blocks in launches]
+    tiles = [
+        (blocks.tile_ranges[..., 3] - blocks.tile_ranges[..., 0]).sum().item() * 4 // blocks.group
+        for blocks in launches
+    ]
     long, short = launches
     assert (long.group, short.group) == (1, 2)
     assert tiles[1] == 40 * 2 * 64 // short.tile.block_n
     assert tiles[0] <= 4 * -(-100 // long.tile.block_m) * (-(-100 // long.tile.block_n) + 1)
-    full = short.runs[..., 2] - short.runs[..., 1]
+    full = short.tile_ranges[..., 2] - short.tile_ranges[..., 1]
     assert int(full.sum()) == 40 * 64 // short.tile.block_n, "no tile of a decoding document needs its mask"
 
 

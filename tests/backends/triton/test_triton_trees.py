@@ -106,7 +106,7 @@ def test_tiles_before_the_tree_need_no_mask(name: str) -> None:
     arguments = CALLS[name]()
     call, tensors = normalise(Request.from_keywords(**arguments))
     inputs = triton_inputs.KernelInputs(call, tensors)
-    all_runs = [blocks.runs for blocks in all_blocks(inputs, next(inputs.rows(reads_tree=True)))]
+    all_runs = [blocks.tile_ranges for blocks in all_blocks(inputs, next(inputs.rows(reads_tree=True)))]
     whole = sum(int((runs[..., 2] - runs[..., 1]).sum()) for runs in all_runs)
     visited = sum(int((runs[..., 3] - runs[..., 0]).sum()) for runs in all_runs)
     masked = visited - whole
@@ -122,7 +122,7 @@ def test_a_block_of_a_pack_visits_the_tiles_of_its_own_document_alone() -> None:
         call, tensors = normalise(Request.from_keywords(q, k, k, layout="thd", mask=mask))
         inputs = triton_inputs.KernelInputs(call, tensors)
         return sum(
-            int((b.runs[..., 3] - b.runs[..., 0]).sum()) * 4 // b.group
+            int((b.tile_ranges[..., 3] - b.tile_ranges[..., 0]).sum()) * 4 // b.group
             for b in all_blocks(inputs, next(inputs.rows(reads_tree=True)))
         )
 

@@ -12,7 +12,7 @@ import struct
 import torch
 from torch import Tensor
 
-from undivided.arguments.layout import STRIDES, Strides
+from undivided.arguments.layout import STRIDE_GETTERS, Strides
 from undivided.arguments.tensors import batch_stride, materialise, some_rows
 from undivided.backends.native import evaluated
 from undivided.backends.shared.alibi import row_slopes
@@ -149,7 +149,7 @@ def _pack(strides: Strides, problem: Problem, out: Tensor, lse: Tensor) -> tuple
     and lse."""
     _, dtype, layout, batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim = problem[:10]
     sizes = _PACK_SIZES(_SIZE, cpu.DTYPES[dtype], batch, heads, kv_heads, q_len, kv_len, qk_dim, v_dim)
-    out_strides = STRIDES[layout](out.stride())
+    out_strides = STRIDE_GETTERS[layout](out.stride())
     lse_strides = (0, 0) if lse is UNREAD else lse.stride()[:2]
     rows = [_PACK_STRIDES(*steps) for steps in (strides.q, strides.k, strides.v, out_strides, (*lse_strides, 0))]
     strides.record_parts = (sizes, *rows[:4], rows[4][:16])
@@ -225,7 +225,7 @@ def scale_fields(call: Call) -> tuple[int, ...]:
     if k_scale is None or v_scale is None:
         return _NO_SCALES
     assert problem.quantized is not None
-    strides = STRIDES["bshd" if call.pages is not None else problem.layout]
+    strides = STRIDE_GETTERS["bshd" if call.pages is not None else problem.layout]
     return (
         FORMAT_CODES[problem.quantized],
         k_scale.data_ptr(),

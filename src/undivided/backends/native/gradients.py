@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
-from undivided.arguments.layout import STRIDES
+from undivided.arguments.layout import STRIDE_GETTERS
 from undivided.arguments.tensors import empty_rows_like, some_rows, with_contiguous_rows
 from undivided.backends._base import Gradients
 from undivided.backends.native.call import Records, is_plain, plain_record, require_memory, with_addresses
@@ -102,7 +102,7 @@ def _plain(
     lse = None if grad_lse is None else with_contiguous_rows(grad_lse.float())
     inputs = (tensors.q, tensors.k, tensors.v)
     buffers = [_gradient_buffer(x, False, dtype) if n else None for x, n in zip(inputs, call.needs, strict=False)]
-    strides = STRIDES[problem.layout]
+    strides = STRIDE_GETTERS[problem.layout]
     grad_fields = (grad.data_ptr(), *strides(grad.stride()))
     gradient_fields = [_NO_TENSOR if x is None else (x.data_ptr(), *strides(x.stride())) for x in buffers]
 

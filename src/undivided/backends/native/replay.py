@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from undivided.arguments.layout import STRIDES
+from undivided.arguments.layout import STRIDE_GETTERS
 from undivided.backends._base import KeyRange
 from undivided.kernels import cpu
 from undivided.request.call import Call
@@ -85,7 +85,7 @@ class KernelReplay:
         """The forward of a call with other keys (see `Backend.replay_keys`); None if the record has optional fields."""
         if not self._is_plain:
             return None
-        record, strides, table = bytearray(self._record), STRIDES[problem.layout], None
+        record, strides, table = bytearray(self._record), STRIDE_GETTERS[problem.layout], None
         _WRITE_INT(record, _KV_LEN_OFFSET, problem.kv_len)
         _WRITE_STRIDES(record, _K_STRIDES_OFFSET, *strides(k.stride()))
         _WRITE_STRIDES(record, _V_STRIDES_OFFSET, *strides(v.stride()))

@@ -20,7 +20,7 @@ from undivided.arguments import layout
 from undivided.arguments.tensors import readable
 from undivided.backends._base import ALL_FEATURES, ALL_MASK_KINDS, Backend, Gradients, Limits
 from undivided.backends.reference.block_gradients import Accumulators, partial_gradients
-from undivided.backends.reference.runs import find_runs
+from undivided.backends.reference.row_cuts import find_row_cuts
 from undivided.backends.shared.block import Block, block_slopes, distance, hide
 from undivided.backends.shared.empty_rows import result_without_keys
 from undivided.backends.shared.leaves import leaf_gradients, make_leaves, recording
@@ -173,15 +173,15 @@ def _blocks(
     problem = call.problem
     normal = None if call.mask.is_full else call.normal_form(tensors.q)
     batches = problem.batch
-    runs = find_runs(call, tensors, row_tensors, key_tensors)
-    if runs is not None or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
+    row_cuts = find_row_cuts(call, tensors, row_tensors, key_tensors)
+    if row_cuts is not None or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
         batches = 1
     for b in range(0, problem.batch, max(batches, 1)):
         batch = slice(b, b + batches)
         group = problem.heads // problem.kv_heads
         heads = _heads_per_block(problem, normal, batch)
-        ends = [problem.q_len] if runs is None else runs.ends[b]
-        step = 1 if runs is not None and runs.by_head else heads * group
+        ends = [problem.q_len] if row_cuts is None else row_cuts.ends[b]
+        step = 1 if row_cuts is not None and row_cuts.by_head else heads * group
         for h in range(0, problem.heads, step):
             q_heads = slice(h, min(h + step, problem.heads))
             kv_heads = slice(h // group, (q_heads.stop - 1) // group + 1)
@@ -244,8 +244,8 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
     return [None if tensor is None else tensor.to(precision) for tensor in slices]
 
 
-def composite(call: Call, tensors: Tensors) -> Result:
-    """The reference without in-place writes, so that forward mode, vmap and higher derivatives work."""
+def plain_operations(call: Call, tensors: Tensors) -> Result:
+    """The result by operations without in-place writes, which forward mode, vmap and higher derivatives require."""
     problem = call.problem
     tensors = call.dense_tensors(tensors, lse_dtype(problem.dtype))
     blocks = list(_blocks(call, tensors))

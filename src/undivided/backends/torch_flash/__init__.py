@@ -245,8 +245,8 @@ def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, s
         return [(slice(0, 1), *spans) for spans in zip(q, kv, strict=True)], kinds - {"documents", "padded"}
     lengths, _ = mask.take("lengths")
     if lengths is not None:
-        q = _runs(lengths.q, lengths.q_start, problem.q_len, problem.batch)
-        kv = _runs(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
+        q = _real_tokens(lengths.q, lengths.q_start, problem.q_len, problem.batch)
+        kv = _real_tokens(lengths.kv, lengths.kv_start, problem.kv_len, problem.batch)
         rest = kinds - {"lengths", "q_lengths", "starts"}
         return [(slice(b, b + 1), *spans) for b, spans in enumerate(zip(q, kv, strict=True))], rest
     entries = problem.q_len * _entries(problem, batch, keys)
@@ -273,7 +273,7 @@ def _spans(cu_seqlens: Tensor, padded: Tensor | None) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
 
-def _runs(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int) -> list[slice]:
+def _real_tokens(lengths: Tensor | None, starts: Tensor | None, whole: int, batch: int) -> list[slice]:
     """The slice of each batch element's real tokens."""
     begin = [0] * batch if starts is None else starts.tolist()
     size = [whole] * batch if lengths is None else lengths.tolist()

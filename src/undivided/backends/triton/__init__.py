@@ -43,7 +43,7 @@ class Triton(Backend):
     )
 
     def unavailable(self, machine: Machine) -> str | None:
-        """The reason if there is no GPU, unless Triton's interpreter is on, or no usable version of Triton; otherwise None."""
+        """The reason if there is no GPU (unless Triton's interpreter is on) or no usable Triton; otherwise None."""
         if self.needs_gpu(machine):
             return "no GPU (on a CPU only under Triton's interpreter: TRITON_INTERPRET=1)"
         return super().unavailable(machine)

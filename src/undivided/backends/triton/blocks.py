@@ -47,9 +47,10 @@ class LaunchBlocks(NamedTuple):
         group: heads of a key/value head that share a block.
         number: blocks of rows.
         splits: splits of the keys, or programs that share the pieces of `invariant`.
-        runs: int32 [B|1, number, 8], the tiles of keys of each block, as `tables.Tables.rows`.
+        tile_ranges: int32 [B|1, number, 8], the tiles of keys of each block, as `tables.Tables.rows`.
         places: int32 [B|1, number, 3], where blocks begin and end; None if they follow one another.
-        runs_of: computes `runs` for another mask of the same structure; None if they depend on more than its ranges.
+        tile_ranges_of: computes `tile_ranges` for another mask of the same structure; None if they depend on more than
+            its ranges.
     """
 
     tile: config.Config
@@ -57,9 +58,9 @@ class LaunchBlocks(NamedTuple):
     group: int
     number: int
     splits: int
-    runs: Tensor
+    tile_ranges: Tensor
     places: Tensor | None
-    runs_of: Callable[[NormalForm], Tensor] | None = None
+    tile_ranges_of: Callable[[NormalForm], Tensor] | None = None
 
 
 def all_blocks(inputs: KernelInputs, rows: Rows) -> list[LaunchBlocks]:
@@ -67,8 +68,8 @@ def all_blocks(inputs: KernelInputs, rows: Rows) -> list[LaunchBlocks]:
     if inputs.problem.batch_invariant:
         return [_batch_invariant(inputs, rows)]
     if packs.applies(inputs.call, inputs.form):
-        return _of_documents(inputs)
-    return [_of_rows(inputs, rows)]
+        return _document_blocks(inputs)
+    return [_consecutive_blocks(inputs, rows)]
 
 
 def _batch_invariant(inputs: KernelInputs, rows: Rows) -> LaunchBlocks:
@@ -82,10 +83,10 @@ def _batch_invariant(inputs: KernelInputs, rows: Rows) -> LaunchBlocks:
     splits = 1
     if pieces * problem.batch * problem.heads * length * problem.v_dim * 4 <= MAX_PIECE_BYTES:
         splits = _splits(inputs, pieces * invariant.piece(), programs, tile, invariant.piece())
-    return LaunchBlocks(tile, steps, group, number, splits, blocks.runs, blocks.places)
+    return LaunchBlocks(tile, steps, group, number, splits, blocks.tile_ranges, blocks.places)
 
 
-def _of_rows(inputs: KernelInputs, rows: Rows) -> LaunchBlocks:
+def _consecutive_blocks(inputs: KernelInputs, rows: Rows) -> LaunchBlocks:
     """Blocks that follow one another, of rows that are decoded or prefilled."""
     problem, length = inputs.problem, rows.span.stop - rows.span.start
     few = length * problem.heads <= MAX_DECODE_ROWS * problem.kv_heads or length <= MAX_DECODE_QUERIES
@@ -100,24 +101,26 @@ def _of_rows(inputs: KernelInputs, rows: Rows) -> LaunchBlocks:
     splits = _splits(inputs, problem.kv_len, programs, tile) if decoding else 1
     sizes, device = (problem.q_len, problem.kv_len, tile.block_m, tile.block_n), inputs.q.device
 
-    def runs_of(form: NormalForm | None, always_masked: bool = False) -> Tensor:
+    def tile_ranges_of(form: NormalForm | None, always_masked: bool = False) -> Tensor:
         return tables.cached_tables(form, *sizes, device, group=group, always_masked=always_masked).rows
 
-    runs = _runs(inputs, (tile, group), runs_of)[:, rows.span.start // tile.block_m :]
+    tile_ranges = _tile_ranges(inputs, (tile, group), tile_ranges_of)[:, rows.span.start // tile.block_m :]
     by_ranges = inputs.masked and not inputs.always_masked and rows.span.start == 0
-    return LaunchBlocks(tile, steps, group, count, splits, runs, None, runs_of if by_ranges else None)
+    return LaunchBlocks(tile, steps, group, count, splits, tile_ranges, None, tile_ranges_of if by_ranges else None)
 
 
-def _runs(inputs: KernelInputs, key: Hashable, runs_of: Callable[[NormalForm | None, bool], Tensor]) -> Tensor:
+def _tile_ranges(
+    inputs: KernelInputs, key: Hashable, tile_ranges_of: Callable[[NormalForm | None, bool], Tensor]
+) -> Tensor:
     """The tiles of each block of rows, from a function of the mask and of whether no tile is full; with a draft tree,
     those before it are full."""
     form = inputs.form if inputs.masked else None
     if form is None or inputs.tree is None or inputs.bias is not None:
-        return runs_of(form, inputs.always_masked)
-    return trees.runs(form, key, lambda form: runs_of(form, not form.exact))
+        return tile_ranges_of(form, inputs.always_masked)
+    return trees.tile_ranges(form, key, lambda form: tile_ranges_of(form, not form.exact))
 
 
-def _of_documents(inputs: KernelInputs) -> list[LaunchBlocks]:
+def _document_blocks(inputs: KernelInputs) -> list[LaunchBlocks]:
     """The blocks of long documents and those of short ones, or of one kind if that is known (see `packs`)."""
     problem = inputs.problem
     assert problem.documents is not None
@@ -125,11 +128,14 @@ def _of_documents(inputs: KernelInputs) -> list[LaunchBlocks]:
     short = min(MAX_DECODE_ROWS // group, MAX_SHORT)
     longest = problem.documents[1]
     if longest is not None and longest <= short:
-        return [_of_some(inputs, "decode", group, 0, None)]
-    return [_of_some(inputs, "forward", 1, short + 1, None), _of_some(inputs, "decode", group, 0, short)]
+        return [_blocks_of_lengths(inputs, "decode", group, 0, None)]
+    return [
+        _blocks_of_lengths(inputs, "forward", 1, short + 1, None),
+        _blocks_of_lengths(inputs, "decode", group, 0, short),
+    ]
 
 
-def _of_some(inputs: KernelInputs, name: str, group: int, shortest: int, longest: int | None) -> LaunchBlocks:
+def _blocks_of_lengths(inputs: KernelInputs, name: str, group: int, shortest: int, longest: int | None) -> LaunchBlocks:
     """The blocks, for the tile sizes of a pass, of the documents of `shortest` to `longest` queries."""
     problem, form = inputs.problem, inputs.form
     assert form is not None and problem.documents is not None
@@ -139,16 +145,16 @@ def _of_some(inputs: KernelInputs, name: str, group: int, shortest: int, longest
         tile = inputs.with_rows(tile, most * group)
     blocks = packs.blocks(form, problem.q_len, tile, group, inputs.always_masked, shortest, longest)
 
-    def runs_of(form: NormalForm | None, always_masked: bool) -> Tensor:
+    def tile_ranges_of(form: NormalForm | None, always_masked: bool) -> Tensor:
         assert form is not None
-        return packs.blocks(form, problem.q_len, tile, group, always_masked, shortest, longest).runs
+        return packs.blocks(form, problem.q_len, tile, group, always_masked, shortest, longest).tile_ranges
 
-    runs = _runs(inputs, (tile, group, shortest, longest), runs_of)
+    tile_ranges = _tile_ranges(inputs, (tile, group, shortest, longest), tile_ranges_of)
     if name == "decode":
         keys = min(longest_kv or problem.kv_len, -(-problem.kv_len // number))
         programs = number * -(-problem.v_dim // steps.values) * (problem.heads // group)
         splits = _splits(inputs, keys, programs, tile)
-    return LaunchBlocks(tile, steps, group, blocks.places.shape[1], splits, runs, blocks.places)
+    return LaunchBlocks(tile, steps, group, blocks.places.shape[1], splits, tile_ranges, blocks.places)
 
 
 def _heads_of_a_tile(problem: Problem, queries: int) -> int:

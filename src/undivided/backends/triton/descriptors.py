@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-def of_rows(tensor: Tensor, rows: int) -> Any:
+def row_descriptor(tensor: Tensor, rows: int) -> Any:
     """A tensor descriptor of [1, 1, rows, D] blocks of a [B, H, S, D] tensor; None if its address or strides are not
     multiples of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor

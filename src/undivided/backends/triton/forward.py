@@ -57,14 +57,14 @@ class _Forward:
             merged = self._merge_pieces() if self.in_pieces else self._merge_splits()
         if launched is None:
             return None
-        kept = KeptLaunch.of(launched, tensors, self.descriptors)
+        kept = KeptLaunch.from_launch(launched, tensors, self.descriptors)
         return ForwardLaunch(kept, merged, self.partials.shape, self._tensors_of())
 
     def _tensors_of(self) -> Callable[[NormalForm], dict[str, Tensor]] | None:
         """`ForwardLaunch.tensors_of`. The function keeps nothing of this call alive."""
-        if (runs_of := self.blocks.runs_of) is None:
+        if (tile_ranges_of := self.blocks.tile_ranges_of) is None:
             return None
-        return lambda form: {"tiles": runs_of(form), "ranges": form.table}
+        return lambda form: {"tiles": tile_ranges_of(form), "ranges": form.table}
 
     def _empty_partials(self) -> tuple[Tensor, Tensor]:
         """Memory for the results of each split of the keys: [splits, B, H, R, Dv] and [splits, B, H, R], fp32. Rows are
@@ -88,7 +88,7 @@ class _Forward:
             "v": self._keys(inputs.v),
             "out": self.partials,
             "lse": self.partial_lses,
-            "tiles": self.blocks.runs,
+            "tiles": self.blocks.tile_ranges,
             **inputs.pointers(self.rows),
             **inputs.forward_only(),
             **({} if places is None else {"places": places}),
@@ -105,7 +105,7 @@ class _Forward:
         partials, partial_lses, steps = self.partials, self.partial_lses, blocks.steps
         switches = inputs.switches(self.rows)
         return {
-            "tiles_b": strides(blocks.runs)[0],
+            "tiles_b": strides(blocks.tile_ranges)[0],
             "places_b": 0 if blocks.places is None else strides(blocks.places)[0],
             "value_steps": self.value_steps,
             **axis_strides(**{name: tensors[name] for name in "qkv"}),

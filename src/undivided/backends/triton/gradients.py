@@ -62,7 +62,7 @@ class _Backward:
         descriptors: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         launched = launch(kernel, grid, facts, tensors, others, descriptors)
-        kept = None if launched is None else kept_launches.KeptLaunch.of(launched, tensors, descriptors)
+        kept = None if launched is None else kept_launches.KeptLaunch.from_launch(launched, tensors, descriptors)
         self.launches.append(kept)
 
     def _delta(self) -> Tensor:

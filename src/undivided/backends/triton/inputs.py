@@ -226,7 +226,7 @@ class KernelInputs:
         for name in ("k_scale", "v_scale"):
             step_b = step_h = step_s = 0
             if name in tensors:
-                axes = layout.STRIDES["bshd" if self.call.pages is not None else self.problem.layout]
+                axes = layout.STRIDE_GETTERS["bshd" if self.call.pages is not None else self.problem.layout]
                 step_b, step_h, step_s = axes(tensors[name].stride())
             # the first axis of a pool has the pages
             names = (f"{name}_{axis}" for axis in ("b", "h", "s", "page"))
@@ -327,7 +327,7 @@ class KernelInputs:
             return {}
         if problem.batch_invariant:  # whether TMA can read them depends on where they lie in memory
             return {}
-        found = {name: descriptors.of_rows(tensor, tile.block_n) for name, tensor in looped.items()}
+        found = {name: descriptors.row_descriptor(tensor, tile.block_n) for name, tensor in looped.items()}
         return {} if None in found.values() else found
 
     def uses_warp_specialisation(self, tile: config.Config, has_descriptors: bool) -> bool:

@@ -48,7 +48,7 @@ class KeptLaunch(NamedTuple):
     descriptors: Mapping[str, Any]
 
     @staticmethod
-    def of(launch: Launch, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> KeptLaunch:
+    def from_launch(launch: Launch, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> KeptLaunch:
         """What is kept of a launch with these tensors and tensor descriptors."""
         kept = {name: tensor for name, tensor in tensors.items() if name in _OF_THE_MASK}
         return KeptLaunch(launch, kept, {name: descriptors.with_tensor(one, None) for name, one in described.items()})

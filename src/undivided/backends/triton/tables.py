@@ -46,11 +46,11 @@ class RowBlocks(NamedTuple):
 
     places: int32 [B|1, P, 3]: the first row of each, one past the last row of its sequence, and the key at which its
         tiles begin; the rows are 0 and 0 of a block that does not exist.
-    runs: int32 [B|1, P, 8]: as `Tables.rows`, in tiles from that key on.
+    tile_ranges: int32 [B|1, P, 8]: as `Tables.rows`, in tiles from that key on.
     """
 
     places: Tensor
-    runs: Tensor
+    tile_ranges: Tensor
 
 
 _of_masks: WeakKeyDictionary[NormalForm, dict[Hashable, Any]] = WeakKeyDictionary()

@@ -16,15 +16,17 @@ from undivided.backends.triton.tables import once_per_mask
 from undivided.masks import NormalForm
 
 
-def runs(form: NormalForm, key: Hashable, runs_of: Callable[[NormalForm], Tensor]) -> Tensor:
-    """The runs of tiles of a mask with a tree, of which those before the tree are full; cached per mask.
+def tile_ranges(form: NormalForm, key: Hashable, tile_ranges_of: Callable[[NormalForm], Tensor]) -> Tensor:
+    """The ranges of tiles of a mask with a tree, of which those before the tree are full; cached per mask.
 
     Args:
         form: the mask.
-        key: what decides the runs besides the mask.
-        runs_of: computes the runs of a mask, int32 [..., 8], as `tables.Tables.rows`.
+        key: what decides them besides the mask.
+        tile_ranges_of: computes the tile ranges of a mask, int32 [..., 8], as `tables.Tables.rows`.
     """
-    return once_per_mask(form, ("trees", key), lambda: _with_full_tiles(runs_of(form), runs_of(_before_the_tree(form))))
+    return once_per_mask(
+        form, ("trees", key), lambda: _with_full_tiles(tile_ranges_of(form), tile_ranges_of(_before_the_tree(form)))
+    )
 
 
 def _before_the_tree(form: NormalForm) -> NormalForm:

@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from undivided.arguments.checks import as_integer
 from undivided.cache._checks import as_list
+from undivided.cache._ledger.ledger import Ledger, MemoryPlan
 from undivided.cache._ledger.pages import Pages
-from undivided.cache._ledger.plan import Ledger, MemoryPlan
 from undivided.cache._storage import Storage
 from undivided.errors import InputError
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from undivided.cache._ledger.plan import MemoryPlan
+from undivided.cache._ledger.ledger import MemoryPlan
 from undivided.cache._ledger.prefixes import Node, PrefixIndex
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
@@ -56,7 +56,7 @@ class Pages:
         self.evicted_places: list[Places] = [()] * batch
         self.prefixes = PrefixIndex(page_size, ranks)
         self._of_ranks: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        """The results of `of_rank`, each after the sequence's pages."""
+        """The results of `pages_on_rank`, each after the sequence's pages."""
         self._identity = object()
         self.changes = 0  # number of changes of the tables, so that copies of them can be refreshed
         self._digest = -1, 0  # (number of changes, digest of the tables after them)
@@ -168,7 +168,7 @@ class Pages:
             self._digest = self.changes, hash(tuple(map(tuple, self.tables))) & (2**64 - 1)
         return self._digest[1]
 
-    def of_rank(self, rank: int, sequence: int) -> list[int]:
+    def pages_on_rank(self, rank: int, sequence: int) -> list[int]:
         """The pages of a sequence on a rank, numbered within it."""
         pages = self.tables[sequence]
         if self.ranks == 1:

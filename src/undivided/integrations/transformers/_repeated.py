@@ -51,7 +51,16 @@ def repeated(
     if type(query) is not Tensor or query.dim() != 4 or not may_replay(query, k, v):
         return None
     q, policy = query.transpose(1, 2), current_policy()
-    call_key = (*_place(q), *_place(k), *_place(v), *_place(k_scale), *_place(v_scale), scale, softcap, policy)
+    call_key = (
+        *_memory_key(q),
+        *_memory_key(k),
+        *_memory_key(v),
+        *_memory_key(k_scale),
+        *_memory_key(v_scale),
+        scale,
+        softcap,
+        policy,
+    )
     try:
         prepared = mask.prepared[call_key]
     except KeyError:
@@ -65,13 +74,14 @@ def repeated(
     return None if prepared is None else prepared.run(q, k, v, None, None, k_scale, v_scale)
 
 
-def _place(tensor: Tensor | None) -> tuple[object, ...]:
-    """How a tensor lies in memory, wherever that is."""
+def _memory_key(tensor: Tensor | None) -> tuple[object, ...]:
+    """Shape, strides, dtype and device: everything about the tensor except its address."""
     return () if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 _steps: Bounded[object, PreparedCall] = Bounded(1024)
-"""Calls of one query per sequence, by all that they depend on but where tensors lie, and the exact number of keys."""
+"""Calls of one query per sequence, by everything that they depend on except the addresses of tensors and the exact
+number of keys."""
 
 
 def _prepare(
@@ -80,10 +90,11 @@ def _prepare(
     """The call of a layer, prepared: for one query per sequence that of an earlier step, with the keys of this one."""
     key = None
     if mask.keys is not None and len(mask.keys) == q.shape[0] and options["k_scale"] is None:
-        shapes = k.shape[0], k.shape[2:], v.shape[0], v.shape[2:], k.shape[1] - v.shape[1]
-        kinds = k.stride(3), k.dtype, k.device, v.stride(3), v.dtype, v.device
+        sizes_without_length = k.shape[0], k.shape[2:], v.shape[0], v.shape[2:], k.shape[1] - v.shape[1]
+        strides_and_types = k.stride(3), k.dtype, k.device, v.stride(3), v.dtype, v.device
         hides = None if mask.sees_all_keys else any(start for start, _ in mask.keys)
-        key = *_place(q), *shapes, *kinds, hides, length_class(k.shape[1]), options["scale"], options["softcap"], policy
+        rules = hides, length_class(k.shape[1]), options["scale"], options["softcap"], policy
+        key = *_memory_key(q), *sizes_without_length, *strides_and_types, *rules
         if (earlier := _steps.get(key)) is not None:
             prepared = earlier.with_keys(None if hides is None else mask.keys, k, v)
             if prepared is not None:

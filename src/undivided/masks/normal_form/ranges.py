@@ -130,7 +130,7 @@ def build(
     return form
 
 
-def of_last_queries(
+def last_query_form(
     lengths: Sequence[int], left: int | None, kv_len: int, heads: int, device: torch.device, sinks: int = 0
 ) -> NormalForm:
     """The form of a causal mask for one query per sequence, its last token, in calls that read no positions.
@@ -143,9 +143,9 @@ def of_last_queries(
         heads: query heads.
         device: device of the ranges.
 
-    >>> of_last_queries([3, 1], 1, 4, 1, torch.device("cpu")).ranges.tolist()
+    >>> last_query_form([3, 1], 1, 4, 1, torch.device("cpu")).ranges.tolist()
     [[[1, 3]], [[0, 1]]]
-    >>> of_last_queries([9, 3], 1, 16, 1, torch.device("cpu"), sinks=2).ranges.tolist()
+    >>> last_query_form([9, 3], 1, 16, 1, torch.device("cpu"), sinks=2).ranges.tolist()
     [[[0, 2, 7, 9]], [[0, 3, 0, 0]]]
     """
     ranges = [[[0 if left is None else max(stop - 1 - left, 0), stop]] for stop in lengths]

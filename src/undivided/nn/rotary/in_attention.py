@@ -6,7 +6,7 @@ from torch import Tensor
 
 from undivided.arguments.layout import Layout
 from undivided.cache import InferenceParams
-from undivided.cache._between_steps import once_per_step
+from undivided.cache._layer_caches import once_per_step
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError

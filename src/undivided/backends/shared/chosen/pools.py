@@ -68,7 +68,7 @@ class PoolViews(NamedTuple):
             for x, footprint in zip(operands, self.footprints, strict=True)
         )
 
-    def of(self, operands: list[Tensor]) -> list[Tensor]:
+    def apply(self, operands: list[Tensor]) -> list[Tensor]:
         """The views of these tensors, which they `fit`."""
         views = zip(operands, self.sizes, self.strides, strict=True)
         return [x.as_strided(sizes, strides) for x, sizes, strides in views]

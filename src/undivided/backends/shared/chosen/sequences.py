@@ -207,7 +207,7 @@ class VirtualSequences:
                 found = find_pools(operands, shape, starts)
             assert found is not None
             pages = self._keep_pages(operands, size, *found)
-        k, v, *scales = pages.views.of(operands)
+        k, v, *scales = pages.views.apply(operands)
         k_scale, v_scale = scales or (None, None)
         call = self.virtual_call(self.chosen.form, pages.size, pages=pages.table, k_scale=k_scale, v_scale=v_scale)
         return call, Tensors(self.heads(self.tensors.q), k, v, None, None, None)
@@ -222,7 +222,7 @@ class VirtualSequences:
             if (found := find_pools(operands, (size, self.rows.key_heads), starts, largest)) is None:
                 return None
             pages = self._keep_pages(operands, size, *found)
-        q, (k, v, *scales) = self.heads(self.tensors.q), pages.views.of(operands)
+        q, (k, v, *scales) = self.heads(self.tensors.q), pages.views.apply(operands)
         key = (self.call.problem, at_once, q.stride())
         if (problems := pages.problems.get(key)) is None:
             spans = [slice(start, start + at_once) for start in range(0, len(q), at_once)]

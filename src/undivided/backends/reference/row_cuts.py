@@ -21,7 +21,7 @@ _PAIRS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Runs:
+class RowCuts:
     """ends: where the rows of each batch element must be cut. by_head: whether each head is a block of its own, because
     the allowed pairs depend on it."""
 
@@ -29,11 +29,12 @@ class Runs:
     by_head: bool
 
 
-def find_runs(
+def find_row_cuts(
     call: Call, tensors: Tensors, row_tensors: Sequence[Tensor], key_tensors: Sequence[Tensor]
-) -> Runs | None:
-    """None if blocks need not be cut. row_tensors [B, H, Sq, D] and key_tensors [B, N, Sk, D] are multiplied besides q,
-    k and v.
+) -> RowCuts | None:
+    """Where rows must be cut into blocks, so that no NaN reaches a row that does not see it; None if nowhere.
+
+    row_tensors [B, H, Sq, D] and key_tensors [B, N, Sk, D] are multiplied besides q, k and v.
 
     Only on the CPU: elsewhere reading values would wait for the device, and under tracing there are none.
     """
@@ -52,7 +53,7 @@ def find_runs(
             cuts += [start + i for i in _cuts(pairs, rows[b, start : start + pairs.shape[2]], keys[b])]
             by_head |= pairs.shape[1] > 1
         ends.append([*cuts[1:], call.problem.q_len])
-    return Runs(ends, by_head) if by_head or any(len(end) > 1 for end in ends) else None
+    return RowCuts(ends, by_head) if by_head or any(len(end) > 1 for end in ends) else None
 
 
 def _nonfinite_tokens(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""`BetweenSteps`: the memory of all layers, and what changes the sequences of `InferenceParams` between two steps."""
+"""`LayerCaches`: the caches of all layers, and what starts, shortens or ends sequences between two steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from undivided.cache._ledger import eviction
 from undivided.cache._ledger.compaction import Compaction
 from undivided.cache._ledger.missing_tokens import MissingTokens
 from undivided.cache._ledger.pages import Pages
-from undivided.cache._ledger.plan import Slots
+from undivided.cache._ledger.slots import Slots
 from undivided.cache._ranks import PageRanks, compact_on_all_ranks
 from undivided.cache._storage import Memory, Storage, TokenSpec
 from undivided.errors import InputError
@@ -43,8 +43,8 @@ class StepNotes(NamedTuple):
     computed: dict[Hashable, tuple[Tensor, object, Any]]
 
 
-class BetweenSteps(ABC):
-    """The storage of each layer by its number, and sequences that start from others, lose tokens, or end."""
+class LayerCaches(ABC):
+    """The caches of all layers, and the operations that start, shorten or end sequences between two steps."""
 
     _batch: Batch
     _ranks: PageRanks | None
@@ -272,7 +272,7 @@ class BetweenSteps(ABC):
         self._set_step(None)
 
 
-def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
+def check_caller(params: LayerCaches, layer_number: int, layer: object) -> None:
     """Raise InputError if a layer has called the step with this number: its tokens would be replaced.
 
     Args:
@@ -292,12 +292,12 @@ def check_caller(params: BetweenSteps, layer_number: int, layer: object) -> None
     raise InputError("layer_number", "be that of one layer: its cache has the keys of one", got, hint=hint)
 
 
-def note_caller(params: BetweenSteps, layer_number: int, layer: object) -> None:
+def note_caller(params: LayerCaches, layer_number: int, layer: object) -> None:
     """Note that a layer's call has succeeded, for `check_caller`. A call that failed may be repeated."""
     _step_notes(params).callers[layer_number] = id(layer)
 
 
-def once_per_step(params: BetweenSteps, key: Hashable, tensor: Tensor, compute: Callable[[], T]) -> T:
+def once_per_step(params: LayerCaches, key: Hashable, tensor: Tensor, compute: Callable[[], T]) -> T:
     """``compute()``, the same object for all layers of a step that ask for this key with this tensor, unchanged.
 
     Args:
@@ -317,7 +317,7 @@ def once_per_step(params: BetweenSteps, key: Hashable, tensor: Tensor, compute: 
     return shared
 
 
-def _step_notes(params: BetweenSteps) -> StepNotes:
+def _step_notes(params: LayerCaches) -> StepNotes:
     """What layers have noted of the current step."""
     step = params._current_step()
     if params._noted is None or params._noted[0] is not step:
