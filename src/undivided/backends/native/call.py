@@ -285,14 +285,14 @@ class Records:
             bias = bias if bias.dtype in cpu.DTYPES else bias.float()
             self.bias = bias.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
         if tensors.alibi_slopes is not None:
-            normal = call.normal_form(tensors.q)
-            self.slopes = row_slopes(require_memory(tensors.alibi_slopes.detach()).float(), problem, normal)
-            self.row_position = (normal.q_position + normal.shift).contiguous()
+            form = call.normal_form(tensors.q)
+            self.slopes = row_slopes(require_memory(tensors.alibi_slopes.detach()).float(), problem, form)
+            self.row_position = (form.q_position + form.shift).contiguous()
         if tensors.alibi_slopes is not None or call.dropout_p:
             self.key_position = call.normal_form(tensors.q).kv_position.contiguous()
         if call.dropout_p:
-            normal = call.normal_form(tensors.q)
-            self.drop_row, self.drop_sequence = normal.q_position.contiguous(), normal.sequence_number.contiguous()
+            form = call.normal_form(tensors.q)
+            self.drop_row, self.drop_sequence = form.q_position.contiguous(), form.sequence_number.contiguous()
 
     def slices(self) -> list[slice]:
         """The query rows of each kernel call: all at once, unless the mask must be evaluated in blocks."""
@@ -362,14 +362,14 @@ class Records:
         problem = self.call.problem
         if problem.mask.kinds <= _BANDS:
             return _NO_DENSE
-        normal = self.call.normal_form(self.tensors.q)
-        if normal.exact:
+        form = self.call.normal_form(self.tensors.q)
+        if form.exact:
             return _NO_DENSE
-        if normal.tree is not None:
-            return _tree_fields(normal.tree, rows)
+        if form.tree is not None:
+            return _tree_fields(form.tree, rows)
         dense, first = self._stored_mask(), None
         if dense is None:  # the ranges are fields of their own
-            dense, first = evaluated.evaluate(normal, problem, rows)
+            dense, first = evaluated.evaluate(form, problem, rows)
         else:
             dense = dense[:, :, rows] if dense.shape[2] > 1 else dense
             dense = dense.expand(problem.batch, problem.heads, rows.stop - rows.start, problem.kv_len)

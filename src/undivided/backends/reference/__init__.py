@@ -136,9 +136,9 @@ def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) ->
     """Allowed pairs of the block, bool [B|1, H|1, R, K]; None if all are. A bias of -inf counts as masked."""
     allowed = None
     if not call.mask.is_full:
-        normal = call.normal_form(tensors.q)
-        if not block.is_covered(normal):
-            allowed = block.allowed(normal)
+        form = call.normal_form(tensors.q)
+        if not block.is_covered(form):
+            allowed = block.allowed(form)
     if bias is not None:
         finite = bias.detach() != -torch.inf
         allowed = finite if allowed is None else allowed & finite
@@ -150,15 +150,15 @@ def _allowed(block: Block, call: Call, tensors: Tensors, bias: Tensor | None) ->
 
 def _survivors(block: Block, call: Call, tensors: Tensors) -> Tensor:
     """Which weights survive dropout, bool [B, H, R, K]."""
-    normal = call.normal_form(tensors.q)
+    form = call.normal_form(tensors.q)
     assert call.dropout_seed is not None
-    heads = torch.arange(block.heads.start, block.heads.stop, device=tensors.q.device) + normal.first_head
+    heads = torch.arange(block.heads.start, block.heads.stop, device=tensors.q.device) + form.first_head
     return philox.keep(
         call.dropout_seed,
-        block.slice_rows(normal.sequence_number)[:, None, :, None],
+        block.slice_rows(form.sequence_number)[:, None, :, None],
         heads[None, :, None, None],
-        block.slice_rows(normal.q_position)[:, None, :, None],
-        block.slice_keys(normal.kv_position)[:, None, None, :],
+        block.slice_rows(form.q_position)[:, None, :, None],
+        block.slice_keys(form.kv_position)[:, None, None, :],
         call.dropout_p,
     )
 
@@ -171,7 +171,7 @@ def _blocks(
     row_tensors [B, H, Sq, D] and key_tensors [B, N, Sk, D]: what a block multiplies besides q, k and v.
     """
     problem = call.problem
-    normal = None if call.mask.is_full else call.normal_form(tensors.q)
+    form = None if call.mask.is_full else call.normal_form(tensors.q)
     batches = problem.batch
     row_cuts = find_row_cuts(call, tensors, row_tensors, key_tensors)
     if row_cuts is not None or problem.batch * problem.heads * problem.q_len * problem.kv_len > SCORES_PER_BLOCK:
@@ -179,50 +179,50 @@ def _blocks(
     for b in range(0, problem.batch, max(batches, 1)):
         batch = slice(b, b + batches)
         group = problem.heads // problem.kv_heads
-        heads = _heads_per_block(problem, normal, batch)
+        heads = _heads_per_block(problem, form, batch)
         ends = [problem.q_len] if row_cuts is None else row_cuts.ends[b]
         step = 1 if row_cuts is not None and row_cuts.by_head else heads * group
         for h in range(0, problem.heads, step):
             q_heads = slice(h, min(h + step, problem.heads))
             kv_heads = slice(h // group, (q_heads.stop - 1) // group + 1)
             max_pairs = SCORES_PER_BLOCK // ((q_heads.stop - h) * batches)
-            for rows, keys in _row_blocks(problem, normal, batch, max_pairs, ends):
+            for rows, keys in _row_blocks(problem, form, batch, max_pairs, ends):
                 yield Block(batch, q_heads, kv_heads, rows, keys)
 
 
-def _heads_per_block(problem: Problem, normal: NormalForm | None, batch: slice) -> int:
+def _heads_per_block(problem: Problem, form: NormalForm | None, batch: slice) -> int:
     """How many key/value heads fit into a block of MIN_ROWS rows; fewer heads per block mean more iterations."""
     width: int = 1
     for start in range(0, problem.q_len, MAX_ROWS):
-        keys = _keys(normal, problem, batch, slice(start, min(start + MIN_ROWS, problem.q_len)))
+        keys = _keys(form, problem, batch, slice(start, min(start + MIN_ROWS, problem.q_len)))
         width = max(width, int(keys.stop) - int(keys.start))
     per_head = width * MIN_ROWS * (problem.heads // problem.kv_heads) * int(batch.stop - batch.start)
     return min(max(SCORES_PER_BLOCK // per_head, 1), problem.kv_heads)
 
 
 def _row_blocks(
-    problem: Problem, normal: NormalForm | None, batch: slice, max_pairs: int, ends: list[int]
+    problem: Problem, form: NormalForm | None, batch: slice, max_pairs: int, ends: list[int]
 ) -> Iterator[tuple[slice, slice]]:
     """(rows, keys) with about `max_pairs` pairs each, but at least MIN_ROWS rows unless one of `ends` is there."""
-    start, size = (0, problem.q_len if normal is None or problem.q_len * problem.kv_len <= max_pairs // 4 else MAX_ROWS)
+    start, size = (0, problem.q_len if form is None or problem.q_len * problem.kv_len <= max_pairs // 4 else MAX_ROWS)
     while start < problem.q_len:
         end = ends[bisect.bisect_right(ends, start)]
         rows = slice(start, min(start + size, end))
-        keys = _keys(normal, problem, batch, rows)
+        keys = _keys(form, problem, batch, rows)
         pairs = (rows.stop - rows.start) * (keys.stop - keys.start)
         if pairs > max_pairs and rows.stop - rows.start > MIN_ROWS:
             size = max(max_pairs // (keys.stop - keys.start), MIN_ROWS)
             rows = slice(start, min(start + size, end))
-            keys = _keys(normal, problem, batch, rows)
+            keys = _keys(form, problem, batch, rows)
         yield rows, keys
         start = rows.stop
 
 
-def _keys(normal: NormalForm | None, problem: Problem, batch: slice, rows: slice) -> slice:
+def _keys(form: NormalForm | None, problem: Problem, batch: slice, rows: slice) -> slice:
     """The keys that these rows need; all keys if reading the ranges would wait for a device or be traced."""
-    if normal is None or not readable(normal.ranges):
+    if form is None or not readable(form.ranges):
         return slice(0, problem.kv_len)
-    return slice(*normal.hull(batch, rows))
+    return slice(*form.hull(batch, rows))
 
 
 def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
@@ -232,14 +232,14 @@ def _slices(block: Block, call: Call, tensors: Tensors) -> list[Tensor | None]:
     precision = lse_dtype(problem.dtype)
     q, k, v = tensors.heads_first(call.problem.layout)
     slopes = tensors.alibi_slopes
-    normal = call.normal_form(tensors.q) if slopes is not None and slopes.dim() == 2 else None
+    form = call.normal_form(tensors.q) if slopes is not None and slopes.dim() == 2 else None
     slices: list[Tensor | None] = [
         q[block.batch, block.heads, block.rows],
         k[block.batch, block.kv_heads, block.keys],
         v[block.batch, block.kv_heads, block.keys],
         None if tensors.bias is None else block.slice_pairs(tensors.bias),
         None if tensors.sinks is None else tensors.sinks[block.heads],
-        None if slopes is None else block_slopes(slopes, block, normal),
+        None if slopes is None else block_slopes(slopes, block, form),
     ]
     return [None if tensor is None else tensor.to(precision) for tensor in slices]
 

@@ -48,8 +48,8 @@ class Accumulators:
         if total.dim() == 1:
             total[block.heads] += gradient.sum((0, 2, 3))
             return
-        normal = self._call.normal_form(self._tensors.q)
-        index = slope_index(block.slice_rows(normal.q_sequence), total)
+        form = self._call.normal_form(self._tensors.q)
+        index = slope_index(block.slice_rows(form.q_sequence), total)
         rows = gradient.squeeze(-1).transpose(1, 2)  # [B, R, H]
         total[:, block.heads].index_add_(0, index.reshape(-1), rows.reshape(-1, rows.shape[-1]))
 

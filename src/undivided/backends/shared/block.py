@@ -38,27 +38,27 @@ class Block:
         slices = (self.batch, self.heads, self.rows, self.keys)
         return tensor[tuple(s if n > 1 else slice(None) for s, n in zip(slices, tensor.shape, strict=True))]
 
-    def allowed(self, normal: NormalForm) -> Tensor:
+    def allowed(self, form: NormalForm) -> Tensor:
         """The allowed pairs, bool [B|1, H|1, R, K]."""
-        return normal.allowed(self.batch, self.rows, self.keys, self.heads)
+        return form.allowed(self.batch, self.rows, self.keys, self.heads)
 
-    def is_covered(self, normal: NormalForm) -> bool:
+    def is_covered(self, form: NormalForm) -> bool:
         """Whether every pair is known to be allowed; False if finding out would wait for a device."""
-        return readable(normal.ranges) and normal.covers(self.batch, self.rows, self.keys)
+        return readable(form.ranges) and form.covers(self.batch, self.rows, self.keys)
 
 
-def distance(block: Block, normal: NormalForm) -> Tensor:
+def distance(block: Block, form: NormalForm) -> Tensor:
     """|i + d - j| within the sequence, [B|1, 1, R, K]."""
-    rows = block.slice_rows(normal.q_position) + block.slice_rows(normal.shift)
-    return (rows[:, None, :, None] - block.slice_keys(normal.kv_position)[:, None, None, :]).abs()
+    rows = block.slice_rows(form.q_position) + block.slice_rows(form.shift)
+    return (rows[:, None, :, None] - block.slice_keys(form.kv_position)[:, None, None, :]).abs()
 
 
-def block_slopes(slopes: Tensor, block: Block, normal: NormalForm | None) -> Tensor:
+def block_slopes(slopes: Tensor, block: Block, form: NormalForm | None) -> Tensor:
     """The ALiBi slope of every row of a block: [1, H, 1, 1] for slopes [H], [B, H, R, 1] for slopes [sequences, H]."""
     if slopes.dim() == 1:
         return slopes[block.heads][None, :, None, None]
-    assert normal is not None
-    index = slope_index(block.slice_rows(normal.q_sequence), slopes)
+    assert form is not None
+    index = slope_index(block.slice_rows(form.q_sequence), slopes)
     return slopes[index, block.heads].transpose(1, 2).unsqueeze(-1)
 
 

@@ -224,14 +224,14 @@ def _calls(call: Call, tensors: Tensors) -> Iterator[KernelCall]:
             seen = slice(k.start, min(k.stop, k.start + q.stop - q.start))  # the others may hold anything
             yield KernelCall(Block(batch, *heads, q, seen), causal=True, masked=False)
         else:
-            normal = call.normal_form(tensors.q)
+            form = call.normal_form(tensors.q)
             step = ROWS if rest - _ANYWHERE else max(ROWS, MASK_ENTRIES // _entries(problem, batch, k))
             for start in range(q.start, q.stop, step):
                 rows = slice(start, min(start + step, q.stop))
-                keys = slice(*normal.hull(batch, rows))
+                keys = slice(*form.hull(batch, rows))
                 if keys.stop > keys.start:
                     block = Block(batch, *heads, rows, keys)
-                    yield KernelCall(block, causal=False, masked=biased or not block.is_covered(normal))
+                    yield KernelCall(block, causal=False, masked=biased or not block.is_covered(form))
 
 
 def _sequences(problem: Problem, mask: Mask) -> tuple[list[tuple[slice, slice, slice]], set[str]]:
@@ -315,8 +315,8 @@ def _additive(block: Block, call: Call, tensors: Tensors) -> Tensor | None:
     precision = lse_dtype(problem.dtype)
     score: Tensor | None = None
     if tensors.alibi_slopes is not None:
-        normal = call.normal_form(tensors.q)
-        score = -block_slopes(tensors.alibi_slopes.to(precision), block, normal) * distance(block, normal)
+        form = call.normal_form(tensors.q)
+        score = -block_slopes(tensors.alibi_slopes.to(precision), block, form) * distance(block, form)
     if tensors.bias is not None:
         bias = block.slice_pairs(tensors.bias).to(precision)
         score = bias if score is None else score + bias

@@ -69,7 +69,7 @@ def once_per_mask(form: NormalForm, key: Hashable, compute: Callable[..., T], *a
 
 
 def cached_tables(
-    normal: NormalForm | None,
+    form: NormalForm | None,
     q_len: int,
     kv_len: int,
     block_m: int,
@@ -87,16 +87,16 @@ def cached_tables(
         always_masked: no tile is full, because more than ranges decides (a bias, a dense mask).
         columns: also the blocks of rows that each key tile needs, for a pass over keys.
     """
-    if normal is None:
+    if form is None:
         return _every_pair(q_len * group, kv_len, block_m, block_n, device, always_masked, columns)
     key = (block_m, block_n, group, always_masked, columns)
-    return once_per_mask(normal, ("tables", key), _tables, normal, kv_len, *key)
+    return once_per_mask(form, ("tables", key), _tables, form, kv_len, *key)
 
 
 def _tables(
-    normal: NormalForm, kv_len: int, block_m: int, block_n: int, group: int, always_masked: bool, columns: bool
+    form: NormalForm, kv_len: int, block_m: int, block_n: int, group: int, always_masked: bool, columns: bool
 ) -> Tables:
-    rows = _row_table(normal.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not normal.exact)
+    rows = _row_table(form.ranges.clamp(0, kv_len), block_m, block_n, group, always_masked or not form.exact)
     return Tables(rows, column_table(rows, -(-kv_len // block_n)) if columns else None)
 
 
