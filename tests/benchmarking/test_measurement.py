@@ -68,7 +68,7 @@ def table(kind: str, source: str, **rates: float) -> Table:
 class TestCommand:
     def test_from_measuring_to_explain_and_doctor(self, users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measurement, "order_is_steady", lambda times: True)  # whatever else this machine does
-        monkeypatch.setattr(_measured.table, "OURS", users.with_name("none.json"))
+        monkeypatch.setattr(_measured.table, "PACKAGE_TABLE", users.with_name("none.json"))
         offered = json.loads(command("doctor", "--json").stdout)["ranks"]
         assert offered["command"] == "undivided ranks --measure"
         assert f"no table for level {level()}: " in " ".join(command("doctor").stdout.split())

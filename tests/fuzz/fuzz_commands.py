@@ -196,7 +196,7 @@ def of_report(rng: random.Random, folder: Path) -> None:
 def of_ranks(rng: random.Random, folder: Path) -> None:
     from undivided.selection import measured
 
-    path = written(rng, folder, json.loads(measured.OURS.read_text()))
+    path = written(rng, folder, json.loads(measured.PACKAGE_TABLE.read_text()))
     command("ranks", "--into", str(path), *(["--json"] if rng.random() < 0.5 else []))
 
 

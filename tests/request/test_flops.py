@@ -12,7 +12,7 @@ from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import prepare
 from undivided.context_parallel import plan
 from undivided.request.flops import backward_flops, forward_flops, training_flops
-from undivided.selection.measured.places import work
+from undivided.selection.measured.cells import work
 from undivided.verification.case import Case
 
 SIZES = pytest.mark.parametrize(

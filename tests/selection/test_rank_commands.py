@@ -26,7 +26,7 @@ from undivided.cli.commands import bench
 from undivided.request.problem import Problem
 from undivided.selection import decision as selection
 from undivided.selection import measured as _measured
-from undivided.selection.measured import MeasuredRates, Place
+from undivided.selection.measured import MeasuredRates, TableCell
 from undivided.verification import workers
 
 
@@ -46,7 +46,7 @@ def case(
         "problem": problem + ("; needs backward" if backward else ""),
         "entries": entries,
         "rate": {"contended": contended},
-        "place": Place(kind, 13, 40)._asdict() | {"operations_or_bytes": 3.5e12 if backward else 1e12},
+        "place": TableCell(kind, 13, 40)._asdict() | {"operations_or_bytes": 3.5e12 if backward else 1e12},
     }
 
 
@@ -195,7 +195,7 @@ class TestCommands:
         assert why in done.stderr
 
     def test_a_filter_without_a_match_is_refused(self) -> None:
-        done = command("ranks", "--into", str(_measured.OURS), "--filter", "forwards")
+        done = command("ranks", "--into", str(_measured.PACKAGE_TABLE), "--filter", "forwards")
         assert (done.exit_code, done.stdout) == (2, "")
         assert "--filter must be contained in a kind" in done.stderr
 
@@ -312,7 +312,7 @@ def test_every_case_for_a_gpu_has_competitors_there_and_a_place(suite: str) -> N
             if case.page_size
             else None,
         )
-        assert _measured.place(decision.problem, H100) is not None
+        assert _measured.table_cell(decision.problem, H100) is not None
         if len([name for name in order(decision) if name not in ("reference", "flex")]) < 2:
             alone.append(benchmark.name)
     assert alone == ALONE[suite]
@@ -325,8 +325,8 @@ def test_rivals_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("machine", [H100, Machine("cpu", isa="amx")])
 def test_a_place_depends_on_lengths_by_their_class_only(machine: Machine) -> None:
-    def place(length: int) -> Place | None:
-        return _measured.place(explain(length).problem._replace(device=machine.device or "cpu"), machine)
+    def place(length: int) -> TableCell | None:
+        return _measured.table_cell(explain(length).problem._replace(device=machine.device or "cpu"), machine)
 
     assert place(2049) == place(4096) != place(4097)
     problem: Problem = explain().problem

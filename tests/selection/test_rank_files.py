@@ -36,12 +36,12 @@ class TestFiles:
         assert _measured.merged(both, table(triton=3.0)) == _measured.merged(table(triton=3.0), new)
 
     def test_places_are_counted_with_the_date_of_the_newest(self, users: Path) -> None:
-        before = _measured.count_places("sm90")
+        before = _measured.count_entries("sm90")
         older = table(run=RUN._replace(when="2026-11-30T00:00:00+00:00"), cudnn=1.0)
         _measured.write(users, _measured.merged(older, table(length=8192, cudnn=2.0)))
         _measured.tables.cache_clear()
-        assert _measured.count_places("sm90") == (2, before.ours, "2027-01-02")
-        assert _measured.count_places("sm80").users == 0
+        assert _measured.count_entries("sm90") == (2, before.ours, "2027-01-02")
+        assert _measured.count_entries("sm80").users == 0
 
     def test_no_file_is_an_empty_table(self, users: Path) -> None:
         assert _measured.read(users) == {}
@@ -94,7 +94,7 @@ class TestFiles:
             _measured.read(users)
 
     def test_the_packages_table_is_right_and_its_reports_are_kept(self) -> None:
-        found = _measured.read(_measured.OURS)
+        found = _measured.read(_measured.PACKAGE_TABLE)
         kept = {path.name for path in (Path(__file__).parents[2] / "benchmarks").glob("*.json")}
         for kind, places in found.items():
             assert kind.count("/") == 4

@@ -98,7 +98,7 @@ class TestOrder:
         here = Machine("cpu", isa="avx2", processor=processor)
         x = torch.empty(1, 512, 8, 64, device="cpu")
         problem = undivided.explain(x, x, x, layout="bshd", machine=here).problem
-        at = _measured.place(problem, here)
+        at = _measured.table_cell(problem, here)
         assert at is not None
         run = RUN._replace(machine="AMD EPYC, 1 thread")
         measured({at.kind: {(at.length, at.work): MeasuredRates(run, {"native": 5.5e10, "torch_flash": 1.0e11})}})
@@ -200,12 +200,12 @@ class TestOrder:
 
 class TestTableOfThePackage:
     def test_every_level_that_could_be_measured_has_entries(self) -> None:
-        levels = {kind.split("/")[0] for kind in _measured.read(_measured.OURS)}
+        levels = {kind.split("/")[0] for kind in _measured.read(_measured.PACKAGE_TABLE)}
         assert {"generic", "avx2", "avx512", "avx512_bf16", "amx", "sm90"} <= levels
 
     def test_every_run_names_its_processor_threads_date_commit_version_and_report(self) -> None:
         reports = Path(undivided.__file__).parents[2] / "benchmarks"
-        runs = {entry.run for places in _measured.read(_measured.OURS).values() for entry in places.values()}
+        runs = {entry.run for places in _measured.read(_measured.PACKAGE_TABLE).values() for entry in places.values()}
         for run in runs:
             vendor = _measured.estimates._vendor(run.machine)
             assert vendor in ("amd", "intel", "nvidia")
@@ -217,7 +217,7 @@ class TestTableOfThePackage:
 
     def test_an_order_that_another_vendor_measured_clearly_holds_here_too(self) -> None:
         """Of the entries at x86 levels, those within a factor of two change nothing on a CPU of another vendor."""
-        for kind, places in _measured.read(_measured.OURS).items():
+        for kind, places in _measured.read(_measured.PACKAGE_TABLE).items():
             for entry in places.values():
                 other = Machine("cpu", processor="Intel(R)" if "AMD" in entry.run.machine else "AMD")
                 tie = _measured.tie(entry, "cpu", other)
@@ -265,12 +265,12 @@ class TestEstimates:
     def test_the_pairs_of_a_band_are_counted(self, mask: masks.Mask, sizes: tuple[int, int]) -> None:
         x, kv = torch.empty(1, sizes[0], 1, 8), torch.empty(1, sizes[1], 1, 8)
         problem = undivided.explain(x, kv, kv, layout="bshd", mask=mask).problem
-        assert _measured.places._pairs(problem, *sizes) == int(mask.to_dense(1, 1, *sizes).sum())
+        assert _measured.cells._pairs(problem, *sizes) == int(mask.to_dense(1, 1, *sizes).sum())
 
     def test_decoding_is_rated_by_bytes_and_a_causal_mask_of_its_last_query_is_none(self) -> None:
         one, kv = (torch.empty(2, 1, 8, 64, dtype=torch.float16), torch.empty(2, 100, 2, 64, dtype=torch.float16))
         problem = undivided.explain(one, kv, kv, layout="bshd", mask=masks.causal("bottom_right")).problem
-        at = _measured.place(problem, Machine("cpu", isa="amx"))
+        at = _measured.table_cell(problem, Machine("cpu", isa="amx"))
         assert at is not None
         assert at.kind == "amx/float16/decode/64/gqa"
         assert _measured.work(problem) == 2 * 100 * 2 * 128 * 2
@@ -279,4 +279,4 @@ class TestEstimates:
         x = torch.empty(100, 1, 8)
         problem = undivided.explain(x, x, x, layout="thd", mask=masks.documents([0, 50, 100]) & masks.causal()).problem
         assert _measured.work(problem) == 2 * (50 * 51) * 16
-        assert _measured.places._structure(problem) == "causal+documents"
+        assert _measured.cells._structure(problem) == "causal+documents"

@@ -97,7 +97,7 @@ def test_a_cached_decision_is_for_the_machine_and_problem_of_the_request() -> No
 @pytest.mark.parametrize("longer", [(3, 100, 100_000), (3, 1, 100)])
 def test_the_place_of_packed_documents_depends_on_their_longest_lengths(longer: tuple[int, int, int]) -> None:
     pack = problem(layout="thd", batch=1, q_len=300, kv_len=100_000, documents=(3, 100, 100))
-    assert measured.place(pack, MACHINE) != measured.place(pack._replace(documents=longer), MACHINE)
+    assert measured.table_cell(pack, MACHINE) != measured.table_cell(pack._replace(documents=longer), MACHINE)
 
 
 @pytest.mark.parametrize("argument", ["deterministic", "batch_invariant"])

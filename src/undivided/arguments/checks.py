@@ -277,9 +277,10 @@ def check_at_least(argument: str, value: int | Tensor | None, least: int) -> Non
     """InputError if the smallest of ``value`` is below ``least``; reads the values of a tensor."""
     if value is None:
         return
-    smallest = value if not isinstance(value, Tensor) else int(value.min()) if value.numel() else least
-    if smallest < least:
-        raise InputError(argument, f"be at least {least}", smallest)
+    if isinstance(value, Tensor):
+        value = int(value.min()) if value.numel() else least
+    if value < least:
+        raise InputError(argument, f"be at least {least}", value)
 
 
 def check_offsets(argument: str, offsets: Tensor) -> None:

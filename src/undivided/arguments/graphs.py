@@ -15,8 +15,8 @@ _callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def traces_each_function() -> bool:
-    """Whether torch.compile has left the graph of a caller and would compile each function called from here on by
-    itself. For a function that reads a cache, that writes one guard per entry."""
+    """Whether torch.compile has left the graph of a caller, and compiles each function that is called from here on by
+    itself. If such a function reads a cache, torch.compile writes a guard for each entry."""
     return callable(_callback())
 
 

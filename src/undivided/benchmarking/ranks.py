@@ -16,7 +16,7 @@ from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.selection import measured
-from undivided.selection.measured import MeasuredRates, Place, Run, Table
+from undivided.selection.measured import MeasuredRates, Run, Table, TableCell
 
 __all__ = ["Ranks", "add", "describe_place", "ranks"]
 
@@ -30,7 +30,7 @@ class Ranks(NamedTuple):
     left_out: Mapping[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        entries = [entry for places in self.table.values() for entry in places.values()]
+        entries = [entry for cells in self.table.values() for entry in cells.values()]
         compared = sum(len(entry.rates) > 1 for entry in entries)
         lines = [f"{len(entries)} places, {compared} of them with two backends or more"]
         lines += [f"left out, {why}: {', '.join(names)}" for why, names in self.left_out.items()]
@@ -45,9 +45,9 @@ class Timing(NamedTuple):
 
 
 def describe_place(problem: Problem, machine: Machine) -> dict[str, Any] | None:
-    """The place of a problem in the table, and its work, for a report; None if it has no place."""
-    place = measured.place(problem, machine)
-    return None if place is None else {**place._asdict(), "operations_or_bytes": measured.work(problem)}
+    """The cell of a problem in the table, and its work, for a report; None if it has no cell."""
+    cell = measured.table_cell(problem, machine)
+    return None if cell is None else {**cell._asdict(), "operations_or_bytes": measured.work(problem)}
 
 
 def ranks(report: Mapping[str, Any], name: str) -> Ranks:
@@ -67,9 +67,9 @@ def ranks(report: Mapping[str, Any], name: str) -> Ranks:
         why = f"no {error}" if isinstance(error, KeyError) else "values of other types"
         raise InputError("report", "be one that `undivided bench --json` wrote", f"{name} ({why})") from None
     table: dict[str, dict[tuple[int, int], MeasuredRates]] = {}
-    for place, place_timings in timings.items():
-        if rates := dict(_rates(place_timings)):
-            table.setdefault(place.kind, {})[place.length, place.work] = MeasuredRates(run, rates)
+    for cell, cell_timings in timings.items():
+        if rates := dict(_rates(cell_timings)):
+            table.setdefault(cell.kind, {})[cell.length, cell.work] = MeasuredRates(run, rates)
     return Ranks(table, {why: tuple(names) for why, names in left_out.items()})
 
 
@@ -94,19 +94,19 @@ def _run(report: Mapping[str, Any], name: str) -> Run:
     return Run(report["when"], device, str(report["commit"]), machine["torch"], name)
 
 
-def _gather(cases: Sequence[TimedCase]) -> tuple[dict[Place, list[Timing]], dict[str, list[str]]]:
-    """The timings at each place, and the names of the cases that are left out, by reason."""
+def _gather(cases: Sequence[TimedCase]) -> tuple[dict[TableCell, list[Timing]], dict[str, list[str]]]:
+    """The timings at each cell, and the names of the cases that are left out, by reason."""
     by_name = {case["name"]: case for case in cases}
-    timings: dict[Place, list[Timing]] = defaultdict(list)
+    timings: dict[TableCell, list[Timing]] = defaultdict(list)
     left_out: dict[str, list[str]] = defaultdict(list)
     for case in cases:
         times = _times(case, by_name)
         if isinstance(times, str):
             left_out[times].append(case["name"])
         else:
-            place = dict(case["place"])
-            work = place.pop("operations_or_bytes")
-            timings[Place(**place)].append(Timing(work, times))
+            cell = dict(case["place"])
+            work = cell.pop("operations_or_bytes")
+            timings[TableCell(**cell)].append(Timing(work, times))
     return timings, left_out
 
 
@@ -139,7 +139,7 @@ def _right(case: TimedCase) -> Iterator[tuple[str, float]]:
 
 
 def _rates(timings: Sequence[Timing]) -> Iterator[tuple[str, float]]:
-    """The rates by backend over all cases of one place; a backend without one of the cases is left out."""
+    """The rates by backend over all cases of one cell; a backend without one of the cases is left out."""
     work = sum(timing.work for timing in timings)
     for name in timings[0].seconds:
         if all(name in timing.seconds for timing in timings):

@@ -100,7 +100,9 @@ class Lengths(Part):
                 continue
             if not readable(length, start):
                 continue
-            end = start if length is None else length if start is None else start.long() + length
+            end = length if start is None else start
+            if start is not None and length is not None:
+                end = start.long() + length
             if end is not None and end.numel() and int(end.max()) > limit:
                 what = f"{side}_start + {side}" if start is not None and length is not None else side
                 raise InputError(

@@ -118,9 +118,8 @@ def local_request(request: Request, context_groups: Sequence[Sequence[int]] | No
         part = _rank_part(*arguments)
     else:
         try:
-            part = _cached_rank_part(*arguments)._replace(
-                mesh=mesh
-            )  # an equal one may be of a group that was destroyed
+            # an equal mesh may be of a group that was destroyed
+            part = _cached_rank_part(*arguments)._replace(mesh=mesh)
         except TypeError:  # a symbolic size has no hash
             part = _rank_part(*arguments)
         _check_whole(request)

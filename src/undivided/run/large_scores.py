@@ -64,4 +64,10 @@ def add_rows(
         None if grad_lse is None else grad_lse.masked_fill(others, 0.0),
         rows,
     )
-    return [a if b is None else b if a is None else a + b for a, b in zip(gradients, of_rows, strict=True)]
+    return [_sum(a, b) for a, b in zip(gradients, of_rows, strict=True)]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

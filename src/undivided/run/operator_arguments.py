@@ -87,7 +87,7 @@ class SavedArguments(NamedTuple):
     def write(ctx: Any, args: Arguments, *others: Tensor | None) -> None:
         """Save the arguments and the other tensors in the context."""
         ctx.save_for_backward(*args.saved, *others)
-        ctx.mask_tensors, ctx.constants = len(args.mask), args.constants
+        ctx.mask_tensor_count, ctx.constants = len(args.mask), args.constants
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -95,7 +95,8 @@ class SavedArguments(NamedTuple):
         """What `write` has saved, without the scales."""
         saved = ctx.saved_tensors  # read once, because saved-tensor hooks unpack at every read
         tensors, after_tensors = saved[: len(Tensors._fields)], saved[len(Tensors._fields) :]
-        mask, (seed, pages, handle, *others) = after_tensors[: ctx.mask_tensors], after_tensors[ctx.mask_tensors :]
+        mask, after_mask = after_tensors[: ctx.mask_tensor_count], after_tensors[ctx.mask_tensor_count :]
+        seed, pages, handle, *others = after_mask
         args: tuple[Any, ...] = (*tensors, list(mask), seed, pages, *ctx.constants, handle)
         return SavedArguments(Arguments(*args), others)
 

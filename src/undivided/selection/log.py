@@ -13,7 +13,8 @@ logger = logging.getLogger("undivided")
 
 
 class _Record(logging.LogRecord):
-    """A record whose ``decision`` is not in its ``__dict__``: formatters that write all of that as JSON cannot."""
+    """Keeps ``decision`` out of ``__dict__``, because formatters that write ``__dict__`` as JSON could not serialise
+    it."""
 
     __slots__ = ("decision",)
     decision: object

@@ -38,7 +38,7 @@ def explain(length: int = 4096, machine: Machine = H100, **arguments: Any) -> un
 
 def table(kind: str = CAUSAL, length: int = 4096, run: Run = RUN, **rates: float) -> Table:
     """One entry, where `explain(length)` stands."""
-    at = _measured.place(explain(length).problem, H100)
+    at = _measured.table_cell(explain(length).problem, H100)
     assert at is not None
     return {kind: {(at.length, at.work): MeasuredRates(run, rates)}}
 

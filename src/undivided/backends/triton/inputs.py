@@ -6,7 +6,7 @@ Legend: B batch, H query heads, N key/value heads, S sequence (Sq queries, Sk ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -202,7 +202,10 @@ class KernelInputs:
             arguments[f"{name}_b"] = batch_stride(tensor) if tensor is not None and tensor.dim() > 1 else 0
         for name, axes in (("bias", "bhqk"), ("dense", "bhqk"), ("slopes", "bhq")):
             tensor = pointers.get(name)
-            steps = (0,) * len(axes) if tensor is None else tensor.stride() if name == "slopes" else strides(tensor)
+            if tensor is None:
+                steps: Sequence[int] = (0,) * len(axes)
+            else:
+                steps = tensor.stride() if name == "slopes" else strides(tensor)
             arguments |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=True)}
         return arguments
 

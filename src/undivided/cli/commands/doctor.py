@@ -97,13 +97,13 @@ def _machine() -> dict[str, str]:
 def _ranks() -> dict[str, Any]:
     """Whether the backends were measured at the level of this process; a command if not. A GPU has its own table."""
     level = measured.architecture("cpu", Machine.this("cpu"))
-    places = measured.count_places(level or "")
-    path = str(measured.users_path())
+    counts = measured.count_entries(level or "")
+    path = str(measured.user_table_path())
     return {
         "level": level,
-        **places._asdict(),
+        **counts._asdict(),
         "file": path,
-        "command": None if places.users or places.ours else "undivided ranks --measure",
+        "command": None if counts.users or counts.ours else "undivided ranks --measure",
     }
 
 

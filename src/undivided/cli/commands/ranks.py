@@ -70,7 +70,7 @@ def ranks(
     in the table. Nothing else changes the table: no call measures by itself. Delete the file to return to the rates of
     the package.
     """
-    path = into or _measured.users_path()
+    path = into or _measured.user_table_path()
     path_name = "--into" if into else "UNDIVIDED_RANKS"
     if not measure:
         for flag, value in (("--seconds", seconds), ("--level", level), ("--report", report)):
@@ -90,7 +90,7 @@ def ranks(
     if into is not None or "UNDIVIDED_RANKS" in os.environ:
         _check_exists(path_name, path)
         _measured.read(path)  # what calls would only warn of is refused here
-    _print(_filtered(_measured.in_force() if into is None else _measured.read(into), filter), as_json)
+    _print(_filtered(_measured.merged_tables() if into is None else _measured.read(into), filter), as_json)
 
 
 def _add(reports: Sequence[Path], path: Path) -> None:

@@ -167,4 +167,6 @@ def _speed(times: list[Report]) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.1f} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.1f} ms"

@@ -2,9 +2,10 @@
 
 The rows of sm90 for 16-bit types were measured on an H100 (docs/decisions/2026-11-26-first-run-on-an-h100.md). The others
 are derived from FlashAttention-2 (csrc/flash_attn, flash_fwd_launch_template.h and flash_bwd_launch_template.h) and
-PyTorch's FlexAttention (torch/_inductor, template_heuristics/triton.py), restricted to sizes with which our kernels compile without spills in the loop over full tiles, and with pipelined loads: bf16,
-causal, Triton 3.4 to 3.7 for sm80, sm89, sm90, sm100 and sm120. `tests/support/gpus/triton_compile.py` prints registers,
-spills and shared memory; docs/decisions/2026-11-21-triton-kernels.md has the results. Nothing is tuned automatically.
+PyTorch's FlexAttention (torch/_inductor, template_heuristics/triton.py), restricted to sizes with which our kernels
+compile without spills in the loop over full tiles, and with pipelined loads: bf16, causal, Triton 3.4 to 3.7 for sm80,
+sm89, sm90, sm100 and sm120. `tests/support/gpus/triton_compile.py` prints registers, spills and shared memory;
+docs/decisions/2026-11-21-triton-kernels.md has the results. Nothing is tuned automatically.
 """
 
 from __future__ import annotations

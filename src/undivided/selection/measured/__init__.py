@@ -9,6 +9,7 @@ and `undivided ranks --measure` measures the user's.
 Lengths are rounded up to powers of two, because selection reads no more of them (see `decision.selection_key`).
 """
 
+from undivided.selection.measured.cells import TableCell, architecture, table_cell, work
 from undivided.selection.measured.estimates import (
     FOREIGN_TIE,
     NEAR,
@@ -21,49 +22,48 @@ from undivided.selection.measured.estimates import (
     nearest,
     tie,
 )
-from undivided.selection.measured.places import Place, architecture, place, work
 from undivided.selection.measured.table import (
-    OURS,
+    PACKAGE_TABLE,
     SCHEMA,
+    EntryCounts,
     MeasuredRates,
-    PlaceCounts,
     Run,
     Table,
-    count_places,
-    in_force,
+    count_entries,
     merged,
+    merged_tables,
     read,
     tables,
-    users_path,
+    user_table_path,
     write,
 )
 
 __all__ = [
     "FOREIGN_TIE",
     "NEAR",
-    "OURS",
+    "PACKAGE_TABLE",
     "SCHEMA",
     "SHORT",
     "TIE",
     "MeasuredRates",
     "Estimate",
-    "Place",
-    "PlaceCounts",
+    "TableCell",
+    "EntryCounts",
     "Run",
     "Table",
     "architecture",
-    "count_places",
+    "count_entries",
     "estimate",
     "fastest_first",
-    "in_force",
+    "merged_tables",
     "is_foreign",
     "merged",
     "nearest",
-    "place",
+    "table_cell",
     "read",
     "tables",
     "tie",
-    "users_path",
+    "user_table_path",
     "work",
     "write",
 ]

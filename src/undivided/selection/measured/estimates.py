@@ -10,7 +10,7 @@ from undivided._units import duration
 from undivided.machine import Machine
 from undivided.request.problem import Problem
 from undivided.selection.measured import table
-from undivided.selection.measured.places import Place, pass_of, place, work
+from undivided.selection.measured.cells import TableCell, pass_of, table_cell, work
 from undivided.selection.measured.table import MeasuredRates, Run
 
 NEAR = (1, 2)
@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
 
 def nearest(problem: Problem, machine: Machine) -> MeasuredRates | None:
     """The entry of the nearest measured problem of this kind, within `NEAR` in key length and work, or None."""
-    own = place(problem, machine)
+    own = table_cell(problem, machine)
     if own is None:
         return None
     for rates in table.tables():
@@ -55,8 +55,8 @@ def nearest(problem: Problem, machine: Machine) -> MeasuredRates | None:
     return None
 
 
-def _distance(own: Place, length: int, work: int) -> int | None:
-    """The powers of two between a place and a measured one; None if there are more than `NEAR`."""
+def _distance(own: TableCell, length: int, work: int) -> int | None:
+    """The powers of two between a cell and a measured one; None if there are more than `NEAR`."""
     length_steps, work_steps = abs(length - own.length), abs(work - own.work)
     reach = NEAR[0] if min(length, own.length) > SHORT.bit_length() else 0
     return length_steps + work_steps if length_steps <= reach and work_steps <= NEAR[1] else None

@@ -16,7 +16,7 @@ from undivided.errors import InputError
 
 SCHEMA = 1
 """The version of the files."""
-OURS = Path(__file__).with_name("rates.json")
+PACKAGE_TABLE = Path(__file__).with_name("rates.json")
 """The package's own table."""
 
 
@@ -41,7 +41,7 @@ Table = Mapping[str, Mapping[tuple[int, int], MeasuredRates]]
 """kind -> (length, work) -> entry."""
 
 
-def users_path() -> Path:
+def user_table_path() -> Path:
     """The path of the user's table: UNDIVIDED_RANKS, or a file in the cache folder."""
     return users_file("UNDIVIDED_RANKS", "ranks.json")
 
@@ -50,7 +50,7 @@ def users_path() -> Path:
 def tables() -> tuple[Table, ...]:
     """The user's table, then the package's. A user's file that cannot be parsed, or that UNDIVIDED_RANKS
     names and does not exist, is left out with a warning."""
-    ours, path = read(OURS), users_path()
+    ours, path = read(PACKAGE_TABLE), user_table_path()
     try:
         if os.environ.get("UNDIVIDED_RANKS") and not os.path.exists(path):  # which raises nothing, unlike Path.exists
             raise InputError("UNDIVIDED_RANKS", "name a file that exists", str(path))
@@ -60,12 +60,12 @@ def tables() -> tuple[Table, ...]:
         return (ours,)
 
 
-def in_force() -> Table:
+def merged_tables() -> Table:
     """The tables as one, the user's entries first."""
     return functools.reduce(merged, reversed(tables()))
 
 
-class PlaceCounts(NamedTuple):
+class EntryCounts(NamedTuple):
     """Where the measurements on an architecture come from.
 
     users, ours: the number of measured problems in the user's table and in the package's. when: the date of the
@@ -77,18 +77,18 @@ class PlaceCounts(NamedTuple):
     when: str
 
 
-def count_places(architecture: str) -> PlaceCounts:
+def count_entries(architecture: str) -> EntryCounts:
     """What the tables hold on an architecture, such as "amx".
 
-    >>> count_places("no such level")
-    PlaceCounts(users=0, ours=0, when='')
+    >>> count_entries("no such level")
+    EntryCounts(users=0, ours=0, when='')
     """
     *users, ours = [
-        [entry for kind, places in table.items() if kind.split("/")[0] == architecture for entry in places.values()]
+        [entry for kind, cells in table.items() if kind.split("/")[0] == architecture for entry in cells.values()]
         for table in tables()
     ]
     own = [entry for entries in users for entry in entries]
-    return PlaceCounts(len(own), len(ours), max((entry.run.when[:10] for entry in own), default=""))
+    return EntryCounts(len(own), len(ours), max((entry.run.when[:10] for entry in own), default=""))
 
 
 def read(path: Path) -> Table:
@@ -116,25 +116,25 @@ def _parsed(contents: Any) -> Table:
         if not all(isinstance(field, str) for field in run):
             raise ValueError(f"run {name} has a field that is not text")
     table: dict[str, dict[tuple[int, int], MeasuredRates]] = {}
-    for kind, places in contents["rates"].items():
-        for place, (run, rates) in places.items():
-            length, size = map(int, place.split("/"))
+    for kind, cells in contents["rates"].items():
+        for cell, (run, rates) in cells.items():
+            length, size = map(int, cell.split("/"))
             rates = {str(name): float(rate) for name, rate in rates.items()}
             if not all(0 < rate < math.inf for rate in rates.values()):
-                raise ValueError(f"a rate that is not a positive number in {kind} {place}")
+                raise ValueError(f"a rate that is not a positive number in {kind} {cell}")
             table.setdefault(kind, {})[length, size] = MeasuredRates(runs[run], rates)
     return table
 
 
 def write(path: Path, table: Table) -> None:
     """Write a table to a file, with one line per entry."""
-    runs = sorted({entry.run for places in table.values() for entry in places.values()})
+    runs = sorted({entry.run for cells in table.values() for entry in cells.values()})
     names = {run: f"{number}" for number, run in enumerate(runs)}
     kinds = []
-    for kind, places in sorted(table.items()):
+    for kind, cells in sorted(table.items()):
         lines = [
             f"   {json.dumps(f'{length}/{size}')}: {json.dumps([names[run], dict(sorted(rates.items()))])}"
-            for (length, size), (run, rates) in sorted(places.items())
+            for (length, size), (run, rates) in sorted(cells.items())
         ]
         kinds.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n  }")
     listed = ",\n".join(f"  {json.dumps(names[run])}: {json.dumps(run._asdict())}" for run in runs)

@@ -14,8 +14,8 @@ _SAME = frozenset("backward lse lse_grad bias_grad sinks_grad alibi_grad flipped
 """Features that do not change the kind of a problem."""
 
 
-class Place(NamedTuple):
-    """The place of a problem in a table.
+class TableCell(NamedTuple):
+    """The cell of a problem in a table of rates.
 
     kind: ``sm90/bfloat16/forward/128/causal+gqa``: architecture, dtype, pass, largest head size, masks and features.
     length, work: bits of the key length, rounded up to a power of two, and of the work.
@@ -42,8 +42,8 @@ def architecture(device: str, machine: Machine) -> str | None:
     return None
 
 
-def place(problem: Problem, machine: Machine) -> Place | None:
-    """The place of this problem; None on an architecture that has no name."""
+def table_cell(problem: Problem, machine: Machine) -> TableCell | None:
+    """The cell of this problem; None on an architecture that has no name."""
     hardware = architecture(problem.device, machine)
     if hardware is None:
         return None
@@ -54,7 +54,7 @@ def place(problem: Problem, machine: Machine) -> Place | None:
     width = max(32, _up(max(problem.qk_dim, problem.v_dim)))
     kind = f"{hardware}/{dtype_name(problem.dtype)}/{pass_of(problem)}/{width}/{_structure(problem)}"
     _, longest = rounded.longest_lengths
-    return Place(kind, longest.bit_length(), int(work(rounded)).bit_length())
+    return TableCell(kind, longest.bit_length(), int(work(rounded)).bit_length())
 
 
 def _up(length: int | None) -> int:
