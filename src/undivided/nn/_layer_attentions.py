@@ -90,9 +90,9 @@ def attention_arguments(
         hidden.check_no_encoder(encoder_output, mask, cu_seqlens_q, cross_only["cu_seqlens_kv"])
         options = mask_type, window, cross_only["bottom_right_diagonal"]
         call_with_names(CROSS_ATTENTION, check_mask_options, *options)
-        of_keys = {name: cross_only[name] for name in ("cu_seqlens_kv_padded", "max_seqlen_kv")}
-        padded = of_keys["cu_seqlens_kv_padded"] if padded is None else padded
-        self_only, cross_only = {**self_only, **of_keys, "cu_seqlens_q": cu_seqlens_q}, {}
+        key_arguments = {name: cross_only[name] for name in ("cu_seqlens_kv_padded", "max_seqlen_kv")}
+        padded = key_arguments["cu_seqlens_kv_padded"] if padded is None else padded
+        self_only, cross_only = {**self_only, **key_arguments, "cu_seqlens_q": cu_seqlens_q}, {}
     else:  # before self-attention changes a cache
         checked = hidden_states, encoder_output, params, mask_type, window, shared["core_attention_bias_type"]
         call_with_names(CROSS_ATTENTION, cross_attention.check, *checked)

@@ -260,16 +260,10 @@ def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int,
 class Records:
     """Creates records for all query rows or for blocks of them; views are q, k, v, out [B, H, S, D], lse [B, H, Sq].
 
-    k and v may be pools of pages in a forward.
+    takes_pages: whether k and v may be pools of pages (in a forward).
     """
 
-    def __init__(
-        self,
-        call: Call,
-        tensors: Tensors,
-        views: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        takes_pages: bool = False,
-    ) -> None:
+    def __init__(self, call: Call, tensors: Tensors, views: tuple[Tensor, ...], takes_pages: bool = False) -> None:
         problem = call.problem
         self.call, self.tensors = call, tensors
         self.views = tuple([require_memory(view) for view in views])
