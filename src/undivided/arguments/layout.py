@@ -57,10 +57,8 @@ class Strides:
     __slots__ = ("derived", "k", "q", "record_parts", "v")
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, paged: bool) -> None:
-        select, select_kv = (
-            STRIDE_GETTERS[layout],
-            STRIDE_GETTERS["bshd" if paged else layout],
-        )  # pages are [.., page_size, N, D]
+        # pages are [.., page_size, N, D]
+        select, select_kv = STRIDE_GETTERS[layout], STRIDE_GETTERS["bshd" if paged else layout]
         self.q, self.k, self.v = select(q.stride()), select_kv(k.stride()), select_kv(v.stride())
         self.record_parts: tuple[bytes, ...] | None = None
         self.derived: dict[Hashable, Any] = {}
