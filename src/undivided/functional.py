@@ -176,7 +176,7 @@ def attention(
     if unknown or more:
         raise_as_type_error(_unknown_or_too_many, unknown, more)
     if autograd.any_autocast():
-        q, k, v = autograd.autocast(q, k, v, k_scale)
+        q, k, v = autograd.cast_under_autocast(q, k, v, k_scale)
     options = new_tuple(
         Options, (layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale)
     )
@@ -254,7 +254,7 @@ def explain(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not is_dtensor(tensor):
             check_tensor(name, tensor)
-    q, k, v = autograd.autocast(q, k, v, k_scale, _uninitialised)
+    q, k, v = autograd.cast_under_autocast(q, k, v, k_scale, _uninitialised)
     request = Request(
         Tensors(q, k, v, bias, sinks, alibi_slopes),
         Options(layout, mask, scale, softcap, dropout_p, dropout_seed, return_lse, pages, k_scale, v_scale),

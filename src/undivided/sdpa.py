@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
     try:
         if not type(query) is type(key) is type(value) is Tensor and jagged.is_jagged(query, key, value):
             return _attend_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        query, key, value = autograd.autocast(query, key, value)
+        query, key, value = autograd.cast_under_autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
         if _is_plain(query, key, value, enable_gqa):
             return _attend_plain(query, key, value, attn_mask, dropout_p, is_causal, scale, call_key)
@@ -177,7 +177,7 @@ def _attend_jagged(
         out = scaled_dot_product_attention(q, k, v, None, dropout_p, is_causal, scale, enable_gqa)
         return jagged.like(query, out)
     q, k, v, mask = jagged.packed(query, key, value)
-    q, k, v = autograd.autocast(q, k, v)
+    q, k, v = autograd.cast_under_autocast(q, k, v)
     _check_flags(is_causal, enable_gqa)
     _output_shape(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), enable_gqa)  # checks
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:

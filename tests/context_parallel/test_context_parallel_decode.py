@@ -39,7 +39,7 @@ def test_a_cache_distributed_over_ranks_equals_one_cache(name: str, layout: Any,
     """Two of 17 keys are on rank 1, none on rank 2; those of the other ranks alternate."""
     options = dict(DECODED[name])
     q, k, v = (
-        _layout.restore(torch.randn(2, length, heads, 8, dtype=torch.float64), layout)
+        _layout.from_canonical(torch.randn(2, length, heads, 8, dtype=torch.float64), layout)
         for length, heads in ((options.pop("rows"), 4), (17, 2), (17, 2))
     )
     held = [[*range(5), *range(7, 17, 2)], [5, 6], [], list(range(8, 17, 2))]

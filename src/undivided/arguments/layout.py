@@ -64,7 +64,7 @@ class Strides:
         self.derived: dict[Hashable, Any] = {}
 
 
-def rank(layout: Layout) -> int:
+def axis_count(layout: Layout) -> int:
     """Number of axes of a tensor in this layout."""
     return 3 if layout == "thd" else 4
 
@@ -91,7 +91,7 @@ def canonical(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor.unsqueeze(0)
 
 
-def restore(tensor_BSHD: Tensor, layout: Layout) -> Tensor:
+def from_canonical(tensor_BSHD: Tensor, layout: Layout) -> Tensor:
     """The inverse of `canonical`."""
     return tensor_BSHD.squeeze(0) if layout == "thd" else canonical(tensor_BSHD, layout)
 
@@ -115,11 +115,11 @@ def from_heads_first(tensor_BHSD: Tensor, layout: Layout) -> Tensor:
         return tensor_BHSD.transpose(1, 2)
     if layout == "sbhd":
         return tensor_BHSD.permute(2, 0, 1, 3)
-    return restore(tensor_BHSD.transpose(1, 2), layout)
+    return from_canonical(tensor_BHSD.transpose(1, 2), layout)
 
 
 def empty(layout: Layout, shape_BSHD: tuple[int, int, int, int], like: Tensor, zero: bool = False) -> Tensor:
-    """A new [B, S, H, D] view whose memory is contiguous in `layout`, so that `restore` gives a contiguous tensor."""
+    """A new [B, S, H, D] view that is contiguous in `layout`, so that `from_canonical` gives a contiguous tensor."""
     b, s, h, d = shape_BSHD
     native = {"bshd": (b, s, h, d), "bhsd": (b, h, s, d), "sbhd": (s, b, h, d), "thd": (s, h, d)}[layout]
     make = torch.zeros if zero else torch.empty

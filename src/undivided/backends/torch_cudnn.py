@@ -143,7 +143,7 @@ class TorchCudnn(Backend):
             "causal" in problem.mask.kinds,
             scale=call.scale,
         )
-        dq, dk, dv = (layout.restore(grad.transpose(1, 2), problem.layout) for grad in grads)
+        dq, dk, dv = (layout.from_canonical(grad.transpose(1, 2), problem.layout) for grad in grads)
         return dq, dk, dv, None, None, None
 
 

@@ -259,7 +259,7 @@ def _contiguous_inputs(
     """The keys up to the longest sequence, and their mask. Sequences of equal length need no lengths in the mask."""
     (k, v, *_), lengths = cached[:2]
     longest = max(lengths)
-    k, v = _layout.restore(k[:, :longest], layout), _layout.restore(v[:, :longest], layout)
+    k, v = _layout.from_canonical(k[:, :longest], layout), _layout.from_canonical(v[:, :longest], layout)
     if q_counts is None and lengths.count(longest) == len(lengths):
         return k, v, mask if mask is EVERY else align(mask)
     return k, v, with_cached_lengths(mask, lengths, q_counts, k.device)
@@ -305,7 +305,7 @@ def _scales(cached: CachedSequences, layout: Layout) -> tuple[Tensor, ...]:
     if layout == "thd":
         return tuple([scale.flatten(0, 1) for scale in scales])
     longest = max(cached.lengths)
-    return tuple([_layout.restore(scale[:, :longest], layout) for scale in scales])
+    return tuple([_layout.from_canonical(scale[:, :longest], layout) for scale in scales])
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -322,8 +322,8 @@ def checked_query(q: Tensor, layout: Layout, batch: int, spec: TokenSpec) -> int
     if type(q) is not Tensor or not is_dense(q):  # `attention` checks all others
         check_tensor("q", q)
     shape = q.shape
-    if len(shape) != _layout.rank(layout):
-        raise InputError("q", f"have {_layout.rank(layout)} axes [{', '.join(layout)}]", list(shape))
+    if len(shape) != _layout.axis_count(layout):
+        raise InputError("q", f"have {_layout.axis_count(layout)} axes [{', '.join(layout)}]", list(shape))
     q_batch, q_len, _, dim = _layout.sizes(shape, layout)
     if layout != "thd" and q_batch != batch:
         raise InputError("q", f"have the batch size of the cache ({batch}) in layout {layout!r}", list(q.shape))

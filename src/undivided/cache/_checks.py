@@ -36,7 +36,7 @@ def checked_tokens(
     k_name, v_name = names
     for name, tensor, dim in ((k_name, k, spec.head_dim), (v_name, v, spec.value_dim)):
         check_tensor(name, tensor)
-        if tensor.dim() == _layout.rank(layout):
+        if tensor.dim() == _layout.axis_count(layout):
             sizes = _layout.sizes(tensor.shape, layout)
             if sizes[0] == (1 if layout == "thd" else batch) and sizes[2:] == (spec.kv_heads, dim):
                 _check_dtype_and_device(name, tensor, spec.dtype, device)
@@ -69,11 +69,11 @@ def _check_announced(name: str, tokens: int, layout: Layout, announced: Counts) 
 def _shape_hint(tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: int) -> str | None:
     """A hint for new tokens of a wrong shape: another layout that they fit, or heads that are divided over ranks."""
     for other in _layout.LAYOUTS:
-        if other != layout and tensor.dim() == _layout.rank(other):
+        if other != layout and tensor.dim() == _layout.axis_count(other):
             other_batch, _, heads, size = _layout.sizes(tensor.shape, other)
             if (other_batch, heads, size) == (batch, kv_heads, dim):
                 return f"this shape would fit layout={other!r}, an argument of the cache"
-    if tensor.dim() != _layout.rank(layout):
+    if tensor.dim() != _layout.axis_count(layout):
         return None
     own_batch, _, heads, size = _layout.sizes(tensor.shape, layout)
     if heads and heads < kv_heads and kv_heads % heads == 0:

@@ -212,8 +212,8 @@ class Backward:
         wait_rows = schedule.queries.from_shares(heads, row_sums, row_specs)
         wait_keys = schedule.keys.from_shares(heads, [key_sums], key_specs)
         row_grads, key_grads = wait_rows(), wait_keys()
-        dq = None if q is None else _layout.restore(row_grads[0], layout)
-        dk, dv = (None if t is None else _layout.restore(key_grads.pop(0), layout) for t in (k, v))
+        dq = None if q is None else _layout.from_canonical(row_grads[0], layout)
+        dk, dv = (None if t is None else _layout.from_canonical(key_grads.pop(0), layout) for t in (k, v))
         dbias = row_grads[-1].transpose(1, 2) if bias_has_rows else self._broadcast_bias_gradient()
         return dq, dk, dv, dbias, *map(_round_to, (self.dsinks, self.dslopes), self.shapes[4:])
 

@@ -98,7 +98,7 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
     out, lse = schedule.queries.from_shares(call.heads, share_outputs, outputs)()
     lse = lse.squeeze(-1).transpose(1, 2).contiguous()  # [B, H, Sq]
     saved = [k, v, *(t for s, r in zip(shares, results, strict=True) for t in (*s, *r))]
-    return (_layout.restore(out, problem.layout).contiguous(), lse.squeeze(0) if problem.packed else lse), saved
+    return (_layout.from_canonical(out, problem.layout).contiguous(), lse.squeeze(0) if problem.packed else lse), saved
 
 
 class _ShareResult:

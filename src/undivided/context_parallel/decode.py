@@ -75,7 +75,7 @@ def prepare_step(
 ) -> tuple[DecodeStep, SharedArguments]:
     """This rank's part, validated, and the values that all ranks must share; see `ContextParallel.decode`."""
     policy = policy_over_ranks(request)
-    q, k, v = autograd.autocast(*request.tensors[:3])
+    q, k, v = autograd.cast_under_autocast(*request.tensors[:3])
     request = request._replace(tensors=request.tensors._replace(q=q, k=k, v=v))
     (q, k, _, _, sinks, slopes), layout = request.tensors, request.options.layout
     check_values(q)
@@ -152,7 +152,7 @@ def merge_ranks(
     out, lse = merged[..., :-1], merged[..., -1].transpose(1, 2).contiguous()  # [B, H, Sq]
     if sinks is not None:
         out = out * sink_factor(lse, sinks).transpose(1, 2).unsqueeze(-1)
-    out = _layout.restore(out.to(problem.dtype), problem.layout).contiguous()
+    out = _layout.from_canonical(out.to(problem.dtype), problem.layout).contiguous()
     return out, lse.squeeze(0) if problem.packed else lse
 
 

@@ -18,7 +18,7 @@ from undivided.masks import Mask
 from undivided.request.normalise import normalise
 from undivided.request.request import Options, Request, Tensors
 from undivided.request.result import lse_dtype
-from undivided.run.autograd import autocast
+from undivided.run.autograd import cast_under_autocast
 
 _library = torch.library.Library("undivided", "FRAGMENT")
 _library.define(
@@ -39,7 +39,7 @@ def max_logit(
     context_parallel: ContextParallel | None = None,
 ) -> Tensor:
     """The largest allowed score of each head, scaled and biased, fp32 [H], without gradient; -inf without pairs."""
-    q, k, _ = autocast(q, k, k)
+    q, k, _ = cast_under_autocast(q, k, k)
     if context_parallel is not None:
         return context_parallel.max_logit(
             q, k, layout=layout, mask=mask, bias=bias, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes

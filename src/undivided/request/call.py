@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undivided.arguments.layout import Strides, restore
+from undivided.arguments.layout import Strides, from_canonical
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm
 from undivided.quantization import unchecked_dequantize
@@ -92,7 +92,9 @@ class Call:
             return tensors
         k_scale, v_scale = self.k_scale, self.v_scale
         if self.pages is not None:
-            k_scale, v_scale = (restore(gather_pages(pool, self.pages, layout), layout) for pool in (k_scale, v_scale))
+            k_scale, v_scale = (
+                from_canonical(gather_pages(pool, self.pages, layout), layout) for pool in (k_scale, v_scale)
+            )
         k = unchecked_dequantize(tensors.k, k_scale, dtype)
         return tensors._replace(k=k, v=unchecked_dequantize(tensors.v, v_scale, dtype))
 

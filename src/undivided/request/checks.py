@@ -63,7 +63,7 @@ def checked_scale(scale: float) -> float:
 def check_axes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, pages: Tensor | None) -> None:
     """InputError unless q, k and v have the axes of the layout; pools of pages have four axes."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        rank, axes = _layout.rank(layout), ", ".join(layout)
+        rank, axes = _layout.axis_count(layout), ", ".join(layout)
         if pages is not None and name != "q":
             rank, axes = 4, "pages, page size, kv heads, head size"
         if tensor.dim() != rank:
@@ -162,7 +162,7 @@ def _layout_hint(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str | None:
     here = max(_layout.sizes(q.shape, layout)[1], _layout.sizes(k.shape, layout)[1])
     fitting = []
     for other in LAYOUTS:
-        if other == layout or _layout.rank(other) != q.dim():
+        if other == layout or _layout.axis_count(other) != q.dim():
             continue
         (b, s, h, d), (kb, ks, kh, kd), (vb, vs, vh, _) = (_layout.sizes(t.shape, other) for t in (q, k, v))
         fits = (b, d) == (kb, kd) and (kb, ks, kh) == (vb, vs, vh) and kh and h % kh == 0

@@ -49,7 +49,7 @@ class Tensors(NamedTuple):
         """The tensors with k and v in `layout`: copies of the pages of every sequence, in order."""
         if pages is None:
             return self
-        k, v = (_layout.restore(gather_pages(pool, pages, layout), layout) for pool in (self.k, self.v))
+        k, v = (_layout.from_canonical(gather_pages(pool, pages, layout), layout) for pool in (self.k, self.v))
         return self._replace(k=k, v=v)
 
 

@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
     def in_layout(self, layout: Layout) -> Result:
         """The result with out viewed in `layout`; out is given as [B, Sq, H, Dv]."""
-        return self if layout == "bshd" else Result(_layout.restore(self.out, layout), self.lse)
+        return self if layout == "bshd" else Result(_layout.from_canonical(self.out, layout), self.lse)
 
 
 UNREAD = torch.full((), torch.nan)
@@ -100,7 +100,7 @@ def merge(
         partial_BHSD, weight = _layout.heads_first(partial, layout).to(dtype), weight.unsqueeze(-1)
         combined = combined + torch.where(weight > 0, partial_BHSD, 0.0) * weight
     out_BSHD = combined.transpose(1, 2).to(outs[0].dtype)
-    return _layout.restore(out_BSHD, layout).contiguous(), lse
+    return _layout.from_canonical(out_BSHD, layout).contiguous(), lse
 
 
 def merge_into(total: Result, partial: Result) -> None:
@@ -202,7 +202,7 @@ def _check_sinks(sinks: Tensor, lse: Tensor) -> None:
 
 
 def _fits(out: Tensor, lse: Tensor, layout: Layout) -> bool:
-    if out.dim() != _layout.rank(layout) or lse.dim() != _layout.rank(layout) - 1:
+    if out.dim() != _layout.axis_count(layout) or lse.dim() != _layout.axis_count(layout) - 1:
         return False
     batch, length, heads, _ = _layout.sizes(out.shape, layout)
     return tuple(lse.shape) == ((heads, length) if layout == "thd" else (batch, heads, length))

@@ -134,7 +134,7 @@ def backward(
     return backend.backward(call, tensors, result, grad_out, grad_lse)
 
 
-def autocast(
+def cast_under_autocast(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None = None, cast: Callable[..., Tensor] = Tensor.to
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, cast under autocast as for scaled_dot_product_attention: all but float64, to the autocast dtype.

@@ -257,7 +257,7 @@ def _shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
     if not spec.reads_lse:
         return out, _empty_lse(q)
     layout = cast(Layout, spec.layout)
-    if layout not in LAYOUTS or q.dim() != _layout.rank(layout):
+    if layout not in LAYOUTS or q.dim() != _layout.axis_count(layout):
         return out, q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))  # the operator refuses it at run time
     batch, length, heads, _ = _layout.sizes(q.shape, layout)
     shape = (heads, length) if layout == "thd" else (batch, heads, length)

@@ -107,7 +107,7 @@ def verify(
     checked_flag("gradients", gradients)
     selected = _select([backend] if backend is not None else backends)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
-    q, k, v = autograd.autocast(q, k, v, k_scale)
+    q, k, v = autograd.cast_under_autocast(q, k, v, k_scale)
     if dropout_p and dropout_seed is None:
         options = options._replace(dropout_seed=draw_number())  # the same pattern for all backends
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):

@@ -157,7 +157,7 @@ class Budget:
             return math.inf
         right = self.right[name]
         if name in OF_ROWS:
-            if value.dim() != layout.rank(self.problem.layout) or self.has_lost_rows(name, value):
+            if value.dim() != layout.axis_count(self.problem.layout) or self.has_lost_rows(name, value):
                 return math.inf
             value = layout.heads_first(value, self.problem.layout)
         elif name == "lse" and self.problem.packed:
@@ -173,7 +173,7 @@ class Budget:
 
     def has_lost_rows(self, name: str, value: Tensor) -> bool:
         """Whether a row of a quantity in the caller's layout is 0 that must not be."""
-        if name not in self.not_zero or value.dim() != layout.rank(self.problem.layout):
+        if name not in self.not_zero or value.dim() != layout.axis_count(self.problem.layout):
             return False
         value = layout.heads_first(value.detach(), self.problem.layout)
         return value.shape[:-1] == self.not_zero[name].shape and bool(

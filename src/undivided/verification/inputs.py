@@ -188,7 +188,7 @@ def _names_with_gradient(case: Case, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
-    return layout.restore(x_BSHD, case.layout).contiguous()
+    return layout.from_canonical(x_BSHD, case.layout).contiguous()
 
 
 def _quantized(format: Format, tensors: Mapping[str, Tensor], dead_keys: Tensor | None) -> dict[str, Tensor]:
@@ -226,7 +226,7 @@ def _store(case: Case, *tensors_BSHD: Tensor) -> tuple[Tensor, ...]:
     if case.memory == "sliced":
         return tuple(map(_sliced, tensors))
     if case.memory == "shared-kv":
-        shared = [layout.restore(x[:1].expand_as(x), case.layout) for x in tensors_BSHD[1:]]
+        shared = [layout.from_canonical(x[:1].expand_as(x), case.layout) for x in tensors_BSHD[1:]]
         return tensors[0], *shared
     raise InputError("memory", "be a storage that `Case` documents", repr(case.memory))
 

@@ -116,7 +116,7 @@ def check(
     given = Tensors._make(None if t is None else t.detach() for t in given)
     shape = (*_layout.canonical(q, layout).shape[:-1], v.shape[-1])  # type: ignore[arg-type]
     # a gradient whose strides are not the output's
-    grad = _layout.restore(torch.randn(*shape[:2], shape[3], shape[2], dtype=q.dtype).transpose(2, 3), layout)  # type: ignore[arg-type]
+    grad = _layout.from_canonical(torch.randn(*shape[:2], shape[3], shape[2], dtype=q.dtype).transpose(2, 3), layout)  # type: ignore[arg-type]
     dlse = torch.randn(shape[0], shape[2], shape[1], dtype=q.dtype) if grad_lse else None
     out, lse, grads = expected(call, given, grad, dlse)
     result = module.forward(call, given)

@@ -73,4 +73,4 @@ def in_callers_layout(call: Call, gradients: Iterable[Tensor]) -> list[Tensor]:
     """The gradients of q, k and v in the problem's layout, from a kernel's [B, S, H, D] or [T, H, D]."""
     if "documents" in call.problem.mask.kinds:
         gradients = [gradient.unsqueeze(0) for gradient in gradients]
-    return [layout.restore(gradient, call.problem.layout) for gradient in gradients]
+    return [layout.from_canonical(gradient, call.problem.layout) for gradient in gradients]

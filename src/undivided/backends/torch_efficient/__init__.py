@@ -147,7 +147,7 @@ class TorchEfficient(Backend):
         if packing is not None:  # the kernel does not write rows without keys and tokens after the last document
             dq = clear_rows_(dq, call.normal_form(tensors.q))
             dk, dv = (clear_tail_(grad, packing.cu_k) for grad in (dk, dv))
-        grads = [layout.restore(grad, problem.layout) for grad in (dq, dk, dv)]
+        grads = [layout.from_canonical(grad, problem.layout) for grad in (dq, dk, dv)]
         return *grads, _sum_bias_gradient(dbias, tensors.bias) if needs_bias else None, None, None
 
 

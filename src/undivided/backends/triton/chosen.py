@@ -39,7 +39,7 @@ def forward(call: Call, tensors: Tensors, run: Callable[[Call, Tensors], Result]
     out_BSHD = virtual.rows.restored(out, 0.0)
     lse_BSHD = virtual.rows.restored(lse[..., None], -torch.inf)
     lse = lse_BSHD[..., 0].transpose(1, 2).contiguous()
-    return Result(layout.restore(out_BSHD, call.problem.layout).contiguous(), lse)
+    return Result(layout.from_canonical(out_BSHD, call.problem.layout).contiguous(), lse)
 
 
 def notes(call: Call, tensors: Tensors) -> list[str]:

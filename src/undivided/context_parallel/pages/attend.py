@@ -118,7 +118,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_PagedStep, Share
     request, by = _request(call, mask)
     (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
     check_scalars(options)
-    q, k, v = autograd.autocast(q, k, v, options.k_scale)
+    q, k, v = autograd.cast_under_autocast(q, k, v, options.k_scale)
     _, q_len, heads, _ = _layout.sizes(q.shape, layout)
     check_optional_tensors(request.tensors, heads)
     assert cached.pages is not None

@@ -58,7 +58,7 @@ class RanksOfPages:
 
         def check() -> list[Tensor]:
             for name, tensor in tensors.items():
-                if tensor.dim() != _layout.rank(layout) or tensor.shape[axis] != count:
+                if tensor.dim() != _layout.axis_count(layout) or tensor.shape[axis] != count:
                     must = f"have this rank's {count} of the step's {length} tokens at axis {axis} in {layout!r}"
                     hint = "inference_params.shard(hidden_states)"
                     raise InputError(name, must, list(tensor.shape), hint=hint)

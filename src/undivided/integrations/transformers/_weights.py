@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from undivided.functional import attention as attend
 from undivided.integrations.transformers.cache._states import CachedStates
-from undivided.run.autograd import autocast
+from undivided.run.autograd import cast_under_autocast
 from undivided.selection.policy import current_policy
 
 
@@ -76,7 +76,7 @@ def _weights(q: Tensor, key: Tensor | CachedStates, options: dict[str, Any]) -> 
     """The attention weights ``[B, H, Sq, Sk]``: the attention over an identity matrix as values."""
     k: Tensor = key.transpose(1, 2)
     batch, kv_len, kv_heads, _ = k.shape
-    q, k, _ = autocast(q, k, k)
+    q, k, _ = cast_under_autocast(q, k, k)
     identity = torch.eye(kv_len, dtype=q.dtype, device=q.device)[None, :, None, :]
     backend = None if current_policy().batch_invariant else "reference"  # which does not promise the order of its sums
     weights: Tensor = attend(q, k, identity.expand(batch, kv_len, kv_heads, kv_len), backend=backend, **options)

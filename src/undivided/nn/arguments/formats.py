@@ -93,7 +93,7 @@ def with_length(tensor: Tensor, length: int, format: Layout) -> Tensor:
     """A tensor with this many tokens per sequence and the same other sizes, without memory: for checks of sizes."""
     shape = list(layout.canonical(tensor, format).shape)
     shape[1] = length
-    return layout.restore(tensor.new_empty(()).expand(shape), format)
+    return layout.from_canonical(tensor.new_empty(()).expand(shape), format)
 
 
 class InputTensors(NamedTuple):
@@ -108,7 +108,7 @@ class InputTensors(NamedTuple):
 
 def checked_inputs(tensors: InputTensors, interleave_dim: int, format: Layout, heads: Heads) -> QKV:
     """q, k and v in this format; InputError if one of the tensors is wrong."""
-    q, k, v = _unpack(tensors, interleave_dim, layout.rank(format))
+    q, k, v = _unpack(tensors, interleave_dim, layout.axis_count(format))
     inputs = QKV(q, k, v, format)
     _check(inputs, heads)
     return inputs
@@ -179,7 +179,7 @@ def _check(inputs: QKV, heads: Heads) -> None:
 
 
 def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None:
-    rank = layout.rank(format)
+    rank = layout.axis_count(format)
     if tensor.dim() == rank:
         return
     hint = None

@@ -34,7 +34,7 @@ def check(
         raise InputError("t", "be float16, bfloat16, float32 or float64", t.dtype)
     if freqs.device != t.device:
         raise InputError("freqs", f"be on the device of t ({t.device})", freqs.device, "freqs.to(t.device)")
-    if t.dim() != layout.rank(format):
+    if t.dim() != layout.axis_count(format):
         axes = f"[{', '.join(format)}]"
         raise InputError("t", f"have the axes {axes} in tensor_format={format!r}", list(t.shape))
     _check_freqs(t, freqs, format)
