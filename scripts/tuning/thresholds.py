@@ -131,7 +131,7 @@ PREFILL = (
         _squares((64, 96, 128), (FLOAT,), (64, 128, 256), heads=32)), levels=AVX512),
     Threshold("kShareHeadsBelow", "rows below which the heads of a group share a block", (16, 64, 128), tuple(
         _squares((24, 48, 96), BOTH, heads=32, kv_heads=8, kv_len=1024))),
-    Threshold("kMinPartKeys", "keys of a part, if rows are few", (512, 1024, 2048), tuple(
+    Threshold("kMinKeysPerSplit", "keys of a split, if rows are few", (512, 1024, 2048), tuple(
         _squares((32, 64), BOTH, heads=1, kv_len=8192)), threads=0),
     Threshold("kMinDecodeKeys", "keys of an average row of a document that is decoded", (32, 64, 128), tuple(
         _documents((1, 4), (2, 8)))),

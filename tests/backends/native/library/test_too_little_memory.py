@@ -44,7 +44,7 @@ else:
     sys.exit()
 torch.set_num_threads(2)
 torch.manual_seed(0)
-if problem == "parts":  # few rows and many keys: the parts of the keys are merged
+if problem == "splits":  # few rows and many keys: the splits of the keys are merged
     q, k, v = torch.randn(1, 4, 16, 128), torch.randn(1, 4, 20000, 128), torch.randn(1, 4, 20000, 128)
 elif problem == "chunks":  # decoding
     q, k, v = torch.randn(4, 32, 1, 128), torch.randn(4, 4, 8000, 128), torch.randn(4, 4, 8000, 128)
@@ -86,7 +86,7 @@ how = (0, 0)
 assert torch.equal(out(), expected)
 print(problem, *sorted(kinds), flush=True)
 """
-PROBLEMS = ("parts", "chunks", "pieces", "gradients")
+PROBLEMS = ("splits", "chunks", "pieces", "gradients")
 
 
 @pytest.fixture(scope="module")

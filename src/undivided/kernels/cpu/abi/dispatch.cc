@@ -47,19 +47,19 @@ EXPORT int undivided_append(const Append* p) {
 }
 
 // Finds the keys that a forward of this problem reads once for several sequences; null: that this thread's last forward
-// read so. Writes (sequences, first key, keys) for each of the first `limit` parts, and returns the number of parts, or
-// -1 if the record is bad or there is not enough memory.
+// read so. Writes (sequences, first key, keys) for each of the first `limit` of these ranges of keys, and returns the
+// number of ranges, or -1 if the record is bad or there is not enough memory.
 EXPORT int64_t undivided_shared_keys(const Attention* a, int64_t* found, int64_t limit) {
   if (a && !is_valid(*a)) return -1;
   try {
     Attention bounded{};
     if (a) bounded = *a, bound_strides(bounded);
-    const std::vector<SharedKeys> parts = a ? shared_keys(bounded) : last_shared_keys();
-    for (size_t i = 0; i < parts.size() && (int64_t)i < limit; i++) {
-      const SharedKeys& part = parts[i];
-      *found++ = (int64_t)part.sequences.size(), *found++ = part.key, *found++ = part.keys;
+    const std::vector<SharedKeys> shared = a ? shared_keys(bounded) : last_shared_keys();
+    for (size_t i = 0; i < shared.size() && (int64_t)i < limit; i++) {
+      const SharedKeys& keys = shared[i];
+      *found++ = (int64_t)keys.sequences.size(), *found++ = keys.key, *found++ = keys.keys;
     }
-    return (int64_t)parts.size();
+    return (int64_t)shared.size();
   } catch (...) {
     return -1;
   }

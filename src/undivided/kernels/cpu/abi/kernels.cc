@@ -147,10 +147,10 @@ bool runs_in_units(const Attention& a, int64_t kv_heads, bool in_memory) {
 }
 // Whether prefill is faster although there are few rows, because they fill a panel.
 bool fills_panel(const Attention& a) {
-  const int64_t rows = rows_of_group(a), parts = larger_of(1, a.kv_len / kMinPartKeys);
+  const int64_t rows = rows_of_group(a), splits = larger_of(1, a.kv_len / kMinKeysPerSplit);
   if (a.format || (a.dtype == kFloat32 && a.qk_dim <= kMaxDecodedPanel)) return false;
   return rows >= threshold(kTuning.full_panel_rows, kZen4, kTuning.full_panel_rows_zen4) && rows <= kLanes &&
-         a.batch * a.kv_heads * parts >= kMinPanelParts;
+         a.batch * a.kv_heads * splits >= kMinPanelSplits;
 }
 template <class Half>
 bool can_decode(const Attention& a) {

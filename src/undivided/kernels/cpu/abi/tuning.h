@@ -178,11 +178,11 @@ constexpr int64_t kMinHugePageResult = 32 << 20;
 // Below so many query rows the heads of a group share a block, so that no lane is idle.
 // tune-cpu: kShareHeadsBelow
 constexpr int64_t kShareHeadsBelow = 64;
-// Split-KV: keys are divided until there are kPartsTotal blocks of kMinPrefillRows rows, into parts of at least
-// kMinPartKeys keys. A part writes Dv floats per row, little beside its 1024 x (Dk + Dv) multiply-adds.
-// tune-cpu: kMinPartKeys
-// set by: the number of threads to keep busy (kPartsTotal), and the lanes of a panel (kMinPrefillRows)
-constexpr int64_t kPartsTotal = 32, kMinPartKeys = 1024, kMinPrefillRows = 64;
+// Split-KV: the keys of each block of kMinPrefillRows rows are divided until there are kTargetKeySplits splits in all,
+// each of at least kMinKeysPerSplit keys. A split writes Dv floats per row, little beside its 1024 x (Dk + Dv) multiply-adds.
+// tune-cpu: kMinKeysPerSplit
+// set by: the number of threads to keep busy (kTargetKeySplits), and the lanes of a panel (kMinPrefillRows)
+constexpr int64_t kTargetKeySplits = 32, kMinKeysPerSplit = 1024, kMinPrefillRows = 64;
 // Keys of a piece with batch_invariant, a multiple of every key block (docs/decisions/2026-11-27-pieces-of-keys.md).
 // Threads share the pieces of a row until there are so many blocks for each, if the partial results take no more memory.
 // set by: hand (kPieceKeys), a count of rounds (kPieceRounds), and memory (kMaxPieceBytes)
@@ -324,10 +324,10 @@ constexpr int64_t kMaxTileRows = 32, kTilePassRows = 16, kMinKeysOfTwoPasses = 2
 // 1.25, 8 rows 1.8 to 2.0, 2.5 to 2.9.)
 // set by: hand, docs/decisions/2026-12-01-tiles-for-more-rows.md
 constexpr int64_t kMinTileRowsQuantized = 5, kMinTileRowsE4M3 = 3;
-// The rows of a full panel (full_panel_rows) are prefilled if there are so many parts of kMinPartKeys keys, over all
+// The rows of a full panel (full_panel_rows) are prefilled if there are so many splits of kMinKeysPerSplit keys, over all
 // key/value heads, and in fp32 if heads are larger than that.
 // set by: the number of threads to keep busy; hand, docs/decisions/2026-11-29-more-rows-are-decoded.md
-constexpr int64_t kMinPanelParts = 16, kMaxDecodedPanel = 128;
+constexpr int64_t kMinPanelSplits = 16, kMaxDecodedPanel = 128;
 // Keys of a step, at most: the scores of 8 rows take 2 KiB.
 // tune-cpu: kDecodeStepKeys
 constexpr int64_t kDecodeStepKeys = 64;

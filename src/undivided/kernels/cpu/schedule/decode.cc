@@ -73,7 +73,7 @@ void Decoding::cut_pieces(int64_t threads) {
   chunks_.clear();
   for (const Sequence& s : sequences_) {
     const auto [start, stop] = s.extent;
-    const Pieces pieces = pieces_of(*s.problem, s.extent);
+    const KeySplits pieces = pieces_of(*s.problem, s.extent);
     for (int64_t n = 0; n < shape.kv_heads; n += heads_)
       for (int64_t i = 0, key = start; i < s.chunks; i++) {
         const int64_t next = i + 1 < s.chunks ? pieces.start + (i + 1) * pieces.size : std::max(start, stop);

@@ -153,19 +153,19 @@ class Pack {
   explicit Pack(const Attention& a) {
     if (a.batch_invariant && a.first_key) cut_sequences(a);
     if (a.batch_invariant || is_decoding(a)) return;
-    std::vector<DocumentExtent> parts;
+    std::vector<DocumentExtent> extents;
     for (const DocumentExtent& d : find_extents(a)) {
       const Path path = path_of(a, d);
       if (path == Path::kBesideOthers && !paths_.empty() && paths_.back() == path) {
-        DocumentExtent& last = parts.back();
+        DocumentExtent& last = extents.back();
         last.rows += d.rows, last.seen = d.key + d.seen - last.key, last.pairs += d.pairs;
         continue;
       }
-      parts.push_back(d), paths_.push_back(path);
+      extents.push_back(d), paths_.push_back(path);
     }
-    if (parts.size() < 2) return;
+    if (extents.size() < 2) return;
     ranges_.resize((size_t)(a.q_len * a.columns));
-    for (const DocumentExtent& d : parts) add(a, d, ranges_.data());
+    for (const DocumentExtent& d : extents) add(a, d, ranges_.data());
   }
 
   const std::vector<Attention>& problems() const { return problems_; }

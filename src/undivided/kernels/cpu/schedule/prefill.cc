@@ -29,14 +29,14 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
   return cost;
 }
 
-// The keys of a sequence in at most `parts` parts of whole key blocks.
-Pieces parts_of(const Attention& a, int64_t block_keys, int64_t batch, int64_t parts) {
+// The keys of a sequence in at most `splits` splits of whole key blocks; with batch_invariant, its pieces.
+KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, int64_t splits) {
   const KeyExtent extent = key_extent(a, batch);
   if (extent.stop <= extent.start) return {0, 0, 0};
   if (a.batch_invariant) return pieces_of(a, extent);
   const int64_t start = extent.start / block_keys * block_keys,
                 key_blocks = (extent.stop - start + block_keys - 1) / block_keys;
-  const int64_t size = (key_blocks + parts - 1) / parts;
+  const int64_t size = (key_blocks + splits - 1) / splits;
   return {start, size * block_keys, (key_blocks + size - 1) / size};
 }
 
@@ -47,9 +47,9 @@ KeyExtent extent_of(const Attention& a, const RowBlock& block) {
   return key_extent(a, block.batch, row, row + block.rows);
 }
 
-// The parts of the keys of `rows` rows of `heads` heads with batch_invariant: pieces, or 1 if there is enough to do
-// without. A row's result is the same.
-int64_t shared_pieces(const Attention& a, int64_t heads, int64_t rows, int64_t blocks, int64_t threads) {
+// The splits of the keys of `rows` rows of `heads` heads with batch_invariant: one per piece, or one for all pieces if
+// there are enough blocks without. A row's result is the same.
+int64_t invariant_splits(const Attention& a, int64_t heads, int64_t rows, int64_t blocks, int64_t threads) {
   const int64_t pieces = pieces_of(a, {0, a.kv_len}).count;
   const double bytes = (double)(a.batch * heads) * (double)rows * (double)pieces * (double)(partial_size(a) * 4);
   const bool fits = bytes <= (double)kMaxPieceBytes;
@@ -64,10 +64,12 @@ Division divide(const Attention& a, int64_t threads, bool has_partials) {
   d.shares_heads = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.shares_heads ? a.kv_heads : a.heads, d.rows = d.shares_heads ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
-  if (a.batch_invariant) d.parts = shared_pieces(a, d.heads, d.rows, blocks, threads);
-  else if (a.v_dim % 16) d.parts = 1;
-  else d.parts = std::max(std::min((kPartsTotal + blocks - 1) / blocks, a.kv_len / kMinPartKeys), (int64_t)1);
-  d.has_partials = has_partials || d.parts > 1;
+  if (a.batch_invariant) d.key_splits = invariant_splits(a, d.heads, d.rows, blocks, threads);
+  else if (a.v_dim % 16) d.key_splits = 1;
+  else
+    d.key_splits =
+        std::max(std::min((kTargetKeySplits + blocks - 1) / blocks, a.kv_len / kMinKeysPerSplit), (int64_t)1);
+  d.has_partials = has_partials || d.key_splits > 1;
   return d;
 }
 
@@ -109,10 +111,10 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
   // blocks of unequal cost
   const int64_t max_rows = whole_panels(k.block_rows(a, short_keys)), min_rounds = a.ranges || a.band ? 2 : 1;
   int64_t best = max_rows, best_time = INT64_MAX;
-  for (int64_t pieces = std::max((d.rows + max_rows - 1) / max_rows, (int64_t)1), rows = max_rows, rounds = 0;
-       threads > 1 && rows > k.panel && rounds < kMaxRounds; pieces++) {
-    const int64_t blocks = a.batch * d.heads * pieces * d.parts;
-    rows = whole_panels((d.rows + pieces - 1) / pieces);
+  for (int64_t row_blocks = std::max((d.rows + max_rows - 1) / max_rows, (int64_t)1), rows = max_rows, rounds = 0;
+       threads > 1 && rows > k.panel && rounds < kMaxRounds; row_blocks++) {
+    const int64_t blocks = a.batch * d.heads * row_blocks * d.key_splits;
+    rows = whole_panels((d.rows + row_blocks - 1) / row_blocks);
     rounds = std::max((blocks + threads - 1) / threads, min_rounds);
     // plus a quarter of a block, because threads do not start at the same time
     const int64_t time = (4 * rounds + 1) * (rows + k.packing_rows);
@@ -127,11 +129,11 @@ BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt, boo
     : a_(a), k_(*kernels(a).prefill(a, attempt)), d_(divide(a, threads, has_partials)), threads_(threads) {}
 
 int64_t BlockProblem::partial_floats() const {
-  return d_.has_partials ? a_.batch * d_.heads * d_.parts * d_.rows * partial_size(a_) : 0;
+  return d_.has_partials ? a_.batch * d_.heads * d_.key_splits * d_.rows * partial_size(a_) : 0;
 }
 
 // Consecutive rows of a span, one head after another, so that a head's keys stay in L2 (2048 and 4096 tokens: up to 7 %
-// faster than with the first rows of all heads first). Parts of the keys come one after another, each with all heads,
+// faster than with the first rows of all heads first). Splits of the keys come one after another, each with all heads,
 // which may share pages of memory: the next block's first keys are then prefetched faster (Zen 5, 16 and 32 rows over
 // 4096 keys of 8 heads side by side: 1.02 to 1.07).
 void BlockProblem::cut(float* partials) {
@@ -146,7 +148,7 @@ void BlockProblem::cut(float* partials) {
 
 void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys) {
   const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, short_keys, threads_), stop = row + rows;
-  const Pieces keys = d_.has_partials ? parts_of(a_, k_.block_keys, b, d_.parts) : Pieces();
+  const KeySplits keys = d_.has_partials ? split_keys(a_, k_.block_keys, b, d_.key_splits) : KeySplits();
   std::vector<RowBlock> head_blocks;
   for (; row < stop; row += step) {
     rows = std::min(step, stop - row);
@@ -154,15 +156,15 @@ void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys)
     block.short_keys = short_keys;
     head_blocks.push_back(block);
   }
-  const int64_t parts = d_.has_partials ? keys.count : 1;
-  for (int64_t part = 0; part < parts; part++)
+  const int64_t splits = d_.has_partials ? keys.count : 1;
+  for (int64_t split = 0; split < splits; split++)
     for (int64_t h = 0; h < d_.heads; h++)
       for (RowBlock block : head_blocks) {
         block.first_head = d_.shares_heads ? h * group : h, block.kv_head = d_.shares_heads ? h : h / group;
         if (d_.has_partials) {
-          block.key = keys.start + part * keys.size, block.key_stop = block.key + keys.size;
+          block.key = keys.start + split * keys.size, block.key_stop = block.key + keys.size;
           block.partials =
-              partials_ + (((b * d_.heads + h) * d_.parts + part) * d_.rows + block.row) * partial_size(a_);
+              partials_ + (((b * d_.heads + h) * d_.key_splits + split) * d_.rows + block.row) * partial_size(a_);
         }
         blocks_.push_back(block);
       }
@@ -184,13 +186,13 @@ int64_t BlockProblem::piece_bytes(int64_t rows) const {
 
 void BlockProblem::run(int64_t index, char* scratch) {
   const RowBlock& block = blocks_[(size_t)index];
-  const Pieces pieces = d_.has_partials || !a_.batch_invariant ? Pieces() : pieces_of(a_, extent_of(a_, block));
+  const KeySplits pieces = d_.has_partials || !a_.batch_invariant ? KeySplits() : pieces_of(a_, extent_of(a_, block));
   if (!is_out_of_range_ && !(pieces.count > 1 ? run_pieces(block, pieces, scratch) : k_.block(a_, block, scratch)))
     is_out_of_range_ = true;
 }
 
 // All pieces of some rows, and their merge.
-bool BlockProblem::run_pieces(const RowBlock& block, const Pieces& pieces, char* scratch) {
+bool BlockProblem::run_pieces(const RowBlock& block, const KeySplits& pieces, char* scratch) {
   char* const rest = scratch + piece_bytes(block.rows);
   fence(scratch, rest - scratch - kFenceBytes, rest);
   RowBlock piece = block;
@@ -210,19 +212,20 @@ bool BlockProblem::run_pieces(const RowBlock& block, const Pieces& pieces, char*
 }
 
 float** BlockProblem::list_partials(int64_t batch, int64_t head, int64_t row, float** to) const {
-  const int64_t count = parts_of(a_, k_.block_keys, batch, d_.parts).count;
-  float* partials = partials_ + ((batch * d_.heads + head) * d_.parts * d_.rows + row) * partial_size(a_);
-  for (int64_t part = 0; part < count; part++) *to++ = partials + part * d_.rows * partial_size(a_);
+  const int64_t count = split_keys(a_, k_.block_keys, batch, d_.key_splits).count;
+  float* partials = partials_ + ((batch * d_.heads + head) * d_.key_splits * d_.rows + row) * partial_size(a_);
+  for (int64_t split = 0; split < count; split++) *to++ = partials + split * d_.rows * partial_size(a_);
   return to;
 }
 
 // Rows of a head by themselves, so that threads share them.
 int BlockProblem::merge(int64_t threads) {
   if (!d_.has_partials) return kOk;
-  const int64_t group = a_.heads / a_.kv_heads, pieces = (d_.rows + kMergedRows - 1) / kMergedRows;
-  const int64_t units = a_.batch * d_.heads * pieces;
+  const int64_t group = a_.heads / a_.kv_heads, head_units = (d_.rows + kMergedRows - 1) / kMergedRows;
+  const int64_t units = a_.batch * d_.heads * head_units;
   return merge_units(units, partial_floats(), max_places(), threads, [&](int64_t unit, float** partials) {
-    const int64_t b = unit / pieces / d_.heads, h = unit / pieces % d_.heads, first = unit % pieces * kMergedRows;
+    const int64_t b = unit / head_units / d_.heads, h = unit / head_units % d_.heads,
+                  first = unit % head_units * kMergedRows;
     const int64_t count = list_partials(b, h, 0, partials) - partials;
     for (int64_t r = first; r < std::min(first + kMergedRows, d_.rows); r++)
       kernels(a_).merge(a_, b, (d_.shares_heads ? h * group : h) + r / a_.q_len, r % a_.q_len, partials, count,

@@ -14,7 +14,7 @@ namespace undivided {
 struct Division {
   int64_t heads, rows;  // rows of a head
   bool shares_heads;    // the heads of a group share a block
-  int64_t parts;        // of the keys
+  int64_t key_splits;   // of a head's keys
   bool has_partials;    // whether the blocks write partial results
 };
 
@@ -32,7 +32,7 @@ class BlockProblem {
   // Writes the places of a row's partial results, at most max_places(), and returns the end of the list. Those of the
   // head's next row follow at distance partial_size.
   float** list_partials(int64_t batch, int64_t head, int64_t row, float** to) const;
-  int64_t max_places() const { return d_.parts; }
+  int64_t max_places() const { return d_.key_splits; }
   bool is_out_of_range() const { return is_out_of_range_; }
 
   const Attention& problem() const { return a_; }
@@ -41,7 +41,7 @@ class BlockProblem {
  private:
   void add(int64_t b, int64_t row, int64_t rows, int64_t short_keys);
   int64_t piece_bytes(int64_t rows) const;
-  bool run_pieces(const RowBlock& block, const Pieces& pieces, char* scratch);
+  bool run_pieces(const RowBlock& block, const KeySplits& pieces, char* scratch);
 
   const Attention& a_;
   const Kernels& k_;

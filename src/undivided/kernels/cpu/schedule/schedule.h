@@ -83,11 +83,12 @@ inline KeyExtent key_extent(const Attention& a, int64_t batch) { return key_exte
 inline int64_t piece_keys(const Attention& a) {
   return a.batch_invariant && a.v_dim % 16 == 0 && !a.dropout ? kPieceKeys : INT64_MAX;
 }
-// The pieces that have the keys of an extent.
-struct Pieces {
+// Consecutive splits of some keys: `count` of `size` keys each, the first of which begins at key `start`.
+struct KeySplits {
   int64_t start, size, count;
 };
-inline Pieces pieces_of(const Attention& a, const KeyExtent& extent) {
+// The pieces that have the keys of an extent.
+inline KeySplits pieces_of(const Attention& a, const KeyExtent& extent) {
   const int64_t size = piece_keys(a);
   if (extent.stop <= extent.start) return {0, size, 0};
   const int64_t start = extent.start / size * size;
