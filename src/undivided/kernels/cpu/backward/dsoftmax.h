@@ -1,4 +1,4 @@
-// The elementwise part of the backward: scores and dP of a panel become P and dS.
+// The elementwise step of the backward: scores and dP of a panel become P and dS.
 #pragma once
 
 #include "backward/rows.h"

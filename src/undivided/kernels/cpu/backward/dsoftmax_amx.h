@@ -36,7 +36,7 @@ INLINE void store_halves(Float16* to, Vec low, Vec high) {
 
 // The same for numbers in parts.
 template <int P, class Half>
-INLINE void store_parts(Half* to, const Pieces<Half, P>& low, const Pieces<Half, P>& high) {
+INLINE void store_parts(Half* to, const PartVectors<Half, P>& low, const PartVectors<Half, P>& high) {
 #pragma GCC unroll 3
   for (int p = 0; p < P; p++) *(__m512i_u*)(to + p * kBlockKeys * kPanel) = Parts<Half>::join(low[p], high[p]);
 }
@@ -54,7 +54,7 @@ INLINE void store_dsoftmax(const DSoftmaxResult (&x)[2][kVectors], Half* weights
 }
 template <int P, class Half>
 INLINE void store_dsoftmax_parts(const DSoftmaxResult (&x)[2][kVectors], Half* weights, Half* scores, float* pairs) {
-  Pieces<Half, P> parts[2][kVectors];
+  PartVectors<Half, P> parts[2][kVectors];
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
 #pragma GCC unroll 2

@@ -53,7 +53,7 @@ struct RowPass {
   RowPrefetch next;
   alignas(64) float uniform_ds_scale[kPanel];  // see DSoftmaxInputs; if all rows have the same
 
-  // The block's part of one of the Backward's arrays.
+  // Where the block's rows begin in one of the Backward's arrays.
   const float* of_rows(const float* array) const { return array + head.index * p.panels * kPanel + block.row; }
   // Of a panel: ds_scale (see DSoftmaxInputs), and the factor that undoes the scales of its dQ.
   const float* ds_scale(int64_t panel) const {

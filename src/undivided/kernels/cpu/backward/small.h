@@ -29,7 +29,7 @@ INLINE bool is_small_faster(const Attention& a, const Gradients& g) {
   if (kParts<Mode> == 1) return is_small(a, g, kMaxSmallBackwardAmx16);
   if (!kIsFloat32<Mode> || !is_small(a, g)) return false;
   return kParts<Mode> == 3 || smaller_of(rows_of_group(a), a.kv_len) < kMinAmxBackward32 ||
-         filled_part(a) < kMinAmxBackwardFill;
+         filled_fraction(a) < kMinAmxBackwardFill;
 }
 #endif
 
@@ -105,7 +105,7 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
     const auto [q, grad] = row_pointers<T>(p, block, r);
     h.q[n] = as_floats(q, a.qk_dim, n, w.q), h.grad[n] = as_floats(grad, a.v_dim, n, w.grad);
     for (int side = 0; side < 2; side++) h.start[side][n] = h.start[side][r], h.stop[side][n] = h.stop[side][r];
-    const Segment own = h.visible[r];  // empty if the keys that the row sees are not in this part of the keys
+    const Segment own = h.visible[r];  // empty if the row sees none of these keys
     h.visible[n] = own.start < own.stop ? Segment{own.start - h.first_key, own.stop - h.first_key} : Segment{0, 0};
     h.rows++;
   }

@@ -113,7 +113,7 @@ class DecodeAmx {
         score_blocks<decltype(count)::value, decltype(in_place)::value>(q, k, d, raw, prefetch);
         q += count * kQueryBlock;
       });
-      if constexpr (kIsQuantized<T>) multiply_by_key_scales<kPassRows>(k.part, step.keys, raw);
+      if constexpr (kIsQuantized<T>) multiply_by_key_scales<kPassRows>(k.rows, step.keys, raw);
     }
   }
   float* to_scores(const HeadState& state, const float* raw, int64_t keys) {
@@ -130,7 +130,7 @@ class DecodeAmx {
     const Operand v = {values_of(a, step, n), step.keys, a.v_s};
     const int64_t unit = unit_floats(a);
     [[maybe_unused]] float scales[kDecodeStepKeys];
-    if constexpr (kIsQuantized<T>) read_scales(v.part, step.keys, scales);
+    if constexpr (kIsQuantized<T>) read_scales(v.rows, step.keys, scales);
     for (int64_t r = 0; r < state.rows; r++) {
       for (int64_t g = 0; g < groups_of(step.keys); g++) {
         Vec w = load(weights + r * kDecodeStepKeys + g * kGroup);
@@ -185,24 +185,24 @@ class DecodeAmx {
 
   // Rows of K or V.
   struct Operand {
-    StepPart<T> part;
+    HeadRows<T> rows;
     int64_t keys, stride;
   };
   // Before load_group: converts columns [d, d + 64) of all groups, if they are quantised. A tile that is loaded just
   // after it was stored would wait for the stores.
   void convert_groups(const Operand& o, int64_t d) {
     if constexpr (kIsQuantized<T>)
-      for (int64_t g = 0; g < groups_of(o.keys); g++) fill_tiles(o.part, g * kGroup, d, copies_ + g * kCopyBytes);
+      for (int64_t g = 0; g < groups_of(o.keys); g++) fill_tiles(o.rows, g * kGroup, d, copies_ + g * kCopyBytes);
   }
   // Loads columns [d, d + 32) of a group as tile N, 3 or 4.
   template <int N, bool InPlace>
   void load_group(const Operand& o, int64_t g, int64_t d) {
     char* copy = copies_ + (N - 3) * kTileBytes;
     if constexpr (kIsQuantized<T>) return tile_load<N>(copy + g * kCopyBytes, 64);
-    const T* const* at = o.part.row + g * kGroup;
-    if constexpr (InPlace) return tile_load<N>((const char*)(at[0] + o.part.offset + d), o.stride * 2);
+    const T* const* at = o.rows.row + g * kGroup;
+    if constexpr (InPlace) return tile_load<N>((const char*)(at[0] + o.rows.offset + d), o.stride * 2);
     const int64_t count = smaller_of(kGroup, o.keys - g * kGroup);
-    for (int64_t i = 0; i < count; i++) memcpy(copy + i * 64, at[i] + o.part.offset + d, 64);
+    for (int64_t i = 0; i < count; i++) memcpy(copy + i * 64, at[i] + o.rows.offset + d, 64);
     memset(copy + count * 64, 0, (size_t)((kGroup - count) * 64));
     tile_load<N>(copy, 64);
   }

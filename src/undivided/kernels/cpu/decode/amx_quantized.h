@@ -45,7 +45,7 @@ INLINE void restore_columns(float* sums, int64_t dim) {
 
 // Fills the two tiles of columns [d, d + 64) of 16 rows from row `first` on: 1 KiB each, one after the other.
 template <class T>
-INLINE void fill_tiles(const StepPart<T>& rows, int64_t first, int64_t d, char* tiles) {
+INLINE void fill_tiles(const HeadRows<T>& rows, int64_t first, int64_t d, char* tiles) {
 #pragma GCC unroll 2
   for (int64_t i = 0; i < kTileRows; i++) {
     __m512i x, y;
@@ -56,7 +56,7 @@ INLINE void fill_tiles(const StepPart<T>& rows, int64_t first, int64_t d, char* 
 
 // Multiplies scores [key][Rows] by the scale of each key.
 template <int Rows, class T>
-INLINE void multiply_by_key_scales(const StepPart<T>& keys, int64_t count, float* scores) {
+INLINE void multiply_by_key_scales(const HeadRows<T>& keys, int64_t count, float* scores) {
   for (int64_t j = 0; j < count; j++) {
     const float scale = keys.scale[j][keys.scale_offset];
     for (int r = 0; r < Rows; r++) scores[j * Rows + r] *= scale;

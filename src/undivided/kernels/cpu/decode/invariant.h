@@ -9,8 +9,8 @@
 // numbers that prefill multiplies: 8 bits in registers, and their scales multiply scores and weights; 4 bits in registers
 // too on multiply-adds, else in L1, a few keys of a head at a time.
 //
-// Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in parts, in the order of memory,
-// K of a key block before its V, while the next part is prefetched. A unit has a piece of the keys of its heads.
+// Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in steps, in the order of memory,
+// K of a key block before its V, while the next step is prefetched. A unit has a piece of the keys of its heads.
 #pragma once
 
 #include "decode/invariant_keys.h"
@@ -30,7 +30,7 @@ class InvariantUnit {
  public:
   typedef typename Mode::T T;
   typedef InvariantKeys<Mode, kQuantized> Keys;
-  typedef typename Keys::PartRows PartRows;
+  typedef typename Keys::KeyStepRows KeyStepRows;
   typedef typename Keys::Key Key;
   typedef typename Keys::Products Products;
   typedef typename Products::Arith Arith;
@@ -46,27 +46,27 @@ class InvariantUnit {
     for (int64_t i = 0; i < heads_ * padded_; i++) max_score_[i] = -kInfinity, total_[i] = 0;
     memset(sums_, 0, (size_t)(heads_ * padded_ * sum_stride_) * 4);
     const int64_t bytes_of_key = heads_ * keys_.stored() * (int64_t)sizeof(Key);
-    const auto keys_of_part = [&](int64_t bytes, int64_t min) {
+    const auto keys_of_step = [&](int64_t bytes, int64_t min) {
       return larger_of(min, smaller_of(kDecodeStepKeys, bytes / bytes_of_key / min * min));
     };
-    const int64_t score_keys = keys_of_part(kQuantized ? kInvariantQuantizedBytes : kInvariantKeyBytes, 16),
-                  value_keys = keys_of_part(kQuantized ? kInvariantQuantizedBytes : kInvariantValueBytes, 4);
-    const KeyParts parts(*panel_, chunk.key, chunk.key + chunk.keys, score_keys, value_keys);
-    PartRows *current = steps_, *following = steps_ + 1;
-    KeyPart part = parts.first();
-    if (part.keys > 0) keys_.find(chunk, part, *current);
-    while (part.keys > 0) {
-      const KeyPart next = parts.after(part);
+    const int64_t score_keys = keys_of_step(kQuantized ? kInvariantQuantizedBytes : kInvariantKeyBytes, 16),
+                  value_keys = keys_of_step(kQuantized ? kInvariantQuantizedBytes : kInvariantValueBytes, 4);
+    const KeySteps all_steps(*panel_, chunk.key, chunk.key + chunk.keys, score_keys, value_keys);
+    KeyStepRows *current = steps_, *following = steps_ + 1;
+    KeyStep step = all_steps.first();
+    if (step.keys > 0) keys_.find(chunk, step, *current);
+    while (step.keys > 0) {
+      const KeyStep next = all_steps.after(step);
       following->rows.lines = following->rows.regions = 0;
       if (next.keys > 0) keys_.find(chunk, next, *following);
       else if (next_chunk && next_chunk->keys > 0)
         keys_.find(*next_chunk, {next_chunk->key, smaller_of(next_chunk->keys, score_keys), false, 0, 0}, *following);
-      if (part.values) add_values(part, *current, following->rows);
-      else multiply_scores(part, *current, following->rows);
-      if (!part.values && next.values) finish_scores(next.key, part.key + part.keys);
-      if (part.values && !next.values) add_block_sums();
+      if (step.values) add_values(step, *current, following->rows);
+      else multiply_scores(step, *current, following->rows);
+      if (!step.values && next.values) finish_scores(next.key, step.key + step.keys);
+      if (step.values && !next.values) add_block_sums();
       std::swap(current, following);
-      part = next;
+      step = next;
     }
     write_all(chunk);
   }
@@ -84,14 +84,14 @@ class InvariantUnit {
     sums_ = floats(all * sum_stride_), block_sums_ = floats(all * sum_stride_);
     step_weights_ = floats(kQuantized ? padded_ * kWeightStride : 0);
     max_score_ = floats(all), total_ = floats(all), row_ = floats(a.v_dim);
-    steps_ = (PartRows*)arena.allocate(2 * (int64_t)sizeof(PartRows));
+    steps_ = (KeyStepRows*)arena.allocate(2 * (int64_t)sizeof(KeyStepRows));
     non_finite_ = (uint8_t*)arena.allocate(checks_finite() ? heads * rows : 0);
     bytes = arena.bytes, rest_ = scratch ? scratch + bytes : nullptr;
     if (checks_finite()) bytes += InvariantUnit(a, 1, 1, nullptr).bytes;
   }
 
   static constexpr int64_t kScoreStride = kBlockKeys + 2 * kLanes;
-  static constexpr int64_t kWeightStride = kDecodeStepKeys / (Arith::kPairs ? 2 : 1);  // of the weights of a part
+  static constexpr int64_t kWeightStride = kDecodeStepKeys / (Arith::kPairs ? 2 : 1);  // of the weights of a step
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
   // Whether rows may have a weight of 0 for keys that other rows see.
   bool checks_finite() const { return a_.q_len > 1 && rows_ > 1 && (a_.ranges || a_.band); }
@@ -114,15 +114,15 @@ class InvariantUnit {
     }
   }
 
-  void multiply_scores(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
-    const int64_t vectors_of_keys = (part.keys + kLanes - 1) / kLanes;
+  void multiply_scores(const KeyStep& step, const KeyStepRows& current, const StepRows<Key>& following) {
+    const int64_t vectors_of_keys = (step.keys + kLanes - 1) / kLanes;
     int64_t steps = vectors_of_keys * (depth() / kLanes);  // of prefetch, per head
     if (keys_.reads_bytes) steps = (vectors_of_keys + 1) / 2 * (a_.qk_dim / kBytesPerPrefetch);
     if (keys_.reads_nibbles) steps = (vectors_of_keys + 1) / 2 * (a_.qk_dim / kNibblesPerPrefetch);
     StepPrefetch prefetch(following, heads_ * steps);
-    const int64_t at = part.key % kBlockKeys;
-    for (int64_t j = 0, vectors; j < part.keys; j += vectors * kLanes) {
-      vectors = part.keys - j > kLanes && (kQuantized || key_vectors_at_once((int)padded_) > 1) ? 2 : 1;
+    const int64_t at = step.key % kBlockKeys;
+    for (int64_t j = 0, vectors; j < step.keys; j += vectors * kLanes) {
+      vectors = step.keys - j > kLanes && (kQuantized || key_vectors_at_once((int)padded_) > 1) ? 2 : 1;
       for (int64_t n = 0; n < heads_; n++)
         with_padded_rows(padded_, [&](auto rows) {
           constexpr int R = decltype(rows)::value;
@@ -147,7 +147,7 @@ class InvariantUnit {
     }
   }
   template <int R>
-  void score_bytes_of(const float* q, const PartRows& from, int64_t j, int64_t vectors, int64_t n, float* scores,
+  void score_bytes_of(const float* q, const KeyStepRows& from, int64_t j, int64_t vectors, int64_t n, float* scores,
                       StepPrefetch& prefetch) {
     if constexpr (Keys::kWidens) {
       const float* keys = keys_.transpose_stored(from, j, vectors, n);
@@ -158,7 +158,7 @@ class InvariantUnit {
       });
     }
   }
-  void scale_scores(const PartRows& from, int64_t j, int64_t vectors, int64_t n, float* scores) const {
+  void scale_scores(const KeyStepRows& from, int64_t j, int64_t vectors, int64_t n, float* scores) const {
     for (int64_t k = 0; k < vectors; k++, scores += kLanes) {
       float scale[kLanes];
       for (int64_t i = 0; i < kLanes; i++) scale[i] = from.scales.row[j + k * kLanes + i][n * a_.k_scale_h];
@@ -172,7 +172,7 @@ class InvariantUnit {
   // Turns the scores of a key block into weights, and sets the factors of the earlier sums. [start, stop): from the
   // first to the last key of the block that some row sees.
   void finish_scores(int64_t start, int64_t stop) {
-    const int64_t block = KeyParts::block_of(start), from = start - block, to = stop - block;
+    const int64_t block = KeySteps::block_of(start), from = start - block, to = stop - block;
     const int64_t first = from / kLanes * kLanes, last = round_up(to, kLanes);
     const float factor = score_unit<Products>(a_).log2;
     const bool covered = panel_->covers(start, stop);
@@ -234,18 +234,18 @@ class InvariantUnit {
     }
   }
 
-  void add_values(const KeyPart& part, const PartRows& current, const StepRows<Key>& following) {
+  void add_values(const KeyStep& step, const KeyStepRows& current, const StepRows<Key>& following) {
     const int64_t keys_per_step = Arith::kPairs ? 2 : keys_per_prefetch((int)smaller_of(padded_, 4));
     if constexpr (Keys::kWidens && Arith::kPairs)
-      if (keys_.scales_rows) return add_byte_pairs(part, current, following);
+      if (keys_.scales_rows) return add_byte_pairs(step, current, following);
     const int64_t passes = passes_of_values(padded_, a_.v_dim, Arith::kPairs ? 2 : 1);
-    StepPrefetch prefetch(following, larger_of(heads_ * passes * (part.keys / keys_per_step), 1));
-    const int64_t first = part.key % kBlockKeys;
+    StepPrefetch prefetch(following, larger_of(heads_ * passes * (step.keys / keys_per_step), 1));
+    const int64_t first = step.key % kBlockKeys;
     for (int64_t n = 0; n < heads_; n++) {
       const float* weights = scores_ + n * padded_ * kScoreStride;
       int64_t stride = kScoreStride, at = first;
       if constexpr (kQuantized)
-        if (keys_.scales_rows) at = scale_weights(part, current, n), weights = step_weights_, stride = kWeightStride;
+        if (keys_.scales_rows) at = scale_weights(step, current, n), weights = step_weights_, stride = kWeightStride;
       const auto for_rows = [&](auto f) INLINE_LAMBDA {  // f(R, weights, sums), of at most four rows
         for (int64_t r = 0; r < padded_; r += 4)
           with_padded_rows(smaller_of(padded_, 4), [&](auto R) INLINE_LAMBDA {
@@ -255,7 +255,7 @@ class InvariantUnit {
       };
       const auto add = [&](const auto* const* row, int64_t offset) {
         for_rows([&](auto R, const float* from, float* sums) INLINE_LAMBDA {
-          add_all_values<Products, R.value>(from, stride, row, offset, at, part.keys, a_.v_dim, sums, prefetch);
+          add_all_values<Products, R.value>(from, stride, row, offset, at, step.keys, a_.v_dim, sums, prefetch);
         });
       };
       if constexpr (Keys::kWidens && !Arith::kPairs)
@@ -265,21 +265,21 @@ class InvariantUnit {
         }
       if (keys_.reads_nibbles) {
         for_rows([&](auto R, const float* from, float* sums) {
-          keys_.template add_four_bits<R.value, kScoreStride>(from + at, current, part.keys, n, sums, prefetch);
+          keys_.template add_four_bits<R.value, kScoreStride>(from + at, current, step.keys, n, sums, prefetch);
         });
       } else {
-        const auto [row, offset] = keys_.values(current, part.keys, n);
+        const auto [row, offset] = keys_.values(current, step.keys, n);
         add(row, offset);
       }
     }
   }
-  // The weights of a part, multiplied by the scales of its values, to step_weights_. Returns the place of the first key
+  // The weights of a step, multiplied by the scales of its values, to step_weights_. Returns the place of the first key
   // there: 1 if it is the second of a pair.
-  int64_t scale_weights(const KeyPart& part, const PartRows& from, int64_t n) {
-    const int64_t first = part.key % kBlockKeys, place = Arith::kPairs ? first % 2 : 0, count = place + part.keys;
+  int64_t scale_weights(const KeyStep& step, const KeyStepRows& from, int64_t n) {
+    const int64_t first = step.key % kBlockKeys, place = Arith::kPairs ? first % 2 : 0, count = place + step.keys;
     float scale[kDecodeStepKeys + kLanes];
     scale[0] = 0;
-    for (int64_t j = 0; j < part.keys; j++) scale[place + j] = from.scales.row[j][n * a_.v_scale_h];
+    for (int64_t j = 0; j < step.keys; j++) scale[place + j] = from.scales.row[j][n * a_.v_scale_h];
     for (int64_t j = count; j < round_up(count, kLanes); j++) scale[j] = 0;
     for (int64_t r = 0; r < padded_; r++) {
       const float* weights = scores_ + (n * padded_ + r) * kScoreStride + first - place;
@@ -293,18 +293,18 @@ class InvariantUnit {
     return place;
   }
   // add_values for numbers of 8 bits on bf16 dot products.
-  void add_byte_pairs([[maybe_unused]] const KeyPart& part, [[maybe_unused]] const PartRows& current,
+  void add_byte_pairs([[maybe_unused]] const KeyStep& step, [[maybe_unused]] const KeyStepRows& current,
                       [[maybe_unused]] const StepRows<Key>& following) {
 #if defined(__AVX512BF16__)
     keys_.with_row_format([&](auto type) {
       typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
       typedef PairFormat<Byte> Format;
       static_assert(kWeightStride == kStepPairs);
-      const int64_t steps = Format::template value_passes<1>(a_.v_dim) * (part.keys / Format::kKeysPerPrefetch);
+      const int64_t steps = Format::template value_passes<1>(a_.v_dim) * (step.keys / Format::kKeysPerPrefetch);
       StepPrefetch prefetch(following, larger_of(heads_ * (padded_ > 4 ? 2 : 1) * steps, 1));
       for (int64_t n = 0; n < heads_; n++) {
-        const int64_t place = scale_weights(part, current, n);
-        StepPart<Byte> rows = {(const Byte* const*)(const void*)current.rows.row, n * a_.v_h, nullptr, 0};
+        const int64_t place = scale_weights(step, current, n);
+        HeadRows<Byte> rows = {(const Byte* const*)(const void*)current.rows.row, n * a_.v_h, nullptr, 0};
         const auto add = [&](const uint32_t* weights, int64_t keys) {
           for_each_pass<kRowsOfPairs>(padded_, [&](auto count, int64_t r) {
             const PairSums to = {block_sums_ + (n * padded_ + r) * sum_stride_, sum_stride_,
@@ -319,7 +319,7 @@ class InvariantUnit {
           add(alone, 1);
           rows.row++, weights++;
         }
-        add(weights, part.keys - place);
+        add(weights, step.keys - place);
       }
     });
 #endif
@@ -388,8 +388,8 @@ class InvariantUnit {
   int64_t batch_ = 0, head_ = 0, first_row_ = 0;
   Panel* panel_;
   float *q_, *scores_, *sums_, *block_sums_, *max_score_, *total_, *row_;
-  PartRows* steps_;
-  float* step_weights_;  // of one part
+  KeyStepRows* steps_;
+  float* step_weights_;  // of one step
   uint8_t* non_finite_;
   char* rest_;
 };

@@ -1,9 +1,9 @@
 // The keys and values of decoding with batch_invariant (decode/invariant.h), as the numbers that prefill multiplies:
-// where the rows of a part are, keys transposed to one key per lane, and quantised rows as numbers.
+// where the rows of a step are, keys transposed to one key per lane, and quantised rows as numbers.
 #pragma once
 
 #include "decode/invariant_nibbles.h"
-#include "decode/invariant_parts.h"
+#include "decode/invariant_steps.h"
 
 namespace {
 
@@ -34,20 +34,20 @@ class InvariantKeys {
         kQuantized ? kDecodeStepKeys * larger_of(a.qk_dim, a.v_dim) * (int64_t)sizeof(Number) : 0);
   }
 
-  // Where the rows of a part are, and their scales.
-  struct PartRows {
+  // Where the rows of a step are, and their scales.
+  struct KeyStepRows {
     StepRows<Key> rows;
     std::conditional_t<kQuantized, StepRows<float>, char> scales;
   };
-  void find(const KeyChunk& chunk, const KeyPart& part, PartRows& to) const {
+  void find(const KeyChunk& chunk, const KeyStep& step, KeyStepRows& to) const {
     const Attention& a = *chunk.problem;
     const int64_t b = chunk.batch, h = chunk.kv_head, heads = chunk.kv_heads;
-    const bool values = part.values;
+    const bool values = step.values;
     const int64_t dim = values ? a.v_dim : a.qk_dim;
-    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), part.key, part.keys, stored_of(dim), heads,
+    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), step.key, step.keys, stored_of(dim), heads,
                  values ? a.v_h : a.k_h);
     if constexpr (kQuantized) {
-      to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), part.key, part.keys, scales_in(dim), heads,
+      to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), step.key, step.keys, scales_in(dim), heads,
                      values ? a.v_scale_h : a.k_scale_h);
       if (scales_rows) to.scales.prefetch_all();  // as in decode/chunk.h
       else to.rows.prefetch_with(to.scales);
@@ -56,8 +56,8 @@ class InvariantKeys {
   // Elements of type Key in a row of K or of V, the larger number; an element is a byte if they are quantised.
   int64_t stored() const { return larger_of(stored_of(a_.qk_dim), stored_of(a_.v_dim)); }
 
-  // `vectors` vectors of keys of the n-th head, from the j-th key of a part on: [Scalar][key].
-  const float* transpose(const PartRows& from, int64_t j, int64_t vectors, int64_t n, StepPrefetch& prefetch) {
+  // `vectors` vectors of keys of the n-th head, from the j-th key of a step on: [Scalar][key].
+  const float* transpose(const KeyStepRows& from, int64_t j, int64_t vectors, int64_t n, StepPrefetch& prefetch) {
     const int64_t offset = n * a_.k_h;
     if constexpr (!kQuantized) {
       transpose_keys<Products>(from.rows.row + j, offset, depth(), vectors, transposed_, prefetch);
@@ -77,13 +77,13 @@ class InvariantKeys {
     return transposed_;
   }
   // The same for numbers of 8 bits as they are in memory, if `reads_bytes`: four in a Scalar.
-  const float* transpose_stored(const PartRows& from, int64_t j, int64_t vectors, int64_t n) {
+  const float* transpose_stored(const KeyStepRows& from, int64_t j, int64_t vectors, int64_t n) {
     transpose_bytes(from.rows.row + j, n * a_.k_h, stored_of(a_.qk_dim), vectors, transposed_);
     return transposed_;
   }
-  // Scores of the n-th head with `vectors` vectors of keys of 4 bits, from the j-th key of a part on.
+  // Scores of the n-th head with `vectors` vectors of keys of 4 bits, from the j-th key of a step on.
   template <int R>
-  void score_four_bits(const float* q, const PartRows& from, int64_t j, int64_t vectors, int64_t n, float* scores,
+  void score_four_bits(const float* q, const KeyStepRows& from, int64_t j, int64_t vectors, int64_t n, float* scores,
                        int64_t stride, StepPrefetch& prefetch) {
     if constexpr (kWidens && !Arith::kPairs) {
       const float* keys = transpose_stored(from, j, vectors, n);
@@ -95,12 +95,12 @@ class InvariantKeys {
       multiply(q, keys, group_scales_, a_.qk_dim / kNibbles, scores, stride, prefetch);
     }
   }
-  // Adds the values of a part to the sums of R rows of the n-th head. Stride: of the rows of weights.
+  // Adds the values of a step to the sums of R rows of the n-th head. Stride: of the rows of weights.
   template <int R, int64_t Stride>
-  void add_four_bits(const float* weights, const PartRows& from, int64_t keys, int64_t n, float* sums,
+  void add_four_bits(const float* weights, const KeyStepRows& from, int64_t keys, int64_t n, float* sums,
                      StepPrefetch& prefetch) {
     if constexpr (kWidens && !Arith::kPairs) {
-      const StepPart<Int4> values = {(const Int4* const*)(const void*)from.rows.row, n * a_.v_h, from.scales.row,
+      const HeadRows<Int4> values = {(const Int4* const*)(const void*)from.rows.row, n * a_.v_h, from.scales.row,
                                      n * a_.v_scale_h};
       decode_value_step<R, Stride>(weights, values, a_.v_dim, keys, sums, a_.v_dim, prefetch);
     }
@@ -111,7 +111,7 @@ class InvariantKeys {
     const Number* const* row;
     int64_t offset;
   };
-  NumberRows values(const PartRows& from, int64_t keys, int64_t n) {
+  NumberRows values(const KeyStepRows& from, int64_t keys, int64_t n) {
     if constexpr (!kQuantized) return {from.rows.row, n * a_.v_h};
     else return dequantized(from, 0, keys, n * a_.v_h, n * a_.v_scale_h, a_.v_dim);
   }
@@ -136,7 +136,7 @@ class InvariantKeys {
   int64_t stored_of(int64_t dim) const { return a_.format == kInt4 ? dim / 2 : dim; }
   int64_t scales_in(int64_t dim) const { return a_.format == kInt4 ? dim / kGroupSize : 1; }
 
-  NumberRows dequantized(const PartRows& from, int64_t j, int64_t keys, int64_t offset, int64_t scale_offset,
+  NumberRows dequantized(const KeyStepRows& from, int64_t j, int64_t keys, int64_t offset, int64_t scale_offset,
                          int64_t columns) {
     dequantize_step(a_.format, from.rows.row + j, offset, from.scales.row + j, scale_offset, keys, columns, numbers_);
     for (int64_t i = 0; i < keys; i++) number_row_[i] = numbers_ + i * columns;

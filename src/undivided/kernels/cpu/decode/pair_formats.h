@@ -14,14 +14,14 @@ namespace {
 //   kWeightPairs, pack_weights      pairs of weights per row and pair of keys, for kWeightColumns columns
 //   add_values<R>                   adds these columns of a step to the sums of R rows; calls prefetch.step()
 //                                   value_passes<R>(dim) times per kKeysPerPrefetch keys
-//   kKeysPerLine, add_lines         keys of which a vector holds numbers, and the scores of all from their parts
+//   kKeysPerLine, add_lines         keys of which a vector holds numbers, and the scores of all from the sums of its quarters
 template <class T>
 struct PairFormat;
 
 // A vector has numbers of one key.
 struct KeyPerLine {
   static constexpr int64_t kKeysPerLine = 1;
-  INLINE Vec add_lines(const Vec (&parts)[4]) { return sum_quarters(parts); }
+  INLINE Vec add_lines(const Vec (&sums)[4]) { return sum_quarters(sums); }
 };
 
 template <>
@@ -41,7 +41,7 @@ struct PairFormat<BFloat16> : KeyPerLine {
             to, _mm512_permutexvar_epi32(_mm512_add_epi32(first, _mm512_set1_epi32(i)), _mm512_loadu_si512(q + d)));
   }
 
-  INLINE __m512i load_row(const StepPart<T>& k, int64_t first, int64_t i, int64_t d, int64_t) {
+  INLINE __m512i load_row(const HeadRows<T>& k, int64_t first, int64_t i, int64_t d, int64_t) {
     return _mm512_loadu_si512(row_of(k, first + i) + d);
   }
   template <class F>
@@ -51,12 +51,12 @@ struct PairFormat<BFloat16> : KeyPerLine {
   template <int R>
   using Scores = TwoChains<R>;
   template <int R>
-  INLINE void scores(const float* q, const StepPart<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
+  INLINE void scores(const float* q, const HeadRows<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
                      Vec (&found)[R]) {
     pair_scores<PairFormat, R>(q, k, first, dim, prefetch, found);
   }
 
-  static void pack_weights(const StepPart<T>&, int64_t, int64_t, const float* weights, int64_t rows, int64_t keys,
+  static void pack_weights(const HeadRows<T>&, int64_t, int64_t, const float* weights, int64_t rows, int64_t keys,
                            uint32_t* pairs, const PairSums&) {
     store_pairs(weights, nullptr, rows, keys, pairs);
   }
@@ -68,14 +68,14 @@ struct PairFormat<BFloat16> : KeyPerLine {
     return dim / (kLoads<R> * kPairColumns) + dim % (kLoads<R> * kPairColumns) / kPairColumns;
   }
   template <int R>
-  static void add_values(const PairSums& to, const StepPart<T>& v, int64_t, int64_t dim, StepPrefetch& prefetch) {
+  static void add_values(const PairSums& to, const HeadRows<T>& v, int64_t, int64_t dim, StepPrefetch& prefetch) {
     int64_t d = 0;
     for (; d + kLoads<R> * kPairColumns <= dim; d += kLoads<R> * kPairColumns)
       add_columns<R, kLoads<R>>(to, v, d, prefetch);
     for (; d < dim; d += kPairColumns) add_columns<R, 1>(to, v, d, prefetch);
   }
   template <int R, int Loads>
-  INLINE void add_columns(const PairSums& to, const StepPart<T>& v, int64_t d, StepPrefetch& prefetch) {
+  INLINE void add_columns(const PairSums& to, const HeadRows<T>& v, int64_t d, StepPrefetch& prefetch) {
     with_sums<R, 2 * Loads>(to, d, [&](Vec(&acc)[R][2 * Loads]) {
       for_each_pair<kKeysPerPrefetch>(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {
 #pragma GCC unroll 4
@@ -123,7 +123,7 @@ struct PairFormat : KeyPerLine {  // numbers of 8 bits
                             _mm512_permutex2var_epi32(low, _mm512_add_epi32(first, _mm512_set1_epi32(2 * i)), high));
     }
   }
-  INLINE __m512i load_row(const StepPart<T>& k, int64_t first, int64_t i, int64_t d, int64_t dim) {
+  INLINE __m512i load_row(const HeadRows<T>& k, int64_t first, int64_t i, int64_t d, int64_t dim) {
     return load_line(row_of(k, first + i), d, dim);
   }
   template <class F>
@@ -140,7 +140,7 @@ struct PairFormat : KeyPerLine {  // numbers of 8 bits
     }
   };
   template <int R>
-  INLINE void scores(const float* q, const StepPart<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
+  INLINE void scores(const float* q, const HeadRows<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
                      Vec (&found)[R]) {
     pair_scores<PairFormat, R>(q, k, first, dim, prefetch, found);
     float scales[kLanes];
@@ -149,7 +149,7 @@ struct PairFormat : KeyPerLine {  // numbers of 8 bits
     for (int r = 0; r < R; r++) found[r] *= load(scales);
   }
 
-  static void pack_weights(const StepPart<T>& v, int64_t, int64_t, const float* weights, int64_t rows, int64_t keys,
+  static void pack_weights(const HeadRows<T>& v, int64_t, int64_t, const float* weights, int64_t rows, int64_t keys,
                            uint32_t* pairs, const PairSums&) {
     float scales[kDecodeStepKeys];
     read_scales(v, keys, scales);
@@ -160,7 +160,7 @@ struct PairFormat : KeyPerLine {  // numbers of 8 bits
     return round_up(dim, kColumns) / kColumns;
   }
   template <int R>
-  static void add_values(const PairSums& to, const StepPart<T>& v, int64_t, int64_t dim, StepPrefetch& prefetch) {
+  static void add_values(const PairSums& to, const HeadRows<T>& v, int64_t, int64_t dim, StepPrefetch& prefetch) {
     for (int64_t d = 0; d < dim; d += kColumns)
       with_sums<R, 4>(to, d, [&](Vec(&acc)[R][4]) {
         for_each_pair<kKeysPerPrefetch>(v, to.keys, prefetch, [&](int64_t j, const T* even, const T* odd) {

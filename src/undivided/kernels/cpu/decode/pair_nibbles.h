@@ -38,10 +38,10 @@ struct NibblePairs {
       }
   }
   // The scales of four lines, the first of which begins with key j: [line][quarter], from column d on.
-  INLINE Vec four_scales(const StepPart<T>& part, int64_t j, int64_t d, int64_t dim) {
+  INLINE Vec four_scales(const HeadRows<T>& rows, int64_t j, int64_t d, int64_t dim) {
     __m128 s[4];
     if constexpr (Keys == 2) {
-      const auto two = [&](int64_t key) { return (const __m64*)(part.scale[key] + part.scale_offset); };
+      const auto two = [&](int64_t key) { return (const __m64*)(rows.scale[key] + rows.scale_offset); };
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++)
         s[i] = _mm_loadh_pi(_mm_loadl_pi(_mm_setzero_ps(), two(j + 2 * i)), two(j + 2 * i + 1));
@@ -50,20 +50,20 @@ struct NibblePairs {
       const __mmask8 mask = groups >= 4 ? 15 : (__mmask8)((1 << groups) - 1);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++)
-        s[i] = _mm_maskz_loadu_ps(mask, part.scale[j + i] + part.scale_offset + d / kGroupSize);
+        s[i] = _mm_maskz_loadu_ps(mask, rows.scale[j + i] + rows.scale_offset + d / kGroupSize);
     }
     const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(s[0]), s[1], 1),
                  high = _mm256_insertf128_ps(_mm256_castps128_ps256(s[2]), s[3], 1);
     return (Vec)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
   }
   // The numbers of key j, or those of keys j and `other`, from column d on.
-  INLINE __m512i load_keys(const StepPart<T>& part, int64_t j, int64_t other, int64_t d, int64_t dim) {
-    if constexpr (Keys == 1) return load_line(row_of(part, j), d / 2, dim / 2);
-    const __m256i low = _mm256_loadu_si256((const __m256i*)row_of(part, j)),
-                  high = _mm256_loadu_si256((const __m256i*)row_of(part, other));
+  INLINE __m512i load_keys(const HeadRows<T>& rows, int64_t j, int64_t other, int64_t d, int64_t dim) {
+    if constexpr (Keys == 1) return load_line(row_of(rows, j), d / 2, dim / 2);
+    const __m256i low = _mm256_loadu_si256((const __m256i*)row_of(rows, j)),
+                  high = _mm256_loadu_si256((const __m256i*)row_of(rows, other));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
-  INLINE __m512i load_row(const StepPart<T>& k, int64_t first, int64_t i, int64_t d, int64_t dim) {
+  INLINE __m512i load_row(const HeadRows<T>& k, int64_t first, int64_t i, int64_t d, int64_t dim) {
     return load_keys(k, first + Keys * i, first + Keys * i + 1, d, dim);
   }
   template <class F>
@@ -78,7 +78,7 @@ struct NibblePairs {
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) this->acc[r][0] = load(block + (16 * R + r) * kLanes), this->acc[r][1] = Vec{};
     }
-    INLINE_MEMBER void end(const StepPart<T>& k, int64_t first, int64_t line, int64_t d, int64_t dim) {
+    INLINE_MEMBER void end(const HeadRows<T>& k, int64_t first, int64_t line, int64_t d, int64_t dim) {
       const __m512i by_quarter = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
       const __m512 scales = (__m512)four_scales(k, first + Keys * line, d, dim);
       const Vec scale = (Vec)_mm512_permutexvar_ps(by_quarter, scales);
@@ -87,22 +87,22 @@ struct NibblePairs {
     }
     INLINE_MEMBER Vec total(int r) const { return sums[r]; }
   };
-  INLINE Vec add_lines(const Vec (&parts)[4]) {
-    if constexpr (Keys == 1) return sum_quarters(parts);
+  INLINE Vec add_lines(const Vec (&sums)[4]) {
+    if constexpr (Keys == 1) return sum_quarters(sums);
     // of keys 2 i, then of keys 2 i + 1, of each four lines
-    const Vec x = pick_quarters<kEven>(parts[0], parts[1]) + pick_quarters<kOdd>(parts[0], parts[1]);
+    const Vec x = pick_quarters<kEven>(sums[0], sums[1]) + pick_quarters<kOdd>(sums[0], sums[1]);
     const __m512i in_order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     return (Vec)_mm512_permutexvar_ps(in_order, (__m512)x);
   }
   template <int R>
-  INLINE void scores(const float* q, const StepPart<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
+  INLINE void scores(const float* q, const HeadRows<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
                      Vec (&found)[R]) {
     pair_scores<NibblePairs, R>(q, k, first, dim, prefetch, found);
   }
 
   // [row][pair of lines][quarter]: of each quarter, the weights of the two keys that a pair of lines has there. The last
   // vector of a block's sums gets those of the bias.
-  static void pack_weights(const StepPart<T>& v, int64_t d, int64_t dim, const float* weights, int64_t rows,
+  static void pack_weights(const HeadRows<T>& v, int64_t d, int64_t dim, const float* weights, int64_t rows,
                            int64_t keys, uint32_t* pairs, const PairSums& to) {
     const __m512i repeat = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
                   repeat_twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
@@ -134,12 +134,12 @@ struct NibblePairs {
     return 2 * blocks(dim);
   }
   template <int R>
-  static void add_values(const PairSums& to, const StepPart<T>& v, int64_t d, int64_t dim, StepPrefetch& prefetch) {
+  static void add_values(const PairSums& to, const HeadRows<T>& v, int64_t d, int64_t dim, StepPrefetch& prefetch) {
     for (int half = 0; half < 2; half++) add_half<R>(to, v, d, dim, half, prefetch);
   }
   // Half of the columns of a block: lane 4 b + g of vector t is column 16 half + 4 b + t of the group in quarter g.
   template <int R>
-  INLINE void add_half(const PairSums& to, const StepPart<T>& v, int64_t d, int64_t dim, int half,
+  INLINE void add_half(const PairSums& to, const HeadRows<T>& v, int64_t d, int64_t dim, int half,
                        StepPrefetch& prefetch) {
     const __m512i order = index_of([&](int n) { return n / 2 % 4 * 8 + half * 4 + n / 8 + n % 2 * 32; });
     with_sums<R, 4>(to, d / kColumns * kSumBlock + half * 4 * kLanes, [&](Vec(&acc)[R][4]) {
@@ -179,7 +179,7 @@ struct NibblePairs {
       for (int half = 0; half < 2; half++) {
         __m512i x[4], y[4];
         for (int i = 0; i < 4; i++) x[i] = (__m512i)load(from + (half * 4 + i) * kLanes);
-        transpose_parts(x, y);
+        transpose_words(x, y);
         for (int g = 0; g < kGroups && d + g * kGroupSize < dim; g++) {
           Vec sum = {};
           for (int quarter = g; quarter < 4; quarter += (int)kGroups)

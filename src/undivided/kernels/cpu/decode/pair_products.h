@@ -13,8 +13,8 @@ constexpr int kRowsOfPairs = 4;
 constexpr int64_t kStepPairs = kDecodeStepKeys / 2, kPairColumns = 32, kAllColumns = INT64_MAX;
 
 template <class T>
-INLINE const T* row_of(const StepPart<T>& part, int64_t j) {
-  return part.row[j] + part.offset;
+INLINE const T* row_of(const HeadRows<T>& rows, int64_t j) {
+  return rows.row[j] + rows.offset;
 }
 
 // What the second product of some rows adds to their sums, and with which weights.
@@ -41,7 +41,7 @@ INLINE void with_sums(const PairSums& to, int64_t at, F add) {
 // Calls f(j, row j, row j + 1) for every pair of keys; a missing last row is null. Calls prefetch.step() once per `Keys`
 // keys.
 template <int Keys, class T, class F>
-INLINE void for_each_pair(const StepPart<T>& v, int64_t keys, StepPrefetch& shared, F f) {
+INLINE void for_each_pair(const HeadRows<T>& v, int64_t keys, StepPrefetch& shared, F f) {
   StepPrefetch prefetch = shared;
   int64_t j = 0;
   for (; j + Keys <= keys; j += Keys) {
@@ -61,16 +61,16 @@ INLINE void store_pairs(const float* weights, const float* scales, int64_t rows,
   }
 }
 template <class T>
-INLINE void read_scales(const StepPart<T>& part, int64_t keys, float* scales) {
-  for (int64_t j = 0; j < round_up(keys, kLanes); j++) scales[j] = part.scale[j][part.scale_offset];
+INLINE void read_scales(const HeadRows<T>& rows, int64_t keys, float* scales) {
+  for (int64_t j = 0; j < round_up(keys, kLanes); j++) scales[j] = rows.scale[j][rows.scale_offset];
 }
 
-// Scores of R rows and keys [first, first + kLanes). Lane 4 b + j of a vector belongs to line j of four and to part b of
-// it: K is transposed in 4 x 4 blocks only, and the parts are added at the end. Eight lines at a time make enough
+// Scores of R rows and keys [first, first + kLanes). Lane 4 b + j of a vector belongs to line j of four and to quarter b
+// of it: K is transposed in 4 x 4 blocks only, and the quarters are added at the end. Eight lines at a time make enough
 // independent sums to hide the latency of a dot product. Queries are [block][vector][row], with constant
 // strides, so that one register addresses them.
 template <class Format, int R, class T>
-INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
+INLINE void pair_scores(const float* q, const HeadRows<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,
                         Vec (&found)[R]) {
   Vec sums[R][4];
 #pragma GCC unroll 1
@@ -80,18 +80,18 @@ INLINE void pair_scores(const float* q, const StepPart<T>& k, int64_t first, int
 #pragma GCC unroll 1
     for (int64_t d = 0; d < dim; d += Format::kColumns, block += R * Format::kQueryBlock) {
       prefetch.step();
-      __m512i part[2][4];
+      __m512i words[2][4];
 #pragma GCC unroll 2
       for (int u = 0; u < 2; u++) {
         __m512i row[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) row[i] = Format::load_row(k, first, 4 * (g + u) + i, d, dim);
-        transpose_parts(row, part[u]);
+        transpose_words(row, words[u]);
         scores[u].begin(block);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++)
-        Format::for_each_pair_of(part[0][i], part[1][i], i, [&](int n, int chain, __m512i x, __m512i y) {
+        Format::for_each_pair_of(words[0][i], words[1][i], i, [&](int n, int chain, __m512i x, __m512i y) {
 #pragma GCC unroll 4
           for (int r = 0; r < R; r++) {
             const __m512i pairs = _mm512_loadu_si512(block + (n * R + r) * kLanes);
@@ -114,7 +114,7 @@ struct TwoChains {
   Vec acc[R][2] = {};
   INLINE_MEMBER void begin(const float*) {}
   template <class T>
-  INLINE_MEMBER void end(const StepPart<T>&, int64_t, int64_t, int64_t, int64_t) {}
+  INLINE_MEMBER void end(const HeadRows<T>&, int64_t, int64_t, int64_t, int64_t) {}
   INLINE_MEMBER Vec total(int r) const { return acc[r][0] + acc[r][1]; }
 };
 

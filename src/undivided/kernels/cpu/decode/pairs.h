@@ -57,7 +57,7 @@ struct DecodePairs : DecodeVectors<Key> {
 
   static void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* scores,
                               StepPrefetch& shared) {
-    const StepPart<T> keys = keys_of(a, step, n);
+    const HeadRows<T> keys = keys_of(a, step, n);
     const int64_t size = Format::query_floats(a.qk_dim);
     StepPrefetch prefetch = shared;
     for_each_pass<kRowsOfPairs>(round_up_rows(state.rows), [&](auto count, int64_t r) {
@@ -77,7 +77,7 @@ struct DecodePairs : DecodeVectors<Key> {
     for (int64_t r = 0; r < state.rows; r++)
       if (decay[r] != 1.0f)
         for (float *x = state.sums + r * size, *stop = x + size; x < stop; x += kLanes) store(x, load(x) * decay[r]);
-    const StepPart<T> values = values_of(a, step, n);
+    const HeadRows<T> values = values_of(a, step, n);
     const int64_t rows = round_up_rows(state.rows);
     alignas(64) uint32_t pairs[kMaxVectorRows * stride];
     for (int64_t d = 0; d < a.v_dim; d += smaller_of(Format::kWeightColumns, a.v_dim)) {

@@ -60,35 +60,35 @@ constexpr int kLoadsPerLine = kHasGroups<T> ? 32 / kLanes : 64 / (kLanes * Load<
 
 // Rows of K or V of the n-th head, and their scales.
 template <class T>
-struct StepPart {
+struct HeadRows {
   const T* const* row;
   int64_t offset;
   const float* const* scale;
   int64_t scale_offset;
 
   // Loads from number d of row j on.
-  INLINE void load_at(const StepPart& part, int64_t j, int64_t d, Vec (&y)[Load<T>::kVecs]) {
-    const T* at = number_at(part.row[j] + part.offset, d);
-    if constexpr (kHasGroups<T>) load_int4(at, part.scale[j][part.scale_offset + d / kGroupSize], y[0], y[1]);
+  INLINE void load_at(const HeadRows& rows, int64_t j, int64_t d, Vec (&y)[Load<T>::kVecs]) {
+    const T* at = number_at(rows.row[j] + rows.offset, d);
+    if constexpr (kHasGroups<T>) load_int4(at, rows.scale[j][rows.scale_offset + d / kGroupSize], y[0], y[1]);
     else Load<T>::at(at, y);
   }
 };
 template <class T>
-INLINE StepPart<T> keys_of(const Attention& a, const Step<T>& step, int64_t n) {
+INLINE HeadRows<T> keys_of(const Attention& a, const Step<T>& step, int64_t n) {
   if constexpr (kIsQuantized<T>) return {step.k.row, n * a.k_h, step.k_scale.row, n * a.k_scale_h};
   else return {step.k.row, n * a.k_h, nullptr, 0};
 }
 template <class T>
-INLINE StepPart<T> values_of(const Attention& a, const Step<T>& step, int64_t n) {
+INLINE HeadRows<T> values_of(const Attention& a, const Step<T>& step, int64_t n) {
   if constexpr (kIsQuantized<T>) return {step.v.row, n * a.v_h, step.v_scale.row, n * a.v_scale_h};
   else return {step.v.row, n * a.v_h, nullptr, 0};
 }
 
 // Multiplies numbers [row][key] by the scale of each key.
 template <class T>
-static void multiply_by_scales(const StepPart<T>& part, int64_t rows, int64_t keys, const float* from, float* to) {
+static void multiply_by_scales(const HeadRows<T>& of_keys, int64_t rows, int64_t keys, const float* from, float* to) {
   float scale[kDecodeStepKeys];
-  for (int64_t j = 0; j < round_up(keys, kLanes); j++) scale[j] = part.scale[j][part.scale_offset];
+  for (int64_t j = 0; j < round_up(keys, kLanes); j++) scale[j] = of_keys.scale[j][of_keys.scale_offset];
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < keys; j += kLanes) {
       const int64_t at = r * kDecodeStepKeys + j;
@@ -117,7 +117,7 @@ constexpr int kScoreKeys = kScoreSums / R < kKeyPadding ? kScoreSums / R : kKeyP
 
 // Scores of R query rows and kScoreKeys<R> keys, from key `first` on: [row][key].
 template <int R, class T>
-INLINE void decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t first, int64_t dim,
+INLINE void decode_scores(const float* q, int64_t q_stride, const HeadRows<T>& k, int64_t first, int64_t dim,
                           StepPrefetch& prefetch, float* scores) {
   constexpr int keys = kScoreKeys<R>, vecs = Load<T>::kVecs;
   Vec acc[R * keys] = {};
@@ -128,7 +128,7 @@ INLINE void decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k
     for (int j = 0; j < keys; j++) {
       prefetch_beside<keys, T>(prefetch, lines, j);
       Vec y[vecs];
-      StepPart<T>::load_at(k, first + j, d, y);
+      HeadRows<T>::load_at(k, first + j, d, y);
 #pragma GCC unroll 2
       for (int u = 0; u < vecs; u++)
 #pragma GCC unroll 8
@@ -145,16 +145,16 @@ INLINE void decode_scores(const float* q, int64_t q_stride, const StepPart<T>& k
       }
 #pragma GCC unroll 4
   for (int i = 0; i < R * keys; i += kLanes) {
-    Vec part[kLanes];
+    Vec sums[kLanes];
 #pragma GCC unroll 16
-    for (int j = 0; j < kLanes; j++) part[j] = acc[i + j];
-    store(scores + i, lane_sums(part));
+    for (int j = 0; j < kLanes; j++) sums[j] = acc[i + j];
+    store(scores + i, lane_sums(sums));
   }
 }
 
 // Scores of R rows and all keys of a step, scores[row][key]; the table of keys is padded to a multiple of kKeyPadding.
 template <int R, class T>
-static void decode_score_step(const float* q, int64_t q_stride, const StepPart<T>& k, int64_t dim, int64_t keys,
+static void decode_score_step(const float* q, int64_t q_stride, const HeadRows<T>& k, int64_t dim, int64_t keys,
                               float* scores, StepPrefetch& shared) {
   constexpr int group = kScoreKeys<R>;
   StepPrefetch prefetch = shared;
@@ -169,7 +169,7 @@ static void decode_score_step(const float* q, int64_t q_stride, const StepPart<T
 // sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns from `first` on.
 // Stride: of the rows of weights.
 template <int R, int Loads, int64_t Stride, class T>
-INLINE void decode_value_columns(const float* weights, const StepPart<T>& v, int64_t first, int64_t keys,
+INLINE void decode_value_columns(const float* weights, const HeadRows<T>& v, int64_t first, int64_t keys,
                                  float* sums_of, int64_t stride, StepPrefetch& shared) {
   constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
   StepPrefetch prefetch = shared;
@@ -184,7 +184,7 @@ INLINE void decode_value_columns(const float* weights, const StepPart<T>& v, int
     for (int l = 0; l < Loads; l++) {
       prefetch_beside<Loads, T>(prefetch, lines, l);
       Vec y[vecs];
-      StepPart<T>::load_at(v, j, first + l * vecs * kLanes, y);
+      HeadRows<T>::load_at(v, j, first + l * vecs * kLanes, y);
 #pragma GCC unroll 2
       for (int u = 0; u < vecs; u++)
 #pragma GCC unroll 8
@@ -205,7 +205,7 @@ constexpr int value_loads() {
   return limit < 1 ? 1 : limit > 8 / vecs ? 8 / vecs : limit;
 }
 template <int R, int64_t Stride = kDecodeStepKeys, class T>
-static void decode_value_step(const float* weights, const StepPart<T>& v, int64_t dim, int64_t keys, float* sums_of,
+static void decode_value_step(const float* weights, const HeadRows<T>& v, int64_t dim, int64_t keys, float* sums_of,
                               int64_t stride, StepPrefetch& prefetch) {
   constexpr int vecs = Load<T>::kVecs, loads = value_loads<R, T>();
   constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
@@ -304,7 +304,7 @@ struct DecodeVectors {
   static float* to_scores(const HeadState&, float* scores, int64_t) { return scores; }
   static void multiply_scores(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n, float* scores,
                               StepPrefetch& prefetch) {
-    const StepPart<T> keys = keys_of(a, step, n);
+    const HeadRows<T> keys = keys_of(a, step, n);
     for_each_pass(round_up_rows(state.rows), [&](auto count, int64_t r) {
       decode_score_step<decltype(count)::value>(state.q + r * a.qk_dim, a.qk_dim, keys, a.qk_dim, step.keys,
                                                 scores + r * kDecodeStepKeys, prefetch);
@@ -314,7 +314,7 @@ struct DecodeVectors {
   static void multiply_values(const Attention& a, const HeadState& state, const Step<T>& step, int64_t n,
                               const float* weights, const float* decay, StepPrefetch& prefetch) {
     scale_sums(a, state, decay);
-    const StepPart<T> values = values_of(a, step, n);
+    const HeadRows<T> values = values_of(a, step, n);
     [[maybe_unused]] float scaled[kScalesKeys ? kScores : 1];
     if constexpr (kScalesKeys) {
       multiply_by_scales(values, round_up_rows(state.rows), step.keys, weights, scaled);

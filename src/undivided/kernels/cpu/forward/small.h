@@ -42,7 +42,7 @@ struct SmallForwardSpace {
 
 // Whether a panel's keys have no gap (a key in a gap may hold anything) and consecutive rows share keys (rows of two
 // documents do not, and non-finite values must stay in their own).
-static inline bool is_one_piece(const Attention& a, const RowBlock& block, const Panel& p) {
+static inline bool is_connected(const Attention& a, const RowBlock& block, const Panel& p) {
   if (p.segments > 1) return false;
   const int32_t* previous = nullptr;
   for (int64_t r = 0; a.ranges && r < p.rows; r++) {
@@ -99,12 +99,12 @@ INLINE void add_own_values(const Attention& a, const Panel& panel, int r, int64_
   add_rows(weights, kPanel, 1, values, &some, a.v_dim, 1, &out);
 }
 
-// False if the rows are not one piece; nothing is written then.
+// False if the rows are not connected; nothing is written then.
 template <class T>
 static bool run_small_block(const Attention& a, const RowBlock& block, char* scratch) {
   Panel panel;
   read_ranges(a, block, 0, panel);
-  if (!is_one_piece(a, block, panel)) return false;
+  if (!is_connected(a, block, panel)) return false;
   const SmallForwardSpace w(a, scratch);
   const Segment visible = panel.segments ? panel.segment[0] : Segment{0, 0};
   const int64_t b = block.batch, n = block.kv_head, keys = visible.stop - visible.start;

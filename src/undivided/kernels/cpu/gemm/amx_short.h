@@ -39,7 +39,7 @@ INLINE __m512i load_halves(const T* row, int64_t d, int64_t columns) {
   return _mm512_maskz_loadu_epi16((__mmask32)((1u << (columns - d)) - 1), row + d);
 }
 
-// Transposes 16 pairs of 16 rows into columns kPanelBytes apart. Loads combine pieces of 128 bits, which halves the
+// Transposes 16 pairs of 16 rows into columns kPanelBytes apart. Loads combine quarters of vectors, which halves the
 // shuffles.
 INLINE void transpose_16_pairs(const char* const* row, int64_t offset, char* to) {
 #pragma GCC unroll 4
@@ -47,9 +47,9 @@ INLINE void transpose_16_pairs(const char* const* row, int64_t offset, char* to)
     __m512 x[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      auto piece = [&](int r) { return _mm_loadu_ps((const float*)(const void*)(row[r + i] + offset)); };
-      x[i] = _mm512_insertf32x4(_mm512_castps128_ps512(piece(0)), piece(4), 1);
-      x[i] = _mm512_insertf32x4(_mm512_insertf32x4(x[i], piece(8), 2), piece(12), 3);
+      auto quarter = [&](int r) { return _mm_loadu_ps((const float*)(const void*)(row[r + i] + offset)); };
+      x[i] = _mm512_insertf32x4(_mm512_castps128_ps512(quarter(0)), quarter(4), 1);
+      x[i] = _mm512_insertf32x4(_mm512_insertf32x4(x[i], quarter(8), 2), quarter(12), 3);
     }
     const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
     const __m512d e = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), f = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);

@@ -117,17 +117,17 @@ struct Parts;
 
 template <>
 struct Parts<BFloat16> {  // in the upper 16 bits, with garbage below
-  typedef UVec Piece;
-  INLINE Piece split_off(Vec& x) {
+  typedef UVec Vector;
+  INLINE Vector split_off(Vec& x) {
     const UVec rounded = (UVec)x + 0x8000;
     x -= (Vec)(rounded & 0xffff0000u);
     return rounded;
   }
-  INLINE Piece last(Vec x) { return (UVec)x; }
-  INLINE Vec pairs(Piece even, Piece odd) {
+  INLINE Vector last(Vec x) { return (UVec)x; }
+  INLINE Vec pairs(Vector even, Vector odd) {
     return (Vec)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)(even >> 16), (__m512i)odd);
   }
-  INLINE __m512i join(Piece low, Piece high) {
+  INLINE __m512i join(Vector low, Vector high) {
     alignas(64) static const uint16_t upper[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                  33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
     return _mm512_permutex2var_epi16((__m512i)low, _mm512_load_si512(upper), (__m512i)high);
@@ -136,25 +136,25 @@ struct Parts<BFloat16> {  // in the upper 16 bits, with garbage below
 
 template <>
 struct Parts<Float16> {
-  typedef __m256i Piece;
-  INLINE Piece split_off(Vec& x) {
-    const Piece part = last(x);
+  typedef __m256i Vector;
+  INLINE Vector split_off(Vec& x) {
+    const Vector part = last(x);
     x -= (Vec)_mm512_cvtph_ps(part);
     return part;
   }
-  INLINE Piece last(Vec x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
-  INLINE Vec pairs(Piece even, Piece odd) {
+  INLINE Vector last(Vec x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+  INLINE Vec pairs(Vector even, Vector odd) {
     return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
   }
-  INLINE __m512i join(Piece low, Piece high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+  INLINE __m512i join(Vector low, Vector high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 };
 
 template <class Half, int P>
-using Pieces = typename Parts<Half>::Piece[P];
+using PartVectors = typename Parts<Half>::Vector[P];
 
 // All parts of x.
 template <class Half, int P>
-INLINE void split_into(Vec x, Pieces<Half, P>& parts) {
+INLINE void split_into(Vec x, PartVectors<Half, P>& parts) {
 #pragma GCC unroll 2
   for (int p = 0; p < P - 1; p++) parts[p] = Parts<Half>::split_off(x);
   parts[P - 1] = Parts<Half>::last(x);
@@ -162,7 +162,7 @@ INLINE void split_into(Vec x, Pieces<Half, P>& parts) {
 // Pairs of the parts of two vectors, lane by lane.
 template <class Half, int P>
 INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[P]) {
-  Pieces<Half, P> e, o;
+  PartVectors<Half, P> e, o;
   split_into<Half, P>(even, e), split_into<Half, P>(odd, o);
 #pragma GCC unroll 3
   for (int p = 0; p < P; p++) pairs[p] = Parts<Half>::pairs(e[p], o[p]);
@@ -184,7 +184,7 @@ INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, in
     const Vec x = load_partial(row + d, columns - d), y = load_partial(row + d + kLanes, columns - d - kLanes);
     magnitudes = max_magnitudes(max_magnitudes(magnitudes, x), y);
     constexpr int P = kParts<Mode>;
-    Pieces<Half, P> low, high;
+    PartVectors<Half, P> low, high;
     split_into<Half, P>(scaled_up<Mode>(x), low), split_into<Half, P>(scaled_up<Mode>(y), high);
     for (int p = 0; p < P; p++) _mm512_store_si512(to + p * part, Parts<Half>::join(low[p], high[p]));
   }

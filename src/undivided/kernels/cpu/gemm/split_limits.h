@@ -28,7 +28,7 @@ INLINE bool is_worth_splitting(const Attention& a) {
 }
 
 // The fraction of its tiles of 32 rows by 32 keys that a problem fills.
-INLINE double filled_part(const Attention& a) {
+INLINE double filled_fraction(const Attention& a) {
   const int64_t rows = rows_of_group(a), keys = a.kv_len;
   return (double)rows * (double)keys / ((double)round_up(rows, 32) * (double)round_up(keys, 32));
 }
@@ -38,7 +38,7 @@ INLINE bool are_gradients_worth_splitting(const Attention& a) {
   const int64_t columns = smaller_of(a.qk_dim, a.v_dim);
   return kParts<Mode> == 1 ||
          (columns >= kMinSplitColumns && smaller_of(rows_of_group(a), a.kv_len) >= kMinSplitGradients &&
-          (kParts<Mode> == 2 || filled_part(a) >= kMinSplitFill));
+          (kParts<Mode> == 2 || filled_fraction(a) >= kMinSplitFill));
 }
 // fp32 rows that see no more keys than this run on vectors if they cannot take the path of few keys.
 INLINE int64_t max_unsplit_keys(const Attention& a) {

@@ -17,10 +17,10 @@ struct Arena {
   int64_t bytes = 0;
 
   char* allocate(int64_t size) {
-    char* piece = base + bytes;
+    char* array = base + bytes;
     bytes += round_up(size, 64) + kFenceBytes;
-    if (kFenceBytes && base) fence(piece, size, base + bytes);
-    return piece;
+    if (kFenceBytes && base) fence(array, size, base + bytes);
+    return array;
   }
 };
 

@@ -117,22 +117,22 @@ LOWERED void store_some(void* p, Mask mask, V x) {
 // The first or the second half of x.
 template <class To, class From>
 LOWERED To half(From x, int which) {
-  To part;
-  memcpy(&part, (const char*)&x + which * sizeof part, sizeof part);
-  return part;
+  To lanes;
+  memcpy(&lanes, (const char*)&x + which * sizeof lanes, sizeof lanes);
+  return lanes;
 }
-// `part` in place of the one of x with this number.
-template <class V, class Part>
-LOWERED V insert(V x, Part part, int which) {
-  memcpy((char*)&x + which * sizeof part, &part, sizeof part);
+// x with `lanes` in place of its half, or quarter, number `which`.
+template <class V, class Lanes>
+LOWERED V insert(V x, Lanes lanes, int which) {
+  memcpy((char*)&x + which * sizeof lanes, &lanes, sizeof lanes);
   return x;
 }
 // The first or last halves of each 128 bits of two vectors, their lanes alternating.
 template <class V>
 LOWERED V unpack(V x, V y, bool last) {
-  constexpr int kPart = 16 / sizeof(V{}[0]);
+  constexpr int kQuarter = 16 / sizeof(V{}[0]);
   return each<V>([&](int i) {
-    const int from = i / kPart * kPart + last * kPart / 2 + i % kPart / 2;
+    const int from = i / kQuarter * kQuarter + last * kQuarter / 2 + i % kQuarter / 2;
     return i % 2 ? y[from] : x[from];
   });
 }

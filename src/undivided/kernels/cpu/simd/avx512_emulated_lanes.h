@@ -71,16 +71,16 @@ EMULATED __m512 _mm512_shuffle_ps(__m512 x, __m512 y, int which) {  // two lanes
     return i % 4 < 2 ? x[from] : y[from];
   });
 }
-EMULATED __m512 _mm512_shuffle_f32x4(__m512 x, __m512 y, int which) {  // two parts of 128 bits of x and two of y
+EMULATED __m512 _mm512_shuffle_f32x4(__m512 x, __m512 y, int which) {  // two quarters of x and two of y
   return wide::each<__m512>([&](int i) {
     const int from = (which >> i / 4 * 2 & 3) * 4 + i % 4;
     return i < 8 ? x[from] : y[from];
   });
 }
-LOWERED __m512 _mm512_insertf32x4(__m512 x, __m128 part, int which) { return wide::insert(x, part, which); }
-LOWERED __m512 _mm512_insertf32x8(__m512 x, __m256 part, int which) { return wide::insert(x, part, which); }
-LOWERED __m512i _mm512_inserti32x4(__m512i x, __m128i part, int which) { return wide::insert(x, part, which); }
-LOWERED __m512i _mm512_inserti64x4(__m512i x, __m256i part, int which) { return wide::insert(x, part, which); }
+LOWERED __m512 _mm512_insertf32x4(__m512 x, __m128 lanes, int which) { return wide::insert(x, lanes, which); }
+LOWERED __m512 _mm512_insertf32x8(__m512 x, __m256 lanes, int which) { return wide::insert(x, lanes, which); }
+LOWERED __m512i _mm512_inserti32x4(__m512i x, __m128i lanes, int which) { return wide::insert(x, lanes, which); }
+LOWERED __m512i _mm512_inserti64x4(__m512i x, __m256i lanes, int which) { return wide::insert(x, lanes, which); }
 // The other lanes are undefined; here they are 0.
 LOWERED __m512 _mm512_castps128_ps512(__m128 x) { return wide::insert(__m512{}, x, 0); }
 LOWERED __m512 _mm512_castps256_ps512(__m256 x) { return wide::insert(__m512{}, x, 0); }

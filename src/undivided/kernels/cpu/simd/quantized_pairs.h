@@ -125,12 +125,12 @@ INLINE __m512i load_line(const void* row, int64_t at, int64_t bytes) {
   if (bytes <= at) return __m512i{};
   return _mm512_maskz_loadu_epi8(((__mmask64)1 << (bytes - at)) - 1, from);
 }
-// part[i] has bytes [4 i, 4 i + 4) of each 16 bytes of four rows, side by side.
-INLINE void transpose_parts(const __m512i (&row)[4], __m512i (&part)[4]) {
+// words[i] has bytes [4 i, 4 i + 4) of each 16 bytes of four rows, side by side.
+INLINE void transpose_words(const __m512i (&row)[4], __m512i (&words)[4]) {
   const __m512i a = _mm512_unpacklo_epi32(row[0], row[1]), b = _mm512_unpackhi_epi32(row[0], row[1]),
                 c = _mm512_unpacklo_epi32(row[2], row[3]), d = _mm512_unpackhi_epi32(row[2], row[3]);
-  part[0] = _mm512_unpacklo_epi64(a, c), part[1] = _mm512_unpackhi_epi64(a, c);
-  part[2] = _mm512_unpacklo_epi64(b, d), part[3] = _mm512_unpackhi_epi64(b, d);
+  words[0] = _mm512_unpacklo_epi64(a, c), words[1] = _mm512_unpackhi_epi64(a, c);
+  words[2] = _mm512_unpacklo_epi64(b, d), words[3] = _mm512_unpackhi_epi64(b, d);
 }
 // 32 indices of 16 bits.
 template <class F>
