@@ -196,7 +196,7 @@ int64_t row_panels(int64_t dtype) {
   return with_block_mode<Half>(dtype, [&](auto mode) -> int64_t { return kRowPanels<decltype(mode)>; });
 }
 template <class Half>
-int64_t rows_layout(Backward& p, int64_t heads, char* base) {
+int64_t layout_shared_rows(Backward& p, int64_t heads, char* base) {
   return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return layout_rows<decltype(mode)>(p, heads, base); });
 }
 template <class Half>
@@ -271,13 +271,34 @@ const undivided::Kernels* gradients(const Attention&, const Gradients&) {
 
 template <class Half>
 constexpr undivided::Kernels kernels_named(const char* name) {
-  constexpr int64_t packing_rows = kTuning.packing_rows;
-  return {
-      name,           prefill<Half>,       short_key_limit,  block_rows,        packing_rows,        kPanel,
-      kBlockKeys,     block_scratch<Half>, block<Half>,      can_decode<Half>,  chunk_scratch<Half>, chunk<Half>,
-      merge,          gradients<Half>,     row_panels<Half>, rows_layout<Half>, key_scratch<Half>,   begin_rows<Half>,
-      key_unit<Half>, finish_rows<Half>,   own_nan_scratch,  explains_nan,      pairwise_scratch,    pairwise,
-      append_tokens,  peak<Half>};
+  undivided::Kernels k{};
+  k.name = name;
+  k.prefill = prefill<Half>;
+  k.short_key_limit = short_key_limit;
+  k.block_rows = block_rows;
+  k.packing_rows = kTuning.packing_rows;
+  k.panel = kPanel;
+  k.block_keys = kBlockKeys;
+  k.block_scratch = block_scratch<Half>;
+  k.block = block<Half>;
+  k.can_decode = can_decode<Half>;
+  k.chunk_scratch = chunk_scratch<Half>;
+  k.chunk = chunk<Half>;
+  k.merge = merge;
+  k.gradients = gradients<Half>;
+  k.row_panels = row_panels<Half>;
+  k.layout_shared_rows = layout_shared_rows<Half>;
+  k.key_scratch = key_scratch<Half>;
+  k.begin_rows = begin_rows<Half>;
+  k.key_unit = key_unit<Half>;
+  k.finish_rows = finish_rows<Half>;
+  k.own_nan_scratch = own_nan_scratch;
+  k.explains_nan = explains_nan;
+  k.pairwise_scratch = pairwise_scratch;
+  k.pairwise = pairwise;
+  k.append = append_tokens;
+  k.peak = peak<Half>;
+  return k;
 }
 
 }  // namespace

@@ -113,8 +113,8 @@ struct Kernels {
                 int64_t offset);
   const Kernels* (*gradients)(const Attention&, const Gradients&);  // as prefill, for gradients
   int64_t (*row_panels)(int64_t dtype);                             // the largest number of panels of a row block
-  // returns the bytes of the shared arrays; base null: only counts
-  int64_t (*layout_rows)(Backward&, int64_t heads, char* base);
+  // places the arrays of rows that units share, and returns their bytes; base null: only counts
+  int64_t (*layout_shared_rows)(Backward&, int64_t heads, char* base);
   int64_t (*key_scratch)(const Backward&);
   void (*begin_rows)(const Backward&, int64_t head, int64_t row_block);  // head: index in [B, N]
   void (*key_unit)(const Backward&, const KeyUnit&, char* scratch);

@@ -41,8 +41,9 @@ class Shared {
     p.out_of_range = &out_of_range_, p.non_finite = &non_finite_;
     if (p.whole_heads) return;  // the arrays lie in each unit's scratch
     const int64_t heads = p.a.batch * p.a.kv_heads;
-    if (posix_memalign(&memory_, 64, (size_t)k.layout_rows(p, heads, nullptr)) != 0) memory_ = nullptr, failed_ = true;
-    else k.layout_rows(p, heads, (char*)memory_);
+    if (posix_memalign(&memory_, 64, (size_t)k.layout_shared_rows(p, heads, nullptr)) != 0)
+      memory_ = nullptr, failed_ = true;
+    else k.layout_shared_rows(p, heads, (char*)memory_);
   }
   ~Shared() { free(memory_); }
   Shared(const Shared&) = delete;
