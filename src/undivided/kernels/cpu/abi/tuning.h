@@ -40,13 +40,22 @@ struct Tuning {
   // as fast without a mask, 0.99 with a causal one.)
   // tune-cpu: max_row_bytes
   int64_t max_row_bytes = 512 << 10;
-  // Rows far apart (kMaxInPlaceStride): K is copied if the panels of a block read it so many times, and V of fp32 if they
-  // read it min_copy_panels_of_v times; a panel that sees half of the keys counts as half. Two panels are enough if K and
-  // V of the call have two_panel_bytes, and come from memory: what is copied is prefetched, the first lines of many rows
-  // at once. (Zen 5, V, 4 to 16 KiB: AVX-512 1.0 to 1.04, AVX2 1.2; 256 and 512 bytes: 0.96 to 1.0. K of bf16, 4 KiB:
-  // 1.05 to 1.2 with 8 panels, 0.97 with 3. Zen 4, 4 to 16 KiB, 256 to 1024 tokens, causal: counting every panel 0.96 to
-  // 0.99; thresholds of 8 and 6, or 4 and 2, within 0.02. Zen 3, AVX2, fp32, 4 to 16 KiB: two panels, from memory 1.05 to
-  // 1.25, in the caches 0.95 to 1.0; V with three panels 1.05 to 1.15; K with three or four 0.95 to 1.0.)
+  // Rows far apart (kMaxInPlaceStride): K is copied if the panels of a block read it min_copy_panels times, and V of
+  // fp32 if they read it min_copy_panels_of_v times; a panel that sees half of the keys counts as half. Two panels are
+  // enough if K and V of the call have two_panel_bytes, and come from memory: what is copied is prefetched, the first
+  // lines of many rows at once. Time in place / time with a copy:
+  //   processor        numbers    stride            panels              ratio
+  //   Zen 5, AVX-512   V          4 to 16 KiB                           1.0 to 1.04
+  //   Zen 5, AVX2      V          4 to 16 KiB                           1.2
+  //   Zen 5            V          256, 512 bytes                        0.96 to 1.0
+  //   Zen 5            K, bf16    4 KiB             8                   1.05 to 1.2
+  //   Zen 5            K, bf16    4 KiB             3                   0.97
+  //   Zen 3, AVX2      fp32       4 to 16 KiB       2, from memory      1.05 to 1.25
+  //   Zen 3, AVX2      fp32       4 to 16 KiB       2, in the caches    0.95 to 1.0
+  //   Zen 3, AVX2      V, fp32    4 to 16 KiB       3                   1.05 to 1.15
+  //   Zen 3, AVX2      K, fp32    4 to 16 KiB       3, 4                0.95 to 1.0
+  // Zen 4, 4 to 16 KiB, 256 to 1024 tokens, causal: counting every panel as a whole 0.96 to 0.99; thresholds of 8 and 6,
+  // or 4 and 2, within 0.02.
   // tune-cpu: min_copy_panels, min_copy_panels_of_v, two_panel_bytes
   int64_t min_copy_panels = 6, min_copy_panels_of_v = 3, two_panel_bytes = 8 << 20;
   // fp32: the second product works row by row (gemm/row_product.h) if no row sees more keys than this. It exists with
@@ -75,22 +84,37 @@ struct Tuning {
   // 0.9. On AMX only L2 was measured, on other processors nothing.)
   // tune-cpu: decode_prefetch, decode_prefetch_zen5
   int64_t decode_prefetch = 2, decode_prefetch_zen5 = 2;
-  // The most rows per key/value head that are decoded; see also kMinKeysOfManyRows. They take turns, 8 at a time, at the
-  // keys of a step; beyond, prefill is faster. (Emerald Rapids, against prefill, 8 sequences of 4k keys, bf16 and fp32;
-  // 512 keys in the caches. AVX-512: 12 rows 1.6, 1.55; 1.45, 1.25. 16 rows 1.4, 1.4; 1.15, 1.05. 20 rows 1.35, 1.3;
-  // 1.2, 1.0. 24 rows 1.2, 1.2; 1.0, 0.85. AVX2: 12 rows 1.45, 1.25; 1.3, 1.0. 16 rows 1.1, 1.0; 1.0, 0.8.)
+  // The largest number of rows per key/value head that is decoded; with more rows, prefill is faster. See also
+  // kMinKeysOfManyRows. The rows take turns, 8 at a time, at the keys of a step. Time of prefill / time of decoding,
+  // Emerald Rapids:
+  //                    8 sequences of 4k keys    512 keys, in the caches
+  //             rows   bf16    fp32              bf16    fp32
+  //   AVX-512   12     1.6     1.55              1.45    1.25
+  //             16     1.4     1.4               1.15    1.05
+  //             20     1.35    1.3               1.2     1.0
+  //             24     1.2     1.2               1.0     0.85
+  //   AVX2      12     1.45    1.25              1.3     1.0
+  //             16     1.1     1.0               1.0     0.8
   // tune-cpu: max_decode_rows
   int64_t max_decode_rows = 12;
-  // From so many rows on, up to kLanes, prefill is faster: they fill a panel. Not for quantised keys, nor for fp32 heads
-  // of up to kMaxDecodedPanel numbers. (Zen 4, 13 to 16 rows, prefill against decoding: bf16 1.0 to 1.65, fp16 1.05 to
-  // 1.15; fp32 from memory, heads of 64 and 128 0.75 to 0.85, 256 and 576 1.1 to 1.3; int8, e4m3 and int4 from memory 0.35
-  // to 0.85. Emerald Rapids, 16 rows: 0.65 to 0.95.)
+  // From full_panel_rows rows per key/value head on, up to kLanes, prefill is faster: they fill a panel. Not for
+  // quantised keys, nor for fp32 heads of up to kMaxDecodedPanel numbers. Time of decoding / time of prefill:
+  //   processor        rows        keys                                   ratio
+  //   Zen 4            13 to 16    bf16                                   1.0 to 1.65
+  //   Zen 4            13 to 16    fp16                                   1.05 to 1.15
+  //   Zen 4            13 to 16    fp32 from memory, heads of 64, 128     0.75 to 0.85
+  //   Zen 4            13 to 16    fp32 from memory, heads of 256, 576    1.1 to 1.3
+  //   Zen 4            13 to 16    int8, e4m3 and int4 from memory        0.35 to 0.85
+  //   Emerald Rapids   16                                                 0.65 to 0.95
   // tune-cpu: full_panel_rows, full_panel_rows_zen4
   int64_t full_panel_rows = 32, full_panel_rows_zen4 = 32;
-  // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from so many rows on. They need
-  // half as many instructions. (Zen 5, 16k keys of 8 heads: one row 1.1 to 1.25, two 0.9 to 1.0, four 0.7 to 0.9, eight
-  // 1.05 to 1.2; 1k keys, in L3: one row 0.8 to 1.0, four 1.0, eight 1.3. Zen 4, 32k keys: two rows 0.9 to 0.95, four 1.1;
-  // 1k keys, in L3: two rows 1.2 to 1.3, four 1.5 to 1.6.)
+  // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from min_dot_rows rows on.
+  // They need half as many instructions. Time of multiply-adds / time of dot products:
+  //   rows                          1              2              4             8
+  //   Zen 5, 16k keys of 8 heads    1.1 to 1.25    0.9 to 1.0     0.7 to 0.9    1.05 to 1.2
+  //   Zen 5, 1k keys, in L3         0.8 to 1.0                    1.0           1.3
+  //   Zen 4, 32k keys                              0.9 to 0.95    1.1
+  //   Zen 4, 1k keys, in L3                        1.2 to 1.3     1.5 to 1.6
   // tune-cpu: min_dot_rows, min_dot_rows_zen4
   int64_t min_dot_rows = 5, min_dot_rows_zen4 = 3;
   // Bytes of K and V of all heads in a step, at most: this step and the next fit in L2. (256 KiB against 128, 8 heads of
@@ -157,12 +181,13 @@ constexpr Tuning kTuning = kVectors;
 
 // ---- threads and memory
 
-// Below so many multiply-adds a problem runs on one thread: waking the others takes 2 us and more. A head costs about
-// 100 ns however short it is, counted as kHeadWork multiply-adds. (Two threads, 64 heads of 4 tokens and 256 heads of
-// one token: 1.2; gradients 1.3.)
+// A problem of fewer than kMinParallelWork multiply-adds runs on one thread: waking the others takes 2 us and more. A
+// head costs about 100 ns however short it is, counted as kHeadWork multiply-adds. (Two threads, 64 heads of 4 tokens
+// and 256 heads of one token: 1.2; gradients 1.3.)
 // tune-cpu: kMinParallelWork, kHeadWork
 constexpr double kMinParallelWork = 1 << 18, kHeadWork = 1 << 12;
-// Partial results of fewer bytes are merged by one thread, and a unit of more takes so many rows of a head in prefill.
+// Partial results of fewer than kMinSharedMerge bytes are merged by one thread. In prefill, a unit of work merges
+// kMergedRows rows of a head.
 // set by: hand, docs/decisions/2026-11-24-sixty-four-cores.md
 constexpr int64_t kMinSharedMerge = 256 << 10, kMergedRows = 16;
 // Scratch memory that a thread keeps for its next call, at most: a head of 2048 rows in the backward.
@@ -175,16 +200,18 @@ constexpr int64_t kMinHugePageResult = 32 << 20;
 
 // ---- prefill: how rows and keys are cut
 
-// Below so many query rows the heads of a group share a block, so that no lane is idle.
+// The heads of a group share a block if each has fewer than kShareHeadsBelow query rows, so that no lane is idle.
 // tune-cpu: kShareHeadsBelow
 constexpr int64_t kShareHeadsBelow = 64;
 // Split-KV: the keys of each block of kMinPrefillRows rows are divided until there are kTargetKeySplits splits in all,
-// each of at least kMinKeysPerSplit keys. A split writes Dv floats per row, little beside its 1024 x (Dk + Dv) multiply-adds.
+// each of at least kMinKeysPerSplit keys. A split writes Dv floats per row, little beside its 1024 x (Dk + Dv)
+// multiply-adds.
 // tune-cpu: kMinKeysPerSplit
 // set by: the number of threads to keep busy (kTargetKeySplits), and the lanes of a panel (kMinPrefillRows)
 constexpr int64_t kTargetKeySplits = 32, kMinKeysPerSplit = 1024, kMinPrefillRows = 64;
 // Keys of a piece with batch_invariant, a multiple of every key block (docs/decisions/2026-11-27-pieces-of-keys.md).
-// Threads share the pieces of a row until there are so many blocks for each, if the partial results take no more memory.
+// Threads share the pieces of a row if there are fewer than kPieceRounds blocks per thread, and if the partial results
+// take no more than kMaxPieceBytes.
 // set by: hand (kPieceKeys), a count of rounds (kPieceRounds), and memory (kMaxPieceBytes)
 constexpr int64_t kPieceKeys = 2048, kPieceRounds = 4, kMaxPieceBytes = 64 << 20;
 // Blocks per thread beyond which more blocks would not balance the threads any better.
@@ -194,12 +221,12 @@ constexpr int64_t kMaxRounds = 16;
 // set by: kMinPrefillRows, so that a span fills a block
 constexpr int64_t kMinSpanRows = 64;
 // A block of rows is narrow (it works panel by panel and keeps all packed keys) if its keys, from the first to the
-// last, have no more than so many bytes of packed K and V, 2048 keys of D = 128, and the keys of its longest row have
+// last, have no more than kMaxNarrowBytes of packed K and V, 2048 keys of D = 128, and the keys of its longest row have
 // no more than max_row_bytes.
 // tune-cpu: kMaxNarrowBytes
 constexpr int64_t kMaxNarrowBytes = 1 << 20;
-// Rows whose stride is at least so many bytes share so few sets of L1 that they evict each other, and lie in many pages;
-// see min_copy_panels.
+// Rows whose stride is at least kMaxInPlaceStride bytes share so few sets of L1 that they evict each other, and lie in
+// many pages; see min_copy_panels.
 // tune-cpu: kMaxInPlaceStride
 constexpr int64_t kMaxInPlaceStride = 2048;
 // Rows and keys of the next block that are prefetched during the last panel of this one; without that they come from
@@ -207,20 +234,21 @@ constexpr int64_t kMaxInPlaceStride = 2048;
 // 128 tokens 1.0 to 1.2; prefetching all keys of the next panel: down to 0.97.)
 // tune-cpu: kMaxPrefetchRows
 constexpr int64_t kMaxPrefetchRows = 32;
-// The vector micro-kernels prefetch before every so many terms of their sums, so that few lines are on their way at once: a
-// core waits for some 10 to 24 of them, and what comes from L2 waits too. (Emerald Rapids, against all 128 terms, 32 rows
-// and 4k keys, AVX-512: bf16 1.07, fp32 1.03; 2048 and 512 tokens 0.99 to 1.0. 16 terms: 1.07, 1.06; 0.975 to 1.0.)
+// The vector micro-kernels prefetch once per kPrefetchTerms terms of their sums, so that few lines are on their way at
+// once: a core waits for some 10 to 24 of them, and what comes from L2 waits too. (Emerald Rapids, against all 128
+// terms, 32 rows and 4k keys, AVX-512: bf16 1.07, fp32 1.03; 2048 and 512 tokens 0.99 to 1.0. 16 terms: 1.07, 1.06;
+// 0.975 to 1.0.)
 // tune-cpu: kPrefetchTerms
 constexpr int64_t kPrefetchTerms = 32;
-// A row's values take so many bytes of L1, on average, if the second product works row by row (see max_row_major_keys).
-// (At 64 KiB it takes a quarter more time than column by column.)
+// The second product works row by row (see max_row_major_keys) if the values of a row take no more than
+// kMaxRowMajorBytes of L1, on average. (At 64 KiB it takes a quarter more time than column by column.)
 // tune-cpu: kMaxRowMajorBytes
 constexpr int64_t kMaxRowMajorBytes = 32 << 10;
 
 // ---- packed documents (schedule/forward.cc)
 
-// A document is decoded by itself if it has few rows and its average row sees at least so many keys, and has blocks of
-// its own from so many rows or keys per average row on.
+// A document is decoded by itself if it has few rows and its average row sees at least kMinDecodeKeys keys. Otherwise
+// it has blocks of its own if it has kMinDocumentBlockRows rows, or if its average row sees kMinDocumentBlockKeys keys.
 // tune-cpu: kMinDecodeKeys, kMinDocumentBlockRows, kMinDocumentBlockKeys
 constexpr int64_t kMinDecodeKeys = 64, kMinDocumentBlockRows = 64, kMinDocumentBlockKeys = 256;
 // Heads of problems per thread from which on problems are not cut further for the sake of balance.
@@ -232,9 +260,10 @@ constexpr int64_t kDecodeRowCost = 16;
 
 // ---- prefill of rows that see few keys, on AMX (forward/short_block.h)
 
-// Rows that see no more keys than so many take this path: all scores of a panel stay near L1. (Granite Rapids, 640 and
-// 768 keys: causal sequences 1.1 to 1.2 and 1.0 to 1.15, windows 1.0 to 1.3; 1024 keys 0.9 to 1.1.) Without a mask the
-// general path loses less: fp32 1.0 at 512 keys, 16-bit types 0.9 to 1.1 from 320 keys on.
+// Rows that see no more than kMaxShortKeys keys take this path: all scores of a panel stay near L1. (Granite Rapids,
+// 640 and 768 keys: causal sequences 1.1 to 1.2 and 1.0 to 1.15, windows 1.0 to 1.3; 1024 keys 0.9 to 1.1.) Without a
+// mask the general path loses less, so the limit is kMaxShortKeysUnmasked, or in fp32 kMaxShortKeysUnmasked32: fp32 1.0
+// at 512 keys, 16-bit types 0.9 to 1.1 from 320 keys on.
 // tune-cpu: kMaxShortKeys, kMaxShortKeysUnmasked, kMaxShortKeysUnmasked32
 constexpr int64_t kMaxShortKeys = 768, kMaxShortKeysUnmasked = 256, kMaxShortKeysUnmasked32 = 512;
 // Rows of such a block. It keeps one panel, so any number is possible, and fewer blocks pack fewer keys twice.
@@ -243,19 +272,30 @@ constexpr int64_t kMaxShortKeys = 768, kMaxShortKeysUnmasked = 256, kMaxShortKey
 // returns too late to the same pages.)
 // tune-cpu: kShortBlockRows
 constexpr int64_t kShortBlockRows = 2048;
-// Results of so many bytes are written past the caches. (16 and 32 MiB, documents of 16-128 and of 64-512 tokens: 1 to
-// 11 % faster.)
+// Results of kMinStreamedBytes and more are written past the caches. (16 and 32 MiB, documents of 16-128 and of 64-512
+// tokens: 1 to 11 % faster.)
 // tune-cpu: kMinStreamedBytes
 constexpr int64_t kMinStreamedBytes = 16 << 20;
 
 // ---- numbers split into 16-bit parts, on AMX (gemm/split.h)
 
-// Splitting has to be shared by so many rows of a group, or narrow_rows if heads are narrower than 64. (Granite Rapids,
-// as many keys as rows, against vectors; D = 64 and 128 unless noted. Two fp16: 16 tokens 0.8 and 0.9, 32 tokens 1.1
-// and 1.4, 64 tokens 1.4 and 1.6; 32 rows and 2048 keys 1.2. Three bf16: 32 tokens 0.8, 97 tokens 0.9 to 1.0,
-// 112 tokens 1.0 and 1.1, 128 tokens 1.2 and 1.1; D = 32: 64 to 256 tokens 0.8 to 0.9, 512 tokens 1.1. fp16 as two
-// bf16: 16 tokens 0.7, 32 tokens 1.1 and 1.2, 64 tokens 1.3 and 1.5; D = 32: 32 tokens 0.8, 64 tokens 1.1. D = 16: 0.7
-// to 0.8.)
+// Numbers are split if a group has at least `rows` rows, which share that work, or narrow_rows if heads are narrower
+// than 64. Time on vectors / time on AMX, Granite Rapids, as many keys as rows; two numbers are for D = 64 and D = 128:
+//   numbers             tokens                  D = 32        D = 64, D = 128
+//   two fp16            16                                    0.8, 0.9
+//                       32                                    1.1, 1.4
+//                       64                                    1.4, 1.6
+//                       32 rows, 2048 keys                    1.2
+//   three bf16          32                                    0.8
+//                       64 to 256               0.8 to 0.9
+//                       97                                    0.9 to 1.0
+//                       112                                   1.0, 1.1
+//                       128                                   1.2, 1.1
+//                       512                     1.1
+//   fp16 as two bf16    16                                    0.7
+//                       32                      0.8           1.1, 1.2
+//                       64                      1.1           1.3, 1.5
+// D = 16: 0.7 to 0.8.
 struct MinRows {
   int64_t rows, narrow_rows;
 };
@@ -264,11 +304,14 @@ struct MinRows {
 constexpr MinRows kMinRowsTwoFloat16 = {32, 32}, kMinRowsThreeBFloat16 = {112, 512}, kMinRowsTwoBFloat16 = {32, 64};
 // set by: the depth of a tile
 constexpr int64_t kMinSplitColumns = 32;
-// The same for gradients: so many rows and keys, and three bf16 only if these fill so much of their tiles of 32 x 32.
-// (Against vectors. Two fp16: 48 tokens 0.8, 64 and 65 tokens 1.2 and 0.9 to 1.1, 100 tokens 1.0 to 1.2, 256 tokens 1.6
-// and 1.8. Three bf16: 65 tokens 0.8 to 1.0, 96 tokens 1.0 and 1.1, 97 tokens 0.8 to 0.9, 112 tokens 0.9 to 1.0,
-// 128 tokens 1.1 and 1.2, 129 tokens 0.9, 160 tokens 1.2 and 1.3. fp16: 64 tokens 1.5 and 1.2, 65 tokens 1.2,
-// 128 tokens 1.5 and 1.6.)
+// The same for gradients: at least kMinSplitGradients rows and keys, and three bf16 only if these fill kMinSplitFill of
+// their tiles of 32 x 32. Time on vectors / time on AMX; two numbers are for D = 64 and D = 128:
+//   two fp16      tokens    48     64, 65             100           256
+//                 ratio     0.8    1.2, 0.9 to 1.1    1.0 to 1.2    1.6, 1.8
+//   three bf16    tokens    65            96          97            112           128         129    160
+//                 ratio     0.8 to 1.0    1.0, 1.1    0.8 to 0.9    0.9 to 1.0    1.1, 1.2    0.9    1.2, 1.3
+//   fp16          tokens    64          65     128
+//                 ratio     1.5, 1.2    1.2    1.5, 1.6
 // tune-cpu: kMinSplitGradients
 // set by: hand, the figures above (kMinSplitFill)
 constexpr int64_t kMinSplitGradients = 64;
@@ -286,10 +329,15 @@ constexpr int64_t kMaxUnsplitKeys = 63, kMaxUnsplitDocumentKeys = 95;
 // tune-cpu: kMaxSmallBackward
 constexpr int64_t kMaxSmallBackward = 128;
 // Where AMX overtakes the small backward: tokens of 16-bit types, tokens of fp32 as two fp16, and how much of their
-// tiles these fill. (AMX against it: bf16, D = 32 to 256: one token 0.06 to 0.25, 4 tokens 0.15 to 0.25, 8 tokens 0.3,
-// 16 tokens 0.5, 24 tokens 0.8, 32 tokens 1.1. fp32 as two fp16: 64 tokens 0.9 to 1.0, 80 tokens 0.8 to 1.0, 96 tokens
-// 1.0 to 1.2, 100 tokens 0.9 to 1.0, 112 tokens 1.0 to 1.1, 128 tokens 1.2 to 1.3; as three bf16: 64 tokens 0.8 to 1.0,
-// 100 tokens 0.4 to 0.8, 128 tokens 0.6 to 1.1. fp16 as two bf16: 48 tokens 1.0, 64 to 128 tokens 1.1 to 1.6.)
+// tiles these fill. Time of the small backward / time on AMX:
+//   bf16, D = 32 to 256    tokens    1               4               8             16            24            32
+//                          ratio     0.06 to 0.25    0.15 to 0.25    0.3           0.5           0.8           1.1
+//   fp32 as two fp16       tokens    64              80              96            100           112           128
+//                          ratio     0.9 to 1.0      0.8 to 1.0      1.0 to 1.2    0.9 to 1.0    1.0 to 1.1    1.2 to 1.3
+//   fp32 as three bf16     tokens    64              100             128
+//                          ratio     0.8 to 1.0      0.4 to 0.8      0.6 to 1.1
+//   fp16 as two bf16       tokens    48              64 to 128
+//                          ratio     1.0             1.1 to 1.6
 // tune-cpu: kMaxSmallBackwardAmx16, kMinAmxBackward32
 // set by: hand, the figures above (kMinAmxBackwardFill)
 constexpr int64_t kMaxSmallBackwardAmx16 = 24, kMinAmxBackward32 = 96;
@@ -307,25 +355,31 @@ struct ChunkLimits {
 // tune-cpu: kOneHead.min_bytes, kOneHead.max_keys, kAllHeads.min_bytes, kAllHeads.max_keys
 // set by: the number of threads to keep busy (chunks)
 constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
-// More than kFewDecodeRows rows per key/value head are decoded if there are at least so many keys.
+// More than kFewDecodeRows rows per key/value head are decoded if there are at least kMinKeysOfManyRows keys.
 // tune-cpu: kMinKeysOfManyRows
 // set by: the rows of one pass (kFewDecodeRows)
 constexpr int64_t kMinKeysOfManyRows = 128, kFewDecodeRows = 8;
-// The same as max_decode_rows in the types of AMX's tiles: more than kTilePassRows rows take two passes, and need so many
-// keys; heads of more columns have at most kFewDecodeRows. (Sapphire Rapids, bf16 against prefill, heads of 64, 128 and
-// 256. 12 and 16 rows: 128 keys 0.95 to 1.5, 512 and more 1.15 to 2.0. 24 rows: 128 keys 0.8 to 1.05, 512 keys 1.0 to
-// 1.2, 2048 to 8k keys 1.15 to 1.3. 32 rows: 0.7 to 0.9, 0.95 to 1.15, 0.95 to 1.35, but 0.9 with one key head. Latents
-// of 576, 2048 keys: 12 and 16 rows 0.9 to 1.05, 32 rows 0.65.)
+// The same as max_decode_rows in the types of AMX's tiles: more than kTilePassRows rows, up to kMaxTileRows, take two
+// passes, and need kMinKeysOfTwoPasses keys; heads of more than kMaxTileColumns columns have at most kFewDecodeRows
+// rows. Time of prefill / time of decoding, Sapphire Rapids, bf16, heads of 64, 128 and 256:
+//   rows      128 keys       512 keys        2048 to 8k keys    latents of 576, 2048 keys
+//   12, 16    0.95 to 1.5    1.15 to 2.0     1.15 to 2.0        0.9 to 1.05
+//   24        0.8 to 1.05    1.0 to 1.2      1.15 to 1.3
+//   32        0.7 to 0.9     0.95 to 1.15    0.95 to 1.35       0.65
+// 32 rows with one key head: 0.9.
 // tune-cpu: kMinKeysOfTwoPasses
 // set by: the rows of a panel (kMaxTileRows) and of a tile (kTilePassRows); hand, the figures above (kMaxTileColumns)
 constexpr int64_t kMaxTileRows = 32, kTilePassRows = 16, kMinKeysOfTwoPasses = 2048, kMaxTileColumns = 256;
-// Keys of 8 bits become tiles from so many rows per key/value head on, up to kTilePassRows. (Sapphire Rapids, 3k keys from
-// memory, against multiply-adds of AVX-512. int8: one row 0.65, 4 rows 0.9, 5 to 8 rows 1.45 to 1.55, 16 rows 2.2. e4m3: 0.9,
-// 1.25, 8 rows 1.8 to 2.0, 2.5 to 2.9.)
+// Keys of 8 bits become tiles from kMinTileRowsQuantized rows per key/value head on, of e4m3 from kMinTileRowsE4M3, up
+// to kTilePassRows. Time of multiply-adds of AVX-512 / time of tiles, Sapphire Rapids, 3k keys from memory:
+//   int8    rows     1       4       5 to 8          16
+//           ratio    0.65    0.9     1.45 to 1.55    2.2
+//   e4m3    rows     1       4       8               16
+//           ratio    0.9     1.25    1.8 to 2.0      2.5 to 2.9
 // set by: hand, docs/decisions/2026-12-01-tiles-for-more-rows.md
 constexpr int64_t kMinTileRowsQuantized = 5, kMinTileRowsE4M3 = 3;
-// The rows of a full panel (full_panel_rows) are prefilled if there are so many splits of kMinKeysPerSplit keys, over all
-// key/value heads, and in fp32 if heads are larger than that.
+// The rows of a full panel (full_panel_rows) are prefilled if all key/value heads together have kMinPanelSplits splits
+// of kMinKeysPerSplit keys, and in fp32 if heads have more than kMaxDecodedPanel numbers.
 // set by: the number of threads to keep busy; hand, docs/decisions/2026-11-29-more-rows-are-decoded.md
 constexpr int64_t kMinPanelSplits = 16, kMaxDecodedPanel = 128;
 // Keys of a step, at most: the scores of 8 rows take 2 KiB.
@@ -339,14 +393,14 @@ constexpr int64_t kInvariantKeyBytes = 32 << 10, kInvariantValueBytes = 16 << 10
 // set by: hand, docs/decisions/2026-11-25-scales-of-rows.md
 constexpr int64_t kInvariantQuantizedBytes = 64 << 10;
 
-// Without batch_invariant the same units decode keys of so many bytes, which come from memory, if their heads are side
-// by side: fp32, and bf16 of few rows per key head (max_unit_rows). (Zen 5, 8 key heads, 12 to 400 MB: 1.0 to 1.3; 2 to
-// 16 MB, in L3: 0.8 to 0.95.)
+// Without batch_invariant the same units decode keys and values of at least kMinUnitBytes, which come from memory, if
+// their heads are side by side: fp32, and bf16 of few rows per key head (max_unit_rows). (Zen 5, 8 key heads, 12 to 400
+// MB: 1.0 to 1.3; 2 to 16 MB, in L3: 0.8 to 0.95.)
 // tune-cpu: kMinUnitBytes
 constexpr int64_t kMinUnitBytes = 24 << 20;
 
-// Keys that sequences share are computed as blocks of all their rows from so many rows per key/value head and so many
-// keys on (schedule/prefixes.cc).
+// Keys that sequences share are computed as blocks of all their rows if there are at least kMinSharedRows rows per
+// key/value head and kMinSharedKeys keys (schedule/prefixes.cc).
 // set by: hand, docs/decisions/2026-11-23-packs-of-sequences.md
 constexpr int64_t kMinSharedRows = 12, kMinSharedKeys = 128;
 
@@ -357,25 +411,26 @@ constexpr int64_t kMinAppendedNumbers = 64 << 10;
 
 // ---- backward: how keys and rows are cut
 
-// A unit's K, V and the sums of their gradients, 8 bytes per column and key, take so much of L2. There are fewer keys
-// if that leaves fewer units than kMinUnits. The number of threads never matters: it would change the order of sums.
-// Units of one key block are made even in steps of kEvenKeys, so that threads are balanced: 256 keys are two of 128,
-// not 192 and 64; 512 are four.
+// A unit's K, V and the sums of their gradients, 8 bytes per column and key, take kKeyUnitBytes of L2, and a unit has
+// no more than kMaxUnitKeys keys. There are fewer keys if that leaves fewer units than kMinUnits. The number of threads
+// never matters: it would change the order of sums. Units of one key block are made even in steps of kEvenKeys, so that
+// threads are balanced: 256 keys are two of 128, not 192 and 64; 512 are four.
 // tune-cpu: kKeyUnitBytes, kMaxUnitKeys
 // set by: the number of threads to keep busy (kMinUnits), and whole vectors of keys (kEvenKeys)
 constexpr int64_t kKeyUnitBytes = 512 << 10, kMaxUnitKeys = 512, kMinUnits = 16, kEvenKeys = 32;
 // Rows of a block, at least, if there are more blocks than memory requires.
 // tune-cpu: kMinBackwardRows
 constexpr int64_t kMinBackwardRows = 64;
-// A unit takes whole heads if its scratch is no larger than this; with unequal sequences there are at least so many per
-// thread. (Two threads, 2 to 7 heads of 512 to 4096 tokens: 1.1 to 1.3.)
+// A unit takes whole heads if its scratch is no larger than kMaxHeadBytes; with unequal sequences, if there are also at
+// least kMinRounds units per thread. (Two threads, 2 to 7 heads of 512 to 4096 tokens: 1.1 to 1.3.)
 // set by: memory (kMaxHeadBytes), and a count of rounds, as kMaxRounds (kMinRounds)
 constexpr int64_t kMaxHeadBytes = 48 << 20, kMinRounds = 4;
-// A document is worked on by one thread if each thread has at least so many of its cost.
+// A document is worked on by one thread if all documents together cost at least kDocumentRounds times as much per
+// thread.
 // set by: a count of rounds, as kMaxRounds
 constexpr int64_t kDocumentRounds = 4;
 // Cost of a document's row beside its pairs, in pairs.
-// set by: packing a row of Q and dO takes the time of so many pairs
+// set by: packing a row of Q and dO takes the time of kRowCost pairs
 constexpr int64_t kRowCost = 64;
 // Q and dO are packed once if that takes no more than this (4 times the memory of both), else by every unit: 5 % of its
 // time at 256 keys in fp32, and more than the products on AMX.

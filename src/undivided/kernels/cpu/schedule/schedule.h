@@ -40,7 +40,7 @@ inline int64_t threads_for(const Attention& a) {
 // Bytes of a list of the places of partial results, a multiple of a cache line.
 inline int64_t list_bytes(int64_t places) { return (places * (int64_t)sizeof(float*) + 63) / 64 * 64; }
 
-// Runs merge(unit, partials) for units of partial results that have so many floats, with memory for a list of `places`
+// Runs merge(unit, partials) for units of partial results that have `floats` floats in all, with memory for a list of `places`
 // of them; returns a Status. Alone if they are few: the other threads would take longer to start.
 template <class Merge>
 int merge_units(int64_t units, int64_t floats, int64_t places, int64_t threads, Merge merge) {
@@ -78,7 +78,7 @@ inline KeyExtent key_extent(const Attention& a, int64_t batch, int64_t row, int6
 }
 inline KeyExtent key_extent(const Attention& a, int64_t batch) { return key_extent(a, batch, 0, a.q_len); }
 
-// With batch_invariant a row's keys are computed in pieces of so many, from key 0 on. Each is summed from zero, and the
+// With batch_invariant a row's keys are computed in pieces of piece_keys keys, from key 0 on. Each is summed from zero, and the
 // pieces are merged in order, so that threads can share them and no result depends on the threads.
 inline int64_t piece_keys(const Attention& a) {
   return a.batch_invariant && a.v_dim % 16 == 0 && !a.dropout ? kPieceKeys : INT64_MAX;
