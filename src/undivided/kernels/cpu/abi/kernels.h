@@ -20,6 +20,8 @@
 namespace undivided {
 
 static inline int64_t element_size(int64_t type) { return type == kFloat32 ? 4 : 2; }  // bytes
+// The query rows of a key/value head: those of all query heads of its group.
+static inline int64_t rows_of_group(const Attention& a) { return a.heads / a.kv_heads * a.q_len; }
 // Whether something is added to the scores, or masks them, that depends on the pair: a bias, a dense mask or ALiBi.
 static inline bool has_score_bias(const Attention& a) { return a.bias || a.dense || a.slopes; }
 

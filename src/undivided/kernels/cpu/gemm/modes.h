@@ -12,6 +12,7 @@ namespace {
 using namespace undivided::tuning;
 using undivided::partial_size;
 using undivided::RowBlock;
+using undivided::rows_of_group;
 
 constexpr int64_t kBlockKeys = kTuning.block_keys;
 

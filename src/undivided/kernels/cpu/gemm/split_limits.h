@@ -16,7 +16,6 @@ constexpr MinRows kMinSplitRows<Split<BFloat16>> = kMinRowsThreeBFloat16;
 template <>
 constexpr MinRows kMinSplitRows<Split<BFloat16, Float16>> = kMinRowsTwoBFloat16;
 #endif
-INLINE int64_t rows_of_group(const Attention& a) { return a.heads / a.kv_heads * a.q_len; }
 
 // Whether splitting pays off, or this mode does not split.
 template <class Mode>

@@ -17,12 +17,12 @@ int64_t deciding_heads(const Attention& a) { return (a.batch_invariant ? 1 : a.b
 int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
   const int64_t heads = deciding_heads(a);
   int64_t keys = std::min(kKeyUnitBytes / (8 * std::max(a.qk_dim + a.v_dim, (int64_t)1)), kMaxUnitKeys);
-  while (keys > block_keys && heads * ((a.kv_len + keys - 1) / keys) < kMinUnits) keys /= 2;
+  while (keys > block_keys && heads * divide_up(a.kv_len, keys) < kMinUnits) keys /= 2;
   if (keys >= 2 * block_keys) return keys / block_keys * block_keys;
-  int64_t blocks = std::max((a.kv_len + block_keys - 1) / block_keys, (int64_t)1);
+  int64_t blocks = std::max(divide_up(a.kv_len, block_keys), (int64_t)1);
   if (blocks > 2 && heads * blocks < kMinUnits) blocks = (blocks + 3) / 4 * 4;
-  const int64_t even = (a.kv_len + blocks - 1) / blocks;
-  return std::max((even + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys;
+  const int64_t even = divide_up(a.kv_len, blocks);
+  return std::max(divide_up(even, kEvenKeys), (int64_t)1) * kEvenKeys;
 }
 
 // Panels of a row block. Fewer if there would be few blocks otherwise, because the units of a head take turns at
@@ -30,14 +30,14 @@ int64_t keys_of_unit(const Attention& a, int64_t block_keys) {
 int64_t panels_of_block(const Attention& a, const Kernels& k, int64_t panels) {
   int64_t limit = k.row_panels(a.dtype);
   const int64_t heads = deciding_heads(a);
-  while (limit * k.panel >= 2 * kMinBackwardRows && heads * ((panels + limit - 1) / limit) < kMinUnits) limit /= 2;
+  while (limit * k.panel >= 2 * kMinBackwardRows && heads * divide_up(panels, limit) < kMinUnits) limit /= 2;
   return limit;
 }
 
 // The arrays that all units of a backward share, in one allocation.
-class Shared {
+class SharedArrays {
  public:
-  Shared(Backward& p, const Kernels& k) {
+  SharedArrays(Backward& p, const Kernels& k) {
     p.out_of_range = &out_of_range_, p.non_finite = &non_finite_;
     if (p.whole_heads) return;  // the arrays lie in each unit's scratch
     const int64_t heads = p.a.batch * p.a.kv_heads;
@@ -45,9 +45,9 @@ class Shared {
       memory_ = nullptr, failed_ = true;
     else k.layout_shared_rows(p, heads, (char*)memory_);
   }
-  ~Shared() { free(memory_); }
-  Shared(const Shared&) = delete;
-  Shared& operator=(const Shared&) = delete;
+  ~SharedArrays() { free(memory_); }
+  SharedArrays(const SharedArrays&) = delete;
+  SharedArrays& operator=(const SharedArrays&) = delete;
   explicit operator bool() const { return !failed_; }
 
  private:
@@ -73,7 +73,7 @@ std::vector<KeyUnit> key_units(const Backward& p) {
 // of the time: at least 7/8 of the threads must then be busy. The order of sums is the same either way.
 bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
   p.whole_heads = true;
-  const int64_t units = (int64_t)key_units(p).size(), rounds = (units + threads - 1) / threads;
+  const int64_t units = (int64_t)key_units(p).size(), rounds = divide_up(units, threads);
   const bool uniform = threads == 1 || p.a.batch == 1 || !p.a.ranges || p.a.ranges_b == 0;
   const bool even = 8 * units >= 7 * rounds * threads && (uniform || rounds >= kMinRounds);
   return (even || p.key_unit_count == 1) && k.key_scratch(p) <= kMaxHeadBytes;
@@ -145,16 +145,15 @@ struct UnitSizes {
   int64_t row_panels, unit_keys;
 };
 UnitSizes unit_sizes(const Attention& a, const Kernels& k) {
-  const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
+  const int64_t rows = rows_of_group(a), panels = divide_up(rows, k.panel);
   return {panels_of_block(a, k, panels), keys_of_unit(a, k.block_keys)};
 }
 
 Backward make_backward(const Attention& a, const Gradients& g, const Kernels& k, const UnitSizes& sizes) {
-  const int64_t rows = a.heads / a.kv_heads * a.q_len, panels = (rows + k.panel - 1) / k.panel;
-  const int64_t fitting = std::max((a.kv_len + kEvenKeys - 1) / kEvenKeys, (int64_t)1) * kEvenKeys,
+  const int64_t rows = rows_of_group(a), panels = divide_up(rows, k.panel);
+  const int64_t fitting = std::max(divide_up(a.kv_len, kEvenKeys), (int64_t)1) * kEvenKeys,
                 unit_keys = std::min(sizes.unit_keys, fitting);
-  const int64_t row_blocks = (panels + sizes.row_panels - 1) / sizes.row_panels,
-                key_unit_count = (a.kv_len + unit_keys - 1) / unit_keys;
+  const int64_t row_blocks = divide_up(panels, sizes.row_panels), key_unit_count = divide_up(a.kv_len, unit_keys);
   return {a, g, rows, panels, sizes.row_panels, row_blocks, unit_keys, key_unit_count};
 }
 
@@ -163,8 +162,8 @@ int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const 
   Backward p = make_backward(a, g, k, sizes);
   const int64_t row_blocks = p.row_blocks;
   p.whole_heads = takes_whole_heads(p, k, threads);
-  Shared shared(p, k);
-  if (!shared) return kNoMemory;
+  SharedArrays arrays(p, k);
+  if (!arrays) return kNoMemory;
   int status = kOk;
   if (!p.whole_heads)
     status = run_units(even_shares(heads * row_blocks, threads), 64, threads,
@@ -197,7 +196,7 @@ struct DocumentHead {
 
 // Consecutive heads of equal total cost, one share per thread, each sorted by falling cost: a share is one range of
 // memory, and the threads end at about the same time.
-Shares distribute(std::vector<DocumentHead>& heads, int64_t threads) {
+Shares distribute_heads(std::vector<DocumentHead>& heads, int64_t threads) {
   int64_t total = 0, previous = 0;
   for (const DocumentHead& head : heads) total += head.cost;
   Shares starts = {0};
@@ -238,7 +237,7 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
     for (const KeyUnit& unit : key_units(p)) heads.push_back({&k, &problems.back(), unit, cost_of(d) * unit.kv_heads});
   }
   if (heads.empty()) return kOk;
-  const Shares shares = distribute(heads, threads);
+  const Shares shares = distribute_heads(heads, threads);
   const int status = run_units(shares, scratch, threads, [&](int64_t i, char* own) {
     const DocumentHead& head = heads[(size_t)i];
     head.k->key_unit(*head.p, head.unit, own);

@@ -86,7 +86,7 @@ void Decoding::cut_pieces(int64_t threads) {
 // 0: it writes results.
 int64_t Decoding::chunk_floats(const KeyChunk& chunk, const Sequence& s) const {
   const Attention& a = *chunk.problem;
-  return is_invariant() && s.chunks == 1 ? 0 : heads_ * (a.heads / a.kv_heads * a.q_len) * partial_size(a);
+  return is_invariant() && s.chunks == 1 ? 0 : heads_ * rows_of_group(a) * partial_size(a);
 }
 
 template <class F>

@@ -33,7 +33,7 @@ struct Work {
 
 // One share of the units per thread, the most expensive first. Units of equal cost are adjacent heads; each share gets
 // a run of them.
-Shares distribute(std::vector<Unit>& units, int64_t threads) {
+Shares distribute_units(std::vector<Unit>& units, int64_t threads) {
   if (threads == 1) return one_share((int64_t)units.size());
   std::stable_sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost > y.cost; });
   std::vector<std::vector<Unit>> shares(std::max(std::min(units.size(), (size_t)threads), (size_t)1));
@@ -52,7 +52,7 @@ Shares distribute(std::vector<Unit>& units, int64_t threads) {
 
 int64_t chunk_cost(const KeyChunk& chunk) {
   const Attention& a = *chunk.problem;
-  return chunk.keys * chunk.kv_heads * std::max(a.heads / a.kv_heads * a.q_len, kDecodeRowCost);
+  return chunk.keys * chunk.kv_heads * std::max(rows_of_group(a), kDecodeRowCost);
 }
 
 void add_units(BlockProblem& p, std::vector<Unit>& units) {
@@ -92,7 +92,7 @@ int run(Work& work, int64_t threads) {
   // the chunks of a batch are adjacent in memory, and nearly equal
   const Shares shares = work.prefill.empty() && work.decoding.shared().empty() && !work.decoding.is_invariant()
                             ? even_shares((int64_t)units.size(), threads)
-                            : distribute(units, threads);
+                            : distribute_units(units, threads);
   for (size_t i = 0; i + 1 < units.size(); i++)
     if (units[i].blocks && units[i].blocks == units[i + 1].blocks) {
       std::vector<RowBlock>& blocks = units[i].blocks->blocks();

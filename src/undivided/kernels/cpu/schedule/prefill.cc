@@ -34,10 +34,9 @@ KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, int6
   const KeyExtent extent = key_extent(a, batch);
   if (extent.stop <= extent.start) return {0, 0, 0};
   if (a.batch_invariant) return pieces_of(a, extent);
-  const int64_t start = extent.start / block_keys * block_keys,
-                key_blocks = (extent.stop - start + block_keys - 1) / block_keys;
-  const int64_t size = (key_blocks + splits - 1) / splits;
-  return {start, size * block_keys, (key_blocks + size - 1) / size};
+  const int64_t start = extent.start / block_keys * block_keys, key_blocks = divide_up(extent.stop - start, block_keys);
+  const int64_t size = divide_up(key_blocks, splits);
+  return {start, size * block_keys, divide_up(key_blocks, size)};
 }
 
 // The keys that some row of a block sees.
@@ -63,12 +62,10 @@ Division divide(const Attention& a, int64_t threads, bool has_partials) {
   const int64_t group = a.heads / a.kv_heads;
   d.shares_heads = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.shares_heads ? a.kv_heads : a.heads, d.rows = d.shares_heads ? group * a.q_len : a.q_len;
-  const int64_t blocks = a.batch * d.heads * ((d.rows + kMinPrefillRows - 1) / kMinPrefillRows);
+  const int64_t blocks = a.batch * d.heads * divide_up(d.rows, kMinPrefillRows);
   if (a.batch_invariant) d.key_splits = invariant_splits(a, d.heads, d.rows, blocks, threads);
   else if (a.v_dim % 16) d.key_splits = 1;
-  else
-    d.key_splits =
-        std::max(std::min((kTargetKeySplits + blocks - 1) / blocks, a.kv_len / kMinKeysPerSplit), (int64_t)1);
+  else d.key_splits = std::max(std::min(divide_up(kTargetKeySplits, blocks), a.kv_len / kMinKeysPerSplit), (int64_t)1);
   d.has_partials = has_partials || d.key_splits > 1;
   return d;
 }
@@ -107,15 +104,15 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
 // Query rows of a block. One thread takes as many as it can. With several threads, the number that minimises the time
 // of the thread that ends last: more blocks balance better, but pack the keys more often.
 int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t short_keys, int64_t threads) {
-  auto whole_panels = [&](int64_t rows) { return std::max((rows + k.panel - 1) / k.panel, (int64_t)1) * k.panel; };
+  auto whole_panels = [&](int64_t rows) { return std::max(divide_up(rows, k.panel), (int64_t)1) * k.panel; };
   // blocks of unequal cost
   const int64_t max_rows = whole_panels(k.block_rows(a, short_keys)), min_rounds = a.ranges || a.band ? 2 : 1;
   int64_t best = max_rows, best_time = INT64_MAX;
-  for (int64_t row_blocks = std::max((d.rows + max_rows - 1) / max_rows, (int64_t)1), rows = max_rows, rounds = 0;
+  for (int64_t row_blocks = std::max(divide_up(d.rows, max_rows), (int64_t)1), rows = max_rows, rounds = 0;
        threads > 1 && rows > k.panel && rounds < kMaxRounds; row_blocks++) {
     const int64_t blocks = a.batch * d.heads * row_blocks * d.key_splits;
-    rows = whole_panels((d.rows + row_blocks - 1) / row_blocks);
-    rounds = std::max((blocks + threads - 1) / threads, min_rounds);
+    rows = whole_panels(divide_up(d.rows, row_blocks));
+    rounds = std::max(divide_up(blocks, threads), min_rounds);
     // plus a quarter of a block, because threads do not start at the same time
     const int64_t time = (4 * rounds + 1) * (rows + k.packing_rows);
     if (time < best_time) best_time = time, best = rows;
@@ -221,7 +218,7 @@ float** BlockProblem::list_partials(int64_t batch, int64_t head, int64_t row, fl
 // Rows of a head by themselves, so that threads share them.
 int BlockProblem::merge(int64_t threads) {
   if (!d_.has_partials) return kOk;
-  const int64_t group = a_.heads / a_.kv_heads, head_units = (d_.rows + kMergedRows - 1) / kMergedRows;
+  const int64_t group = a_.heads / a_.kv_heads, head_units = divide_up(d_.rows, kMergedRows);
   const int64_t units = a_.batch * d_.heads * head_units;
   return merge_units(units, partial_floats(), max_places(), threads, [&](int64_t unit, float** partials) {
     const int64_t b = unit / head_units / d_.heads, h = unit / head_units % d_.heads,

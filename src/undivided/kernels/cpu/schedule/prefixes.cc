@@ -25,14 +25,15 @@ int64_t common_keys(const Attention& a, int64_t batch) {
 }
 
 // The pages of a sequence whose keys all its rows see.
-struct Table {
+struct PageTable {
   const int32_t* pages;
   int64_t count;
 };
 
-class Search {
+// Looks for pages that the tables of several sequences begin with, and for those that follow in some of them.
+class PrefixSearch {
  public:
-  explicit Search(const std::vector<Sequence>& sequences) : sequences_(sequences) {
+  explicit PrefixSearch(const std::vector<Sequence>& sequences) : sequences_(sequences) {
     for (const Sequence& s : sequences) {
       const Attention& a = *s.problem;
       tables_.push_back({a.pages + s.batch * a.pages_b, common_keys(a, s.batch) / a.page_size});
@@ -65,10 +66,10 @@ class Search {
 
   // Where the pages of these sequences begin to differ, which are equal up to `page`.
   int64_t equal_pages(const std::vector<int64_t>& sequences, int64_t page) const {
-    const Table& first = tables_[(size_t)sequences[0]];
+    const PageTable& first = tables_[(size_t)sequences[0]];
     int64_t stop = first.count;
     for (int64_t n : sequences) {
-      const Table& table = tables_[(size_t)n];
+      const PageTable& table = tables_[(size_t)n];
       stop = std::min(stop, table.count);
       stop = std::mismatch(first.pages + page, first.pages + stop, table.pages + page).first - first.pages;
     }
@@ -82,7 +83,7 @@ class Search {
   }
 
   const std::vector<Sequence>& sequences_;
-  std::vector<Table> tables_;
+  std::vector<PageTable> tables_;
 };
 
 Attention problem_of(const SharedKeys& shared, const std::vector<Sequence>& sequences) {
@@ -100,7 +101,7 @@ Attention problem_of(const SharedKeys& shared, const std::vector<Sequence>& sequ
 
 std::vector<SharedKeys> find_shared_keys(const std::vector<Sequence>& sequences) {
   if (sequences.size() < 2 || !may_share(*sequences[0].problem)) return {};
-  Search search(sequences);
+  PrefixSearch search(sequences);
   std::vector<int64_t> all;
   for (size_t n = 0; n < sequences.size(); n++) all.push_back((int64_t)n);
   search.find(all, 0, 0);

@@ -19,7 +19,7 @@ struct Sequence {
   int64_t chunks;  // per unit of heads
 
   // The query rows of a key/value head.
-  int64_t rows() const { return problem->heads / problem->kv_heads * problem->q_len; }
+  int64_t rows() const { return rows_of_group(*problem); }
 };
 
 // The keys that sequences share, from their first one on. A sequence may be in several, each of which starts where the

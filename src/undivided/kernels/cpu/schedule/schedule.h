@@ -31,6 +31,9 @@ std::vector<SharedKeys> shared_keys(const Attention& a);
 // Those of this thread's last forward.
 const std::vector<SharedKeys>& last_shared_keys();
 
+// n / step, rounded up.
+inline int64_t divide_up(int64_t n, int64_t step) { return (n + step - 1) / step; }
+
 // How many threads a problem is worth.
 inline int64_t threads_for(const Attention& a) {
   const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kHeadWork);
