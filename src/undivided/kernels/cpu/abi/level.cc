@@ -24,6 +24,13 @@ bool request_tile_permission() {
 // Why a level that the processor has cannot be used; null if every one can.
 const char* lost_reason = nullptr;
 
+// Places in kLevels.
+#if defined(UNDIVIDED_X86)
+enum { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16, kAmx };
+#elif defined(UNDIVIDED_NEON)
+enum { kGeneric, kNeon, kNeonBf16 };
+#endif
+
 const char* const kLeftOut = "this build leaves out the levels above";
 
 #ifdef UNDIVIDED_X86
@@ -48,11 +55,11 @@ const Kernels* const kLevels[] = {
 int find_highest() {
   const CpuFeatures cpu = CpuFeatures::read();
 #if defined(UNDIVIDED_EMULATE_AVX512)
-  if (cpu.has_avx2()) return 5;
+  if (cpu.has_avx2()) return kAmx;
 #elif defined(UNDIVIDED_EMULATE_AMX)
-  if (cpu.has_avx512_bf16()) return 5;
+  if (cpu.has_avx512_bf16()) return kAmx;
 #elif defined(UNDIVIDED_AMX)
-  if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? 5 : 4;
+  if (cpu.has_amx_bf16() && request_tile_permission()) return cpu.has_amx_fp16() ? kAmx : kAmxBf16;
   if (cpu.has_amx_bf16()) lost_reason = "the operating system denied this process the tile registers of AMX";
 #else
   if (cpu.has_amx_bf16())
@@ -62,7 +69,7 @@ int find_highest() {
 #endif
   if (cpu.has_denied_vectors())
     lost_reason = "the operating system does not save vector registers that this processor has";
-  return cpu.has_avx512_bf16() ? 3 : cpu.has_avx512() ? 2 : cpu.has_avx2() ? 1 : 0;
+  return cpu.has_avx512_bf16() ? kAvx512Bf16 : cpu.has_avx512() ? kAvx512 : cpu.has_avx2() ? kAvx2 : kGeneric;
 }
 #elif defined(UNDIVIDED_NEON)
 const Kernels* const kLevels[] = {
@@ -74,11 +81,11 @@ const Kernels* const kLevels[] = {
 };
 int find_highest() {
 #ifdef UNDIVIDED_NEON_BF16
-  if (has_neon_bf16()) return 2;
+  if (has_neon_bf16()) return kNeonBf16;
 #else
   if (has_neon_bf16()) lost_reason = "this build has no neon_bf16: its compiler did not know the instructions";
 #endif
-  return 1;
+  return kNeon;
 }
 #else
 const Kernels* const kLevels[] = {&kernels_generic};
