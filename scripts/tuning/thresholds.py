@@ -108,7 +108,7 @@ PREFILL = (
         *_squares((1024, 2048), BOTH), *_squares((2048,), BOTH, causal=True))),
     Threshold("max_row_bytes", "keys of a narrow block's longest row", (256 * KIB, 512 * KIB, 1024 * KIB), (
         *_squares((256, 512, 1024), BOTH), *_squares((512, 1024), BOTH, causal=True))),
-    Threshold("kMaxInPlaceStride", "stride of the keys from which on they are copied", (1024, 2048, 4096, 8192), tuple(
+    Threshold("kMinFarStride", "stride of the keys from which on they are copied", (1024, 2048, 4096, 8192), tuple(
         map(_token_heads, (*_squares((2048,), BOTH, (64, 128)), *_squares((512,), BOTH, heads=8))))),
     Threshold("kPrefetchTerms", "terms of a sum between two prefetches", (16, 32, 64, 128), (
         *_squares((512, 2048), BOTH, heads=2),

@@ -40,7 +40,7 @@ struct Tuning {
   // as fast without a mask, 0.99 with a causal one.)
   // tune-cpu: max_row_bytes
   int64_t max_row_bytes = 512 << 10;
-  // Rows far apart (kMaxInPlaceStride): K is copied if the panels of a block read it min_copy_panels times, and V of
+  // Rows far apart (kMinFarStride): K is copied if the panels of a block read it min_copy_panels times, and V of
   // fp32 if they read it min_copy_panels_of_v times; a panel that sees half of the keys counts as half. Two panels are
   // enough if K and V of the call have two_panel_bytes, and come from memory: what is copied is prefetched, the first
   // lines of many rows at once. Time in place / time with a copy:
@@ -225,10 +225,10 @@ constexpr int64_t kMinSpanRows = 64;
 // no more than max_row_bytes.
 // tune-cpu: kMaxNarrowBytes
 constexpr int64_t kMaxNarrowBytes = 1 << 20;
-// Rows whose stride is at least kMaxInPlaceStride bytes share so few sets of L1 that they evict each other, and lie in
+// Rows whose stride is at least kMinFarStride bytes share so few sets of L1 that they evict each other, and lie in
 // many pages; see min_copy_panels.
-// tune-cpu: kMaxInPlaceStride
-constexpr int64_t kMaxInPlaceStride = 2048;
+// tune-cpu: kMinFarStride
+constexpr int64_t kMinFarStride = 2048;
 // Rows and keys of the next block that are prefetched during the last panel of this one; without that they come from
 // memory if a head is one block. (Granite Rapids, about a hundred heads: 16 tokens 1.3 to 1.9, 64 tokens 1.1 to 1.3,
 // 128 tokens 1.0 to 1.2; prefetching all keys of the next panel: down to 0.97.)

@@ -141,8 +141,7 @@ static void begin_key_block(const Attention& a, const RowBlock& block, int64_t s
   key_block.v = (const typename Mode::PackedV*)w.v, key_block.v_stride = a.v_dim, key_block.v_group = 0;
   const int64_t bytes = a.batch * a.kv_len * a.kv_heads * (a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
   auto is_worth_a_copy = [&](int64_t stride, int64_t min_panels) {
-    return stride_in_bytes<T>(stride) >= kMaxInPlaceStride &&
-           panels >= (bytes >= kTuning.two_panel_bytes ? 2 : min_panels);
+    return stride_in_bytes<T>(stride) >= kMinFarStride && panels >= (bytes >= kTuning.two_panel_bytes ? 2 : min_panels);
   };
   key_block.copies_k = Mode::kAmx || Mode::kConvertsK || (Mode::Arith::kPairs && a.qk_dim % 2) ||
                        is_worth_a_copy(key_block.source_k_stride, kTuning.min_copy_panels);

@@ -17,7 +17,7 @@ class FarRows {
  public:
   // stride: in elements
   FarRows(const T* at, int64_t stride, int64_t rows, int64_t columns)
-      : at_((const char*)at), stride_(stride_in_bytes<T>(stride)), rows_(stride_ >= kMaxInPlaceStride ? rows : 0),
+      : at_((const char*)at), stride_(stride_in_bytes<T>(stride)), rows_(stride_ >= kMinFarStride ? rows : 0),
         bytes_(columns * (int64_t)sizeof(T)) {}
   // Prefetches the first line of each row.
   INLINE_MEMBER void touch() const {
@@ -61,7 +61,7 @@ class Prefetch {
   // Spreads all lines over this many steps.
   void pace(int64_t steps) { lines_per_step_ = steps > 0 ? (lines_ + steps - 1) / steps : 0; }
 
-  inline __attribute__((always_inline)) void step() {
+  INLINE_MEMBER void step() {
     for (int64_t left = lines_per_step_ * kLine; left > 0 && next_ < count_;) {
       Region& s = region_[next_];
       const int64_t stop = smaller_of(s.bytes, at_ + left);
@@ -81,7 +81,7 @@ class Prefetch {
     for (int i = 0; i < count_; i++) rows += region_[i].rows;
     rows_per_step_ = steps > 0 ? (rows + steps - 1) / steps : 0;
   }
-  inline __attribute__((always_inline)) void step_rows() {
+  INLINE_MEMBER void step_rows() {
     for (int64_t i = 0; i < rows_per_step_ && next_ < count_; i++) {
       Region& s = region_[next_];
       const char *at = s.at, *end = at + s.bytes;
@@ -109,7 +109,7 @@ struct PrefetchPair {
   static constexpr int64_t kTerms = kPrefetchTerms;  // see NoPrefetch
   Prefetch &shared, own;
   int times;
-  inline __attribute__((always_inline)) void step() {
+  INLINE_MEMBER void step() {
     shared.step();
     for (int i = 0; i < times; i++) own.step();
   }

@@ -158,7 +158,7 @@ constexpr int64_t kMaxChain = 128;
 constexpr int64_t kAllTerms = INT64_MAX / 2;
 struct NoPrefetch {
   static constexpr int64_t kTerms = kAllTerms;
-  inline __attribute__((always_inline)) void step() {}
+  INLINE_MEMBER void step() {}
 };
 // The calls of step() for sums of `terms` terms, all at once.
 template <class Prefetcher>
