@@ -77,7 +77,7 @@ template <class Half, class F>
 INLINE auto with_engine(const Attention& a, F f) {
   if (a.format)
     return with_format(a.format, [&](auto type) {
-      typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Key;
+      typedef Pointee<decltype(type)> Key;
 #if defined(UNDIVIDED_AMX)
       if constexpr (!kHasGroups<Key>)
         if (a.dtype == kBFloat16 && DecodeAmx<Key, 4>::fits(a)) return with_amx_engine<Key>(a, f);
@@ -103,22 +103,23 @@ INLINE auto with_engine(const Attention& a, F f) {
 }
 
 // Whether rows that see few keys run on vectors.
-bool short_on_vectors(const Attention& a) { return a.dtype == kFloat32 && !max_short_keys(a); }
+bool runs_short_on_vectors(const Attention& a) { return a.dtype == kFloat32 && !max_short_keys(a); }
+
 template <class Half>
 int64_t block_scratch(const Attention& a, int64_t rows, bool is_short) {
 #if defined(UNDIVIDED_AMX)
-  if (is_short && short_on_vectors(a)) return kernels_avx512_bf16.block_scratch(a, rows, false);
+  if (is_short && runs_short_on_vectors(a)) return kernels_avx512_bf16.block_scratch(a, rows, false);
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return block_bytes<decltype(mode)>(a, rows, is_short); });
 }
 int64_t short_key_limit(const Attention& a) {
   if (!kHasAmx) return 0;
-  return short_on_vectors(a) ? max_unsplit_keys(a) : max_short_keys(a);
+  return runs_short_on_vectors(a) ? max_unsplit_keys(a) : max_short_keys(a);
 }
 template <class Half>
 bool block(const Attention& a, const RowBlock& b, char* scratch) {
 #if defined(UNDIVIDED_AMX)
-  if (b.short_keys > 0 && short_on_vectors(a)) return kernels_avx512_bf16.block(a, b, scratch);
+  if (b.short_keys > 0 && runs_short_on_vectors(a)) return kernels_avx512_bf16.block(a, b, scratch);
 #endif
   return with_block_mode<Half>(a.dtype, [&](auto mode) { return run_block<decltype(mode)>(a, b, scratch); });
 }
@@ -186,9 +187,7 @@ void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
 }
 void merge(const Attention& a, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
            int64_t offset) {
-  with_number(a, [&](auto type) {
-    merge_row<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(a, batch, head, row, partials, count, offset);
-  });
+  with_number(a, [&](auto type) { merge_row<Pointee<decltype(type)>>(a, batch, head, row, partials, count, offset); });
 }
 
 template <class Half>
@@ -231,7 +230,7 @@ void pairwise(const Backward& p, int64_t batch, int64_t kv_head, char* scratch) 
 }
 
 int64_t block_rows(const Attention& a, int64_t short_keys) {
-  if (short_keys > 0 && !short_on_vectors(a)) return kShortBlockRows;
+  if (short_keys > 0 && !runs_short_on_vectors(a)) return kShortBlockRows;
   const int64_t rows = a.dtype != kFloat32 ? kTuning.rows_16 : short_keys > 0 ? kAvx512Dot.rows_32 : kTuning.rows_32;
   return smaller_of(rows, kTuning.block_bytes / (4 * (a.qk_dim + a.v_dim + 1)));
 }
@@ -269,8 +268,9 @@ const undivided::Kernels* gradients(const Attention&, const Gradients&) {
 }
 #endif
 
+// The functions in the order of Kernels.
 template <class Half>
-constexpr undivided::Kernels kernels_named(const char* name) {
+constexpr undivided::Kernels make_kernels(const char* name) {
   undivided::Kernels k{};
   k.name = name;
   k.prefill = prefill<Half>;
@@ -304,9 +304,8 @@ constexpr undivided::Kernels kernels_named(const char* name) {
 }  // namespace
 
 namespace undivided {
-extern const Kernels UNDIVIDED_JOIN(kernels_,
-                                    UNDIVIDED_LEVEL) = kernels_named<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL));
+extern const Kernels UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL) = make_kernels<Float16>(UNDIVIDED_TEXT(UNDIVIDED_LEVEL));
 #if defined(UNDIVIDED_AMX)
-extern const Kernels kernels_amx_bf16 = kernels_named<BFloat16>("amx_bf16");
+extern const Kernels kernels_amx_bf16 = make_kernels<BFloat16>("amx_bf16");
 #endif
 }  // namespace undivided

@@ -43,7 +43,7 @@ void quantize_tokens(const Append& p, const Appended& x, int64_t token, int64_t 
 void append_to(const Append& p, const Appended& x, int64_t token, int64_t stop) {
   if (p.format == kNotQuantized) return copy_tokens(p, x, token, stop);
   with_format(p.format, [&](auto number) {
-    typedef std::remove_const_t<std::remove_pointer_t<decltype(number)>> Number;
+    typedef Pointee<decltype(number)> Number;
     if (p.dtype == kFloat32) return quantize_tokens<float, Number>(p, x, token, stop);
     if (p.dtype == kBFloat16) return quantize_tokens<BFloat16, Number>(p, x, token, stop);
     quantize_tokens<Float16, Number>(p, x, token, stop);

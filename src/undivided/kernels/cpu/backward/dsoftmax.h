@@ -33,14 +33,15 @@ struct DSoftmaxInputs {
   float bits;             // exponent of the power of two that scales P up
   int64_t* out_of_range;
 };
-enum Kind { kUnmasked, kRanges, kGeneral };
+// What the entries depend on beside the products: nothing, the ranges of rows, or more (see is_general).
+enum DSoftmaxKind { kUnmasked, kRanges, kGeneral };
 struct DSoftmaxResult {
   Vec weight, score;
 };
 
 // The exponent of 2. A large base is subtracted, in natural units, from the score as the forward rounded it, so that
 // the exponent is never above 0.
-template <Kind kKind>
+template <DSoftmaxKind kKind>
 INLINE Vec exponent(const DSoftmaxInputs& d, Vec product, Vec score, int v) {
   const Vec base = load(d.base + v * kLanes);
   if (kKind != kGeneral) return product * (float)(d.scale * (double)kLog2E) - base;
@@ -51,7 +52,7 @@ INLINE Vec exponent(const DSoftmaxInputs& d, Vec product, Vec score, int v) {
   return is_large(lse) ? far : x;
 }
 
-template <Kind kKind, bool kDrops>
+template <DSoftmaxKind kKind, bool kDrops>
 INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   const int64_t at = j * kPanel + v * kLanes;
   Vec s = load(d.st + at), grad = load(d.dpt + at), ds_scale = load(d.ds_scale + v * kLanes),
@@ -93,7 +94,7 @@ INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   return {weight, score};
 }
 
-template <class Mode, Kind kKind, bool kDrops>
+template <class Mode, DSoftmaxKind kKind, bool kDrops>
 static __attribute__((noinline)) void dsoftmax_keys(const DSoftmaxInputs& d, int64_t start, int64_t stop,
                                                     Weight<Mode>* weights, Weight<Mode>* scores, float* pairs) {
   if constexpr (Mode::Arith::kPairs) {
@@ -132,18 +133,22 @@ INLINE bool is_general(const DSoftmaxInputs& d) {
   return d.has_bias || d.a.softcap != 0 || d.has_large_base || d.sink_share;
 }
 
+// Calls f with the kind of the entries as a constant.
+template <class F>
+INLINE void with_kind(const DSoftmaxInputs& d, F f) {
+  if (is_general(d)) f(std::integral_constant<DSoftmaxKind, kGeneral>());
+  else if (d.has_ranges) f(std::integral_constant<DSoftmaxKind, kRanges>());
+  else f(std::integral_constant<DSoftmaxKind, kUnmasked>());
+}
+
 template <class Mode>
 static void dsoftmax_any(const DSoftmaxInputs& d, int64_t start, int64_t stop, Weight<Mode>* weights,
                          Weight<Mode>* scores, float* pairs) {
   const bool drops = d.a.dropout != 0;
-  auto call = [&](auto kind) {
-    constexpr Kind chosen = decltype(kind)::value;
-    if (drops) dsoftmax_keys<Mode, chosen, true>(d, start, stop, weights, scores, pairs);
-    else dsoftmax_keys<Mode, chosen, false>(d, start, stop, weights, scores, pairs);
-  };
-  if (is_general(d)) call(std::integral_constant<Kind, kGeneral>());
-  else if (d.has_ranges) call(std::integral_constant<Kind, kRanges>());
-  else call(std::integral_constant<Kind, kUnmasked>());
+  with_kind(d, [&](auto kind) {
+    if (drops) dsoftmax_keys<Mode, decltype(kind)::value, true>(d, start, stop, weights, scores, pairs);
+    else dsoftmax_keys<Mode, decltype(kind)::value, false>(d, start, stop, weights, scores, pairs);
+  });
 }
 
 // Adds the gradients of the scores [start, stop) to those of bias and slopes.

@@ -76,7 +76,7 @@ template <class Half>
 constexpr float kMaxScoreGradient = std::is_same<Half, Float16>::value ? kMaxFloat16 : 0x1p100f;
 
 // Weights and gradients of scores of kSoftmaxKeys keys, from `first` on.
-template <class Mode, Kind kKind, bool kDrops>
+template <class Mode, DSoftmaxKind kKind, bool kDrops>
 static __attribute__((noinline)) void dsoftmax_block(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights,
                                                      Part<Mode>* scores, float* pairs) {
   constexpr bool checked = !std::is_same<typename Mode::T, BFloat16>::value;
@@ -103,14 +103,10 @@ template <class Mode>
 static void dsoftmax_blocks(const DSoftmaxInputs& d, int64_t first, Part<Mode>* weights, Part<Mode>* scores,
                             float* pairs) {
   const bool drops = d.a.dropout != 0;
-  auto call = [&](auto kind) {
-    constexpr Kind chosen = decltype(kind)::value;
-    if (drops) dsoftmax_block<Mode, chosen, true>(d, first, weights, scores, pairs);
-    else dsoftmax_block<Mode, chosen, false>(d, first, weights, scores, pairs);
-  };
-  if (is_general(d)) call(std::integral_constant<Kind, kGeneral>());
-  else if (d.has_ranges) call(std::integral_constant<Kind, kRanges>());
-  else call(std::integral_constant<Kind, kUnmasked>());
+  with_kind(d, [&](auto kind) {
+    if (drops) dsoftmax_block<Mode, decltype(kind)::value, true>(d, first, weights, scores, pairs);
+    else dsoftmax_block<Mode, decltype(kind)::value, false>(d, first, weights, scores, pairs);
+  });
 }
 
 // to[i][lanes] += sums[i][lanes] * unit[lanes] for i < count.

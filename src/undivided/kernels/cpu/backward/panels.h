@@ -26,7 +26,7 @@ class RowPrefetch {
       : at_{rows, (const char*)sums}, left_{row_bytes / kLineBytes, sum_bytes / kLineBytes},
         lines_per_step_((left_[0] + left_[1]) / steps + 1) {}
 
-  inline __attribute__((always_inline)) void step() {
+  INLINE_MEMBER void step() {
     const int range = left_[0] == 0;
     const int64_t lines = smaller_of(lines_per_step_, left_[range]);
     for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at_[range] + i * kLineBytes, 0, 2);
@@ -117,17 +117,17 @@ static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t b
           dpt,
           s.w.score_bias,
           s.w.keep,
-          block_key,
-          panel.vectors(),
-          !has_score_bias && !covered,
-          has_score_bias,
-          s.p.g.bias || s.p.g.slopes,
-          any(large),
+          block_key,                    // first
+          panel.vectors(),              // vectors
+          !has_score_bias && !covered,  // has_ranges
+          has_score_bias,               // has_bias
+          s.p.g.bias || s.p.g.slopes,   // writes_bias_gradient
+          any(large),                   // has_large_base
           scale,
           ScoreMap(a, scale),
           s.ds_scale(index),
           s.unit,
-          (float)weight_bits<Mode>(a),
+          (float)weight_bits<Mode>(a),  // bits
           s.p.out_of_range};
 }
 

@@ -181,7 +181,7 @@ static inline bool is_explained(const KeyChunk& chunk, int64_t n, int64_t r, con
   const int64_t kv_head = chunk.kv_head + n, head = kv_head * (a.heads / a.kv_heads) + r / a.q_len;
   bool explained = false;
   with_number(a, [&](auto type) {
-    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    typedef Pointee<decltype(type)> T;
     explained =
         explains_nan<T>(a, chunk.batch, kv_head, head, r % a.q_len, chunk.key, chunk.key + chunk.keys, sums, scratch);
   });
@@ -194,7 +194,7 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   typedef DecodeVectors<typename Engine::T> VectorEngine;  // computes each column on its own
   constexpr bool independent_columns = std::is_base_of<VectorEngine, Engine>::value;
   constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
-  const int64_t rows = a.heads / a.kv_heads * a.q_len, size = partial_size(a);
+  const int64_t rows = rows_of_group(a), size = partial_size(a);
   const float natural = score_unit<Direct>(a).natural;
   const bool checks_finite = !independent_columns || ((a.ranges || a.band) && a.q_len > 1);
   bool non_finite = false;
@@ -221,6 +221,7 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   }
 }
 
+// Partial results that merge_row adds to a sum while it is in registers.
 constexpr int kMergedChunks = 32;
 
 // Merges the partial results of one row, in order, into out and lse. They are at `offset` of each place of `partials`;

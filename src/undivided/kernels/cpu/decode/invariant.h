@@ -152,7 +152,7 @@ class InvariantUnit {
     if constexpr (Keys::kWidens) {
       const float* keys = keys_.transpose_stored(from, j, vectors, n);
       keys_.with_row_format([&](auto type) {
-        typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
+        typedef Pointee<decltype(type)> Byte;
         const auto multiply = vectors == 2 ? score_bytes<Arith, Byte, R, 2> : score_bytes<Arith, Byte, R, 1>;
         multiply(q, keys, a_.qk_dim / 4, scores, kScoreStride, prefetch);
       });
@@ -297,7 +297,7 @@ class InvariantUnit {
                       [[maybe_unused]] const StepRows<Key>& following) {
 #if defined(__AVX512BF16__)
     keys_.with_row_format([&](auto type) {
-      typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> Byte;
+      typedef Pointee<decltype(type)> Byte;
       typedef PairFormat<Byte> Format;
       static_assert(kWeightStride == kStepPairs);
       const int64_t steps = Format::template value_passes<1>(a_.v_dim) * (step.keys / Format::kKeysPerPrefetch);

@@ -102,7 +102,7 @@ static __attribute__((noinline)) void transpose_keys(const typename Mode::T* con
                                                                            StepPrefetch& shared) {
   StepPrefetch prefetch = shared;
   with_format(format, [&](auto type) {
-    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    typedef Pointee<decltype(type)> T;
     for (int64_t v = 0; v < vectors; v++, row += kLanes, scale += kLanes)
       for (int64_t c = 0; c < count; c += kLanes) {
         prefetch.step();
@@ -286,7 +286,7 @@ static __attribute__((noinline)) void dequantize_step(int64_t format, const Int8
                                                       const float* const* scale, int64_t scale_offset, int64_t rows,
                                                       int64_t columns, To* to) {
   with_format(format, [&](auto type) {
-    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    typedef Pointee<decltype(type)> T;
     for (int64_t j = 0; j < rows; j++)
       dequantize_row((const T*)(const void*)(row[j] + offset), scale[j] + scale_offset, columns, to + j * columns);
   });

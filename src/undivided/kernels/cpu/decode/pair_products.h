@@ -60,9 +60,11 @@ INLINE void store_pairs(const float* weights, const float* scales, int64_t rows,
       store_from_float((BFloat16*)(pairs + r * kStepPairs) + j, load(weights + r * kDecodeStepKeys + j) * scale);
   }
 }
+
+// The scale of each key, for whole vectors of keys.
 template <class T>
-INLINE void read_scales(const HeadRows<T>& rows, int64_t keys, float* scales) {
-  for (int64_t j = 0; j < round_up(keys, kLanes); j++) scales[j] = rows.scale[j][rows.scale_offset];
+INLINE void read_scales(const HeadRows<T>& keys, int64_t count, float* scales) {
+  for (int64_t j = 0; j < round_up(count, kLanes); j++) scales[j] = keys.scale[j][keys.scale_offset];
 }
 
 // Scores of R rows and keys [first, first + kLanes). Lane 4 b + j of a vector belongs to line j of four and to quarter b

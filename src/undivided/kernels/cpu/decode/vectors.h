@@ -169,15 +169,15 @@ static void decode_score_step(const float* q, int64_t q_stride, const HeadRows<T
 // sums[row][d] += weights[row][key] * V[key][d] over the keys of a step, for `Loads` loads of columns from `first` on.
 // Stride: of the rows of weights.
 template <int R, int Loads, int64_t Stride, class T>
-INLINE void decode_value_columns(const float* weights, const HeadRows<T>& v, int64_t first, int64_t keys,
-                                 float* sums_of, int64_t stride, StepPrefetch& shared) {
+INLINE void decode_value_columns(const float* weights, const HeadRows<T>& v, int64_t first, int64_t keys, float* sums,
+                                 int64_t stride, StepPrefetch& shared) {
   constexpr int vecs = Load<T>::kVecs, columns = Loads * vecs;
   StepPrefetch prefetch = shared;
   Vec acc[R][columns];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < columns; c++) acc[r][c] = load(sums_of + r * stride + c * kLanes);
+    for (int c = 0; c < columns; c++) acc[r][c] = load(sums + r * stride + c * kLanes);
   for (int64_t j = 0; j < keys; j++) {
     const char* lines = take_lines<Loads, T>(prefetch, j);
 #pragma GCC unroll 8
@@ -194,7 +194,7 @@ INLINE void decode_value_columns(const float* weights, const HeadRows<T>& v, int
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < columns; c++) store(sums_of + r * stride + c * kLanes, acc[r][c]);
+    for (int c = 0; c < columns; c++) store(sums + r * stride + c * kLanes, acc[r][c]);
   shared = prefetch;
 }
 
@@ -205,21 +205,21 @@ constexpr int value_loads() {
   return limit < 1 ? 1 : limit > 8 / vecs ? 8 / vecs : limit;
 }
 template <int R, int64_t Stride = kDecodeStepKeys, class T>
-static void decode_value_step(const float* weights, const HeadRows<T>& v, int64_t dim, int64_t keys, float* sums_of,
+static void decode_value_step(const float* weights, const HeadRows<T>& v, int64_t dim, int64_t keys, float* sums,
                               int64_t stride, StepPrefetch& prefetch) {
   constexpr int vecs = Load<T>::kVecs, loads = value_loads<R, T>();
   constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
   int64_t d = 0;
   for (; d + wide <= dim; d += wide)
-    decode_value_columns<R, loads, Stride>(weights, v, d, keys, sums_of + d, stride, prefetch);
+    decode_value_columns<R, loads, Stride>(weights, v, d, keys, sums + d, stride, prefetch);
   for (; d + narrow <= dim; d += narrow)
-    decode_value_columns<R, 1, Stride>(weights, v, d, keys, sums_of + d, stride, prefetch);
+    decode_value_columns<R, 1, Stride>(weights, v, d, keys, sums + d, stride, prefetch);
   if constexpr (vecs > 1 && !kHasGroups<T>)
     for (; d < dim; d += kLanes)
       for (int r = 0; r < R; r++) {
-        Vec acc = load(sums_of + r * stride + d);
+        Vec acc = load(sums + r * stride + d);
         for (int64_t j = 0; j < keys; j++) acc += weights[r * Stride + j] * load_as_float(v.row[j] + v.offset + d);
-        store(sums_of + r * stride + d, acc);
+        store(sums + r * stride + d, acc);
       }
 }
 

@@ -45,9 +45,9 @@ class Block {
             kTuning.max_row_bytes;
     row_major_ = std::is_same<Mode, Direct>::value && narrow_ && sums_in_rows(a, block, keys);
     w_ = layout_block<Mode>(a, block.rows, narrow_ ? larger_of(0, to_ - first_block_key_) : kAllKeys, scratch);
-    count_ = 0;
-    for (int64_t first = 0; first < block.rows; first += w_.panels[count_++].rows)
-      read_ranges(a, block, first, w_.panels[count_], narrow_ ? rows_of_panel(a, block, first) : kPanel);
+    panel_count_ = 0;
+    for (int64_t first = 0; first < block.rows; first += w_.panels[panel_count_++].rows)
+      read_ranges(a, block, first, w_.panels[panel_count_], narrow_ ? rows_of_panel(a, block, first) : kPanel);
   }
 
   // False if some numbers do not fit this mode's parts (see gemm/split.h); the results are invalid then.
@@ -66,13 +66,13 @@ class Block {
   // One panel after another, each with all of its keys.
   void run_panels() {
     for (int64_t t = first_block_key_; t < to_; t += kBlockKeys) key_block_at(t).start = kEmpty;
-    if (count_ > 0 && w_.panels[0].segments && !Mode::kAmx) {
-      prefetched_to_ = smaller_of(smaller_of(last_key(w_.panels[0]), to_), first_block_key_ + kBlockKeys);
+    if (panel_count_ > 0 && w_.panels[0].segments && !Mode::kAmx) {
+      prefetched_to_ = smaller_of(smaller_of(keys_stop(w_.panels[0]), to_), first_block_key_ + kBlockKeys);
       prefetch_keys(from_, prefetched_to_, 1).step();
     } else {
       prefetched_to_ = from_;
     }
-    for (int64_t i = 0; i < count_; i++) {
+    for (int64_t i = 0; i < panel_count_; i++) {
       Panel& p = w_.panels[i];
       const PanelSums sums = w_.sums_of<Mode>(a_, 0);
       begin(p, sums);
@@ -82,8 +82,9 @@ class Block {
         if (!meets(p, t, stop)) continue;
         KeyBlock<Mode>& key_block = key_block_at(t);
         if (key_block.start == kEmpty) place_key_block(i, t, key_block);
-        const int64_t last = round_up(smaller_of(last_key(p), stop), kPackStep);
-        if (key_block.packed_to < smaller_of(last, key_block.stop)) pack(key_block, smaller_of(last, key_block.stop));
+        const int64_t needed_to = round_up(smaller_of(keys_stop(p), stop), kPackStep);
+        if (key_block.packed_to < smaller_of(needed_to, key_block.stop))
+          pack(key_block, smaller_of(needed_to, key_block.stop));
         step(p, sums, key_block, t, stop, prefetch);
       }
       finish(p, sums);
@@ -92,29 +93,30 @@ class Block {
 
   // One key block after another, each for all panels.
   void run_key_blocks() {
-    Prefetch first = prefetch_keys(from_, smaller_of(first_block_key_ + kBlockKeys, to_), count_);
+    Prefetch first = prefetch_keys(from_, smaller_of(first_block_key_ + kBlockKeys, to_), panel_count_);
     if (!Mode::kAmx) first.touch_far_rows();
-    for (int64_t i = 0; i < count_; i++) {
+    for (int64_t i = 0; i < panel_count_; i++) {
       if (!Mode::kAmx) first.step();  // AMX packs K first, row by row, in the order of the hardware's prefetcher
       begin(w_.panels[i], w_.sums_of<Mode>(a_, i));
     }
     for (int64_t t = first_block_key_; t < to_; t += kBlockKeys) {
       const int64_t stop = smaller_of(t + kBlockKeys, to_);
       bool met = false;
-      for (int64_t i = 0; i < count_; i++) met |= meets(w_.panels[i], t, stop);
+      for (int64_t i = 0; i < panel_count_; i++) met |= meets(w_.panels[i], t, stop);
       if (!met) continue;
       KeyBlock<Mode>& key_block = w_.key_blocks<Mode>()[0];
       place_key_block(0, t, key_block);
       pack(key_block, key_block.stop);
-      Prefetch prefetch = prefetch_keys(stop, smaller_of(stop + kBlockKeys, to_), count_ * work_of(kBlockKeys));
+      Prefetch prefetch = prefetch_keys(stop, smaller_of(stop + kBlockKeys, to_), panel_count_ * work_of(kBlockKeys));
       if (stop == to_ && block_.next_block) {
         prefetch_next_block<T>(prefetch, a_, *block_.next_block, kBlockKeys);
-        prefetch.pace(count_ * work_of(stop - t));
+        prefetch.pace(panel_count_ * work_of(stop - t));
       }
       if (!Mode::kAmx) prefetch.touch_far_rows();
-      for (int64_t i = 0; i < count_; i++) step(w_.panels[i], w_.sums_of<Mode>(a_, i), key_block, t, stop, prefetch);
+      for (int64_t i = 0; i < panel_count_; i++)
+        step(w_.panels[i], w_.sums_of<Mode>(a_, i), key_block, t, stop, prefetch);
     }
-    for (int64_t i = 0; i < count_; i++) finish(w_.panels[i], w_.sums_of<Mode>(a_, i));
+    for (int64_t i = 0; i < panel_count_; i++) finish(w_.panels[i], w_.sums_of<Mode>(a_, i));
   }
 
   void begin(Panel& p, const PanelSums& sums) {
@@ -168,7 +170,8 @@ class Block {
     return p.next_segment < p.segments && p.segment[p.next_segment].start < stop;
   }
 
-  static int64_t last_key(const Panel& p) { return p.segment[p.segments - 1].stop; }
+  // The end of the keys that a panel sees.
+  static int64_t keys_stop(const Panel& p) { return p.segment[p.segments - 1].stop; }
   KeyBlock<Mode>& key_block_at(int64_t start) { return w_.key_blocks<Mode>()[(start - first_block_key_) / kBlockKeys]; }
 
   // Places the key block that starts at key t, for panels from `first` on.
@@ -176,7 +179,7 @@ class Block {
     const int64_t block_stop = smaller_of(t + kBlockKeys, to_);
     int64_t from = block_stop, to = t, reads = 0;  // reads: of keys, by panels
     uint8_t visible[kBlockKeys] = {};              // a key in a gap may share a pair with a visible one
-    for (int64_t i = first; i < count_; i++) {
+    for (int64_t i = first; i < panel_count_; i++) {
       const Panel& p = w_.panels[i];
       for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
         const int64_t start = larger_of(p.segment[s].start, t), stop = smaller_of(p.segment[s].stop, block_stop);
@@ -209,7 +212,7 @@ class Block {
   // Clears keys that a dense mask or a bias hides from every row: they may hold anything.
   void clear_masked_keys(KeyBlock<Mode>& key_block, int64_t start, int64_t stop) {
     uint8_t visible[kBlockKeys] = {}, visible_to_panel[kBlockKeys];
-    for (int64_t i = 0; i < count_; i++) {
+    for (int64_t i = 0; i < panel_count_; i++) {
       const Panel& p = w_.panels[i];
       fill_score_bias(a_, block_, p.first, p, start, stop, w_.score_bias, visible_to_panel);
       for (int64_t j = 0; j < stop - start; j++) visible[j] |= visible_to_panel[j];
@@ -249,18 +252,18 @@ class Block {
     const Panel& p = w_.panels[i];
     if (!block_.partials)
       add_rows(prefetch, (const T*)a_.out + block_.batch * a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
-    if (i + 1 < count_) {
+    if (i + 1 < panel_count_) {
       const Panel& next = w_.panels[i + 1];
       add_rows(prefetch, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
     }
-    const Panel& next = w_.panels[smaller_of(i + 1, count_ - 1)];
+    const Panel& next = w_.panels[smaller_of(i + 1, panel_count_ - 1)];
     if (next.segments && !a_.format) {
-      const int64_t stop = smaller_of(round_up(last_key(next), kPackStep), to_);
+      const int64_t stop = smaller_of(round_up(keys_stop(next), kPackStep), to_);
       prefetch.add(k_, prefetched_to_, stop, a_.qk_dim);
       prefetch.add(v_, prefetched_to_, stop, a_.v_dim);
       prefetched_to_ = larger_of(prefetched_to_, stop);
     }
-    if (i + 1 == count_ && block_.next_block) prefetch_next_block<T>(prefetch, a_, *block_.next_block);
+    if (i + 1 == panel_count_ && block_.next_block) prefetch_next_block<T>(prefetch, a_, *block_.next_block);
     int64_t steps = 0;
     for (int s = 0; s < p.segments; s++) {
       const int64_t keys = smaller_of(p.segment[s].stop, to_) - larger_of(p.segment[s].start, from_);
@@ -295,7 +298,8 @@ class Block {
   Workspace w_;
   RangeCheck range_check_ = RangeCheck::of_mode<Mode>();
   int64_t from_, to_, first_block_key_;  // keys that some row sees
-  int64_t count_, prefetched_to_ = 0;    // number of panels; keys before prefetched_to_ have been prefetched
+  int64_t panel_count_;
+  int64_t prefetched_to_ = 0;  // keys before this one have been prefetched
   bool narrow_, row_major_;
   const bool checks_finite_;  // whether sums may contain non-finite values of keys that their rows do not see
   bool any_non_finite_ = false;

@@ -81,7 +81,7 @@ template <class To>
 static void dequantize(const Attention& a, int64_t batch, int64_t head, int64_t start, int64_t stop,
                        const uint8_t* visible, To* k, To* v) {
   with_format(a.format, [&](auto type) {
-    typedef std::remove_const_t<std::remove_pointer_t<decltype(type)>> T;
+    typedef Pointee<decltype(type)> T;
     dequantize_rows(key_rows<T>(a, batch, head), key_scales(a, batch, head), start, stop, a.qk_dim, visible, k);
     dequantize_rows(value_rows<T>(a, batch, head), value_scales(a, batch, head), start, stop, a.v_dim, visible, v);
   });

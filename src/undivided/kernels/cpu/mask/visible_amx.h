@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int64_t kBits = 64;  // keys per read
-static_assert(kPanel == 32 && kBlockKeys % kBits == 0, "a key's rows are 32 bits");
+constexpr int64_t kMaskKeys = 64;  // keys of a row of the mask that are read at once
+static_assert(kPanel == 32 && kBlockKeys % kMaskKeys == 0, "a key's rows are 32 bits");
 
 enum class Visibility { kNone, kSome, kAll };
 
@@ -31,15 +31,15 @@ struct MaskRows {
       if (r + 1 < p.rows && ++at == a.q_len) at = 0, head++;
     }
   }
-  // kBits keys from `key` on; 1 before the first entry, 0 beyond the last one.
+  // kMaskKeys keys from `key` on; 1 before the first entry, 0 beyond the last one.
   uint64_t bits(int64_t r, int64_t key) const {
-    if (key + kBits <= from[r]) return ~0ull;
+    if (key + kMaskKeys <= from[r]) return ~0ull;
     __m512i x;
-    if (stride == 1 && key >= from[r] && key + kBits <= to[r]) {
+    if (stride == 1 && key >= from[r] && key + kMaskKeys <= to[r]) {
       x = _mm512_loadu_si512(row[r] + (key - from[r]));
     } else {
-      alignas(64) uint8_t some[kBits] = {};
-      for (int64_t j = key; j < key + kBits && j < to[r]; j++)
+      alignas(64) uint8_t some[kMaskKeys] = {};
+      for (int64_t j = key; j < key + kMaskKeys && j < to[r]; j++)
         some[j - key] = j < from[r] ? 1 : row[r][(j - from[r]) * stride];
       x = _mm512_load_si512(some);
     }
@@ -47,7 +47,7 @@ struct MaskRows {
   }
 };
 
-// Transposes kBits keys of a mask into one bit per row, one LaneMask per key and vector.
+// Transposes kMaskKeys keys of a mask into one bit per row, one LaneMask per key and vector.
 static void read_mask(const MaskRows& rows, int64_t key, LaneMask* visible) {
   alignas(64) uint64_t bits[kPanel];
   // in this order the shuffles below, which work within 128 bits, keep the rows in order
@@ -97,7 +97,7 @@ static void find_visible(const Attention& a, const RowBlock& block, const Panel&
                          LaneMask* visible) {
   if (a.dense) {
     const MaskRows rows(a, block, p);
-    for (int64_t key = start; key < stop; key += kBits) read_mask(rows, key, visible + (key - start) * kVectors);
+    for (int64_t key = start; key < stop; key += kMaskKeys) read_mask(rows, key, visible + (key - start) * kVectors);
   } else {
     memset(visible, 0xff, (size_t)(stop - start) * kVectors * sizeof(LaneMask));
   }

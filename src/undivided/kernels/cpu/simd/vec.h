@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
 #if defined(UNDIVIDED_AVX512_IN_CPP)
 #include "simd/avx512_emulated.h"
 #elif defined(__x86_64__)
@@ -52,6 +54,10 @@ typedef uint16_t HVec __attribute__((vector_size(kLanes * 2)));
 typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef HVec UnalignedHVec __attribute__((aligned(2), may_alias));
 typedef IVec UnalignedIVec __attribute__((aligned(1), may_alias));
+
+// What a pointer points to. Types are passed to generic functions as null pointers to them.
+template <class Pointer>
+using Pointee = std::remove_const_t<std::remove_pointer_t<Pointer>>;
 
 struct BFloat16 {
   uint16_t bits;
