@@ -7,7 +7,7 @@
 //   key block  kBlockKeys keys, which are packed together
 //   split      the keys of one unit of split-KV, which is prefill that divides the keys too
 //   chunk      the keys of one unit of decoding
-//   piece      kPieceKeys keys, which batch_invariant sums from zero; its splits and chunks are pieces
+//   piece      kPieceKeys keys, which batch_invariant sums from zero; splits and chunks are pieces then
 //   key unit   the keys of one unit of the backward, several key blocks
 //   segment    consecutive keys that some row of a panel sees
 //   tile       one AMX tile register, 16 rows of 64 bytes, or the 1 KiB of memory that it is loaded from
