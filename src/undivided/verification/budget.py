@@ -20,6 +20,9 @@ gradient of v shows whether they have a digit right (scores of 1e7 in fp32 have 
 A log-sum-exp is a logarithm: one rounding of its sum is an absolute error of eps, however small it is. Its budget has
 that in addition. (Plain arithmetic has no such error in a row of one key, whose sum is 1.)
 
+Kernels compute the weights of the backward as exp2 of a difference of scaled numbers, which rounds the exponent once
+more than plain arithmetic does; its scores may even be exact. So the budget of dv has a rounding of the log-sum-exp.
+
 In a problem of few pairs, plain arithmetic may be accurate by chance in every order of summation. Its error is then at
 least that in some problems nearby, and the budgets of dq and dk have the rounding of the terms that may cancel.
 
@@ -30,7 +33,8 @@ written):
     error(block)  <=  max(||oracle|| / 2, 8 * error(plain), its share of half of the budget of the tensor)
 
 A single row of a block, such as the gradient of the last key, may still be lost in it. So no row may be exactly 0 that
-plain arithmetic distinguishes from 0: whose norm exceeds 8 times the error of plain arithmetic in it.
+plain arithmetic distinguishes from 0: whose norm exceeds 8 times the error of plain arithmetic in it, and SMALLEST_ROW
+times the largest norm of a row. (Weights below 2^-126 are 0 in most kernels.)
 
 The reasons are in docs/decisions/2026-11-20-error-budget.md and 2026-11-24-gradients-of-single-numbers.md.
 """
@@ -78,6 +82,9 @@ FEW_PAIRS, NEARBY_PROBLEMS = 256, 8
 
 OF_ROWS = ("out", "dq", "dk", "dv")
 """The quantities [B, heads, S, D]."""
+
+SMALLEST_ROW = 1e-6
+"""The norm of a row, relative to the largest one, up to which it may be 0."""
 
 BLOCK_NUMBERS, BLOCK_FACTOR = 256, 8
 """Numbers in a block of rows, at least, and how much larger than that of plain arithmetic its error may be."""
@@ -230,23 +237,32 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         for name in {"dq", "dk"} & norms.keys()
         if problem.quantized is None
     }
+    weights = _rounding_of_weights(right["lse"], problem.dtype)
+    if "dv" in max_errors:
+        max_errors["dv"] += weights * norms["dv"] / scale["dv"]
     for name, rounding in of_terms.items():
         if norms[name] <= errors[name] or _nearby_problems(problem):
-            max_errors[name] += rounding / scale[name]
+            max_errors[name] += (rounding + weights * norms[name]) / scale[name]
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
         max_errors["lse"] += _rounding("lse", call, tensors) * entries / scale["lse"]
+    decided = {name for name in plain.blocks if norms[name] > 0 and errors[name] * BLOCK_FACTOR <= norms[name]}
     blocks = {
-        name: _block_budget(right[name], error, max_errors[name] * scale[name]).clamp(min=of_terms.get(name, 0.0))
-        for name, error in plain.blocks.items()
-        if error.numel() and norms[name] > 0 and errors[name] * BLOCK_FACTOR <= norms[name]
+        name: _block_budget(right[name], plain.blocks[name], max_errors[name] * scale[name]).clamp(
+            min=of_terms.get(name, 0.0)
+        )
+        for name in decided
     }
-    tiny = torch.finfo(problem.dtype).smallest_normal / torch.finfo(problem.dtype).eps
-    not_zero = {
-        name: right[name].norm(dim=-1) > (BLOCK_FACTOR * error).clamp(min=tiny) for name, error in plain.rows.items()
-    }
+    smallest = torch.finfo(problem.dtype).smallest_normal
+    not_zero = {name: _rows_that_are_not_zero(right[name], plain.rows[name].clamp(min=smallest)) for name in decided}
     undecided = undecided_quantities(errors, norms)
     return Budget(problem, right, scale, max_errors, zero, blocks, not_zero, undecided)
+
+
+def _rows_that_are_not_zero(right: Tensor, plain: Tensor) -> Tensor:
+    """The rows [B, heads, S] that must not be 0. plain: the error of plain arithmetic in each."""
+    norms = right.norm(dim=-1)
+    return norms > torch.maximum(BLOCK_FACTOR * plain, SMALLEST_ROW * norms.amax())
 
 
 def _block_budget(right: Tensor, plain: Tensor, largest: float) -> Tensor:
@@ -353,6 +369,12 @@ def _size_of_terms(name: str, call: Call, tensors: Tensors, upstream: Upstream) 
     """About the norm of the two terms of dq or dk that cancel."""
     factors = (_typical(tensors.v), _typical(tensors.k if name == "dq" else tensors.q), math.sqrt(call.problem.qk_dim))
     return 2 * abs(call.scale) * norm(upstream.out) * math.prod(factors)
+
+
+def _rounding_of_weights(lse: Tensor, dtype: torch.dtype) -> float:
+    """The relative error of weights that a backward computes as ``exp2(S * log2(e) - lse * log2(e))``."""
+    finite = lse[lse.isfinite()]
+    return torch.finfo(lse_dtype(dtype)).eps * float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
 
 def _typical(x: Tensor) -> float:
