@@ -261,8 +261,8 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
 
 def _rows_that_are_not_zero(right: Tensor, plain: Tensor) -> Tensor:
     """The rows [B, heads, S] that must not be 0. plain: the error of plain arithmetic in each."""
-    norms = right.norm(dim=-1)
-    return norms > torch.maximum(BLOCK_FACTOR * plain, SMALLEST_ROW * norms.amax())
+    norms: Tensor = right.norm(dim=-1)
+    return norms.gt(torch.maximum(BLOCK_FACTOR * plain, SMALLEST_ROW * norms.amax()))
 
 
 def _block_budget(right: Tensor, plain: Tensor, largest: float) -> Tensor:
