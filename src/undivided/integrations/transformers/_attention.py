@@ -23,6 +23,7 @@ from undivided.integrations.transformers._repeated import repeated
 from undivided.integrations.transformers._weights import collects_weights, output_and_weights
 from undivided.integrations.transformers.cache._states import CachedStates
 from undivided.masks import Mask
+from undivided.nn.arguments.error_names import call_with_names
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 from undivided.request.seed import draw_seed
 
@@ -30,6 +31,8 @@ _NUMBERS, _FLAGS = frozenset({int, float}), frozenset({bool, type(None)})
 _NOT_OVER_RANKS = ("position_bias", "sinks", "indices", "block_indices", "cu_seq_lens_q")
 """Arguments that need the tokens of all ranks."""
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_DOCUMENT_NAMES = dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_q", "max_kv"), _DOCUMENTS, strict=True))
+"""The library's names of arguments that describe documents, by those of `masks.documents`."""
 """The arguments that describe packed documents."""
 
 REFUSED = ("head_mask", "cache")
@@ -142,6 +145,9 @@ def attention(
     if fits_one_row:
         return _in_one_row(arguments)
     check_arguments(arguments)
+    if cu_seq_lens_q is not None:
+        checked: tuple[Tensor, Tensor | None] = call_with_names(_DOCUMENT_NAMES, _checked_attention, arguments)
+        return checked
     return _checked_attention(arguments)
 
 
