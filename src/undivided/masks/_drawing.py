@@ -80,7 +80,7 @@ def describe_structure(structure: Structure) -> str:
         The names of the bands and parts, joined by ``&`` and ``|``, and the alignment.
 
     >>> from undivided.masks import *
-    >>> as_calls((causal(align="bottom_right") & lengths([2, 3])).structure)
+    >>> describe((causal(align="bottom_right") & lengths([2, 3])).structure)
     'causal & lengths (bottom-right)'
     """
     check_type("structure", structure, Structure, "the structure of a mask, mask.structure")
