@@ -19,19 +19,19 @@ from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, Benchmark, Goal
 from undivided.benchmarking.catalogue.serving import STEPS
 from undivided.benchmarking.competitors import Competitor, PreparedBenchmark, prepare
 from undivided.benchmarking.serving.competitors import _copied_keys
-from undivided.benchmarking.timing import Reading
+from undivided.benchmarking.timing import ProbeResult
 from undivided.request.normalise import normalise
 from undivided.request.request import Request
 from undivided.verification import sample as sample_module
 from undivided.verification.cases import Case
-from undivided.verification.sample import sample_of
+from undivided.verification.sample import build_sample
 
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that always does the same, and is asked at no cost."""
-    monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: QUIET)
-    monkeypatch.setattr(peak, "reading", lambda size, device, clock: QUIET)
+    monkeypatch.setattr(peak, "arithmetic_probe", lambda dtype, device, clock: QUIET)
+    monkeypatch.setattr(peak, "read_probe", lambda size, device, clock: QUIET)
     monkeypatch.setattr(peak, "witness_call", lambda: None)
 
 
@@ -109,7 +109,7 @@ class TestVerificationFirst:
     def test_a_sample_finds_one_wrong_row_among_those_it_looks_at(self, backward: bool) -> None:
         case = replace(TINY, q_len=640, heads=3, needs=None if backward else ())
         prepared = prepare(Benchmark("forward", case, torch.float32, backward=backward))
-        sample = sample_of(prepared.call, prepared.tensors, prepared.inputs.grad_out if backward else None)
+        sample = build_sample(prepared.call, prepared.tensors, prepared.inputs.grad_out if backward else None)
         assert len(sample.pieces) == (2 if backward else 4), "too large to be looked at whole"
         results = competitors._sdpa(prepared).results()
         for name, value in results.items():
@@ -123,25 +123,25 @@ class TestVerificationFirst:
 
     def test_a_sample_of_a_single_head_has_its_first_rows(self) -> None:
         q, k, v = (torch.randn(1, 1, 2048, 16) for _ in range(3))
-        sample = sample_of(*normalise(Request.from_keywords(q, k, v, layout="bhsd")), None)
+        sample = build_sample(*normalise(Request.from_keywords(q, k, v, layout="bhsd")), None)
         rows = [piece.rows for piece in sample.pieces]
         assert (rows[0].start, rows[-1].stop, len(rows)) == (0, 2048, 3)
 
     def test_a_sample_without_a_budget_is_not_met(self) -> None:
         """Plain attention in fp32 is not finite there: every finite result was within the infinite budget."""
         q, v = torch.full((1, 1, 600, 8), 1e30), torch.randn(1, 1, 600, 8)
-        sample = sample_of(*normalise(Request.from_keywords(q, q, v, layout="bhsd")), None)
+        sample = build_sample(*normalise(Request.from_keywords(q, q, v, layout="bhsd")), None)
         assert sample.undecided == {"out"}
         assert not sample.met("out", v.mean(2, keepdim=True).expand_as(v))
         assert not sample.met("out", torch.zeros_like(v))
 
     def test_no_speed_is_reported_without_a_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = sample_module.sample_of
+        found = sample_module.build_sample
 
         def undecided(*arguments: Any) -> sample_module.Sample:
             return replace(found(*arguments), undecided=frozenset({"out"}))
 
-        monkeypatch.setattr(runs, "sample_of", undecided)
+        monkeypatch.setattr(runs, "build_sample", undecided)
         case = runs.run(tiny(), hurried())
         assert not any(entry["ok"] for entry in case["entries"])
         assert all("no digit right" in entry["note"] for entry in case["entries"])
@@ -150,9 +150,9 @@ class TestVerificationFirst:
         """The scores of a head of 65536 tokens do not fit into the memory of a GPU in fp64."""
         prepared = competitors.prepare(tiny(backward=True, q_len=700, heads=2, mask=masks.causal))
         arguments = prepared.call, prepared.tensors, prepared.inputs.grad_out
-        whole = sample_of(*arguments)
+        whole = build_sample(*arguments)
         monkeypatch.setattr(sample_module, "PAIRS_AT_ONCE", 1)
-        blocks = sample_of(*arguments)
+        blocks = build_sample(*arguments)
         for name in ("out", "dq", "dk", "dv"):
             torch.testing.assert_close(blocks.right[name], whole.right[name], rtol=1e-12, atol=1e-12)
             assert torch.equal(blocks.zero[name], whole.zero[name])
@@ -161,7 +161,7 @@ class TestVerificationFirst:
     def test_a_sample_requires_exact_zeros_where_nothing_reaches(self) -> None:
         case = replace(TINY, mask=lambda: masks.causal("bottom_right"), kv_len=8, q_len=12)
         prepared = prepare(Benchmark("forward", case, torch.float32))
-        sample = sample_of(prepared.call, prepared.tensors, None)
+        sample = build_sample(prepared.call, prepared.tensors, None)
         out = competitors._ours(prepared, None).results()["out"].clone()
         assert sample.error("out", out) <= sample.max_errors["out"]
         out[0, 0, 0, 0] = 1e-30
@@ -197,7 +197,7 @@ class TestFigures:
 
     def test_decoding_is_held_against_reads_that_took_turns_with_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = replace(QUIET, what="read", turn=lambda: None, work=3e6)
-        monkeypatch.setattr(peak, "reading", lambda size, device, clock: reads)
+        monkeypatch.setattr(peak, "read_probe", lambda size, device, clock: reads)
         decoding = replace(tiny(name="decode", q_len=1, kv_len=24, reads=True), suite="decode")
         case = self.run(decoding, monkeypatch, undivided=1e-4, sdpa=3e-4, math=5e-4, read=1e-3)
         assert case["rate"]["used"] == pytest.approx(3e9)
@@ -237,8 +237,8 @@ class TestFigures:
 
     def test_the_best_of_a_probe_is_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rates = iter([100.0, 100.0, 60.0, 60.0])
-        slower = peak.Probe("a rate", "FLOP/s", lambda: Reading(next(rates)))
-        monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: slower)
+        slower = peak.Probe("a rate", "FLOP/s", lambda: ProbeResult(next(rates)))
+        monkeypatch.setattr(peak, "arithmetic_probe", lambda dtype, device, clock: slower)
         settings = hurried()
         assert [runs.run(tiny(), settings)["rate"]["contended"] for _ in range(2)] == [False, True]
 
@@ -246,8 +246,8 @@ class TestFigures:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         rates = iter([60.0, 60.0, 100.0, 100.0])
-        faster = peak.Probe("a rate", "FLOP/s", lambda: Reading(next(rates)))
-        monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: faster)
+        faster = peak.Probe("a rate", "FLOP/s", lambda: ProbeResult(next(rates)))
+        monkeypatch.setattr(peak, "arithmetic_probe", lambda dtype, device, clock: faster)
         settings = hurried()
         cases = [runs.run(tiny(), settings) for _ in range(2)]
         assert [case["rate"]["contended"] for case in cases] == [False, False]
@@ -258,7 +258,7 @@ class TestFigures:
 
     def test_a_witness_that_becomes_faster_marks_the_cases_before(self) -> None:
         cases = [{"rate": {"contended": False, "witness": seconds}} for seconds in (2.5e-3, 1.4e-3, 1e-3, 0.0)]
-        runs.judge_again(cases)
+        runs.mark_contended(cases)
         assert [case["rate"]["contended"] for case in cases] == [True, False, False, False]
 
 

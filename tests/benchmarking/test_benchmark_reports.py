@@ -25,8 +25,8 @@ from undivided.cli._app import application
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that always does the same, and is asked at no cost."""
-    monkeypatch.setattr(peak, "arithmetic", lambda dtype, device, clock: QUIET)
-    monkeypatch.setattr(peak, "reading", lambda size, device, clock: QUIET)
+    monkeypatch.setattr(peak, "arithmetic_probe", lambda dtype, device, clock: QUIET)
+    monkeypatch.setattr(peak, "read_probe", lambda size, device, clock: QUIET)
     monkeypatch.setattr(peak, "witness_call", lambda: None)
 
 
@@ -34,8 +34,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_report() -> dict[str, Any]:
     """A report of one problem of every suite, in no time: small sizes, a machine that is not asked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peak, "arithmetic", lambda dtype, device, clock: QUIET)
-        patch.setattr(peak, "reading", lambda size, device, clock: QUIET)
+        patch.setattr(peak, "arithmetic_probe", lambda dtype, device, clock: QUIET)
+        patch.setattr(peak, "read_probe", lambda size, device, clock: QUIET)
         patch.setattr(peak, "witness_call", lambda: None)
         patch.setattr(
             memory,

@@ -16,7 +16,7 @@ import undivided
 from undivided import benchmarking
 from undivided.benchmarking import peak, timing
 from undivided.benchmarking.catalogue import DTYPES, SUITES, benchmarks
-from undivided.benchmarking.timing import Reading, Steady
+from undivided.benchmarking.timing import ProbedMeasurement, ProbeResult
 from undivided.kernels import cpu
 
 
@@ -117,37 +117,37 @@ class TestTurns:
 
 
 class TestDisturbedRuns:
-    def steady(self, *readings: Reading | float, best: float = 0.0, attempts: int = 3) -> Steady[int]:
-        seen = iter([r if isinstance(r, Reading) else Reading(r) for r in readings])
+    def measure(self, *probes: ProbeResult | float, best: float = 0.0, attempts: int = 3) -> ProbedMeasurement[int]:
+        seen = iter([r if isinstance(r, ProbeResult) else ProbeResult(r) for r in probes])
         values = iter(range(10))
-        found = timing.steady(lambda: next(values), lambda: next(seen), best, attempts)
+        found = timing.measure_between_probes(lambda: next(values), lambda: next(seen), best, attempts)
         assert next(seen, None) is None, "every probe was called"
         return found
 
     def test_a_calm_run_is_made_once(self) -> None:
-        found = self.steady(100.0, 97.0)
+        found = self.measure(100.0, 97.0)
         assert (found.value, found.attempts, found.contended, found.peak) == (0, 1, False, 100.0)
 
     def test_a_disturbed_run_is_repeated(self) -> None:
-        found = self.steady(100.0, 80.0, 99.0, 100.0)
+        found = self.measure(100.0, 80.0, 99.0, 100.0)
         assert (found.value, found.attempts, found.contended) == (1, 2, False)
 
     def test_the_calmest_of_disturbed_runs_counts_and_is_marked(self) -> None:
-        found = self.steady(100.0, 50.0, 100.0, 90.0, 100.0, 60.0)
+        found = self.measure(100.0, 50.0, 100.0, 90.0, 100.0, 60.0)
         assert (found.value, found.attempts, found.contended) == (1, 3, True)
         assert (found.before.rate, found.after.rate) == (100.0, 90.0)
 
     def test_a_machine_that_is_busy_from_beginning_to_end_is_found_by_the_best_it_has_shown(self) -> None:
-        assert self.steady(50.0, 50.0, best=100.0, attempts=1).contended
-        assert not self.steady(90.0, 90.0, best=100.0, attempts=1).contended
+        assert self.measure(50.0, 50.0, best=100.0, attempts=1).contended
+        assert not self.measure(90.0, 90.0, best=100.0, attempts=1).contended
 
     def test_a_machine_that_was_never_idle_is_found_by_the_share_of_its_threads(self) -> None:
-        assert self.steady(Reading(50.0, 0.6), Reading(50.0, 0.6), attempts=1).contended
-        assert not self.steady(Reading(50.0, 0.97), Reading(50.0, 0.96), attempts=1).contended
+        assert self.measure(ProbeResult(50.0, 0.6), ProbeResult(50.0, 0.6), attempts=1).contended
+        assert not self.measure(ProbeResult(50.0, 0.97), ProbeResult(50.0, 0.96), attempts=1).contended
 
     def test_drift_of_seven_percent_is_the_limit(self) -> None:
-        assert not self.steady(100.0, 93.0, attempts=1).contended
-        assert self.steady(100.0, 92.9, attempts=1).contended
+        assert not self.measure(100.0, 93.0, attempts=1).contended
+        assert self.measure(100.0, 92.9, attempts=1).contended
 
 
 class TestPeak:
@@ -155,7 +155,7 @@ class TestPeak:
         monkeypatch.setattr(peak, "BURST", 1e-4)
         monkeypatch.setattr(peak, "SIDE", 32)
         monkeypatch.setattr(peak, "MAX_SECONDS", 0.0)
-        probes = [*(peak.arithmetic(dtype) for dtype in DTYPES.values()), peak.reading(4096)]
+        probes = [*(peak.arithmetic_probe(dtype) for dtype in DTYPES.values()), peak.read_probe(4096)]
         for probe in probes:
             rate, share = probe.measure()
             assert 0 < rate < math.inf
@@ -172,22 +172,22 @@ class TestPeak:
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         real = library.peak
         monkeypatch.setattr(library, "peak", lambda *words: (time.sleep(0.02), real(*words))[1])
-        assert peak.multiply_adds(library, torch.float32).share < 0.5
-        waited = peak.multiply_adds(library, torch.float32, time.process_time)
+        assert peak.multiply_add_rate(library, torch.float32).share < 0.5
+        waited = peak.multiply_add_rate(library, torch.float32, time.process_time)
         assert waited.share > 0.95
-        assert waited.rate > 2 * peak.multiply_adds(library, torch.float32).rate
+        assert waited.rate > 2 * peak.multiply_add_rate(library, torch.float32).rate
 
     def test_a_forced_instruction_set_is_held_against_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peak, "_products_are_fast", lambda library, dtype: True)
         native = not isinstance(peak.cpu.load(), str)
         monkeypatch.delenv("UNDIVIDED_ISA", raising=False)
-        assert "matrix product" in peak.arithmetic(torch.bfloat16).what
+        assert "matrix product" in peak.arithmetic_probe(torch.bfloat16).what
         monkeypatch.setenv("UNDIVIDED_ISA", "avx2")
-        assert ("multiply-adds" in peak.arithmetic(torch.bfloat16).what) == native
+        assert ("multiply-adds" in peak.arithmetic_probe(torch.bfloat16).what) == native
 
     def test_without_the_native_library_products_stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peak.cpu, "load", lambda: "not built")
-        assert peak.arithmetic(torch.float32).what == "float32 matrix product"
+        assert peak.arithmetic_probe(torch.float32).what == "float32 matrix product"
 
 
 class TestCatalogue:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from undivided.benchmarking import measurement, runs, suites
 from undivided.benchmarking.catalogue.coverage import coverage
-from undivided.benchmarking.measurement import SOURCE, measure, order_is_steady, replaced
+from undivided.benchmarking.measurement import SOURCE, measure, order_is_steady, replace_measured
 from undivided.cli._app import application
 from undivided.cli.commands import _measure_ranks
 from undivided.kernels import cpu
@@ -103,9 +103,9 @@ class TestCommand:
         assert command(*words, "--filter", ONE).exit_code == 0, "a first part needs no report"
         first = json.loads(report.read_text())["cases"]
         timed: list[str] = []
-        real = measurement._case
+        real = measurement._timed_case
         monkeypatch.setattr(
-            measurement, "_case", lambda benchmark, *rest: timed.append(benchmark.name) or real(benchmark, *rest)
+            measurement, "_timed_case", lambda benchmark, *rest: timed.append(benchmark.name) or real(benchmark, *rest)
         )
         done = command(*words, "--filter", ONE.rpartition("-")[0])
         assert done.exit_code == 0, done.output
@@ -255,5 +255,5 @@ class TestMeasurement:
             table(kind.format("decode"), "report.json", native=1.0),
         )
         new = table(kind.format("training"), SOURCE, native=2.0)
-        assert set(replaced(old, new)) == {"amx/x", kind.format("decode"), kind.format("training")}
-        assert set(replaced(old, new, "d64")) == {*old, *new}, "a filter replaces the same problems alone"
+        assert set(replace_measured(old, new)) == {"amx/x", kind.format("decode"), kind.format("training")}
+        assert set(replace_measured(old, new, "d64")) == {*old, *new}, "a filter replaces the same problems alone"

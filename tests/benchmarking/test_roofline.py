@@ -144,5 +144,5 @@ class TestReport:
         offsets[-1] = 8192
         lengths = [after - first for first, after in itertools.pairwise(offsets)]
         one = next(one for one in benchmarks("mask") if one.name == "fp32-documents-16-128")
-        assert roofline._prefill_of(one, LEVEL, RATES) == prefill(lengths, 8, 128, 128, LEVEL, RATES, causal=True)
+        assert roofline._predict_prefill(one, LEVEL, RATES) == prefill(lengths, 8, 128, 128, LEVEL, RATES, causal=True)
         assert isinstance(one.case.mask(), masks.Mask)  # type: ignore[misc]

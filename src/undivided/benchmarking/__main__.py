@@ -28,7 +28,7 @@ from undivided.benchmarking.competitors import selectable_backends, wrong_entrie
 from undivided.benchmarking.overhead import HostTime, host_times
 from undivided.benchmarking.ranks import add
 from undivided.benchmarking.suites import empty_report
-from undivided.benchmarking.tasks import OTHERS, BenchmarkTask, compile_task, others, run_task, settings
+from undivided.benchmarking.tasks import TASK_OTHERS, BenchmarkTask, compile_task, others, run_task, settings
 from undivided.machine import Machine
 from undivided.selection.measured import read
 from undivided.verification import workers
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--filter", default="", help="run only problems whose suite/name contains this text")
     parser.add_argument(
-        "--other", action="append", choices=OTHERS, help="of the other competitors, only this one; may be repeated"
+        "--other", action="append", choices=TASK_OTHERS, help="of the other competitors, only this one; may be repeated"
     )
     parser.add_argument("--host", action="store_true", help="time small calls on the host, and nothing else")
     parser.add_argument("--quick", action="store_true", help="run only a representative selection")
@@ -61,17 +61,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """The exit code of the command: 1 if one of our results was wrong, 2 if something was not run."""
+    """The exit code of the command: 1 if a problem failed or one of our results was wrong, 2 if some were not run."""
     options = _parser().parse_args()
     if options.host:
-        return _host(options.device, options.json)
+        return _report_host_times(options.device, options.json)
     deadline = time.monotonic() + options.seconds
     if options.ranks is not None:
         read(options.ranks)  # fail before minutes are spent if the file is not a table
     planned = plan(options.suite or GPU_SUITES, filter=options.filter, quick=options.quick)
     backends = selectable_backends(options.device)
     competing = tuple(options.other or others(options.device))
-    report = _report(options, empty_report(planned, settings(options.device, backends, competing, options.patience)))
+    fresh = empty_report(planned, settings(options.device, backends, competing, options.patience))
+    report = _report_to_continue(options) or fresh
     done_before = {(case["suite"], case["name"]) for case in report["cases"]}
     selected = sorted((*planned.single, *itertools.chain(*planned.small)), key=lambda benchmark: not benchmark.quick)
     tasks = [
@@ -81,17 +82,7 @@ def main() -> int:
     ]
     if options.warm:
         _warm(tasks, options.warm, deadline - time.monotonic())
-    for done in workers.work(tasks, run_task, task_seconds=TASK_SECONDS, seconds=max(deadline - time.monotonic(), 0.0)):
-        task = done.task
-        if done.value is None:
-            report["failed"][f"{task.suite}/{task.name}"] = done.failure
-            print(f"FAILED {task.suite}/{task.name}: {' '.join(done.failure.split())[-600:]}", flush=True)
-        else:
-            report["cases"].append(done.value)
-            for entry in wrong_entries(done.value):
-                text = entry.get("note") or entry["errors"]
-                print(f"WRONG {task.suite}/{task.name} {entry['name']}: {text}", flush=True)
-        _write(options.json, report)
+    _run_tasks(tasks, report, options.json, deadline)
     left = len(tasks) + len(done_before) - len(report["cases"]) - len(report["failed"])
     report["interrupted"] = left > 0
     _write(options.json, report)
@@ -101,11 +92,28 @@ def main() -> int:
     print(markdown(report))
     if left:
         print(f"not run: {left} (time limit; --resume runs the rest)")
-    return 1 if report["failed"] or any(map(wrong_entries, report["cases"])) else 2 if left else 0
+    if report["failed"] or any(map(wrong_entries, report["cases"])):
+        return 1
+    return 2 if left else 0
 
 
-def _host(device: str, path: Path | None) -> int:
-    """The exit code, after the host's times of small calls are printed and written."""
+def _run_tasks(tasks: list[BenchmarkTask], report: dict[str, Any], path: Path | None, deadline: float) -> None:
+    """Run the tasks until the deadline. Each result is added to the report, which is written at once."""
+    seconds = max(deadline - time.monotonic(), 0.0)
+    for done in workers.work(tasks, run_task, task_seconds=TASK_SECONDS, seconds=seconds):
+        name = f"{done.task.suite}/{done.task.name}"
+        if done.value is None:
+            report["failed"][name] = done.failure
+            print(f"FAILED {name}: {' '.join(done.failure.split())[-600:]}", flush=True)
+        else:
+            report["cases"].append(done.value)
+            for entry in wrong_entries(done.value):
+                print(f"WRONG {name} {entry['name']}: {entry.get('note') or entry['errors']}", flush=True)
+        _write(path, report)
+
+
+def _report_host_times(device: str, path: Path | None) -> int:
+    """Print and write the host's times of small calls; returns the exit code."""
     machine, times = str(Machine.this(device)), list[HostTime]()
     print(machine, flush=True)
     for row in host_times(device):
@@ -126,16 +134,16 @@ def _warm(tasks: list[BenchmarkTask], jobs: int, seconds: float) -> None:
     print(f"compiled for {count} of {len(tasks)} problems in {took:.0f} s", file=sys.stderr, flush=True)
 
 
-def _report(options: argparse.Namespace, fresh: dict[str, Any]) -> dict[str, Any]:
-    """The report to continue with --resume, otherwise the fresh one."""
+def _report_to_continue(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The report that --resume continues, without its failures; None if there is none."""
     if not options.resume or options.json is None or not options.json.exists():
-        return fresh
+        return None
     report: dict[str, Any] = read_json(options.json)
     return report | {"failed": {}}
 
 
 def _write(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Replace the file, if there is one."""
+    """Replace the file by the report; nothing if there is no path."""
     if path is not None:
         replace_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
 

@@ -52,7 +52,7 @@ OTHERS = ("sdpa", "math", "onnxruntime", "flex", "vllm")
 """Competitors that are not backends of this library; "flex" compiles for seconds and is timed only if requested, and
 "vllm" takes part in the suite "serving" alone."""
 
-_attend: Callable[..., Tensor] = scaled_dot_product_attention  # typed for calls with tuples and dictionaries
+_call_sdpa: Callable[..., Tensor] = scaled_dot_product_attention  # typed for calls with tuples and dictionaries
 
 MAX_SCORE_BYTES = 1 << 29
 """Largest score matrix of PyTorch's math path in bytes; it holds a few of them at a time."""
@@ -94,7 +94,7 @@ class PreparedBenchmark:
         return q, k, v
 
     @property
-    def floating_keys(self) -> tuple[Tensor, Tensor]:
+    def floating_kv(self) -> tuple[Tensor, Tensor]:
         """k and v as they are stored, detached; quantised numbers in the dtype of q."""
         k, v = self.tensors.k.detach(), self.tensors.v.detach()
         k_scale, v_scale, dtype = self.call.k_scale, self.call.v_scale, self.problem.dtype
@@ -217,7 +217,7 @@ def _plain_counterpart(prepared: PreparedBenchmark, case: Case) -> Competitor:
         "batch_invariant": None,
     }
     if case.quantized != benchmark.case.quantized:
-        k, v = prepared.floating_keys
+        k, v = prepared.floating_kv
         arguments |= {"k": k, "v": v, "k_scale": None, "v_scale": None}
     if case.shared_pages != benchmark.case.shared_pages:  # each sequence has pages of its own
         table = original["pages"]
@@ -256,7 +256,7 @@ def _competitor(
     return Competitor(name, label, prepared, call, results)
 
 
-def _torch(name: str, prepared: PreparedBenchmark, forward: Callable[..., Tensor], label: str) -> Competitor:
+def _torch_competitor(name: str, prepared: PreparedBenchmark, forward: Callable[..., Tensor], label: str) -> Competitor:
     """PyTorch's function on the same memory, viewed as [B, H, S, D]."""
     leaves = tuple(x.requires_grad_(prepared.benchmark.backward) for x in prepared.heads_first)
     return _competitor(name, label, prepared, partial(forward, *leaves), leaves, prepared.grad_out)
@@ -264,26 +264,26 @@ def _torch(name: str, prepared: PreparedBenchmark, forward: Callable[..., Tensor
 
 def _sdpa(prepared: PreparedBenchmark) -> Competitor:
     if prepared.problem.packed:
-        return _torch("sdpa", prepared, _documents(prepared), "torch SDPA, one call per document")
-    return _torch("sdpa", prepared, partial(_attend, **_sdpa_arguments(prepared)), "torch SDPA")
+        return _torch_competitor("sdpa", prepared, _sdpa_per_document(prepared), "torch SDPA, one call per document")
+    return _torch_competitor("sdpa", prepared, partial(_call_sdpa, **_sdpa_arguments(prepared)), "torch SDPA")
 
 
 def _math(prepared: PreparedBenchmark) -> Competitor:
     problem = prepared.problem
     if problem.packed:
         raise Absent("one call per document would be the same as sdpa")
-    row = problem.batch * problem.heads * problem.kv_len * problem.dtype.itemsize
-    expanded = 0 if problem.heads == problem.kv_heads else row * problem.qk_dim
-    largest = max(row * problem.q_len, expanded)
+    row_bytes = problem.batch * problem.heads * problem.kv_len * problem.dtype.itemsize
+    expanded_keys = 0 if problem.heads == problem.kv_heads else row_bytes * problem.qk_dim
+    largest = max(row_bytes * problem.q_len, expanded_keys)
     if largest > MAX_SCORE_BYTES:
         raise Absent(f"its score matrices would take {largest / 2**30:.1f} GiB each")
     arguments = _sdpa_arguments(prepared)
 
     def forward(*tensors: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return _attend(*tensors, **arguments)
+            return _call_sdpa(*tensors, **arguments)
 
-    return _torch("math", prepared, forward, "torch SDPA, math")
+    return _torch_competitor("math", prepared, forward, "torch SDPA, math")
 
 
 def _sdpa_arguments(prepared: PreparedBenchmark) -> dict[str, Any]:
@@ -315,8 +315,8 @@ def _sdpa_arguments(prepared: PreparedBenchmark) -> dict[str, Any]:
     return arguments
 
 
-def _documents(prepared: PreparedBenchmark) -> Callable[..., Tensor]:
-    """One call per document of a packed batch, the fastest way with PyTorch's function."""
+def _sdpa_per_document(prepared: PreparedBenchmark) -> Callable[..., Tensor]:
+    """A function with one call per document of a packed batch, the fastest way with PyTorch's function."""
     kinds, features = prepared.problem.mask.kinds, prepared.problem.features - {"backward"}
     if not kinds <= {"documents", "causal"} or features:
         raise Absent("one call per document is timed only on plain and causal documents")
@@ -326,7 +326,7 @@ def _documents(prepared: PreparedBenchmark) -> Callable[..., Tensor]:
 
     def forward(*tensors: Tensor) -> Tensor:
         documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
-        return torch.cat([_attend(*document, is_causal=is_causal) for document in documents], dim=2)
+        return torch.cat([_call_sdpa(*document, is_causal=is_causal) for document in documents], dim=2)
 
     return forward
 

@@ -1,9 +1,9 @@
 """``undivided ranks --measure``: the table of ranks of this machine, measured under a time limit.
 
 The problems are those of `catalogue.coverage`, the most important first. As in a benchmark, results are verified before
-they are timed, and the backends alternate. What counts is the order of the backends and not the rate, and other load
-slows all of them in a turn. So a problem counts if its turns agree on the order, without a probe of the peak. One
-thread is timed by its processor time, which leaves out the time in which other processes have the core.
+they are timed, and the backends alternate. Selection needs the order of the backends, not their exact rates, and other
+load slows all backends of a turn alike. So no probe of the peak is needed: a problem counts if its turns agree on the
+order. One thread is timed by its processor time, which leaves out the time in which other processes have the core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from undivided.benchmarking.competitors import Absent, Competitor
 from undivided.benchmarking.ranks import ranks
 from undivided.selection.measured import TIE, Table, merged
 
-__all__ = ["SECONDS", "SOURCE", "Measurement", "measure", "order_is_steady", "replaced"]
+__all__ = ["SECONDS", "SOURCE", "Measurement", "measure", "order_is_steady", "replace_measured"]
 
 SECONDS = 160.0
 """Default time limit: with the start of Python and PyTorch below three minutes."""
@@ -81,11 +81,11 @@ def measure(
     [['native', 'torch_flash']]
     """
     start = time.monotonic()
-    before = peak.arithmetic(torch.float32).measure()
+    before = peak.arithmetic_probe(torch.float32).measure()
     cases, left_out = _timed_cases(
         coverage() if groups is None else groups, filter, earlier, _Clock(start + seconds), step
     )
-    after = peak.arithmetic(torch.float32).measure()
+    after = peak.arithmetic_probe(torch.float32).measure()
     report = {**suites.provenance(), "cases": cases}
     measured = ranks(report, source)
     for reason, names in measured.left_out.items():
@@ -124,7 +124,7 @@ def _timed_cases(
             step(benchmark.name)
             begin = time.monotonic()
             try:
-                cases.append(_case(benchmark, backends, clock))
+                cases.append(_timed_case(benchmark, backends, clock))
             except Absent as why:
                 left_out[str(why)].append(benchmark.name)
             clock.learn(benchmark, time.monotonic() - begin)
@@ -140,10 +140,10 @@ def _wrong_results(cases: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def replaced(old: Table, new: Table, filter: str = "") -> Table:
-    """The old table with the new one in it, without what an earlier `measure` measured on the same architecture.
+def replace_measured(old: Table, new: Table, filter: str = "") -> Table:
+    """The old table, in which the new rates replace all that an earlier `measure` found on the same architecture.
 
-    With a filter only the entries of the same problems are replaced.
+    With a filter, which measures only some problems, only the entries of the same problems are replaced.
     """
     if filter:
         return merged(old, new)
@@ -220,8 +220,8 @@ def _pairs(benchmark: Benchmark) -> int:
     return batch * q_len * kv_len * heads
 
 
-def _case(benchmark: Benchmark, backends: Sequence[str], clock: _Clock) -> dict[str, Any]:
-    """The case of a report: what `undivided.benchmarking.ranks` reads."""
+def _timed_case(benchmark: Benchmark, backends: Sequence[str], clock: _Clock) -> dict[str, Any]:
+    """A benchmark as a case of a report, with the fields that `undivided.benchmarking.ranks` reads."""
     prepared = _competitors.prepare(benchmark)
     participants, _ = _competitors.competitors(prepared, backends, ())
     if len(participants) < 2:

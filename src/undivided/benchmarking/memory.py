@@ -20,7 +20,7 @@ from undivided import masks
 from undivided.functional import attention, explain
 from undivided.request.normalise import normalise
 from undivided.request.request import Request
-from undivided.verification.sample import sample_of
+from undivided.verification.sample import build_sample
 
 __all__ = ["LENGTHS", "memory"]
 
@@ -69,7 +69,7 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     def once(length: int) -> tuple[int, list[Tensor], Tensor]:
         q, k, v, grad = (torch.randn(1, 1, length, HEAD_SIZE).to(getattr(torch, dtype)) for _ in range(4))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        before = _resident()
+        before = _reset_peak()
         out = attention(*leaves, layout="bhsd", mask=masks.causal())
         gradients = torch.autograd.grad(out, leaves, grad)
         assert len(gradients) == 3  # kept until the peak is read
@@ -79,7 +79,7 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     added, leaves, out = once(length)
     with torch.no_grad():
         call, inputs = normalise(Request.from_keywords(*leaves, layout="bhsd", mask=masks.causal()))
-    sample = sample_of(call, inputs, None)
+    sample = build_sample(call, inputs, None)
     error, budget = sample.error("out", out), sample.max_errors["out"]
     if not sample.met("out", out):
         raise RuntimeError(f"the output is wrong: error {error:.1e}, allowed {budget:.1e}")
@@ -97,8 +97,8 @@ def measure(length: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def _resident() -> int:
-    """The resident bytes; resets the peak to this value.
+def _reset_peak() -> int:
+    """Reset the peak of the resident bytes to their present number, and return that.
 
     Source: proc_pid_clear_refs(5): writing 5 resets the peak to the resident size.
     """
@@ -107,10 +107,11 @@ def _resident() -> int:
 
 
 def _peak() -> int:
-    """The peak of the resident bytes since `_resident`."""
+    """The peak of the resident bytes since `_reset_peak`."""
     return _status("VmHWM")
 
 
 def _status(name: str) -> int:
+    """A number of bytes that Linux reports about this process."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))

@@ -20,23 +20,26 @@ from undivided.benchmarking.catalogue.benchmark import Absent
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 
-__all__ = ["Attend", "group_query_attention", "multi_head_attention"]
+__all__ = ["OnnxAttention", "group_query_attention", "multi_head_attention"]
 
 OPSET = 17
 """Version of the standard operators, of which the model uses none; onnxruntime has it since 1.12."""
 
 
 @dataclass(frozen=True, eq=False)
-class Attend:
-    """A session with its inputs: `call` runs it, `out` runs it and returns [B, H, S, Dv]."""
+class OnnxAttention:
+    """An attention operator in a session with its inputs.
+
+    `call` runs it; `out` runs it too and returns the output, whose axes each function below documents.
+    """
 
     label: str
     call: Callable[[], Any]
     out: Callable[[], Tensor]
 
 
-def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Attend:
-    """A session of onnxruntime on the same values, in its own layout [B, S, H * D].
+def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> OnnxAttention:
+    """MultiHeadAttention on the same values, in its own layout [B, S, H * D]; `out` returns [B, H, S, Dv].
 
     Its threads do not spin between calls (``session.intra_op.allow_spinning`` 0), which would slow the next competitor.
 
@@ -44,8 +47,8 @@ def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Atten
         Absent: onnx or onnxruntime is not installed, or the problem is not fp32 on a CPU.
     """
     problem = call.problem
-    model = partial(_model, problem.heads, call.scale, is_causal)
-    session, version = _session(problem.dtype, problem.device, model)
+    build_model = partial(_multi_head_model, problem.heads, call.scale, is_causal)
+    session, version = _session(problem.dtype, problem.device, build_model)
     feed = {
         name: x.detach().transpose(1, 2).flatten(2).contiguous().numpy()
         for name, x in zip(("query", "key", "value"), tensors.heads_first(call.problem.layout), strict=True)
@@ -58,10 +61,10 @@ def multi_head_attention(call: Call, tensors: Tensors, is_causal: bool) -> Atten
         result: Tensor = torch.from_numpy(run())
         return result.unflatten(2, (problem.heads, problem.v_dim)).transpose(1, 2)  # type: ignore[no-any-return]
 
-    return Attend(f"onnxruntime {version} MultiHeadAttention", run, out)
+    return OnnxAttention(f"onnxruntime {version} MultiHeadAttention", run, out)
 
 
-def _session(dtype: torch.dtype, device: str, model: Callable[[], bytes]) -> tuple[Any, str]:
+def _session(dtype: torch.dtype, device: str, build_model: Callable[[], bytes]) -> tuple[Any, str]:
     """A session of a model with the threads of torch, and the version of onnxruntime; Absent if it cannot be timed."""
     for package in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
@@ -73,12 +76,14 @@ def _session(dtype: torch.dtype, device: str, model: Callable[[], bytes]) -> tup
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(model(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(build_model(), options, providers=["CPUExecutionProvider"])
     return session, onnxruntime.__version__
 
 
-def group_query_attention(scale: float, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) -> Attend:
-    """A session on the last tokens of some sequences; the earlier ones are in its cache, which it extends in place.
+def group_query_attention(scale: float, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) -> OnnxAttention:
+    """GroupQueryAttention on the last tokens of some sequences; its cache holds the earlier ones and grows in place.
+
+    `out` returns [B, S, H, D].
 
     Args:
         scale: factor of the scores.
@@ -120,10 +125,11 @@ def group_query_attention(scale: float, q: Tensor, k: Sequence[Tensor], v: Seque
         session.run_with_iobinding(binding)
         return result.unflatten(2, (heads, dim))  # type: ignore[no-any-return]
 
-    return Attend(f"onnxruntime {version} GroupQueryAttention", run, run)
+    return OnnxAttention(f"onnxruntime {version} GroupQueryAttention", run, run)
 
 
 def _group_query_model(heads: int, kv_heads: int, scale: float) -> bytes:
+    """A serialised model with one GroupQueryAttention node."""
     from onnx import TensorProto, helper
 
     names: dict[str, list[str | int]] = {name: ["batch", "new", name] for name in ("query", "key", "value")}
@@ -155,8 +161,8 @@ def _serialised(node: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> byt
     return serialised
 
 
-def _model(heads: int, scale: float, is_causal: bool) -> bytes:
-    """The serialised model."""
+def _multi_head_model(heads: int, scale: float, is_causal: bool) -> bytes:
+    """A serialised model with one MultiHeadAttention node."""
     from onnx import TensorProto, helper
 
     tensors = {

@@ -1,8 +1,8 @@
 """The peak rates of a machine, measured in the same run as every figure, so that figures can be given as fractions.
 
-- Multiply-adds (fp32): independent multiply-adds on every thread, with the instructions that the native kernel uses and
-  its loads of vectors from L1: without loads an Intel core runs AVX-512 at a clock that no product of matrices reaches.
-  If `UNDIVIDED_ISA` selects them, half types too: `UNDIVIDED_ISA=avx2` is compared with the peak of AVX2.
+- Multiply-adds (fp32, and half types if `UNDIVIDED_ISA` is set): independent multiply-adds on every thread, with the
+  instructions that the native kernel uses and its loads of vectors from L1. Without loads an Intel core runs AVX-512 at
+  a clock that no product of matrices reaches. `UNDIVIDED_ISA=avx2` is so compared with the peak of AVX2.
 - Matrix products (half types; all dtypes on a GPU): `torch.mm` of large square matrices, or the multiply-adds above if
   these are faster, because a processor without fp16 arithmetic computes fp16 in fp32. Matrix units (AMX) reach more
   than twice that rate from registers alone, which no product of matrices in memory comes near.
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.tensors import dtype_name
-from undivided.benchmarking.timing import Clock, Reading, stopwatch
+from undivided.benchmarking.timing import Clock, ProbeResult, stopwatch
 from undivided.kernels import cpu
 
 BURSTS = 5
@@ -62,32 +62,32 @@ class Probe:
 
     what: str
     unit: str
-    measure: Callable[[], Reading]
+    measure: Callable[[], ProbeResult]
     turn: Callable[[], object] | None = None
     work: float = 0.0
 
 
-def arithmetic(dtype: torch.dtype, device: str = "cpu", clock: Clock = time.perf_counter) -> Probe:
+def arithmetic_probe(dtype: torch.dtype, device: str = "cpu", clock: Clock = time.perf_counter) -> Probe:
     """The probe of the arithmetic peak for attention in this dtype.
 
     With `time.process_time`, the rate is that of one thread while it runs, whatever else the machine does.
 
-    >>> arithmetic(torch.float32).unit
+    >>> arithmetic_probe(torch.float32).unit
     'FLOP/s'
     """
     name, library = dtype_name(dtype), cpu.load()
     if device != "cpu" or isinstance(library, str):
-        return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, device, clock=clock))
+        return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product_rate(dtype, device, clock=clock))
     if dtype != torch.float32 and "UNDIVIDED_ISA" not in os.environ:
         if library.level in MATRIX_UNIT_LEVELS[dtype]:
-            return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product(dtype, clock=clock))
+            return Probe(f"{name} matrix product", "FLOP/s", lambda: matrix_product_rate(dtype, clock=clock))
         if _products_are_fast(library, dtype):
 
-            def faster() -> Reading:
-                return max(matrix_product(dtype, clock=clock), multiply_adds(library, dtype, clock))
+            def larger_rate() -> ProbeResult:
+                return max(matrix_product_rate(dtype, clock=clock), multiply_add_rate(library, dtype, clock))
 
-            return Probe(f"{name} matrix product or multiply-adds", "FLOP/s", faster)
-    return Probe(f"{name} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_adds(library, dtype, clock))
+            return Probe(f"{name} matrix product or multiply-adds", "FLOP/s", larger_rate)
+    return Probe(f"{name} multiply-adds, {library.level}", "FLOP/s", lambda: multiply_add_rate(library, dtype, clock))
 
 
 def witness_call() -> Callable[[], object] | None:
@@ -102,24 +102,24 @@ def witness_call() -> Callable[[], object] | None:
 @functools.cache
 def _products_are_fast(library: cpu.Library, dtype: torch.dtype) -> bool:
     """Whether products come near the rate of multiply-adds; without instructions for the dtype they take seconds."""
-    return matrix_product(dtype, side=512).rate > 0.3 * multiply_adds(library, dtype).rate
+    return matrix_product_rate(dtype, side=512).rate > 0.3 * multiply_add_rate(library, dtype).rate
 
 
-def reading(size: int, device: str = "cpu", clock: Clock = time.perf_counter) -> Probe:
+def read_probe(size: int, device: str = "cpu", clock: Clock = time.perf_counter) -> Probe:
     """The probe of the rate at which a buffer of `size` bytes is read.
 
-    >>> reading(1 << 20).what
+    >>> read_probe(1 << 20).what
     'read of 1 MiB'
     """
     if device != "cpu":
         size = max(size, MIN_COPY_BYTES)
-        return Probe(f"copy of {round(size / 2**20)} MiB", "B/s", lambda: copy(size, device))
+        return Probe(f"copy of {round(size / 2**20)} MiB", "B/s", lambda: copy_rate(size, device))
     buffer = torch.ones(max(size // 4, 1), device=device)
     name, work = f"read of {round(size / 2**20)} MiB", float(buffer.numel() * buffer.element_size())
-    return Probe(name, "B/s", lambda: read(buffer, clock), buffer.sum, work)
+    return Probe(name, "B/s", lambda: read_rate(buffer, clock), buffer.sum, work)
 
 
-def multiply_adds(library: cpu.Library, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Reading:
+def multiply_add_rate(library: cpu.Library, dtype: torch.dtype, clock: Clock = time.perf_counter) -> ProbeResult:
     """FLOP/s of independent multiply-adds on all threads of torch; a multiply-add is two operations."""
     code, threads = cpu.DTYPES[dtype], torch.get_num_threads()
     start, repeats = clock(), 1 << 15
@@ -133,30 +133,30 @@ def multiply_adds(library: cpu.Library, dtype: torch.dtype, clock: Clock = time.
             done = sum(pool.map(lambda _: library.peak(code, repeats), range(threads)))
             rates.append(done / (clock() - start))
         share = (time.process_time() - cpu_start) / (clock() - start_time) / threads
-    return Reading(statistics.median(rates), share)
+    return ProbeResult(statistics.median(rates), share)
 
 
-def matrix_product(
+def matrix_product_rate(
     dtype: torch.dtype, device: str = "cpu", side: int | None = None, clock: Clock = time.perf_counter
-) -> Reading:
+) -> ProbeResult:
     """FLOP/s of large matrix products."""
     side = side or (SIDE if device == "cpu" else GPU_SIDE)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return _rate(2 * side**3, lambda: torch.mm(a, b), device, clock)
 
 
-def copy(size: int, device: str) -> Reading:
+def copy_rate(size: int, device: str) -> ProbeResult:
     """B/s, read and written, of a copy from one half of `size` bytes to the other."""
     source, target = torch.ones(2, max(size // 2, 1), dtype=torch.uint8, device=device)
     return _rate(2 * source.numel(), lambda: target.copy_(source), device, time.perf_counter)
 
 
-def read(buffer: Tensor, clock: Clock = time.perf_counter) -> Reading:
+def read_rate(buffer: Tensor, clock: Clock = time.perf_counter) -> ProbeResult:
     """B/s of one pass over a buffer."""
     return _rate(buffer.numel() * buffer.element_size(), buffer.sum, buffer.device.type, clock)
 
 
-def _rate(work: float, call: Callable[[], object], device: str, clock: Clock) -> Reading:
+def _rate(work: float, call: Callable[[], object], device: str, clock: Clock) -> ProbeResult:
     """The work per second, by the median of a few calls after a first one that does not count."""
     call()
     watch, times = stopwatch(device, clock), list[float]()
@@ -164,4 +164,4 @@ def _rate(work: float, call: Callable[[], object], device: str, clock: Clock) ->
     while len(times) < 2 or (sum(times) < MAX_SECONDS and len(times) < 3 * BURSTS):
         times.append(watch(call, 1))
     share = (time.process_time() - cpu_start) / (clock() - start_time) / torch.get_num_threads()
-    return Reading(work / statistics.median(times), share if device == "cpu" else 1.0)
+    return ProbeResult(work / statistics.median(times), share if device == "cpu" else 1.0)

@@ -1,6 +1,6 @@
 """The time that a problem should take: a model of what bounds it, from the peaks that its report measured.
 
-It is a model to read and to be wrong by a stated amount, not a simulation. Prefill is the sum of five terms. The first
+It is a formula that can be read, with a known error, and not a simulation. Prefill is the sum of five terms. The first
 four use the same arithmetic units:
 
 - products: two matrix products of the allowed pairs, at the peak rate of multiply-adds (or of tiles);
@@ -166,11 +166,11 @@ def _pairs(length: int, rows: int, padded_to: int, keys: int, causal: bool, left
         last = min(first + rows, length)
         stop = last if causal else length
         start = 0 if left is None else max(first - left, 0)
-        total += _up(last - first, padded_to) * _up(stop - start, keys)
+        total += _round_up(last - first, padded_to) * _round_up(stop - start, keys)
     return total
 
 
-def _up(count: int, multiple: int) -> int:
+def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
@@ -223,7 +223,7 @@ def case_predictions(report: Mapping[str, Any]) -> Iterator[CasePrediction]:
         if kind == "decode":
             predicted = decode(case["bytes"], case["operations"], Rates(vectors, vectors, used))
         else:
-            predicted = _prefill_of(benchmark, level, Rates(used, vectors, reads or math.inf))
+            predicted = _predict_prefill(benchmark, level, Rates(used, vectors, reads or math.inf))
         peak = (case["bytes"] or case["operations"]) / used
         yield CasePrediction(kind, case["name"], ours["seconds"], predicted, peak, case["rate"]["contended"])
 
@@ -243,7 +243,7 @@ def kind_of(benchmark: Benchmark) -> str | None:
     return next((kind for kind in ("window", "documents") if benchmark.case.name.startswith(kind)), None)
 
 
-def _prefill_of(benchmark: Benchmark, level: Level, rates: Rates) -> Prediction:
+def _predict_prefill(benchmark: Benchmark, level: Level, rates: Rates) -> Prediction:
     """The prediction for a square problem of the catalogue."""
     _, length, _, heads, _, qk_dim, v_dim = benchmark.case.sizes
     lengths, left = [length], None

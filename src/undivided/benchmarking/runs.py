@@ -18,14 +18,14 @@ from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import Competitor, PreparedBenchmark
 from undivided.benchmarking.peak import Probe
 from undivided.benchmarking.ranks import describe_place
-from undivided.benchmarking.timing import Steady
+from undivided.benchmarking.timing import ProbedMeasurement
 from undivided.machine import Machine
 from undivided.request.flops import backward_flops, forward_flops
 from undivided.verification.budget import UNDECIDED
 from undivided.verification.report import finite
-from undivided.verification.sample import Sample, sample_of
+from undivided.verification.sample import Sample, build_sample
 
-__all__ = ["Settings", "judge_again", "problem_fields", "run", "run_small", "verify"]
+__all__ = ["Settings", "mark_contended", "problem_fields", "run", "run_small", "verify"]
 
 Entry = dict[str, Any]
 TimedCase = dict[str, Any]
@@ -88,7 +88,7 @@ def run(benchmark: Benchmark, settings: Settings) -> TimedCase:
     calls: dict[str, timing.Function] = {competitor.name: competitor.call for competitor in right}
     if probe.turn is not None:
         calls[probe.what] = probe.turn
-    result = _measure_steadily(lambda: settings.race(calls, settings.patience), probe, settings)
+    result = _measure_and_keep_best(lambda: settings.race(calls, settings.patience), probe, settings)
     seconds, turns, slowed, witness = result.value
     used = probe.work / seconds[probe.what] if probe.turn is not None else result.peak
     rate = {
@@ -147,8 +147,8 @@ def run_small(
     def race_all() -> list[timing.Race]:
         return [settings.race(calls, settings.small_patience) for _, calls in ready]
 
-    probe = peak.arithmetic(group[0].dtype, settings.device, settings.clock)
-    result = _measure_steadily(race_all, probe, settings)
+    probe = peak.arithmetic_probe(group[0].dtype, settings.device, settings.clock)
+    result = _measure_and_keep_best(race_all, probe, settings)
     for (case, _), (seconds, turns, slowed, witness), benchmark in zip(ready, result.value, group, strict=True):
         rate = {"contended": result.contended or slowed, "attempts": result.attempts, "witness": witness}
         case |= {"turns": turns, "rate": rate}
@@ -156,13 +156,13 @@ def run_small(
     return [case for case, _ in ready]
 
 
-def judge_again(cases: Sequence[TimedCase]) -> None:
-    """Marks cases as contended that the whole run shows to be: their witness or their probe was slow beside its best.
+def mark_contended(cases: Sequence[TimedCase]) -> None:
+    """Mark each case whose witness or probe was slow compared with the best of the whole run.
 
-    While they run they are judged by the best so far, which is slow too if the run begins on a busy machine.
+    During the run a case is compared with the best so far, which is slow too if the run begins on a busy machine.
 
     >>> early, late = ({"rate": {"contended": False, "witness": seconds}} for seconds in (2e-3, 1e-3))
-    >>> judge_again([early, late])
+    >>> mark_contended([early, late])
     >>> early["rate"]["contended"], late["rate"]["contended"]
     (True, False)
     """
@@ -178,17 +178,18 @@ def judge_again(cases: Sequence[TimedCase]) -> None:
         rate["contended"] |= min(rate["before"], rate["after"]) < (1 - timing.SHORTFALL) * best[rate["what"]]
 
 
-def _measure_steadily(measure: Callable[[], Any], probe: Probe, settings: Settings) -> Steady[Any]:
-    """The measurement between two probes; stores the best rate of the probe."""
-    result = timing.steady(measure, probe.measure, settings.best.get(probe.what, 0.0), settings.attempts)
-    settings.best[probe.what] = max(settings.best.get(probe.what, 0.0), result.before.rate, result.after.rate)
+def _measure_and_keep_best(measure: Callable[[], Any], probe: Probe, settings: Settings) -> ProbedMeasurement[Any]:
+    """The measurement between two probes; the best rate of the probe is kept in the settings."""
+    best = settings.best.get(probe.what, 0.0)
+    result = timing.measure_between_probes(measure, probe.measure, best, settings.attempts)
+    settings.best[probe.what] = max(best, result.before.rate, result.after.rate)
     return result
 
 
 def _probe(prepared: PreparedBenchmark, settings: Settings) -> Probe:
     if prepared.benchmark.reads:
-        return peak.reading(_bytes_read(prepared), settings.device, settings.clock)
-    return peak.arithmetic(prepared.problem.dtype, settings.device, settings.clock)
+        return peak.read_probe(_bytes_read(prepared), settings.device, settings.clock)
+    return peak.arithmetic_probe(prepared.problem.dtype, settings.device, settings.clock)
 
 
 def verify(participants: Sequence[Competitor]) -> tuple[list[Entry], list[Competitor]]:
@@ -199,7 +200,7 @@ def verify(participants: Sequence[Competitor]) -> tuple[list[Entry], list[Compet
         prepared = competitor.prepared
         if prepared not in samples:
             grad = prepared.inputs.grad_out if prepared.benchmark.backward else None
-            samples[prepared] = sample_of(prepared.call, prepared.tensors, grad)
+            samples[prepared] = build_sample(prepared.call, prepared.tensors, grad)
         entry: Entry = {"name": competitor.name, "label": competitor.label, "note": ""}
         entry |= _judge(competitor, samples[prepared])
         entries.append(entry)

@@ -22,7 +22,7 @@ from undivided.arguments.checks import as_integer, check_type, checked_flag
 from undivided.benchmarking import memory as _memory
 from undivided.benchmarking.catalogue import DTYPES, GPU_SUITES, SUITES, Benchmark, benchmarks
 from undivided.benchmarking.overhead import BUDGET_MICROSECONDS, overhead
-from undivided.benchmarking.runs import Settings, judge_again, run, run_small
+from undivided.benchmarking.runs import Settings, mark_contended, run, run_small
 from undivided.errors import InputError, did_you_mean
 from undivided.kernels import cpu
 from undivided.machine import Machine, processor_name
@@ -154,7 +154,7 @@ def execute(
             _fill(report, planned, settings, step)
         except KeyboardInterrupt:
             report["interrupted"] = True
-    judge_again(report["cases"])
+    mark_contended(report["cases"])
     return report
 
 

@@ -10,23 +10,23 @@ from undivided.benchmarking import competitors
 from undivided.benchmarking.catalogue import Benchmark, benchmarks
 from undivided.benchmarking.runs import Settings, run
 
-__all__ = ["OTHERS", "BenchmarkTask", "compile_task", "others", "run_task", "settings"]
+__all__ = ["TASK_OTHERS", "BenchmarkTask", "compile_task", "others", "run_task", "settings"]
 
-OTHERS = ("sdpa", "flex")
-"""The other competitors; flex only on a GPU, because on a CPU it compiles for seconds and is slow."""
+TASK_OTHERS = ("sdpa", "flex")
+"""Those of `competitors.OTHERS` that tasks time; flex only on a GPU, because on a CPU it compiles for seconds."""
 COMPILED = ("undivided", "triton", "flex", "flash_attn", "cudnn")
 """The competitors that compile, which --warm runs once."""
 
 
 class BenchmarkTask(NamedTuple):
-    """One benchmark by name, and the settings of its run."""
+    """One benchmark by name, and the settings of its run, as in `Settings`."""
 
     suite: str
     name: str
     device: str
     backends: tuple[str, ...]
     others: tuple[str, ...]
-    seconds: float
+    patience: float
 
     @property
     def benchmark(self) -> Benchmark:
@@ -35,19 +35,19 @@ class BenchmarkTask(NamedTuple):
 
 
 @functools.cache
-def settings(device: str, backends: tuple[str, ...], others: tuple[str, ...], seconds: float) -> Settings:
+def settings(device: str, backends: tuple[str, ...], others: tuple[str, ...], patience: float) -> Settings:
     """The settings, one object per process, because they store the best rates of the probes."""
-    return Settings(backends, others, device, patience=seconds, attempts=2)
+    return Settings(backends, others, device, patience=patience, attempts=2)
 
 
 def others(device: str) -> tuple[str, ...]:
     """The other competitors on a device."""
-    return tuple(name for name in OTHERS if device != "cpu" or name not in COMPILED)
+    return tuple(name for name in TASK_OTHERS if device != "cpu" or name not in COMPILED)
 
 
 def run_task(task: BenchmarkTask) -> dict[str, Any]:
     """The case that a benchmark reports."""
-    return run(task.benchmark, settings(task.device, task.backends, task.others, task.seconds))
+    return run(task.benchmark, settings(task.device, task.backends, task.others, task.patience))
 
 
 def compile_task(task: BenchmarkTask) -> None:

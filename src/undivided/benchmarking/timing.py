@@ -151,13 +151,14 @@ def race(
     turns, calls, _ = plan_turns(competitors, patience, MIN_TURNS, MAX_TURNS, watch)
     races: list[tuple[float, Race]] = []
 
-    def look() -> tuple[float, float]:
+    def witness_times() -> tuple[float, float]:
+        """(relative to its best, in seconds)"""
         return (witness.slowness(), witness.seconds) if witness else (1.0, 0.0)
 
     while True:
-        before = look()
+        before = witness_times()
         seconds = medians(turn_times(competitors, turns, calls, watch))
-        slowness, longer = map(max, zip(before, look(), strict=True))
+        slowness, longer = map(max, zip(before, witness_times(), strict=True))
         races.append((slowness, Race(seconds, turns, slowness > SLOWER, longer)))
         if slowness <= SLOWER or len(races) == attempts:
             return min(races, key=lambda race: race[0])[1]
@@ -173,9 +174,9 @@ class Turns(NamedTuple):
 
 
 def plan_turns(
-    competitors: Mapping[str, Function], patience: float, least: int, most: int, watch: Stopwatch = _by_clock
+    competitors: Mapping[str, Function], patience: float, min_turns: int, max_turns: int, watch: Stopwatch = _by_clock
 ) -> Turns:
-    """The turns that fit into `patience` seconds, between two numbers, from the time of one call of each competitor.
+    """The turns that fit into `patience` seconds, from `min_turns` to `max_turns`; every competitor is called once.
 
     >>> plan_turns({"a": lambda: None}, 1.0, 3, 15, lambda function, calls: 0.2 * calls)
     Turns(number=5, calls={'a': 1}, seconds=0.2)
@@ -183,7 +184,10 @@ def plan_turns(
     once = {name: max(watch(function, 1), 1e-9) for name, function in competitors.items()}
     calls = {name: max(1, math.ceil(TURN / seconds)) for name, seconds in once.items()}
     seconds = sum(calls[name] * once[name] for name in competitors)
-    return Turns(most if seconds * most <= patience else max(int(patience / seconds), least), calls, seconds)
+    number = max_turns
+    if seconds * max_turns > patience:
+        number = max(int(patience / seconds), min_turns)
+    return Turns(number, calls, seconds)
 
 
 def turn_times(
@@ -207,7 +211,7 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-class Reading(NamedTuple):
+class ProbeResult(NamedTuple):
     """The result of a probe: a rate, and the fraction of CPU time that it got on its threads."""
 
     rate: float
@@ -215,15 +219,15 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Steady(Generic[T]):
+class ProbedMeasurement(Generic[T]):
     """A measurement, with the peak rate of the machine right before and right after it.
 
     contended: other load was detected in every attempt; see `disturbance`.
     """
 
     value: T
-    before: Reading
-    after: Reading
+    before: ProbeResult
+    after: ProbeResult
     attempts: int
     contended: bool
 
@@ -233,13 +237,13 @@ class Steady(Generic[T]):
         return max(self.before.rate, self.after.rate)
 
 
-def disturbance(before: Reading, after: Reading, best: float) -> float:
+def disturbance(before: ProbeResult, after: ProbeResult, best: float) -> float:
     """The disturbance that two probes indicate; above 1 the machine was disturbed.
 
     It is above 1 if the probes differ by more than `DRIFT`, one is more than `SHORTFALL` below the best rate so far, or
     one got less than `SHARE` of the CPU time of its threads.
 
-    >>> disturbance(Reading(100.0), Reading(96.5), 100.0)
+    >>> disturbance(ProbeResult(100.0), ProbeResult(96.5), 100.0)
     0.5
     """
     low, high = sorted((before.rate, after.rate))
@@ -248,9 +252,9 @@ def disturbance(before: Reading, after: Reading, best: float) -> float:
     return round(max(signs), 6)
 
 
-def steady(
-    measure: Callable[[], T], probe: Callable[[], Reading], best: float = 0.0, attempts: int = ATTEMPTS
-) -> Steady[T]:
+def measure_between_probes(
+    measure: Callable[[], T], probe: Callable[[], ProbeResult], best: float = 0.0, attempts: int = ATTEMPTS
+) -> ProbedMeasurement[T]:
     """The measurement between two probes, repeated if they indicate a disturbance; the least disturbed attempt counts.
 
     Args:
@@ -259,16 +263,16 @@ def steady(
         attempts: the largest number of attempts.
 
     >>> rates = iter([100.0, 60.0, 99.0, 101.0])
-    >>> result = steady(lambda: "a time", lambda: Reading(next(rates)))
+    >>> result = measure_between_probes(lambda: "a time", lambda: ProbeResult(next(rates)))
     >>> result.attempts, result.contended, result.peak
     (2, False, 101.0)
     """
-    results: list[tuple[float, Steady[T]]] = []
+    results: list[tuple[float, ProbedMeasurement[T]]] = []
     for attempt in range(1, attempts + 1):
         before, value, after = probe(), measure(), probe()
         best = max(best, before.rate, after.rate)
         disturbed = disturbance(before, after, best)
-        results.append((disturbed, Steady(value, before, after, attempt, disturbed > 1)))
+        results.append((disturbed, ProbedMeasurement(value, before, after, attempt, disturbed > 1)))
         if disturbed <= 1:
             break
     best_result = min(results, key=lambda result: result[0])[1]

@@ -23,7 +23,7 @@ from undivided.verification.budget import FACTOR, distance, norm, undecided_quan
 from undivided.verification.pieces import OraclePiece, Quantities, Upstream, kv_span
 from undivided.verification.plain_attention import orders, plain_piece
 
-__all__ = ["Sample", "sample_of"]
+__all__ = ["Sample", "build_sample"]
 
 MAX_FULL_PAIRS = 1 << 18
 """Largest problem that is checked in full, in (query, key) pairs over all heads."""
@@ -62,7 +62,7 @@ class Sample:
         return name not in self.undecided and self.error(name, value) <= self.max_errors[name]
 
 
-def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
+def build_sample(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     """The sample of a problem, with its oracle and its budget.
 
     Args:
@@ -73,7 +73,7 @@ def sample_of(call: Call, tensors: Tensors, grad_out: Tensor | None) -> Sample:
     >>> from undivided.request.normalise import normalise
     >>> from undivided.request.request import Request
     >>> q, k, v = (torch.randn(1, 4, 3000, 16) for _ in range(3))
-    >>> sample = sample_of(*normalise(Request.from_keywords(q, k, v, layout="bhsd")), None)
+    >>> sample = build_sample(*normalise(Request.from_keywords(q, k, v, layout="bhsd")), None)
     >>> sample.right["out"].numel() == 2 * 2 * 32 * 16                                  # two heads, two blocks of rows
     True
     >>> out = undivided.attention(q, k, v, layout="bhsd")

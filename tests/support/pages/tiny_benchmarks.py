@@ -10,7 +10,7 @@ import torch
 from undivided.benchmarking import peak
 from undivided.benchmarking.catalogue import SUITES, Benchmark
 from undivided.benchmarking.runs import Settings
-from undivided.benchmarking.timing import Reading
+from undivided.benchmarking.timing import ProbeResult
 from undivided.verification.cases import Case
 
 SINGLE = tuple(suite for suite in SUITES if suite not in ("overhead", "memory"))
@@ -19,7 +19,7 @@ SINGLE = tuple(suite for suite in SUITES if suite not in ("overhead", "memory"))
 TINY = Case("tiny", layout="bhsd", batch=1, q_len=24, heads=2, qk_dim=16, needs=())
 
 
-QUIET = peak.Probe("a rate", "FLOP/s", lambda: Reading(1e9))
+QUIET = peak.Probe("a rate", "FLOP/s", lambda: ProbeResult(1e9))
 
 
 def tiny(**changes: Any) -> Benchmark:

@@ -55,7 +55,7 @@ def groups(prepared: PreparedBenchmark) -> list[Group]:
     >>> [(group.q.shape, group.lengths[0]) for group in grouped]
     [(torch.Size([8, 2, 32, 128]), 4096)]
     """
-    q, (k, v) = prepared.tensors.q.detach(), prepared.floating_keys
+    q, (k, v) = prepared.tensors.q.detach(), prepared.floating_kv
     documents, _ = prepared.call.mask.take("documents")
     tree = find_part(prepared.call.mask.parts, Tree)
     new, cached = (offsets.diff().tolist() for offsets in (documents.cu_seqlens_q, documents.cu_seqlens_kv))
@@ -188,9 +188,10 @@ def _onnxruntime(prepared: PreparedBenchmark) -> Competitor:
         raise Absent("GroupQueryAttention has one head size for keys and values")
     calls, label = [], ""
     for group in _causal_groups(prepared):
-        follows = 1 < group.q.shape[1] < min(group.lengths)
-        for rows in range(len(group.k)) if follows else [slice(None)]:
-            rows = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        rows_of_calls: list[slice] = [slice(None)]
+        if 1 < group.q.shape[1] < min(group.lengths):
+            rows_of_calls = [slice(b, b + 1) for b in range(len(group.k))]
+        for rows in rows_of_calls:
             attend = onnx.group_query_attention(prepared.call.scale, group.q[rows], group.k[rows], group.v[rows])
             calls.append(attend.out)
             label = attend.label

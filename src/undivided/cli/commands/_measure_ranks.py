@@ -20,7 +20,7 @@ from undivided._files import read_json
 from undivided.benchmarking import suites
 from undivided.benchmarking.catalogue.coverage import coverage
 from undivided.benchmarking.competitors import selectable_backends
-from undivided.benchmarking.measurement import SECONDS, SOURCE, Measurement, measure, replaced
+from undivided.benchmarking.measurement import SECONDS, SOURCE, Measurement, measure, replace_measured
 from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._paths import file_to_write, reason_of
 from undivided.cli._terminal import complain, progress
@@ -80,7 +80,7 @@ def measure_levels(
     if not new:
         complain(f"no problem was measured: {path} is as it was")
         return new, 1
-    _measured.write(path, replaced(old, new, filter))
+    _measured.write(path, replace_measured(old, new, filter))
     complain(f"written {path}: {sum(map(len, new.values()))} places; selection uses them from the next process on")
     return new, code
 
