@@ -80,7 +80,7 @@ def _problems() -> Iterator[Any]:
                     yield pytest.param(case, dtype, backend, id=f"{case}-{_named(dtype)}-{backend.name}", marks=marks)
 
 
-_trial = functools.lru_cache(maxsize=2)(contract.build_trial)
+_trial = functools.lru_cache(maxsize=2)(contract.build_case_trial)
 
 
 def _bytes(built: Inputs) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
-from undivided.context_parallel._call import RankCall, Run, ShareTensors, arrivals, piece_call, piece_tensors
+from undivided.context_parallel._call import PieceBackend, RankCall, ShareTensors, arrivals, piece_call, piece_tensors
 from undivided.context_parallel._index import (
     Index,
     add,
@@ -57,8 +57,8 @@ class Backward:
         needs = call.whole.needs
         rounds = call.schedule.rounds
         piece_shares = [piece.share for round_ in rounds for piece in round_.pieces]
-        single = len(piece_shares) == 1 and not any(round_.sends for round_ in rounds)
-        self.dk, self.dv = (GradientSum(t, single) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
+        is_only = len(piece_shares) == 1 and not any(round_.sends for round_ in rounds)
+        self.dk, self.dv = (GradientSum(t, is_only) if needed else None for t, needed in ((k, needs[1]), (v, needs[2])))
         self.dq = [
             GradientSum(share.q, piece_shares.count(n) == 1) if needs[0] else None
             for n, share in enumerate(self.shares)
@@ -80,11 +80,11 @@ class Backward:
         upstream = self._upstream(grad_out, grad_lse)
         wait: Wait = lambda: None  # noqa: E731
         for index, round_, k_r, v_r in arrivals(self.call, self.k, self.v):
-            single = len(round_.pieces) == 1
-            sums = [None if total is None else GradientSum(t, single) for total, t in ((self.dk, k_r), (self.dv, v_r))]
-            for piece, run in zip(round_.pieces, self.call.runs[index], strict=True):
+            is_only = len(round_.pieces) == 1
+            sums = [None if total is None else GradientSum(t, is_only) for total, t in ((self.dk, k_r), (self.dv, v_r))]
+            for piece, backend in zip(round_.pieces, self.call.backends[index], strict=True):
                 with profiled_round("gradients", index):
-                    self._piece(round_, piece, run, (k_r, v_r), sums, upstream[piece.share])
+                    self._add_piece(round_, piece, backend, (k_r, v_r), sums, upstream[piece.share])
             del k_r, v_r
             if index:
                 with profiled_round("wait for key gradients", index - 1):
@@ -107,7 +107,7 @@ class Backward:
             grad_lse = grad_lse.unsqueeze(0) if problem.packed else grad_lse
             grads.append(grad_lse.transpose(1, 2).unsqueeze(-1))
         upstream = []
-        share_grads = self.call.schedule.queries.to_shares(self.call.heads, grads)()
+        share_grads = self.call.schedule.queries.to_shares(self.call.heads_axis, grads)()
         for number, (share, result, (grad, *rest)) in enumerate(
             zip(self.shares, self.results, share_grads, strict=True)
         ):
@@ -132,17 +132,17 @@ class Backward:
             grad_lse = (grad_lse * torch.exp(lse - result.lse)).masked_fill(empty, 0.0)
         return Result(result.out, lse), grad_lse
 
-    def _piece(
+    def _add_piece(
         self,
         round_: Round,
         piece: Piece,
-        run: Run,
+        piece_backend: PieceBackend,
         keys: tuple[Tensor, Tensor],
         key_sums: Sequence[GradientSum | None],
         upstream: tuple[Tensor, Result, Tensor | None],
     ) -> None:
         """Run the backward of one piece on its backend, and add its gradients to the sums."""
-        backend, problem = run
+        backend, problem = piece_backend
         share = self.shares[piece.share]
         heads = within(piece.heads, self.call.schedule.shares[piece.share].heads)
         tensors = piece_tensors(self.call, share, round_, piece, *keys)
@@ -181,7 +181,7 @@ class Backward:
             peer: [with_own_storage(take(src.value(), 1, slots).to(dtype)) for src, _ in pairs]
             for (peer, _), slots in zip(round_.receives, peer_slots, strict=True)
         }
-        wait = self.call.ring.exchange(sent, received, "the return of the gradients of keys")
+        wait = self.call.ring_axis.exchange(sent, received, "the return of the gradients of keys")
         if round_.own is not None and round_.pieces:
             for src, dst in pairs:
                 dst.add(take(src.value(), 1, own_slots), round_.own, heads)
@@ -197,7 +197,7 @@ class Backward:
 
     def _finish(self) -> tuple[Tensor | None, ...]:
         """The gradients after the all-to-all exchange back, rounded once to the dtypes of the inputs."""
-        problem, schedule, heads = self.call.problem, self.call.schedule, self.call.heads
+        problem, schedule, axis = self.call.problem, self.call.schedule, self.call.heads_axis
         needs, layout = self.call.whole.needs, problem.layout
         q, k, v, bias = (
             None if t is None or not needed else t for t, needed in zip(self.shapes, needs[:4], strict=False)
@@ -209,8 +209,8 @@ class Backward:
         key_specs = [self._spec(_layout.canonical(t, layout), layout) for t in (k, v) if t is not None]
         row_sums = [self._pop_row_gradients(n, bias_has_rows) for n in range(len(self.shares))]
         key_sums = [total.pop() for total in (self.dk, self.dv) if total is not None]
-        wait_rows = schedule.queries.from_shares(heads, row_sums, row_specs)
-        wait_keys = schedule.keys.from_shares(heads, [key_sums], key_specs)
+        wait_rows = schedule.queries.from_shares(axis, row_sums, row_specs)
+        wait_keys = schedule.keys.from_shares(axis, [key_sums], key_specs)
         row_grads, key_grads = wait_rows(), wait_keys()
         dq = None if q is None else _layout.from_canonical(row_grads[0], layout)
         dk, dv = (None if t is None else _layout.from_canonical(key_grads.pop(0), layout) for t in (k, v))
@@ -241,17 +241,17 @@ class Backward:
 class GradientSum:
     """A sum of gradients [B, S, H, X], in the precision of the softmax.
 
-    A first gradient of the full shape becomes the sum without a copy if it is the only one (`single`) or is in that
-    precision already.
+    like: a tensor of that shape. is_only: nothing is added to the first gradient. Then, or if that gradient is in the
+    precision of the softmax already, it becomes the sum without a copy, provided that it has the full shape.
     """
 
-    def __init__(self, like: Tensor, single: bool) -> None:
-        self._shape, self._like, self._single = like.shape, like.new_empty(0), single
+    def __init__(self, like: Tensor, is_only: bool) -> None:
+        self._shape, self._like, self._is_only = like.shape, like.new_empty(0), is_only
         self._sum: Tensor | None = None
 
     def add(self, gradient: Tensor, rows: Index, heads: slice) -> None:
         """Add a gradient for these rows and heads."""
-        is_precise = self._single or gradient.dtype == lse_dtype(gradient.dtype)
+        is_precise = self._is_only or gradient.dtype == lse_dtype(gradient.dtype)
         if self._sum is None and gradient.shape == self._shape and is_precise and owns_storage(gradient):
             self._sum = gradient
             return

@@ -24,9 +24,10 @@ from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 
-Run = tuple[Backend, Problem]
-Runs = tuple[tuple[Run, ...], ...]
-"""For every round and piece, the backend and the problem that it gets."""
+PieceBackend = tuple[Backend, Problem]
+"""The backend of a piece, and the problem that it gets."""
+PieceBackends = tuple[tuple[PieceBackend, ...], ...]
+"""Those of all pieces, by round."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +35,15 @@ class RankCall:
     """One rank's call.
 
     whole: the call over the tokens of all ranks, validated.
+    ring_axis, heads_axis: this rank's communicators along the axes of the mesh.
     bias_has_rows: whether the bias has one row per query of this rank, instead of one row for all.
     """
 
     whole: Call
     schedule: Schedule
-    runs: Runs
-    ring: CountingCommunicator
-    heads: CountingCommunicator
+    backends: PieceBackends
+    ring_axis: CountingCommunicator
+    heads_axis: CountingCommunicator
     bias_has_rows: bool
 
     @property
@@ -65,8 +67,8 @@ def to_shares(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[list[Sha
     q, k, v = (with_contiguous_rows(_layout.canonical(t, layout)) for t in inputs[:3] if t is not None)
     bias, sinks, slopes = inputs[3:]
     row_tensors = [q] if bias is None or not call.bias_has_rows else [q, bias.transpose(1, 2)]
-    wait_rows = schedule.queries.to_shares(call.heads, row_tensors)
-    wait_keys = schedule.keys.to_shares(call.heads, [k, v])
+    wait_rows = schedule.queries.to_shares(call.heads_axis, row_tensors)
+    wait_keys = schedule.keys.to_shares(call.heads_axis, [k, v])
     shares = []
     for share, (share_q, *rest) in zip(schedule.shares, wait_rows(), strict=True):
         if rest:
@@ -101,7 +103,7 @@ def _post_exchange(call: RankCall, index: int, k: Tensor, v: Tensor) -> Callable
     round_ = call.schedule.rounds[index]
     own = [t[:, :, within(round_.kv_heads, call.schedule.kv_heads)] for t in (k, v)]
     received = {peer: [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in own] for peer, n in round_.receives}
-    wait = call.ring.exchange(
+    wait = call.ring_axis.exchange(
         {peer: [take(t, 1, keys).contiguous() for t in own] for peer, keys in round_.sends},
         received,
         f"the exchange of keys and values for round {index + 1} of {len(call.schedule.rounds)}",

@@ -12,7 +12,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.context_parallel import _schedule
-from undivided.context_parallel._call import Run, Runs, piece_problem
+from undivided.context_parallel._call import PieceBackend, PieceBackends, piece_problem
 from undivided.context_parallel._schedule import Mesh, Schedule, Strategy
 from undivided.context_parallel.exchange.collectives import Communicator, gather_all
 from undivided.context_parallel.exchange.handshake import describe_mask, describe_queries, describe_sizes
@@ -64,14 +64,14 @@ class GlobalRequest(NamedTuple):
         """The problem over the tokens of all ranks."""
         return self.call.problem
 
-    def runs(self, machine: Machine, policy: Policy) -> Runs:
-        """The backend of every piece, which runs both its forward and its backward; raises NoBackendError."""
+    def backends(self, machine: Machine, policy: Policy) -> PieceBackends:
+        """The backend of every piece, for its forward and its backward; raises NoBackendError."""
         return tuple(
             tuple(select_backend(problem, machine, policy) for problem in problems) for problems in self.problems
         )
 
 
-def select_backend(problem: Problem, machine: Machine, policy: Policy) -> Run:
+def select_backend(problem: Problem, machine: Machine, policy: Policy) -> PieceBackend:
     """The backend that runs a piece, and the decided problem; raises NoBackendError."""
     decision = select(problem, machine, policy)
     return decision.backend, decision.problem

@@ -78,12 +78,12 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
     shares, k, v = to_shares(call, inputs)
     share_results = [_ShareResult(call, number, share.q) for number, share in enumerate(shares)]
     for index, round_, k_r, v_r in arrivals(call, k, v):
-        for piece, (backend, piece_problem) in zip(round_.pieces, call.runs[index], strict=True):
+        for piece, (backend, piece_problem) in zip(round_.pieces, call.backends[index], strict=True):
             tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
             with profiled_round("attend", index):
                 own_call = piece_call(call, piece, piece_problem)
                 share_results[piece.share].add(piece, autograd.forward(backend, own_call, tensors))
-            call.ring.traffic.pairs += piece.pairs
+            call.ring_axis.traffic.pairs += piece.pairs
             del tensors
         del k_r, v_r
     results = [share_results.pop(0).finish(share.sinks) for share in shares]
@@ -95,7 +95,7 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
         TensorSpec((batch, rows, heads, 1), lse_dtype(problem.dtype), q.device, "bhsd"),
     ]
     share_outputs = [[r.out, r.lse.transpose(1, 2).unsqueeze(-1)] for r in results]
-    out, lse = schedule.queries.from_shares(call.heads, share_outputs, outputs)()
+    out, lse = schedule.queries.from_shares(call.heads_axis, share_outputs, outputs)()
     lse = lse.squeeze(-1).transpose(1, 2).contiguous()  # [B, H, Sq]
     saved = [k, v, *(t for s, r in zip(shares, results, strict=True) for t in (*s, *r))]
     return (_layout.from_canonical(out, problem.layout).contiguous(), lse.squeeze(0) if problem.packed else lse), saved
@@ -136,7 +136,7 @@ class _ShareResult:
         if self._total is None:
             batch, rows, heads, _ = self._q.shape
             problem, precision = self._call.problem, lse_dtype(self._call.problem.dtype)
-            layout = problem.layout if self._call.heads.world == 1 else "bshd"
+            layout = problem.layout if self._call.heads_axis.world == 1 else "bshd"
             like = self._q.new_empty(0, dtype=precision if self._merges else problem.dtype)
             out = _layout.empty(layout, (batch, rows, heads, problem.v_dim), like, zero=True)
             self._total = Result(out, self._q.new_full((batch, heads, rows), -torch.inf, dtype=precision))

@@ -99,10 +99,10 @@ class MeshRanks:
 
     def _positions(self, positions: Sequence[Tensor], place: int) -> Tensor:
         """The positions that the ranks at a ring position hold together, ascending."""
-        of_group = [positions[rank] for rank in self.group(place)]
-        if len(of_group) == len(positions):  # every position: nothing to sort
+        group_positions = [positions[rank] for rank in self.group(place)]
+        if len(group_positions) == len(positions):  # every position: nothing to sort
             return torch.arange(sum(map(torch.Tensor.numel, positions)), device=positions[0].device)
-        return of_group[0] if len(of_group) == 1 else torch.cat(of_group).sort().values
+        return group_positions[0] if len(group_positions) == 1 else torch.cat(group_positions).sort().values
 
     def share_ranges(self, place: int, member: int) -> tuple[ShareRange, ...]:
         """The shares of a rank, as heads and ranges of the rows of its group."""

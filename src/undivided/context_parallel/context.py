@@ -14,7 +14,7 @@ from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.signature import checked_methods
 from undivided.context_parallel import _run
-from undivided.context_parallel._call import RankCall, Runs
+from undivided.context_parallel._call import PieceBackends, RankCall
 from undivided.context_parallel._groups import group_axes, rank_mesh
 from undivided.context_parallel._request import (
     GlobalRequest,
@@ -149,8 +149,8 @@ class ContextParallel(ShardedTokens):
             out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
-        global_request, runs = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_runs(request))
-        out, lse = _run.run(self._rank_call(global_request, runs), with_four_bias_axes(request.tensors))
+        global_request, backends = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_backends(request))
+        out, lse = _run.run(self._rank_call(global_request, backends), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
 
     @outside_of_graphs
@@ -337,12 +337,12 @@ class ContextParallel(ShardedTokens):
         placement = self.placed(q.shape[axis], k.shape[axis], checked_mask(options.mask))
         return build_global_request(request, self.strategy, self.mesh, placement, device)
 
-    def _request_and_runs(self, request: Request) -> tuple[tuple[GlobalRequest, Runs], SharedArguments]:
+    def _request_and_backends(self, request: Request) -> tuple[tuple[GlobalRequest, PieceBackends], SharedArguments]:
         """`_checked_request`, with the backend of every piece."""
         policy = policy_over_ranks(request)
         global_request, shared = self._checked_request(request, "attention")
-        return (global_request, global_request.runs(Machine.this(request.tensors.q.device), policy)), shared
+        return (global_request, global_request.backends(Machine.this(request.tensors.q.device), policy)), shared
 
-    def _rank_call(self, request: GlobalRequest, runs: Runs) -> RankCall:
+    def _rank_call(self, request: GlobalRequest, backends: PieceBackends) -> RankCall:
         axes = self._group_axes()
-        return RankCall(request.call, request.schedule, runs, *axes, agree_on_bias_rows(request, axes))
+        return RankCall(request.call, request.schedule, backends, *axes, agree_on_bias_rows(request, axes))

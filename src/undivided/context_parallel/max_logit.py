@@ -40,6 +40,6 @@ def head_maxima(call: RankCall, problems: Sequence[Sequence[Problem]], inputs: S
             tensors = piece_tensors(call, shares[piece.share], round_, piece, k_r, v_r)
             update_maxima(maxima[piece.heads], piece_call(call, piece, problem), tensors)
         del k_r, v_r
-    axes = call.ring, call.heads
-    all_maxima = gather_rows(axes, maxima[None], [1] * (call.ring.world * call.heads.world))
+    axes = call.ring_axis, call.heads_axis
+    all_maxima = gather_rows(axes, maxima[None], [1] * (call.ring_axis.world * call.heads_axis.world))
     return torch.cat(all_maxima).amax(0)

@@ -80,8 +80,8 @@ than one of 100,000 problems. From 13 numbers on, FACTOR is wider."""
 FEW_PAIRS, NEARBY_PROBLEMS = 256, 8
 """A problem of fewer pairs is sampled by problems nearby, which have about this number together; by 8 at most."""
 
-OF_ROWS = ("out", "dq", "dk", "dv")
-"""The quantities [B, heads, S, D]."""
+ROW_QUANTITIES = ("out", "dq", "dk", "dv")
+"""The quantities [B, heads, S, D], which have rows."""
 
 SMALLEST_ROW = 1e-6
 """The norm of a row, relative to the largest one, up to which it may be 0."""
@@ -163,7 +163,7 @@ class Budget:
         if value is None:
             return math.inf
         right = self.right[name]
-        if name in OF_ROWS:
+        if name in ROW_QUANTITIES:
             if value.dim() != layout.axis_count(self.problem.layout) or self.has_lost_rows(name, value):
                 return math.inf
             value = layout.heads_first(value, self.problem.layout)
@@ -232,7 +232,7 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
         norms = {name: norm(x) for name, x in right.items()}
     scale = {name: size if size > errors[name] else 1.0 for name, size in norms.items()}
     max_errors = {name: FACTOR * errors[name] / scale[name] + _rounding(name, call, tensors) for name in right}
-    of_terms = {  # the rounding of two terms whose difference may be 0, as it is for a single key
+    cancellation = {  # the rounding of two terms whose difference may be 0, as it is for a single key
         name: _rounding("lse", call, tensors) * _size_of_terms(name, call, tensors, upstream)
         for name in {"dq", "dk"} & norms.keys()
         if problem.quantized is None
@@ -240,8 +240,8 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     weights = _rounding_of_weights(right["lse"], problem.dtype)
     if "dv" in max_errors:
         max_errors["dv"] += weights * norms["dv"] / scale["dv"]
-    for name, rounding in of_terms.items():
-        if norms[name] <= errors[name] or _nearby_problems(problem):
+    for name, rounding in cancellation.items():
+        if norms[name] <= errors[name] or _nearby_count(problem):
             max_errors[name] += (rounding + weights * norms[name]) / scale[name]
     if "lse" in max_errors:
         entries = math.sqrt(int(right["lse"].isfinite().sum()))
@@ -249,7 +249,7 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     decided = {name for name in plain.blocks if norms[name] > 0 and errors[name] * BLOCK_FACTOR <= norms[name]}
     blocks = {
         name: _block_budget(right[name], plain.blocks[name], max_errors[name] * scale[name]).clamp(
-            min=of_terms.get(name, 0.0)
+            min=cancellation.get(name, 0.0)
         )
         for name in decided
     }
@@ -307,17 +307,16 @@ def _plain_errors(call: Call, tensors: Tensors, upstream: Upstream, right: Mappi
     """
     worst = _Distances(dict.fromkeys(right, 0.0), {}, {})
     for order in orders(call.problem.dtype, tensors.q.device):
-        worst = worst.larger(_distances(call, tensors, upstream, order, right))
-    largest = {
-        name: LIMIT / FACTOR / 2 * norm(x) for name, x in right.items()
-    }  # no quantity is undecided because of them
-    for seed in range(_nearby_problems(call.problem)):
+        worst = worst.maximum(_distances(call, tensors, upstream, order, right))
+    # nearby problems alone never make a quantity undecided
+    largest = {name: LIMIT / FACTOR / 2 * norm(x) for name, x in right.items()}
+    for seed in range(_nearby_count(call.problem)):
         near = nearby(tensors, upstream, seed)
         near_right = oracle.oracle(call, *near)
         near_right["lse"].masked_fill_(right["lse"] == -torch.inf, -torch.inf)
         found = _distances(call, *near, seed + 1, near_right)
         if all(map(math.isfinite, found.quantities.values())):  # otherwise it overflows
-            worst = worst.larger(found.limited(largest))
+            worst = worst.maximum(found.capped(largest))
     errors = worst.quantities
     for name in [name for name in right if per_row(name) in right]:
         deviations = 1 + DEVIATIONS / math.sqrt(right[name].numel() or 1)
@@ -332,15 +331,15 @@ class _Distances(NamedTuple):
     blocks: dict[str, Tensor]
     rows: dict[str, Tensor]
 
-    def larger(self, other: _Distances) -> _Distances:
-        """The larger of both distances of each quantity, block and row."""
+    def maximum(self, other: _Distances) -> _Distances:
+        """The larger of the two distances of each quantity, block and row."""
         quantities = {name: max(distance, other.quantities[name]) for name, distance in self.quantities.items()}
         blocks = {name: torch.maximum(self.blocks.get(name, norms), norms) for name, norms in other.blocks.items()}
         rows = {name: torch.maximum(self.rows.get(name, norms), norms) for name, norms in other.rows.items()}
         return _Distances(quantities, blocks, rows)
 
-    def limited(self, largest: Mapping[str, float]) -> _Distances:
-        """The distances, but none above the largest of its quantity."""
+    def capped(self, largest: Mapping[str, float]) -> _Distances:
+        """The distances, but none above the largest one for its quantity."""
         quantities = {name: min(distance, largest[name]) for name, distance in self.quantities.items()}
         blocks = {name: norms.clamp(max=largest[name]) for name, norms in self.blocks.items()}
         rows = {name: norms.clamp(max=largest[name]) for name, norms in self.rows.items()}
@@ -355,12 +354,13 @@ def _distances(call: Call, tensors: Tensors, upstream: Upstream, order: int, rig
     if dtype == torch.float16 and not all(map(math.isfinite, quantities.values())):
         plain = plain_attention(call, tensors, upstream, torch.bfloat16, order)
         quantities = {name: distance(plain[name], right[name]) for name in right}
-    differences = {name: plain[name].double() - right[name] for name in OF_ROWS if name in right}
+    differences = {name: plain[name].double() - right[name] for name in ROW_QUANTITIES if name in right}
     blocks = {name: _block_norms(difference) for name, difference in differences.items()}
     return _Distances(quantities, blocks, {name: difference.norm(dim=-1) for name, difference in differences.items()})
 
 
-def _nearby_problems(problem: Problem) -> int:
+def _nearby_count(problem: Problem) -> int:
+    """How many nearby problems are sampled; 0 for a problem of many pairs."""
     pairs = problem.batch * problem.heads * problem.q_len * problem.kv_len
     return min(NEARBY_PROBLEMS, (FEW_PAIRS - 1) // pairs) if pairs else 0
 

@@ -52,8 +52,8 @@ class StaticProblem(NamedTuple):
     change: Callable[[], None]
 
 
-def _nothing() -> None:
-    pass
+def _keep_values() -> None:
+    """The change of a mask without values."""
 
 
 def _static_problem(
@@ -63,7 +63,7 @@ def _static_problem(
     kv_len: int = 256,
     layout: str = "bshd",
     train: bool = True,
-    mask: Callable[[str], MaskAndChange] = lambda device: (None, _nothing),
+    mask: Callable[[str], MaskAndChange] = lambda device: (None, _keep_values),
     page_size: int | None = None,
     **more: Tensor,
 ) -> StaticProblem:
@@ -99,7 +99,7 @@ def _static_problem(
 
 
 def _causal(device: str) -> MaskAndChange:
-    return masks.causal(), _nothing
+    return masks.causal(), _keep_values
 
 
 def _lengths(device: str, new: int = 1, other: masks.Mask | None = None) -> MaskAndChange:
@@ -119,7 +119,7 @@ def _lengths(device: str, new: int = 1, other: masks.Mask | None = None) -> Mask
 
 def _documents(device: str) -> MaskAndChange:
     offsets = torch.tensor([0, 70, 200, 256], dtype=torch.int32, device=device)
-    return masks.documents(offsets, max_q=256, max_kv=256) & masks.causal(), _nothing
+    return masks.documents(offsets, max_q=256, max_kv=256) & masks.causal(), _keep_values
 
 
 def _packed_steps(device: str) -> MaskAndChange:
@@ -134,7 +134,7 @@ def _packed_steps(device: str) -> MaskAndChange:
 PROBLEMS: dict[str, dict[str, Any]] = {
     "full": {"q_len": 200, "kv_len": 300},
     "causal": {"mask": _causal},
-    "window-global": {"mask": lambda device: (masks.window(32, 0) | masks.prefix(4), _nothing)},
+    "window-global": {"mask": lambda device: (masks.window(32, 0) | masks.prefix(4), _keep_values)},
     "documents": {"layout": "thd", "mask": _documents},
     "alibi": {"mask": _causal, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
     "sinks": {"mask": _causal, "sinks": torch.zeros(4)},
@@ -159,7 +159,7 @@ def _step(problem: StaticProblem, backend: str | None) -> tuple[Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out, problem.leaves, problem.grad)
 
 
-def _repeated(problem: StaticProblem, backend: str | None) -> None:
+def _check_repeat(problem: StaticProblem, backend: str | None) -> None:
     for _ in range(4):
         problem.change()
         moved = {name: problem.arguments[name].detach().clone() for name in "qkv"}
@@ -171,7 +171,7 @@ def _repeated(problem: StaticProblem, backend: str | None) -> None:
                 raise AssertionError(f"differs from the reference by {float(error):.1e} of its norm")
 
 
-def _no_sync(problem: StaticProblem, backend: str | None) -> None:
+def _check_no_sync(problem: StaticProblem, backend: str | None) -> None:
     _step(problem, backend)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -181,7 +181,7 @@ def _no_sync(problem: StaticProblem, backend: str | None) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _graph(problem: StaticProblem, backend: str | None) -> None:
+def _check_graph(problem: StaticProblem, backend: str | None) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -199,7 +199,7 @@ def _graph(problem: StaticProblem, backend: str | None) -> None:
         _assert_close(results, _step(problem, backend))
 
 
-def _compiled(problem: StaticProblem, backend: str | None) -> None:
+def _check_compile(problem: StaticProblem, backend: str | None) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda **arguments: _attend(**arguments), fullgraph=True)
     out = compiled(**problem.arguments, backend=backend)
@@ -214,11 +214,11 @@ def _assert_close(actual: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other)
 
 
-CHECKS: dict[str, Callable[[StaticProblem, str | None], None]] = {
-    "repeat": _repeated,
-    "no-sync": _no_sync,
-    "graph": _graph,
-    "compile": _compiled,
+CHECKS: dict[str, Callable[[StaticProblem, str | None], None]] = {  # each raises if it fails
+    "repeat": _check_repeat,
+    "no-sync": _check_no_sync,
+    "graph": _check_graph,
+    "compile": _check_compile,
 }
 
 
@@ -239,8 +239,10 @@ def _verdict(check: str, problem: str, name: str, device: str) -> tuple[str, tup
 
 
 def tasks(device: str) -> list[Task]:
-    """One task for every check of every problem, with all backends of the machine. A CPU has two of
-    them: the others ask whether a call waits for a GPU, and about its graphs."""
+    """One task for every check of every problem, with all backends of the machine.
+
+    On a CPU only two checks run: the other two are about waiting for a GPU, and about CUDA graphs.
+    """
     checks = CHECKS if torch.device(device).type == "cuda" else ["repeat", "compile"]
     names = [backend.name for backend in available(device) if backend.name not in ("reference", *COMPILES)]
     return [

@@ -36,8 +36,8 @@ TASK_SECONDS = 180.0
 """Time limit of one case on all backends, compiling included."""
 
 
-def build_trial(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Inputs, runs.Trial]:
-    """The tensors of a case, with NaN in all memory that must not be read, and the trial for the backends."""
+def build_case_trial(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Inputs, runs.Trial]:
+    """The inputs of a case, with NaN in all memory that must not be read, and the trial of these for the backends."""
     call_inputs = inputs.build(case, dtype, device=device, poison=True)
     rest = dict(call_inputs.arguments)
     tensors = {name: rest.pop(name, None) for name in Tensors._fields}
@@ -85,7 +85,7 @@ def contract(
 def task_lines(task: Task) -> list[Line]:
     """One line for each backend of a task."""
     dtype = getattr(torch, task.dtype)
-    trial = functools.cache(lambda: build_trial(CASES[task.case], dtype, task.device)[1])
+    trial = functools.cache(lambda: build_case_trial(CASES[task.case], dtype, task.device)[1])
     return [Line(task.case, task.dtype, name, *_verdict(get(name), trial)) for name in task.backends]
 
 

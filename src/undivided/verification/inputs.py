@@ -23,7 +23,7 @@ from undivided.request.request import Tensors
 from undivided.request.slopes import usual_slopes
 from undivided.verification.cases import Case
 
-__all__ = ["Inputs", "build", "padding", "upstream"]
+__all__ = ["Inputs", "build", "padding", "random_gradient"]
 
 _SEQUENCES = frozenset({"lengths", "documents", "document_ids"})
 
@@ -125,10 +125,10 @@ class _Draw:
         return values.to(dtype or self.dtype).to(self.device)
 
 
-def upstream(out: Tensor, seed: int = 0) -> Tensor:
-    """A random gradient for an output, of the same shape, dtype and device, with different weights for all entries.
+def random_gradient(out: Tensor, seed: int = 0) -> Tensor:
+    """A random gradient for an output, of the same shape, dtype and device.
 
-    >>> upstream(torch.zeros(2, 3)).shape
+    >>> random_gradient(torch.zeros(2, 3)).shape
     torch.Size([2, 3])
     """
     return _Draw(seed, out.dtype, str(out.device))(*out.shape)
@@ -192,7 +192,7 @@ def _contiguous(x_BSHD: Tensor, case: Case) -> Tensor:
 
 
 def _quantized(format: Format, tensors: Mapping[str, Tensor], dead_keys: Tensor | None) -> dict[str, Tensor]:
-    """Quantised keys and values [B, Sk, N, ..], and their scales; of `dead_keys`, any values and scales of NaN."""
+    """Quantised keys and values [B, Sk, N, ..], and their scales; `dead_keys` get any values, and NaN as scales."""
     quantized: dict[str, Tensor] = {}
     for name, x in tensors.items():
         quantized[name], quantized[f"{name}_scale"] = quantize(x, format)

@@ -21,7 +21,7 @@ from undivided.request.request import Request
 from undivided.request.result import lse_dtype
 from undivided.selection.decision import Decision
 from undivided.verification.budget import UNDECIDED, Budget, budget_for
-from undivided.verification.inputs import upstream
+from undivided.verification.inputs import random_gradient
 from undivided.verification.pieces import NAMES, Upstream
 from undivided.verification.report import Row
 
@@ -91,7 +91,7 @@ def build_trial(
     shape = (problem.batch, problem.heads, problem.q_len)
     if grads is None:
         like_lse = out.new_empty(shape, dtype=lse_dtype(problem.dtype))
-        grads = upstream(out), upstream(like_lse, seed=1) if rest.get("return_lse") else None
+        grads = random_gradient(out), random_gradient(like_lse, seed=1) if rest.get("return_lse") else None
     grad_lse = None if grads[1] is None else grads[1].reshape(shape)
     grad = Upstream(grads[0], grad_lse)
     requires_grad = frozenset(name for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad)

@@ -16,7 +16,7 @@ def test_every_case_is_within_its_budget_and_equal_on_any_number_of_threads(case
     for dtype in case.dtypes:
         if dtype == torch.float64:
             continue
-        _, trial = contract.build_trial(case, dtype)
+        _, trial = contract.build_case_trial(case, dtype)
         for level in levels.here():
             outcomes = []
             for threads in (1, 3):

@@ -89,16 +89,21 @@ def _split_heads(unit: int, end: int, world: int, group: int) -> list[tuple[int,
             stop = min(end, (head + 1) * world)
             ranges.append((head, head + 1, within, stop - head * world))
         else:
-            whole = end // world
-            last = (
-                whole - whole % group
-                if head % group == 0 and whole - head >= group
-                else min(whole, head - head % group + group)
-            )
+            last = _end_of_whole_heads(head, end // world, group)
             stop = last * world
             ranges.append((head, last, 0, world))
         unit = stop
     return ranges
+
+
+def _end_of_whole_heads(head: int, end: int, group: int) -> int:
+    """The end of the whole heads that are joined from `head` on, at most `end`.
+
+    These are whole head groups if `head` begins one that ends before `end`, and otherwise the rest of its group.
+    """
+    if head % group == 0 and end - head >= group:
+        return end - end % group
+    return min(end, head - head % group + group)
 
 
 def _row_at_fraction(work: Tensor, numerator: int, denominator: int) -> int:
@@ -150,13 +155,14 @@ class TensorSpec(NamedTuple):
 class HeadExchange:
     """The exchange of rows for heads, and back. Tensors are [B, S, H, X]; B and H may be broadcast (1).
 
+    member: this rank's number in the group.
     sends: for every member of the group and each of its shares, the rows that this rank contributes.
     slots: for each share of this rank and every member, where the member's rows land among the rows of the share.
     heads: the number of heads of all shares together.
     disjoint: no row of a head is in two shares, so nothing is added up on the way back.
     """
 
-    comm_rank: int
+    member: int
     sends: tuple[tuple[_Contribution, ...], ...]
     slots: tuple[tuple[Index, ...], ...]
     heads: int
@@ -168,8 +174,8 @@ class HeadExchange:
     ) -> HeadExchange:
         """The exchange of one member.
 
-        rows: the rows of every member. targets: for every member, (rows, heads) of each of its shares. All positions
-        are global.
+        rank: its number in the group. rows: the rows of every member. targets: for every member, (rows, heads) of each
+        of its shares. All positions are global. heads: as in the class.
         """
         sends = tuple(
             tuple(_Contribution(as_index(_indices_in(rows[rank], share)), share_heads) for share, share_heads in member)
@@ -190,7 +196,7 @@ class HeadExchange:
         received = {
             peer: [
                 [_share_buffer(t, contribution, count(slots[peer])) for t in tensors]
-                for contribution, slots in zip(self.sends[self.comm_rank], self.slots, strict=True)
+                for contribution, slots in zip(self.sends[self.member], self.slots, strict=True)
             ]
             for peer in self._peers
         }
@@ -241,11 +247,11 @@ class HeadExchange:
                 ]
                 for peer in self._peers
             },
-            {peer: [t for of_share in buffers for t in of_share] for peer, buffers in received.items()},
+            {peer: [t for share in buffers for t in share] for peer, buffers in received.items()},
             "the exchange of heads for rows",
         )
-        received[self.comm_rank] = [
-            [take(t, 1, slots[self.comm_rank]) for t in share] for share, slots in zip(shares, self.slots, strict=True)
+        received[self.member] = [
+            [take(t, 1, slots[self.member]) for t in share] for share, slots in zip(shares, self.slots, strict=True)
         ]
         for share in shares:
             share.clear()
@@ -268,7 +274,7 @@ class HeadExchange:
 
     @property
     def _peers(self) -> list[int]:
-        return [peer for peer in range(len(self.sends)) if peer != self.comm_rank]
+        return [peer for peer in range(len(self.sends)) if peer != self.member]
 
 
 def _select(tensor: Tensor, contribution: _Contribution) -> Tensor:
