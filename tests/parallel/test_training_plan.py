@@ -24,7 +24,7 @@ from undivided import InputError, TransformerLayer, masks
 from undivided.cli._app import application
 from undivided.parallel import parallelize
 from undivided.parallel.plan import PRESETS, Cluster, Model, bytes_in, bytes_per_second, plan_training
-from undivided.parallel.plan.memory import layer_activations, logit_bytes
+from undivided.parallel.plan.memory import activation_bytes, logit_bytes
 from undivided.parallel.plan.traffic import Passes, parameter_bytes, tensor_bytes
 
 HIDDEN, FFN, VOCABULARY, LENGTH, BATCH = 32, 64, 48, 16, 2
@@ -189,7 +189,7 @@ def test_activations_are_the_tensors_that_a_layer_keeps(model: Model, dtype: tor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         out = layer(x)
-    planned = layer_activations(model, 1, dtype.itemsize, sequence_parallel=False, recompute=False)
+    planned = activation_bytes(model, 1, dtype.itemsize, sequence_parallel=False, recompute=False)
     assert out.requires_grad
     assert sum(kept.values()) == planned * BATCH * 64
 
@@ -197,11 +197,11 @@ def test_activations_are_the_tensors_that_a_layer_keeps(model: Model, dtype: tor
 def test_activations_of_megatron() -> None:
     """Equation 2 of Korthikanti et al. without scores and dropout: 32 h bytes; all but 2 h numbers divided by t."""
     model = Model(1, 1024, 16, 16, 64, 4096, 10, gated=False, norm_bias=True)
-    whole = layer_activations(model, 1, 2, sequence_parallel=False, recompute=False)
+    whole = activation_bytes(model, 1, 2, sequence_parallel=False, recompute=False)
     assert whole == 32 * 1024 + 4 * 16 + 8
-    divided = layer_activations(model, 4, 2, sequence_parallel=True, recompute=False)
+    divided = activation_bytes(model, 4, 2, sequence_parallel=True, recompute=False)
     assert divided == 4 * 1024 + (whole - 4 * 1024) / 4
-    assert layer_activations(model, 4, 2, sequence_parallel=True, recompute=True) == 2 * 1024 / 4
+    assert activation_bytes(model, 4, 2, sequence_parallel=True, recompute=True) == 2 * 1024 / 4
 
 
 def test_the_parameters_of_the_presets_are_the_published_ones() -> None:

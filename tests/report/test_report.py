@@ -18,7 +18,7 @@ from undivided.benchmarking.competitors import OTHERS
 from undivided.benchmarking.runs import Settings
 from undivided.cli._app import application
 from undivided.functional import attention, explain
-from undivided.report import compare, figures, plots
+from undivided.report import chart_data, compare, plots
 from undivided.report.page import render
 from undivided.verification import Report, Row
 from undivided.verification.case import Case
@@ -99,7 +99,7 @@ def test_plot_writes_charts_of_a_measured_and_of_a_saved_report(saved: Path, tmp
 
 
 def test_points_have_the_sizes_of_their_problems(measured: dict[str, Any]) -> None:
-    points = figures.points(measured)
+    points = chart_data.points(measured)
     assert len(points) == sum(len(case["entries"]) for case in measured["cases"])
     for point in points:
         assert f"-{point.length}-" in point.case
@@ -113,7 +113,7 @@ def test_the_roofline_counts_values_and_output_by_their_own_head_size() -> None:
     arguments = build(case).arguments
     tensors = [arguments[name] for name in "qkv"] + [attention(**arguments)]
     problem = str(explain(**arguments).problem)
-    assert figures._sizes(problem) == (7, sum(tensor.numel() for tensor in tensors))
+    assert chart_data._sizes(problem) == (7, sum(tensor.numel() for tensor in tensors))
 
 
 @pytest.mark.parametrize("ratio", [2.76, 2.78, 2.82, 2.93])

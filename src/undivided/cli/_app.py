@@ -106,7 +106,14 @@ def application(first: str = "") -> typer.Typer:
         help="Undivided attention: one call, any layout, any mask, any device, and the same answer from every kernel.",
     )
     app.callback(help=app.info.help)(_common)
-    command = first.replace("-", "_")
-    for name in () if first == "--version" else (command,) if command in COMMANDS else COMMANDS:
+    for name in _commands_to_import(first):
         app.command()(getattr(import_module(f"undivided.cli.commands.{name}"), name))
     return app
+
+
+def _commands_to_import(first: str) -> tuple[str, ...]:
+    """The commands that a call with this first word may need."""
+    if first == "--version":
+        return ()
+    command = first.replace("-", "_")
+    return (command,) if command in COMMANDS else COMMANDS

@@ -1,12 +1,14 @@
-"""Flags that several commands share: declared once in a dataclass, added to a command by a decorator."""
+"""Flags that several commands share (declared in a dataclass, added by a decorator), and flags that exclude others."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
+
+from undivided.errors import InputError
 
 PANELS = ("Shapes", "Mask", "Attention", "Machine")
 """The panels of --help that come first, in this order."""
@@ -64,3 +66,18 @@ def _parameters(group: type[Any]) -> list[inspect.Parameter]:
         )
         for field in dataclasses.fields(group)
     ]
+
+
+def refuse_together(flag: str, others: Mapping[str, object]) -> None:
+    """Refuse flags that have no meaning together with another flag.
+
+    Args:
+        flag: that other flag.
+        others: the refused flags and their values; an empty value means that the flag was not given.
+
+    Raises:
+        InputError: one of the others was given.
+    """
+    present = [name for name, value in others.items() if value not in (None, False, "", [], ())]
+    if present:
+        raise InputError(flag, f"be given without {', '.join(others)}", ", ".join(present))

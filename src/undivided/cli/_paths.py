@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from undivided.errors import InputError
@@ -51,18 +50,3 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-
-
-def refuse_together(flag: str, others: Mapping[str, object]) -> None:
-    """Refuse flags that have no meaning together with another flag.
-
-    Args:
-        flag: that other flag.
-        others: the refused flags and their values; an empty value means that the flag was not given.
-
-    Raises:
-        InputError: one of the others was given.
-    """
-    present = [name for name, value in others.items() if value not in (None, False, "", [], ())]
-    if present:
-        raise InputError(flag, f"be given without {', '.join(others)}", ", ".join(present))

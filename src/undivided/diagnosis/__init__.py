@@ -2,7 +2,7 @@
 
 entries   the table, one entry per error      _entry    the fields of an entry
 _values   facts from the values in a text     _report   the answer and its output
-_page     docs/troubleshooting.md
+_page     docs/troubleshooting.md               modules   a program: layers and caches on a device, against the CPU
 """
 
 from __future__ import annotations

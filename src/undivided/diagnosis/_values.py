@@ -48,8 +48,10 @@ def lengths(text: str) -> list[int]:
 def cudnn(text: str) -> str | None:
     """The version of cuDNN that the text names: ``cuDNN 8.9.7``, ``cudnn_version: 8.9.7`` and ``(v90100 70)`` alike."""
     match = _CUDNN.search(text)
-    if match is None or match[1]:
-        return match and match[1]
+    if match is None:
+        return None
+    if match[1]:
+        return match[1]
     number, base = int(match[2]), 1000 if int(match[2]) < 10_000 else 10_000
     return f"{number // base}.{number % base // 100}.{number % 100}"
 

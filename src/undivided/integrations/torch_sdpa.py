@@ -42,7 +42,7 @@ class Replacement:
 
     def __init__(self) -> None:
         self.calls = 0
-        with _change:
+        with _lock:
             _install(self)
 
     @property
@@ -65,7 +65,7 @@ class Replacement:
 
     def restore(self) -> None:
         """End the replacement. Others stay active; a second call does nothing."""
-        with _change:
+        with _lock:
             if self.active:
                 _remove(self)
 
@@ -115,7 +115,7 @@ def replace_sdpa() -> Replacement:
 
 
 _active: list[Replacement] = []
-_change = threading.Lock()
+_lock = threading.Lock()
 """Held while a handle is installed or removed."""
 _pytorch_sdpa: Any = functional.scaled_dot_product_attention
 """PyTorch's function, for calls that are not ours. Read once, because a later replacement may call ours."""
@@ -170,7 +170,7 @@ def _replacement(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    if not _serve(query, key, value):
+    if not _is_ours(query, key, value):
         out: Tensor = _pytorch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -191,19 +191,24 @@ def _are_nested(*tensors: Tensor) -> bool:
         return any(getattr(tensor, "is_nested", False) is True for tensor in tensors)
 
 
-def _serve(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Count the call and return True, unless no replacement is active, or it has nested tensors that are not jagged."""
+def _is_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether Undivided computes the call; counts it if so.
+
+    PyTorch computes it if no replacement is active, or if it has nested tensors that are not jagged.
+    """
     try:
         if any(t.is_nested and not jagged.is_jagged(t) for t in (query, key, value)):
             return False
     except AttributeError:  # not tensors: the later checks refuse them
         pass
-    return _count()
+    return _count_call()
 
 
-def _count() -> bool:
-    """Whether a replacement is active; counts a call. Never while torch.jit.trace records, because traces must run
-    without this library."""
+def _count_call() -> bool:
+    """Count a call for every active replacement; returns whether there is one.
+
+    While torch.jit.trace records, no replacement is active: traces must run without this library.
+    """
     if torch._C._is_tracing():
         return False
     for handle in _active:
@@ -212,4 +217,4 @@ def _count() -> bool:
 
 
 # torch.compile calls it while it traces and keeps the result; a count in the graph would recompile at every call
-_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_count_call._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -51,10 +51,15 @@ def check_cross_attention(
     window_size: object,
     bias_type: object,
 ) -> None:
-    """InputError for a cache and a context group together, or for a mask that depends on the positions of the queries.
+    """InputError if cross-attention with a cache has a context group, or a mask that depends on query positions.
 
-    A step has some of them, and how many there will be, which a diagonal that ends bottom-right depends on, is not
-    known. What the call does not give (mask_type, window_size) is the layer's own.
+    A step has only some of the queries. A diagonal that ends bottom-right depends on their final number, which is not
+    known during generation.
+
+    Args:
+        params, cp: the cache and the context group, if any.
+        own_kind, own_window: mask type and window of the layer, which apply if the call has none.
+        mask_type, window_size, bias_type: those of the call.
     """
     if params is None:
         return
@@ -127,7 +132,7 @@ def mask(
 ) -> Mask:
     """The mask of the new tokens and the cached keys."""
     _check_offsets(arguments, params)
-    if arguments[5:] != (None, None, None):
+    if any(hint is not None for hint in arguments.hints()):
         _check_hints(arguments, inputs, params)
     if kind.bottom_right is None and bottom_right is False:
         hint = "new tokens are the last of their sequences"

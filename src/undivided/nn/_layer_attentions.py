@@ -118,13 +118,16 @@ class MaskOfCall(NamedTuple):
 
 
 def offsets_of_queries(
-    cu_seqlens_q: Tensor | None, of_self: MaskOfCall, of_cross: MaskOfCall, params: InferenceParams | None
+    cu_seqlens_q: Tensor | None, own_mask: MaskOfCall, cross_mask: MaskOfCall, params: InferenceParams | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """cu_seqlens_q for the self-attention and the cross-attention of a decoder.
 
-    An attention whose mask needs no lengths refuses them, so it gets none if the other attention needs them, or a cache
-    compares them with its step. If nothing needs them, both get and refuse them.
+    An attention whose mask needs no lengths refuses them. So it gets None if only the other attention needs them. If
+    neither does, both get them and refuse them. With a cache the self-attention needs them: it compares them with the
+    step.
     """
-    by_self = call_with_names(SELF_ATTENTION, of_self.needs_offsets) or params is not None
-    by_cross = call_with_names(CROSS_ATTENTION, of_cross.needs_offsets)
-    return cu_seqlens_q if by_self or not by_cross else None, cu_seqlens_q if by_cross or not by_self else None
+    self_needs = call_with_names(SELF_ATTENTION, own_mask.needs_offsets) or params is not None
+    cross_needs = call_with_names(CROSS_ATTENTION, cross_mask.needs_offsets)
+    if self_needs == cross_needs:
+        return cu_seqlens_q, cu_seqlens_q
+    return (cu_seqlens_q, None) if self_needs else (None, cu_seqlens_q)

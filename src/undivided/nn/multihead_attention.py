@@ -156,7 +156,7 @@ class MultiheadAttention(DividedModule):
         super().__init__()
         check_refused(ATTENTION_LAYER_AT_CONSTRUCTION, arguments)
         check_numbers(layer_number, seq_length, micro_batch_size)
-        self.qkv_format = hidden.checked_format("qkv_format", qkv_format)
+        self.qkv_format = hidden.checked_layer_format("qkv_format", qkv_format)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))
         self.hidden_size = as_integer("hidden_size", hidden_size, 1)
         self.tensor_parallel = checked_tensor_arguments(

@@ -165,7 +165,7 @@ class TransformerLayer(DividedModule):
         check_refused(TRANSFORMER_LAYER_AT_CONSTRUCTION, arguments)
         for hint in OVERLAPS:
             checked_flag(hint, arguments[hint])
-        self.attn_input_format = hidden.checked_format("attn_input_format", attn_input_format)
+        self.attn_input_format = hidden.checked_layer_format("attn_input_format", attn_input_format)
         self.layer_type = checked_choice("layer_type", layer_type, ("encoder", "decoder"))
         for flag in _FLAGS:
             setattr(self, flag, checked_flag(flag, arguments[flag]))

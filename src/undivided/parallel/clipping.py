@@ -94,7 +94,7 @@ def _number_or_inf(argument: str, value: object, least: float, words: str) -> fl
 
 
 def _parts(module: torch.nn.Module) -> Iterator[_GradientPart]:
-    """What this rank holds of the gradients; the same groups in the same order on every rank."""
+    """This rank's part of every gradient; all ranks have the same groups in the same order."""
     # by parameter: wrappers such as that of recomputation change the names of named_parameters()
     tensor_groups = {id(module.get_parameter(name)): ranks.group for name, _, _, ranks in divisions(module)}
     for parameter in module.parameters():
@@ -116,8 +116,8 @@ def _parts(module: torch.nn.Module) -> Iterator[_GradientPart]:
 def _norm(parts: list[_GradientPart], norm_type: float) -> Tensor:
     """The norm of all gradients."""
     sums: dict[tuple[Groups, torch.device], Tensor] = {}
-    wide = any(part.values is not None and part.values.dtype == torch.float64 for part in parts)
-    dtype = torch.float64 if wide else torch.float32
+    has_fp64 = any(part.values is not None and part.values.dtype == torch.float64 for part in parts)
+    dtype = torch.float64 if has_fp64 else torch.float32
     for part in parts:
         key = part.groups, part.device
         total = sums.setdefault(key, torch.zeros((), dtype=dtype, device=part.device))

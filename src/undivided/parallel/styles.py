@@ -1,8 +1,8 @@
 """Where `parallelize` places the parameters of the layers' blocks, as styles for PyTorch's `parallelize_module`.
 
 PyTorch's ColwiseParallel and RowwiseParallel accept torch.nn.Linear only, and communicate by DTensor's operators. The
-blocks hold several weights with TransformerEngine's names. `Divided` distributes them as DTensors in the same way; the
-blocks compute with a rank's parts, and communicate by `TensorRanks`.
+blocks hold several weights with TransformerEngine's names. `DividedParameters` distributes them as DTensors in the same
+way; the blocks compute with a rank's parts, and communicate by `TensorRanks`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from undivided.nn.blocks.linear import Linear
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 
-class Divided(ParallelStyle):
-    """The parameters of a block as DTensors: those with a placement are divided, every rank has the others whole."""
+class DividedParameters(ParallelStyle):
+    """A style that makes the parameters of a block DTensors: those with a placement are divided, the others are not."""
 
     def __init__(self, placements: Mapping[str, Placement]) -> None:
         super().__init__()
@@ -37,23 +37,32 @@ class Divided(ParallelStyle):
             module.register_parameter(key, torch.nn.Parameter(value, parameter.requires_grad))
 
 
-REPLICATED = Divided({})
-OUTPUT = Divided({"weight": Shard(1)})
+REPLICATED = DividedParameters({})
+"""Every rank has all parameters whole."""
+OUTPUT = DividedParameters({"weight": Shard(1)})
 """The output projection: its input features are divided, and the output is summed."""
-MLP = Divided({"fc1_weight": Shard(0), "fc1_bias": Shard(0), "fc2_weight": Shard(1)})
+MLP = DividedParameters({"fc1_weight": Shard(0), "fc1_bias": Shard(0), "fc2_weight": Shard(1)})
 """The feed-forward block: the features between its maps are divided, and the output is summed."""
-SINKS = Divided({"softmax_offset": Shard(0)})
+SINKS = DividedParameters({"softmax_offset": Shard(0)})
 """The attention: the heads of learnable sinks are divided."""
 
 
-def divided_heads(projection: Linear, kv_heads: int, ranks: int) -> Divided:
-    """The style of a projection to queries, keys and values: output features are divided, too few key heads are not."""
+def heads_style(projection: Linear, kv_heads: int, ranks: int) -> DividedParameters:
+    """The style of a projection to queries, keys and values: output features are divided.
+
+    Those of keys and values are not if the number of ranks does not divide the number of key heads.
+    """
     whole = ("layer_norm_", "key_", "value_") if kv_heads % ranks else ("layer_norm_",)
-    return Divided({name: Shard(0) for name, _ in projection.named_parameters() if not name.startswith(whole)})
+    return DividedParameters(
+        {name: Shard(0) for name, _ in projection.named_parameters() if not name.startswith(whole)}
+    )
 
 
 class OwnScores:
-    """A hook before the attention of a call: this rank's heads of the slopes, the bias and the mask of all heads."""
+    """A hook before an attention that keeps only this rank's heads of a call's slopes, bias and mask.
+
+    heads: the number of heads of all ranks.
+    """
 
     def __init__(self, heads: int) -> None:
         self.heads = heads

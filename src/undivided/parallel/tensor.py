@@ -22,7 +22,7 @@ from undivided.nn.arguments.tensor_parallel import TensorArguments, checked_tens
 from undivided.nn.blocks.linear import Linear
 from undivided.nn.blocks.normalization import Normalization
 from undivided.parallel.state import check_not_parametrized
-from undivided.parallel.styles import MLP, OUTPUT, REPLICATED, SINKS, OwnScores, divided_heads
+from undivided.parallel.styles import MLP, OUTPUT, REPLICATED, SINKS, OwnScores, heads_style
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -116,7 +116,7 @@ def _divide_attention(layer: MultiheadAttention, mesh: DeviceMesh) -> None:
     core.tensor_parallel = layer.tensor_parallel
     projections = _projections(layer)
     for projection in projections:
-        parallelize_module(projection, mesh, divided_heads(projection, heads.kv, mesh.size()))
+        parallelize_module(projection, mesh, heads_style(projection, heads.kv, mesh.size()))
         projection.used_rows = _used_rows(heads, mesh)
     parallelize_module(layer.proj, mesh, OUTPUT)
     norms = [norm for norm in (layer.q_norm, layer.k_norm) if isinstance(norm, Normalization)]

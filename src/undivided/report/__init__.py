@@ -1,7 +1,7 @@
 """The report: one HTML file with the machine, its backends, a verification, benchmarks and the mask explorer.
 
 page        the file, from its values               values      the values, measured on this machine
-plots       charts of a benchmark report            figures     the numbers that the charts draw
+plots       charts of a benchmark report            chart_data  the numbers that the charts draw
 compare     two benchmark reports, beyond noise
 mask_explorer.js, report.html.jinja, report.css     what the file contains
 """

@@ -74,8 +74,8 @@ def changes(old: BenchmarkReport, new: BenchmarkReport) -> list[Change]:
         if earlier is None or "undivided" not in now or "undivided" not in then:
             continue
         shared = (now.keys() & then.keys()) - {"undivided", "without"}
-        ours = {name for one in (case, earlier) for name in _ours(one)}
-        changes_of_others = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in shared - ours]
+        changed_by_us = _not_others(case) | _not_others(earlier)
+        changes_of_others = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in shared - changed_by_us]
         noise = max([DRIFT, *changes_of_others, _drift(case), _drift(earlier)])
         disturbed = case["rate"]["contended"] or earlier["rate"]["contended"]
         name = f"{case['suite']}/{case['name']}"
@@ -111,7 +111,7 @@ def comparison(old: BenchmarkReport, new: BenchmarkReport) -> Table:
     verdicts = [change.verdict for change in common]
     totals = ", ".join(f"{verdicts.count(word)} {word}" for word in ("faster", "slower", "same", "disturbed"))
     notes = [f"{len(common)} cases in both reports: {totals}.", RULE]
-    if different := _conditions(old, new):
+    if different := _differing_conditions(old, new):
         notes.insert(1, f"The runs differ in more than the library: {'; '.join(different)}.")
     return Table("Changes beyond noise", ("case", "old", "new", "change", "noise"), rows, tuple(notes))
 
@@ -120,18 +120,19 @@ def _times(case: TimedCase) -> dict[str, float]:
     return {entry["name"]: entry["seconds"] for entry in case["entries"] if entry.get("seconds")}
 
 
-def _ours(case: TimedCase) -> set[str]:
-    """The names of our backends that were timed in addition; their code may have changed."""
+def _not_others(case: TimedCase) -> set[str]:
+    """The names of the entries that run our code, which may have changed: all but `OTHERS`."""
     return {entry["name"] for entry in case["entries"] if entry["name"] not in OTHERS}
 
 
 def _drift(case: TimedCase) -> float:
+    """The relative difference of the probes before and after a case; 0 if the report has none."""
     rate = case["rate"]
     if not rate.get("before") or not rate.get("after"):
         return 0.0
     return float(max(rate["before"], rate["after"]) / min(rate["before"], rate["after"]) - 1)
 
 
-def _conditions(old: BenchmarkReport, new: BenchmarkReport) -> list[str]:
+def _differing_conditions(old: BenchmarkReport, new: BenchmarkReport) -> list[str]:
     then, now = old["machine"], new["machine"]
     return [f"{name} {then.get(name)} and {now.get(name)}" for name in CONDITIONS if then.get(name) != now.get(name)]

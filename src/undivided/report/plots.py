@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undivided.benchmarking.report import BenchmarkReport, headline, tables
-from undivided.report.figures import OURS, Point, geometric_mean, points, ratios, roofs
+from undivided.report.chart_data import OURS, Point, geometric_mean, points, ratios, roofs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ def charts(report: BenchmarkReport, theme: str = "light") -> list[Chart]:
 
 
 def write(report: BenchmarkReport, folder: Path) -> list[Path]:
-    """The paths of the charts as PNG, after they were written to a folder."""
+    """Write the charts of a report to a folder as PNG, and return their paths."""
     paths = []
     for chart in charts(report):
         path = folder / f"{chart.name}.png"
@@ -81,7 +81,8 @@ def _figure(theme: str, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor=THEMES[theme]["paper"])
 
 
-def _plain(axes: Axes, theme: str, title: str) -> None:
+def _style(axes: Axes, theme: str, title: str) -> None:
+    """Give a panel its title, the colours of the theme, and a grid behind what is drawn."""
     colours = THEMES[theme]
     axes.set_facecolor(colours["paper"])
     axes.set_title(title, color=colours["ink"], fontsize=10)
@@ -99,8 +100,13 @@ def _legend(axes: Axes, theme: str) -> None:
     axes.legend(fontsize=7, labelcolor=THEMES[theme]["ink"], facecolor=THEMES[theme]["paper"], framealpha=0.6)
 
 
+Lines = dict[tuple[str, str, str], dict[int, float]]
+"""Rates by length, by (dtype, line, competitor)."""
+
+
 def _throughput(timed: list[Point], theme: str) -> Chart | None:
-    lines: dict[tuple[str, str, str], dict[int, float]] = {}
+    """Rates over the number of keys: a panel per dtype, a colour per line, PyTorch's dashed."""
+    lines: Lines = {}
     for point in timed:
         if point.suite in ("forward", "backward", "gpu", "small") and point.name in (OURS, "sdpa"):
             lines.setdefault((point.dtype, point.line, point.name), {})[point.length] = point.rate
@@ -111,27 +117,12 @@ def _throughput(timed: list[Point], theme: str) -> Chart | None:
     figure = _figure(theme, 3.6 * len(dtypes) + 0.8, 3.8)
     panels = figure.subplots(1, len(dtypes), squeeze=False)[0]
     for dtype, axes in zip(dtypes, panels, strict=True):
-        titles = list(dict.fromkeys(line for kind, line, _ in lines if kind == dtype))[: len(COLOURS[theme])]
-        for title, colour in zip(titles, COLOURS[theme], strict=False):
-            for name in (OURS, "sdpa"):
-                if line := lines.get((dtype, title, name)):
-                    lengths = sorted(line)
-                    label = title.partition("-")[2] or title
-                    style: Any = "-" if name == OURS else LINES[name]
-                    axes.plot(
-                        lengths,
-                        [line[length] / 1e9 for length in lengths],
-                        color=colour,
-                        linestyle=style,
-                        marker="o",
-                        markersize=3,
-                        label=label if name == OURS else None,
-                    )
+        _plot_lines(axes, lines, dtype, theme)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_xlabel("keys")
         axes.set_ylim(bottom=0)
-        _plain(axes, theme, dtype)
+        _style(axes, theme, dtype)
         _legend(axes, theme)
     panels[0].set_ylabel("GFLOP/s; dashed: PyTorch's SDPA")
     best = max((max(line.values()), *key) for key, line in lines.items() if key[2] == OURS)
@@ -142,7 +133,29 @@ def _throughput(timed: list[Point], theme: str) -> Chart | None:
     return Chart("throughput", "Throughput over length", alternative, figure)
 
 
+def _plot_lines(axes: Axes, lines: Lines, dtype: str, theme: str) -> None:
+    """Plot the lines of one dtype, as many as there are colours."""
+    titles = dict.fromkeys(title for kind, title, _ in lines if kind == dtype)
+    for title, colour in zip(titles, COLOURS[theme], strict=False):
+        for name in (OURS, "sdpa"):
+            line = lines.get((dtype, title, name))
+            if line is None:
+                continue
+            lengths = sorted(line)
+            style: Any = "-" if name == OURS else LINES[name]
+            axes.plot(
+                lengths,
+                [line[length] / 1e9 for length in lengths],
+                color=colour,
+                linestyle=style,
+                marker="o",
+                markersize=3,
+                label=(title.partition("-")[2] or title) if name == OURS else None,
+            )
+
+
 def _ratios(report: BenchmarkReport, theme: str) -> Chart | None:
+    """Bars of each competitor's time divided by ours: a panel per competitor, a bar per group of cases."""
     by_name = ratios(report)
     if not by_name:
         return None
@@ -168,7 +181,7 @@ def _ratios(report: BenchmarkReport, theme: str) -> Chart | None:
         _scale_ratios(axes, every)
         axes.set_ylim(max(map(len, by_name.values())) - 0.4, -0.6)
         axes.set_xlabel("its time / our time")
-        _plain(axes, theme, name)
+        _style(axes, theme, name)
         texts.append(f"{name} {geometric_mean(every):.2f} ({min(every):.2f} to {max(every):.2f})")
     alternative = f"Time of each competitor divided by ours, geometric mean and range: {', '.join(texts)}."
     return Chart("ratios", "Ratios to the other implementations", alternative, figure)
@@ -197,6 +210,7 @@ def _colour_of_peak(colours: dict[str, str], dtype: str, ink: str) -> str:
 
 
 def _roofline(report: BenchmarkReport, timed: list[Point], theme: str) -> Chart | None:
+    """Our rates over FLOP per byte, below the measured peaks: a colour per dtype, a marker per suite."""
     import numpy
     from matplotlib.ticker import LogLocator
 
@@ -233,7 +247,7 @@ def _roofline(report: BenchmarkReport, timed: list[Point], theme: str) -> Chart 
         axis.set_minor_formatter("")
     axes.set_xlabel("FLOP per byte of q, k, v and output")
     axes.set_ylabel("GFLOP/s")
-    _plain(axes, theme, "undivided and the measured peaks, a colour per dtype")
+    _style(axes, theme, "undivided and the measured peaks, a colour per dtype")
     _legend(axes, theme)
     slope = "The slope is the measured read rate." if reads else "The report has no read rate, so there is no slope."
     peaks = ", ".join(f"{what} {rate / 1e9:.0f} GFLOP/s" for what, rate in flops.items())

@@ -22,8 +22,8 @@ from undivided.benchmarking.ranks import add
 from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._exit_codes import INTERRUPTED
-from undivided.cli._flags import flag_name, flags
-from undivided.cli._paths import file_to_write, folder_to_write, reason_of, refuse_together
+from undivided.cli._flags import flag_name, flags, refuse_together
+from undivided.cli._paths import file_to_write, folder_to_write, reason_of
 from undivided.cli._signals import sigterm_as_interrupt
 from undivided.cli._terminal import complain, console, print_json, print_table, print_text, progress, table
 from undivided.cli.commands.report import read_report

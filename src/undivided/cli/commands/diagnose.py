@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.syntax import Syntax
 from rich.text import Text
 
-from undivided.cli._paths import refuse_together
+from undivided.cli._flags import refuse_together
 from undivided.cli._terminal import console, pairs, print_json, print_table, print_text, table
 from undivided.diagnosis import Diagnosis, Finding
 from undivided.diagnosis import diagnose as look_up

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from undivided import masks
 from undivided._units import human
-from undivided.cli._flags import flag_name, flags
+from undivided.cli._flags import flag_name, flags, refuse_together
 from undivided.cli._options import DTYPES, Dtype, MaskFlags
-from undivided.cli._paths import refuse_together
 from undivided.cli._terminal import console, print_json, print_table, print_text, table
 from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, mesh_facts, show_meshes
 from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, CachedStep, Plan, cached_step, cells

@@ -13,9 +13,10 @@ from rich.text import Text
 from undivided._files import read_json
 from undivided._units import human
 from undivided.benchmarking.ranks import add
-from undivided.cli._paths import file_to_write, reason_of, refuse_together
+from undivided.cli._flags import refuse_together
+from undivided.cli._paths import file_to_write, reason_of
 from undivided.cli._terminal import complain, console, print_json, print_table
-from undivided.cli._terminal import table as columns
+from undivided.cli._terminal import table as empty_table
 from undivided.cli.commands._measure_ranks import measure_levels
 from undivided.errors import InputError
 from undivided.selection import measured as _measured
@@ -149,7 +150,7 @@ def _show(table: Table) -> None:
     screen = console()
     runs = sorted({entry.run for places in table.values() for entry in places.values()})
     for kind, places in table.items():
-        rows = columns("keys", "work", "rate per second, fastest first", "run", right=("keys", "work"))
+        rows = empty_table("keys", "work", "rate per second, fastest first", "run", right=("keys", "work"))
         for (length, size), entry in sorted(places.items()):
             unit = "B" if "/decode/" in kind else "FLOP"
             order = sorted(entry.rates, key=lambda name: -entry.rates[name])

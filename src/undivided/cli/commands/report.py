@@ -9,8 +9,9 @@ import typer
 
 from undivided._files import read_json
 from undivided.cli._exit_codes import INTERRUPTED
+from undivided.cli._flags import refuse_together
 from undivided.cli._mask_words import parse
-from undivided.cli._paths import file_to_write, reason_of, refuse_together
+from undivided.cli._paths import file_to_write, reason_of
 from undivided.cli._terminal import complain, console, print_json, progress
 from undivided.cli.commands.doctor import findings
 from undivided.errors import InputError

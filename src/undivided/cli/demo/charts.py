@@ -44,7 +44,7 @@ def _counts(axes: Axes, report: dict[str, Any]) -> None:
     axes.bar_label(drawn, [f"{share:.1f} %" for share in shares], padding=4)
     axes.set(title="Work and memory of packing (blue) relative to padding", xlim=(0, 100))
     axes.xaxis.set_major_formatter("{x:.0f} %")
-    _plain(axes)
+    _finish(axes)
 
 
 def _times(axes: Axes, times: list[dict[str, Any]]) -> None:
@@ -62,9 +62,10 @@ def _times(axes: Axes, times: list[dict[str, Any]]) -> None:
         xlabel="ms, median",
         xlim=(0, 1.25 * max(map(sum, zip(forward, backward, strict=True)))),
     )
-    _plain(axes)
+    _finish(axes)
 
 
-def _plain(axes: Axes) -> None:
+def _finish(axes: Axes) -> None:
+    """Put the first bar on top, and leave out the frame on two sides."""
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

@@ -92,34 +92,34 @@ def _each_document(batch: PackedBatch, one_document: AttentionFunction) -> Atten
 
 
 def oracle(batch: PackedBatch, dtype: torch.dtype, step: Callable[[], None] = lambda: None) -> Results:
-    """The outcome of PyTorch's plain softmax(q k^T) v in `dtype`, one document at a time, without our code."""
-    return _oracle(batch, dtype, step, lambda x: x)
+    """The results of PyTorch's plain softmax(q k^T) v in `dtype`, one document at a time, without our code."""
+    return _torch_math(batch, dtype, step, lambda x: x)
 
 
 def plain(batch: PackedBatch, step: Callable[[], None] = lambda: None) -> Results:
     """As `oracle`, in the batch's own dtype; in fp64, whose rounding would be that of the oracle, with the entries of
     queries and keys in reverse."""
     is_fp64 = batch.q.dtype == torch.float64
-    return _oracle(batch, batch.q.dtype, step, lambda x: x.flip(-1) if is_fp64 else x)
+    return _torch_math(batch, batch.q.dtype, step, lambda x: x.flip(-1) if is_fp64 else x)
 
 
-def _oracle(
+def _torch_math(
     batch: PackedBatch, dtype: torch.dtype, step: Callable[[], None], order: Callable[[Tensor], Tensor]
 ) -> Results:
-    """`oracle`, with the entries of queries and keys in another order."""
-    outcomes: list[tuple[Tensor, ...]] = []
+    """As `oracle`, with the entries of queries and keys in an order of its own."""
+    results: list[tuple[Tensor, ...]] = []
     for q, k, v, grad in zip(*(x.split(batch.lengths) for x in (batch.q, batch.k, batch.v, batch.grad)), strict=True):
         step()
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.MATH):
             out = _sdpa_one_document(order(leaves[0]), order(leaves[1]), leaves[2])
-            outcomes.append((out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))))
-    out, dq, dk, dv = (torch.cat(ranks) for ranks in zip(*outcomes, strict=True))
+            results.append((out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))))
+    out, dq, dk, dv = (torch.cat(documents) for documents in zip(*results, strict=True))
     return Results(out, dq, dk, dv)
 
 
 def run(way: Way, batch: PackedBatch) -> tuple[Results, bool]:
-    """The outcome of one run, and whether output and gradients are exactly 0 in the padding."""
+    """The results of one run, and whether output and gradients are exactly 0 in the padding."""
     leaves = [batch.arrange(x, way.layout, way.poison).requires_grad_() for x in (batch.q, batch.k, batch.v)]
     out = way.call(*leaves)
     gradients = torch.autograd.grad(out, leaves, batch.arrange(batch.grad, way.layout))
@@ -129,9 +129,9 @@ def run(way: Way, batch: PackedBatch) -> tuple[Results, bool]:
     return Results(out, dq, dk, dv), is_clean
 
 
-def errors(outcome: Results, truth: Results) -> dict[str, float]:
+def errors(results: Results, truth: Results) -> dict[str, float]:
     """The relative errors ``|x - truth| / |truth|`` of the output and of each gradient."""
-    pairs = zip(Results._fields, outcome, truth, strict=True)
+    pairs = zip(Results._fields, results, truth, strict=True)
     return {name: relative_error(x, y) for name, x, y in pairs}
 
 

@@ -99,9 +99,9 @@ def register() -> None:
 @torch.compiler.disable(reason="masks are read from closures")  # type: ignore[untyped-decorator]
 def _uncompiled_mask(*arguments: Any, **options: Any) -> ModelMask:
     """`model_mask`, outside of a graph, with its `Mask`: its layers are in graphs, which cannot build one."""
-    model_mask_ = model_mask(*arguments, **options)
-    assert model_mask_.mask is not None
-    return model_mask_
+    mask = model_mask(*arguments, **options)
+    assert mask.mask is not None
+    return mask
 
 
 def _mask_of_model(*arguments: Any, **options: Any) -> ModelMask:

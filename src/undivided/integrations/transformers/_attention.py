@@ -118,9 +118,9 @@ def attention(
     is_plain = is_bare and not fits_one_row and s_aux is None and type(dropout) in _NUMBERS and dropout == 0
     is_plain = is_plain and type(is_causal) in _FLAGS and (output_attentions is None or output_attentions is False)
     if is_plain and isinstance(attention_mask, ModelMask) and not collects_weights(module):
-        same = repeated(module, query, key, value, attention_mask, scaling, softcap)
-        if same is not None:
-            return same, None
+        out = repeated(module, query, key, value, attention_mask, scaling, softcap)
+        if out is not None:
+            return out, None
     arguments = LayerArguments(
         module=module,
         query=query,

@@ -166,7 +166,7 @@ def takes_booleans(config_class: type) -> bool:
     model that computes attention itself) compute with the additive masks of "eager", if they compute with their mask at
     all.
     """
-    takes = _takes_booleans.get(config_class)
+    takes = _boolean_support.get(config_class)
     if takes is None:
         from transformers import PreTrainedModel
 
@@ -179,11 +179,12 @@ def takes_booleans(config_class: type) -> bool:
         takes = any(supported)
         if not supported:  # its model is not imported yet
             return True
-        _takes_booleans[config_class] = takes
+        _boolean_support[config_class] = takes
     return takes
 
 
-_takes_booleans: dict[type, bool] = {}
+_boolean_support: dict[type, bool] = {}
+"""The results of `takes_booleans`."""
 
 
 def to_mask(pattern: Pattern, sizes: MaskSizes, device: torch.device) -> Mask:

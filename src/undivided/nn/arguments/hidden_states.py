@@ -56,8 +56,8 @@ class Evidence(NamedTuple):
         return f"{self.name} ({', '.join(f'{n} {what}' for n, what in parts if n is not None)})"
 
 
-def checked_format(argument: str, value: object) -> Layout:
-    """The format of a layer; InputError unless it was given."""
+def checked_layer_format(argument: str, value: object) -> Layout:
+    """The format of a layer's hidden states; InputError unless it was given."""
     for name in FORMATS:
         if isinstance(value, str) and value == name:
             return name

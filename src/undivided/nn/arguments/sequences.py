@@ -45,6 +45,10 @@ class SequenceArguments(NamedTuple):
         """The cu_seqlens arguments that are not None, by name."""
         return {name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None}
 
+    def hints(self) -> tuple[int | None, int | None, bool | None]:
+        """(max_seqlen_q, max_seqlen_kv, pad_between_seqs), which follow from the offsets too."""
+        return self.max_seqlen_q, self.max_seqlen_kv, self.pad_between_seqs
+
     def offsets_in_memory(self) -> tuple[Tensor | None, Tensor | None]:
         """(of queries, of keys): where packed sequences lie, which differs from cu_seqlens if there is padding."""
         q = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
@@ -154,7 +158,7 @@ def mask(arguments: SequenceArguments, kind: MaskType, inputs: QKV, attention_ty
         return build()
     key = (
         tuple(t is not None for t in arguments),
-        arguments[5:],
+        arguments.hints(),
         kind.name,
         attention_type,
         inputs.format,

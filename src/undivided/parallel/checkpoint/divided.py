@@ -42,6 +42,10 @@ class TensorPart(NamedTuple):
 class DividedTensor:
     """A rank's part of a tensor: its chunks, and the size of the whole.
 
+    Attributes:
+        size: of the whole tensor.
+        chunks: the runs of rows, or of columns, that this rank has.
+
     Args:
         part: a plain tensor, or a DTensor of the ranks that FSDP2 divides the part over.
         division: how tensor parallel ranks divide the whole.
@@ -54,15 +58,15 @@ class DividedTensor:
         self.size = torch.Size(whole)
         self.chunks: list[TensorPart] = []
         local, place = _local(part)
-        begin, stop = place[axis], place[axis] + local.shape[axis]
-        first = 0  # of this part of the rank's tensor
+        start, stop = place[axis], place[axis] + local.shape[axis]
+        run_start = 0  # of each run, within the part of this tensor parallel rank
         for size in sizes:
-            low, high = max(begin, first), min(stop, first + size)
+            low, high = max(start, run_start), min(stop, run_start + size)
             if low < high and local.numel():
                 offsets = list(place)
-                offsets[axis] = first * ranks.size + ranks.rank * size + low - first
-                self.chunks.append(TensorPart(local.narrow(axis, low - begin, high - low), torch.Size(offsets)))
-            first += size
+                offsets[axis] = run_start * ranks.size + ranks.rank * size + low - run_start
+                self.chunks.append(TensorPart(local.narrow(axis, low - start, high - low), torch.Size(offsets)))
+            run_start += size
 
     def find(self, index: MetadataIndex) -> Tensor:
         """The view of a chunk of this rank."""
@@ -81,7 +85,7 @@ class SavePlanner(DefaultSavePlanner):
         self.divided = divided
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has."""
+        """The plan of what this rank writes."""
         plan = super().create_local_plan()
         items = [item for item in plan.items if item.index.fqn not in self.divided]
         for name, tensor in self.divided.items():
@@ -109,7 +113,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.divided = divided
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank needs."""
+        """The plan of what this rank reads."""
         plan = super().create_local_plan()
         assert self.metadata is not None
         for name, tensor in self.divided.items():
@@ -134,7 +138,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _local(part: Tensor) -> tuple[Tensor, list[int]]:
-    """The memory of this rank, and where it begins in its part."""
+    """The tensor in the memory of this rank, and where it begins in the part."""
     if not hasattr(part, "to_local"):
         return part.detach(), [0] * part.dim()
     sharded: Any = part

@@ -27,7 +27,9 @@ def unfinished_path(folder: Path, step: int) -> Path:
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """The complete checkpoints of a folder by step, in the order of the steps."""
     checkpoints: dict[int, Path] = {}
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # a replaced one is last, and counts if it is alone
+    paths = (
+        sorted(folder.iterdir()) if folder.is_dir() else []
+    )  # step-N comes before step-N.replaced, which counts only if there is no other
     for path in paths:
         name = _NAME.fullmatch(path.name)
         if name and (path / ".metadata").is_file():
@@ -57,7 +59,7 @@ def finish(folder: Path, step: int, keep: int | None) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     unfinished_path(folder, step).rename(path)
-    _write_to_disk(folder)
+    _sync_names(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     if keep is not None:
         earlier = [path for number, path in complete_checkpoints(folder).items() if number <= step]
@@ -123,7 +125,7 @@ def _is_parallel() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def settle() -> None:
+def wait_before_exit() -> None:
     """Wait for all ranks, so that a program that ends right after a checkpoint is aborted less often.
 
     A thread of gloo keeps the tensors of an operation for a moment, and aborts the process if Python ends during that
@@ -134,7 +136,7 @@ def settle() -> None:
         distributed.barrier()
 
 
-def _write_to_disk(folder: Path) -> None:
+def _sync_names(folder: Path) -> None:
     """Write the names in a folder to the disk, so that they outlive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -96,7 +96,7 @@ def save_checkpoint(
     folder, step = _checked_folder(folder), _checked_step(step)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise InputError("keep", "be a positive number of checkpoints or None", repr(keep))
-    _check_training(model, optimizer)
+    _check_model_and_optimizer(model, optimizer)
     plain = checked_values(values)
     with state_for_saving(optimizer):
         state = training_state(model, optimizer)
@@ -104,9 +104,9 @@ def save_checkpoint(
     with rank_errors(f"saving the checkpoint of step {step}"), _without_group_warning():
         folders.check_same("step", step)
         folders.on_first_rank(lambda: folders.begin(folder, step))
-        save(entries, checkpoint_id=folders.unfinished_path(folder, step), planner=SavePlanner(_divided(state)))
+        save(entries, checkpoint_id=folders.unfinished_path(folder, step), planner=SavePlanner(_divided_tensors(state)))
         folders.on_first_rank(lambda: _finish(folder, step, keep))
-        folders.settle()
+        folders.wait_before_exit()
 
 
 @checked_call
@@ -138,7 +138,7 @@ def load_checkpoint(
     True
     """
     folder = _checked_folder(folder)
-    _check_training(model, optimizer)
+    _check_model_and_optimizer(model, optimizer)
     step = None if step is None else _checked_step(step)
     with rank_errors("finding the checkpoint to load"):
         folders.check_same("step", step)
@@ -155,7 +155,7 @@ def load_checkpoint(
         metadata, header = folders.on_all_ranks(lambda: _read_contents(reader, path))
     with state_for_loading(model, optimizer):
         state = training_state(model, optimizer)
-        divided = _divided(state)
+        divided = _divided_tensors(state)
         sizes = {
             name: divided[name].size if name in divided else value.shape if isinstance(value, Tensor) else None
             for name, value in state.tensors.items()
@@ -188,7 +188,7 @@ def checkpoint_steps(folder: StrPath) -> list[int]:
 
 
 def _finish(folder: Path, step: int, keep: int | None) -> None:
-    """As `folders.finish`, if all files are there."""
+    """Finish a checkpoint if all of its files are in the folder; otherwise raise InputError."""
     path = folders.unfinished_path(folder, step)
     check_files(Reader(path).read_metadata(), path, "save to a folder that all ranks share")
     folders.finish(folder, step, keep)
@@ -209,7 +209,7 @@ def _read_contents(reader: Reader, path: Path) -> tuple[Metadata, Header]:
 def _check_fit(
     metadata: Metadata, header: Header, sizes: Mapping[str, torch.Size | None], path: Path, has_optimizer: bool
 ) -> set[str]:
-    """As `check_entries`, for a model and perhaps an optimizer."""
+    """Compare a model, and perhaps an optimizer, with a checkpoint; returns what `check_entries` does."""
     if has_optimizer and header.groups is None:
         raise InputError("optimizer", f"be None, because {path.name} has no optimizer state", "an optimizer")
     return check_entries(metadata, sizes, path, header.groups if has_optimizer else None)
@@ -223,8 +223,8 @@ def _read_header(reader: Reader) -> Header:
     return Header.from_bytes(entries[HEADER])
 
 
-def _divided(state: TrainingState) -> dict[str, DividedTensor]:
-    return {name: DividedTensor(state.tensors[name], division) for name, division in state.divided.items()}
+def _divided_tensors(state: TrainingState) -> dict[str, DividedTensor]:
+    return {name: DividedTensor(state.tensors[name], division) for name, division in state.divisions.items()}
 
 
 def _checked_folder(folder: object) -> Path:
@@ -242,7 +242,7 @@ def _checked_step(step: object) -> int:
     return step
 
 
-def _check_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_model_and_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     check_type("model", model, torch.nn.Module, "a torch.nn.Module")
     for mesh in {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}:
         check_ascending(mesh, "model")
@@ -256,7 +256,10 @@ def _check_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 @contextlib.contextmanager
 def _unreadable_as_input_error(path: Path) -> Iterator[None]:
-    """PyTorch's error for a file that cannot be read is a BaseException, which no fallback of a program catches."""
+    """A context that raises PyTorch's error for an unreadable file as InputError.
+
+    Its own type is a BaseException, which no ``except Exception`` of a program catches.
+    """
     try:
         yield
     except CheckpointException as error:

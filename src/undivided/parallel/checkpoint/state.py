@@ -48,12 +48,12 @@ class TrainingState(NamedTuple):
     Attributes:
         tensors: parameters and moments, the same memory as that of the model.
         groups: the optimizer's groups of parameters, by name; None without an optimizer.
-        divided: the tensors that are parts of whole ones, as plain tensors.
+        divisions: by name, how ranks divide the plain tensors that are parts of whole ones.
     """
 
     tensors: dict[str, Any]
     groups: list[dict[str, Any]] | None
-    divided: dict[str, Division]
+    divisions: dict[str, Division]
 
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:

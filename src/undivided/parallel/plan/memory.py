@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from undivided.parallel.plan.model import Model
 
-__all__ = ["STATE_BYTES", "Bytes", "layer_activations", "logit_bytes", "state_bytes", "working_parameters"]
+__all__ = ["STATE_BYTES", "Bytes", "activation_bytes", "logit_bytes", "state_bytes", "gathered_bytes"]
 
 STATE_BYTES = 16
 """Bytes per parameter: a parameter, its gradient and Adam's two moments in fp32. With half-precision copies of
@@ -53,7 +53,7 @@ def state_bytes(model: Model, tensor: int, ranks: int) -> int:
     return -(-STATE_BYTES * parameters // ranks)
 
 
-def working_parameters(model: Model, tensor: int, ranks: int, itemsize: int, gradient_itemsize: int) -> int:
+def gathered_bytes(model: Model, tensor: int, ranks: int, itemsize: int, gradient_itemsize: int) -> int:
     """Bytes of parameters and gradients that are gathered or not yet scattered; 0 if ranks share nothing.
 
     Two layers (the next one is gathered while one computes), the gradients of one in both dtypes, and the outermost
@@ -65,7 +65,7 @@ def working_parameters(model: Model, tensor: int, ranks: int, itemsize: int, gra
     return layer + 2 * model.outer_parameters * itemsize
 
 
-def layer_activations(model: Model, tensor: int, itemsize: int, *, sequence_parallel: bool, recompute: bool) -> float:
+def activation_bytes(model: Model, tensor: int, itemsize: int, *, sequence_parallel: bool, recompute: bool) -> float:
     """Bytes per token that a layer keeps for the backward pass; exactly those of a `TransformerLayer` on a CPU.
 
     Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count ``34 h`` bytes with e = 2 without the scores, which
@@ -79,7 +79,7 @@ def layer_activations(model: Model, tensor: int, itemsize: int, *, sequence_para
     With `recompute` (activation checkpointing of each layer) only the layer's input is kept.
 
     >>> model = Model(1, 64, 4, 4, 16, 256, 100, gated=False, norm_bias=True)
-    >>> layer_activations(model, 1, 2, sequence_parallel=False, recompute=False)  # 32 h, the lse, and 8 of norms
+    >>> activation_bytes(model, 1, 2, sequence_parallel=False, recompute=False)  # 32 h, the lse, and 8 of norms
     2072.0
     """
     parts = tensor if sequence_parallel else 1

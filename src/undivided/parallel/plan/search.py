@@ -217,16 +217,16 @@ class _Planner:
         """(data, context, tensor) that divide ranks, heads, features, tokens and batch."""
         model, ranks = self.model, self.cluster.ranks
         for tensor in _divisors(self.cluster.gpus):
-            divides = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-            if model.heads % tensor or model.ffn % tensor or not divides:
+            divides_keys = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+            if model.heads % tensor or model.ffn % tensor or not divides_keys:
                 continue
             for context in _divisors(ranks // tensor):
                 data = ranks // tensor // context
                 step = context * tensor
                 # groups of consecutive ranks lie within a node, or cover whole nodes
                 is_aligned = self.cluster.gpus % step == 0 or step % self.cluster.gpus == 0
-                fits = context <= MAX_CONTEXT and step <= self.seq_len and self.batch % data == 0
-                if fits and is_aligned and self._has_strategy(context, tensor):
+                divides_tokens = context <= MAX_CONTEXT and step <= self.seq_len and self.batch % data == 0
+                if divides_tokens and is_aligned and self._has_strategy(context, tensor):
                     yield data, context, tensor
 
     def _has_strategy(self, context: int, tensor: int) -> bool:
@@ -324,13 +324,13 @@ class _Planner:
         divided = tensor > 1
 
         def activations(recomputes: bool) -> float:
-            return _memory.layer_activations(model, tensor, e, sequence_parallel=divided, recompute=recomputes)
+            return _memory.activation_bytes(model, tensor, e, sequence_parallel=divided, recompute=recomputes)
 
         # the backward pass recomputes one layer at a time
         per_token = model.layers * activations(recompute) + (activations(False) if recompute else 0)
         return Bytes(
             _memory.state_bytes(model, tensor, shared),
-            _memory.working_parameters(model, tensor, shared, e, _GRADIENT_BYTES),
+            _memory.gathered_bytes(model, tensor, shared, e, _GRADIENT_BYTES),
             round(tokens * per_token),
             int(attention.memory.max()),
             round(tokens * _memory.logit_bytes(model, tensor, e, sequence_parallel=divided)),

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from undivided.parallel.plan.model import Model
 
-__all__ = ["Passes", "gather_bytes", "parameter_bytes", "tensor_bytes"]
+__all__ = ["PassBytes", "gather_bytes", "parameter_bytes", "tensor_bytes"]
 
 
-class Passes(NamedTuple):
+class PassBytes(NamedTuple):
     """Bytes that a rank sends in a forward and in a backward pass."""
 
     forward: float
@@ -39,7 +39,7 @@ def gather_bytes(size: float, ranks: int) -> float:
 
 def tensor_bytes(
     model: Model, tokens: int, tensor: int, itemsize: int, *, sequence_parallel: bool = True, recompute: bool = False
-) -> Passes:
+) -> PassBytes:
     """Bytes that a rank sends in one layer, for the tokens of one batch, because `tensor` ranks divide it.
 
     Without sequence parallelism each of the two blocks ends with an all-reduce of the hidden states in the forward
@@ -63,7 +63,7 @@ def tensor_bytes(
 
     >>> model = Model(1, 1024, 16, 16, 64, 4096, 1000, gated=False)
     >>> tensor_bytes(model, 2048, 2, 2)  # 4 collectives of 2048 x 1024 x 2 bytes, of which half is sent; and two norms
-    Passes(forward=8388608.0, backward=8392704.0)
+    PassBytes(forward=8388608.0, backward=8392704.0)
     """
     one = gather_bytes(tokens * model.hidden * itemsize, tensor)
     forward = backward = 4 * one
@@ -72,7 +72,7 @@ def tensor_bytes(
         forward, backward = forward + gates, backward + gates
     backward += 2 * gather_bytes(_shared_parameters(model, tensor, sequence_parallel) * itemsize, tensor)
     again = forward - one * (1 if sequence_parallel else 2) if recompute else 0
-    return Passes(forward, backward + again)
+    return PassBytes(forward, backward + again)
 
 
 def _shared_parameters(model: Model, tensor: int, sequence_parallel: bool) -> int:
@@ -82,7 +82,7 @@ def _shared_parameters(model: Model, tensor: int, sequence_parallel: bool) -> in
     return tokens + heads
 
 
-def parameter_bytes(model: Model, tensor: int, ranks: int, itemsize: int, gradient_itemsize: int) -> Passes:
+def parameter_bytes(model: Model, tensor: int, ranks: int, itemsize: int, gradient_itemsize: int) -> PassBytes:
     """Bytes that a rank sends for one batch because `ranks` ranks share every parameter (FSDP2's `fully_shard`).
 
     Each layer is gathered in the forward pass and again in the backward pass, and its gradients are reduced and
@@ -102,4 +102,5 @@ def parameter_bytes(model: Model, tensor: int, ranks: int, itemsize: int, gradie
     layers = model.layers * model.layer_parameters(tensor)
     everything = layers + model.outer_parameters
     forward = gather_bytes(everything * itemsize, ranks)
-    return Passes(forward, gather_bytes(layers * itemsize, ranks) + gather_bytes(everything * gradient_itemsize, ranks))
+    backward = gather_bytes(layers * itemsize, ranks) + gather_bytes(everything * gradient_itemsize, ranks)
+    return PassBytes(forward, backward)

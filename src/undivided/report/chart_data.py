@@ -61,8 +61,8 @@ def _sizes(problem: str) -> tuple[int, int] | None:
     if match is None:
         return None
     q, k = ([int(size) for size in text.split("x")] for text in (match[1], match[2]))
-    heads_of_tokens = math.prod(q[:-1]) + math.prod(k[:-1])  # each has a row of q or k, and one of the output or v
-    return k[1], heads_of_tokens * (q[-1] + int(match[3] or q[-1]))
+    rows, v_dim = math.prod(q[:-1]) + math.prod(k[:-1]), int(match[3] or q[-1])
+    return k[1], rows * (q[-1] + v_dim)  # a row of q goes with one of the output, a row of k with one of v
 
 
 def ratios(report: BenchmarkReport) -> dict[str, dict[str, list[float]]]:
