@@ -25,7 +25,7 @@ from undivided.cli._app import application
 from undivided.parallel import parallelize
 from undivided.parallel.plan import PRESETS, Cluster, Model, bytes_in, bytes_per_second, plan_training
 from undivided.parallel.plan.memory import activation_bytes, logit_bytes
-from undivided.parallel.plan.traffic import Passes, parameter_bytes, tensor_bytes
+from undivided.parallel.plan.traffic import PassBytes, parameter_bytes, tensor_bytes
 
 HIDDEN, FFN, VOCABULARY, LENGTH, BATCH = 32, 64, 48, 16, 2
 PLAIN = Model(2, HIDDEN, 4, 2, 8, FFN, VOCABULARY, gated=False, bias=True, norm_bias=True)
@@ -67,11 +67,11 @@ class Decoder(torch.nn.Module):
         return self.head(self.norm(x))
 
 
-def passes(forward: CountedBytes, backward: CountedBytes) -> Passes:
-    return Passes(forward.sent, backward.sent)
+def passes(forward: CountedBytes, backward: CountedBytes) -> PassBytes:
+    return PassBytes(forward.sent, backward.sent)
 
 
-def count_tensor_ranks() -> list[tuple[bool, bool, bool, Passes, int]]:
+def count_tensor_ranks() -> list[tuple[bool, bool, bool, PassBytes, int]]:
     """(gated, sequence parallel, recomputed, bytes of a layer, its parameters on this rank)."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tensor",))
     found = []
@@ -89,7 +89,7 @@ def count_tensor_ranks() -> list[tuple[bool, bool, bool, Passes, int]]:
     return found
 
 
-def count_data_ranks() -> tuple[Passes, int, int]:
+def count_data_ranks() -> tuple[PassBytes, int, int]:
     """(bytes of a model whose parameters are shared, its parameters, those of this rank)."""
     model = Decoder(PLAIN)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("data",))
@@ -105,7 +105,7 @@ def count_data_ranks() -> tuple[Passes, int, int]:
     return passes(forward, backward), count, sum(p.to_local().numel() for p in model.parameters())
 
 
-def count_context_ranks() -> dict[tuple[str, bool], Passes]:
+def count_context_ranks() -> dict[tuple[str, bool], PassBytes]:
     """The bytes of a layer by strategy, kept or recomputed."""
     found = {}
     for strategy, recompute in itertools.product(("ring", "all_gather", "all_to_all"), (False, True)):
@@ -117,7 +117,7 @@ def count_context_ranks() -> dict[tuple[str, bool], Passes]:
         used = layer.self_attention.core_attention.context_parallel or context
         forward = used.traffic.bytes_sent
         out.sum().backward()
-        found[strategy, recompute] = Passes(forward, used.traffic.bytes_sent - forward)
+        found[strategy, recompute] = PassBytes(forward, used.traffic.bytes_sent - forward)
     return found
 
 

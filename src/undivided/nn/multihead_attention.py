@@ -286,8 +286,8 @@ class MultiheadAttention(DividedModule):
         """
         if is_first_microbatch is not None:
             checked_flag("is_first_microbatch", is_first_microbatch)
-        of_mask = attn_mask_type, window_size, core_attention_bias_type
-        self.check(hidden_states, encoder_output, inference_params, *of_mask)
+        options = attn_mask_type, window_size, core_attention_bias_type
+        self.check(hidden_states, encoder_output, inference_params, *options)
         kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
         padding = checked_mask_type(kind).padding
         is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence is None
@@ -297,8 +297,8 @@ class MultiheadAttention(DividedModule):
             )
             hidden.check_evidence(hidden_states, self.qkv_format, evidence, inference_params)
         if self.qkv_format == "thd":
-            given = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
-            cu_seqlens_q_padded, cu_seqlens_kv_padded = hidden.padded_offsets(self.attention_type == "cross", *given)
+            offsets = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
+            cu_seqlens_q_padded, cu_seqlens_kv_padded = hidden.padded_offsets(self.attention_type == "cross", *offsets)
         q, k, v, normalised = self._project(hidden_states, encoder_output)
         if self.qk_norm_before_rope:
             q, k = self._normalise(q, k)
@@ -342,11 +342,11 @@ class MultiheadAttention(DividedModule):
         )
         return self._outputs(context, normalised)
 
-    def check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None, *of_mask: Any) -> None:
+    def check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None, *options: Any) -> None:
         """Raise the errors of a call with these hidden states, encoder output and cache.
 
         Args:
-            x, encoder, params, of_mask: hidden_states, encoder_output, inference_params of the call, and its
+            x, encoder, params, options: hidden_states, encoder_output, inference_params of the call, and its
                 attn_mask_type, window_size and core_attention_bias_type.
 
         Raises:
@@ -364,7 +364,7 @@ class MultiheadAttention(DividedModule):
         assert encoder is not None
         hidden.check_encoder(x, encoder, format)
         core = self.core_attention
-        _cached.check_cross_attention(params, core.context_parallel, core.attn_mask_type, core.window_size, *of_mask)
+        _cached.check_cross_attention(params, core.context_parallel, core.attn_mask_type, core.window_size, *options)
 
     def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""

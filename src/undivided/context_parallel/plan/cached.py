@@ -107,7 +107,9 @@ def _merge_bytes(size: int, rows: int, world: int, by: MergeMethod | None) -> in
     """Bytes that a rank sends to merge its `rows` partial results of `size` bytes; see `ContextParallel.decode`."""
     if world == 1:
         return 0
-    if (by or ("ring" if size >= RING_BYTES else "all_gather")) == "all_gather":
+    if by is None:
+        by = "ring" if size >= RING_BYTES else "all_gather"
+    if by == "all_gather":
         return (world - 1) * size
     # rank 0, which merges the most rows, sends the other rows to the ranks that merge them, and its own to all of them
     merged = -(-rows // world)

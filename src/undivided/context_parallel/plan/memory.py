@@ -43,16 +43,15 @@ class PeakMemory:
     """The peak bytes of a forward pass alone, and of a forward and a backward pass.
 
     Attributes with the suffix `_local` describe what a rank computes with; they differ from what it holds only after an
-    all-to-all.
+    all-to-all. scattered: the keys that a rank sends belong to several documents, so they are not consecutive.
     """
 
     def __init__(self, counts: Counts, scattered: bool) -> None:
-        """scattered: the keys that a rank sends belong to several documents, so they are not consecutive."""
         self._scattered = scattered
         work, sizes = counts.work, counts.sizes
         self._counts, self._work, self._sizes = counts, work, sizes
         rows, keys = (
-            torch.tensor([own.numel() for own in of_ranks]) for of_ranks in (work.ranks.rows, work.ranks.keys)
+            torch.tensor([own.numel() for own in positions]) for positions in (work.ranks.rows, work.ranks.keys)
         )
         self._widening = sizes.lse_bytes // sizes.entry_bytes
         """Bytes of an entry of a sum divided by those of an entry of the inputs."""
