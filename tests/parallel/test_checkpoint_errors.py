@@ -41,7 +41,7 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(
 
     place: tuple[Any, str] = {
         "writing": (dcp.FileSystemWriter, "finish"),  # all ranks have written their files
-        "renaming": (folders, "_write_to_disk"),
+        "renaming": (folders, "_sync_names"),
         "deleting": (Path, "rename"),
     }[moment]
     # the same step again: the one before has to stay until the new one is complete
