@@ -44,7 +44,7 @@ class LayoutName(StrEnum):
 
 DTYPES = {Dtype.fp16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32, Dtype.fp64: torch.float64}
 
-_mask, _shape, _extra, _machine = (
+_mask_flag, _shape_flag, _attention_flag, _machine_flag = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Mask", "Shapes", "Attention", "Machine")
 )
 
@@ -53,17 +53,17 @@ _mask, _shape, _extra, _machine = (
 class MaskFlags:
     """The flags of a mask: an expression, parts, or both (their intersection)."""
 
-    mask: Annotated[str | None, _mask(help="Expression as in Python: 'causal() & window(256, 0)'.")] = None
-    align: Annotated[str | None, _mask(help="top_left or bottom_right, for all parts of the mask.")] = None
-    window: Annotated[str | None, _mask(help="Sliding window LEFT,RIGHT; -1 is unbounded.")] = None
-    documents: Annotated[str | None, _mask(help="Lengths of packed documents, such as 3,7,20.")] = None
-    kv_documents: Annotated[str | None, _mask(help="Lengths of their keys, if they differ.")] = None
-    lengths: Annotated[str | None, _mask(help="Number of real keys of each batch element.")] = None
+    mask: Annotated[str | None, _mask_flag(help="Expression as in Python: 'causal() & window(256, 0)'.")] = None
+    align: Annotated[str | None, _mask_flag(help="top_left or bottom_right, for all parts of the mask.")] = None
+    window: Annotated[str | None, _mask_flag(help="Sliding window LEFT,RIGHT; -1 is unbounded.")] = None
+    documents: Annotated[str | None, _mask_flag(help="Lengths of packed documents, such as 3,7,20.")] = None
+    kv_documents: Annotated[str | None, _mask_flag(help="Lengths of their keys, if they differ.")] = None
+    lengths: Annotated[str | None, _mask_flag(help="Number of real keys of each batch element.")] = None
     q_lengths: Annotated[
-        str | None, _mask(help="Number of real queries; default: --lengths if q and kv are equally long.")
+        str | None, _mask_flag(help="Number of real queries; default: --lengths if q and kv are equally long.")
     ] = None
-    prefix: Annotated[int | None, _mask(help="Allow the first N keys.")] = None
-    chunks: Annotated[int | None, _mask(help="Attention within chunks of N tokens.")] = None
+    prefix: Annotated[int | None, _mask_flag(help="Allow the first N keys.")] = None
+    chunks: Annotated[int | None, _mask_flag(help="Attention within chunks of N tokens.")] = None
 
     def build(self, q_len: int, kv_len: int) -> masks.Mask | None:
         """The intersection of all parts; None without parts."""
@@ -103,28 +103,30 @@ class MaskFlags:
 class ProblemFlags(MaskFlags):
     """The flags of one attention call: shapes and options."""
 
-    q: Annotated[str, _shape("--q", help="Sizes of the query in the order of --layout, such as 2x1024x8x64.")] = (
+    q: Annotated[str, _shape_flag("--q", help="Sizes of the query in the order of --layout, such as 2x1024x8x64.")] = (
         "2x256x8x64"
     )
-    kv: Annotated[str | None, _shape("--kv", help="Sizes of key and value; default: those of --q.")] = None
-    kv_heads: Annotated[int | None, _shape(min=1, help="Number of key/value heads (GQA); not together with --kv.")] = (
-        None
-    )
-    v_dim: Annotated[int | None, _shape(min=1, help="Head size of the value; default: that of the key.")] = None
-    layout: Annotated[LayoutName, _shape(help="Order of the axes.")] = LayoutName.bshd
-    dtype: Annotated[Dtype, _shape(help="Dtype of queries, keys and values.")] = Dtype.fp32
-    bias: Annotated[str | None, _extra(help="Axes of an additive bias, 1 if broadcast: 1hqk, ...")] = None
-    alibi: Annotated[bool, _extra("--alibi", help="Use ALiBi slopes.")] = False
-    sinks: Annotated[bool, _extra("--sinks", help="Use one sink per head.")] = False
-    softcap: Annotated[float | None, _extra(help="Softcap c: c * tanh(score / c).")] = None
-    scale: Annotated[float | None, _extra(help="Factor of the scores; default: 1/sqrt(head size).")] = None
-    dropout: Annotated[float, _extra(help="Dropout probability.")] = 0.0
-    lse: Annotated[bool, _extra("--lse", help="Also return the log-sum-exp.")] = False
-    deterministic: Annotated[bool, _extra("--deterministic", help="Require results that repeat bit for bit.")] = False
-    batch_invariant: Annotated[
-        bool, _extra("--batch-invariant", help="Require rows that do not depend on the batch.")
+    kv: Annotated[str | None, _shape_flag("--kv", help="Sizes of key and value; default: those of --q.")] = None
+    kv_heads: Annotated[
+        int | None, _shape_flag(min=1, help="Number of key/value heads (GQA); not together with --kv.")
+    ] = None
+    v_dim: Annotated[int | None, _shape_flag(min=1, help="Head size of the value; default: that of the key.")] = None
+    layout: Annotated[LayoutName, _shape_flag(help="Order of the axes.")] = LayoutName.bshd
+    dtype: Annotated[Dtype, _shape_flag(help="Dtype of queries, keys and values.")] = Dtype.fp32
+    bias: Annotated[str | None, _attention_flag(help="Axes of an additive bias, 1 if broadcast: 1hqk, ...")] = None
+    alibi: Annotated[bool, _attention_flag("--alibi", help="Use ALiBi slopes.")] = False
+    sinks: Annotated[bool, _attention_flag("--sinks", help="Use one sink per head.")] = False
+    softcap: Annotated[float | None, _attention_flag(help="Softcap c: c * tanh(score / c).")] = None
+    scale: Annotated[float | None, _attention_flag(help="Factor of the scores; default: 1/sqrt(head size).")] = None
+    dropout: Annotated[float, _attention_flag(help="Dropout probability.")] = 0.0
+    lse: Annotated[bool, _attention_flag("--lse", help="Also return the log-sum-exp.")] = False
+    deterministic: Annotated[
+        bool, _attention_flag("--deterministic", help="Require results that repeat bit for bit.")
     ] = False
-    backend: Annotated[str | None, _extra(help="The backend or family that must run.")] = None
+    batch_invariant: Annotated[
+        bool, _attention_flag("--batch-invariant", help="Require rows that do not depend on the batch.")
+    ] = False
+    backend: Annotated[str | None, _attention_flag(help="The backend or family that must run.")] = None
 
     def arguments(self, device: str, grad: bool) -> dict[str, Any]:
         """The arguments for `undivided.attention`. On the meta device nothing is allocated."""
@@ -175,10 +177,12 @@ class MachineFlags:
     """The flags of a described machine."""
 
     device: Annotated[
-        str | None, _machine(help="cpu, or the name of a GPU: a100, h100, ...; default: this machine.")
+        str | None, _machine_flag(help="cpu, or the name of a GPU: a100, h100, ...; default: this machine.")
     ] = None
-    cudnn: Annotated[str | None, _machine(help="Version of cuDNN on that machine.")] = None
-    package: Annotated[list[str] | None, _machine(help="NAME=VERSION of an installed package; may be repeated.")] = None
+    cudnn: Annotated[str | None, _machine_flag(help="Version of cuDNN on that machine.")] = None
+    package: Annotated[
+        list[str] | None, _machine_flag(help="NAME=VERSION of an installed package; may be repeated.")
+    ] = None
 
     def machine(self) -> Machine | None:
         """The described machine; None is this machine."""

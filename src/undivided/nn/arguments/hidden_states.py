@@ -113,7 +113,7 @@ def sizes(x: Tensor, format: Layout) -> HiddenSizes:
     return HiddenSizes(x.shape[1], x.shape[0]) if format == "sbhd" else HiddenSizes(x.shape[0], x.shape[1])
 
 
-def sequences(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
+def sequence_count(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
     """The number of sequences."""
     if format != "thd":
         return sizes(x, format).batch

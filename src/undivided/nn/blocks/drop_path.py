@@ -34,7 +34,7 @@ def drop_path_scale(
     Source: Huang et al. 2016 (arXiv:1603.09382).
     """
     keep = 1 - rate
-    count = hidden.sequences(out, format, cu_seqlens)
+    count = hidden.sequence_count(out, format, cu_seqlens)
     drawn = torch.rand(count, device=out.device) if cp is None else _drawn_on_all_ranks(count, out.device, cp)
     scale = drawn.lt(keep).to(out.dtype) / max(keep, 1e-30)
     if format != "thd":
