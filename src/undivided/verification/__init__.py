@@ -63,7 +63,8 @@ def verify(
 
     ``||x - oracle|| / ||oracle|| <= 2 * error of plain attention in the input's dtype + one rounding`` must hold for
     the output, the log-sum-exp and every gradient x. The error of plain attention in a gradient of few numbers, such as
-    that of sinks, follows from the errors of all rows. Entries that no allowed pair reaches must be exactly 0. A
+    that of sinks, follows from the errors of all rows. Entries that no allowed pair reaches must be exactly 0. With
+    gradients the output of a call without them is compared too, because kernels may compute it in another way. A
     quantity of which plain attention has no digit right, such as gradients for scores of 1e7 in fp32, is undecided, and
     the report is not ok. The oracle is dense and slow: it computes every (query, key) pair twice, in pieces that fit in
     memory.
