@@ -185,7 +185,7 @@ def test_gradients_that_cancel_may_have_the_rounding_of_their_terms() -> None:
 @pytest.mark.parametrize("keys", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_few_pairs_are_not_wrong_by_chance(dtype: torch.dtype, keys: int) -> None:
-    """Plain arithmetic may be accurate in all of them; of fp32 problems with one key 1 of 10 were called wrong."""
+    """Plain arithmetic may be accurate in all of them; 22 of 535 fp32 problems with fewer than 20 pairs were red."""
     generator = torch.Generator().manual_seed(keys)
     for _ in range(15):
         q, k, v = (torch.randn(1, length, 1, 8, generator=generator).to(dtype) for length in (1, keys, keys))

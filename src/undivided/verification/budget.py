@@ -21,7 +21,7 @@ A log-sum-exp is a logarithm: one rounding of its sum is an absolute error of ep
 that in addition. (Plain arithmetic has no such error in a row of one key, whose sum is 1.)
 
 Kernels compute the weights of the backward as exp2 of a difference of scaled numbers, which rounds the exponent once
-more than plain arithmetic does; its scores may even be exact. So the budget of dv has a rounding of the log-sum-exp.
+more than plain arithmetic does; its scores may even be exact. The budget of dv is at least a rounding of the lse.
 
 In a problem of few pairs, plain arithmetic may be accurate by chance in every order of summation. Its error is then at
 least that in some problems nearby, and the budgets of dq and dk have the rounding of the terms that may cancel.
@@ -239,7 +239,7 @@ def budget_for(call: Call, tensors: Tensors, upstream: Upstream) -> Budget:
     }
     weights = _rounding_of_weights(right["lse"], problem.dtype)
     if "dv" in max_errors:
-        max_errors["dv"] += weights * norms["dv"] / scale["dv"]
+        max_errors["dv"] = max(max_errors["dv"], weights * norms["dv"] / scale["dv"] + _rounding("dv", call, tensors))
     for name, rounding in cancellation.items():
         if norms[name] <= errors[name] or _nearby_count(problem):
             max_errors[name] += (rounding + weights * norms[name]) / scale[name]

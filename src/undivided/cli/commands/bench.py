@@ -231,9 +231,11 @@ def _save(report: dict[str, Any], path: Path | None, ranks: Path | None) -> None
     """Write the report, and add its rates to the table; InputError if the report cannot be written."""
     if path is not None:
         text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-        is_file = path.is_file() or not path.exists()
         try:
-            replace_text(path.resolve(), text) if is_file else path.write_text(text, encoding="utf-8")
+            if path.is_file() or not path.exists():
+                replace_text(path.resolve(), text)
+            else:  # a device or a pipe
+                path.write_text(text, encoding="utf-8")
         except OSError as error:
             must, got = "be a file that can be written", f"{path} ({reason_of(error)})"
             raise InputError("--json", must, got, "--json - writes it to stdout") from error
