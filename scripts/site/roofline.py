@@ -203,7 +203,7 @@ has no read rate; then memory counts as nothing.
 
 ## The constants
 
-From the sources: `simd/vec.h`, `simd/math.h`, `forward/softmax.h`, `abi/tuning.h`. The softmax is in vector
+From the sources: `simd/vec.h`, `simd/math.h`, `forward/softmax.h`, `abi/tuning_levels.h`. The softmax is in vector
 instructions per vector of pairs.
 
 | level | rows of a panel | keys at a time | rows of a block, fp32 and 16-bit | softmax | packing, in rows |

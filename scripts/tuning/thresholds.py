@@ -26,7 +26,7 @@ _PARALLEL = (1 << 16, 1 << 17, 1 << 18, 1 << 19)
 
 
 class Threshold(NamedTuple):
-    """A value of tuning.h.
+    """A value of tuning.h or tuning_levels.h.
 
     name: a field of Tuning, or a constant, whose own field follows a dot. decides: what, in words. values: to try.
     problems: to time. threads: of the calls; 0 is one per core. levels: at which it decides anything; empty is all.

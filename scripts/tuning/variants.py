@@ -1,4 +1,4 @@
-"""Native libraries with other thresholds: the sources of the kernel, and a tuning.h in which one value is replaced.
+"""Native libraries with other thresholds: the sources of the kernel, and headers in which some values are replaced.
 
 The compile commands are those of cmake/CMakeLists.txt. Only the level in question is compiled; the others are empty
 tables, which the library never selects. A library that was built before, from the same sources, is not built again.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "src/undivided/kernels/cpu"
-HEADER = SOURCES / "abi/tuning.h"
+HEADERS = (SOURCES / "abi/tuning.h", SOURCES / "abi/tuning_levels.h")
 BUILDS = ROOT / "build/tune-cpu"
 AMX = {"amx": "amx", "amx_bf16": "amx"}
 """The target that compiles a level, if it has another name."""
@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 def replaced(header: str, name: str, value: int) -> str:
-    """The text of tuning.h with another value of one constant or field, wherever it is set: of a field, at every level.
+    """The text of a header with another value of one constant or field, wherever it is set: of a field, at every level.
 
     Raises:
         BuildError: there is no such constant.
@@ -46,7 +46,7 @@ def replaced(header: str, name: str, value: int) -> str:
     pattern = rf"\b{constant} = (\{{[^}}]*\}}|[^,;]+)(?=[,;])"
     struct = re.search(rf"struct (\w+) \{{\s*\w+ ([^;]+);\s*\}};[^;]*?constexpr \1 [^;]*\b{constant} = ", header)
     if member and struct is None:
-        raise BuildError(f"{constant} is not a struct in {HEADER.name}")
+        raise BuildError(f"{constant} is not a struct")
 
     def put(match: re.Match[str]) -> str:
         if not member or struct is None:
@@ -58,8 +58,22 @@ def replaced(header: str, name: str, value: int) -> str:
 
     text, count = re.subn(pattern, put, header)
     if not count:
-        raise BuildError(f"{HEADER.name} has no constant {constant}")
+        raise BuildError(f"there is no constant {constant}")
     return text
+
+
+def changed_headers(changes: Mapping[str, int]) -> dict[str, str]:
+    """The texts of HEADERS with other values of some constants and fields, by the name of the file.
+
+    Raises:
+        BuildError: there is no such constant.
+    """
+    headers = {path.name: path.read_text("utf-8") for path in HEADERS}
+    for name, value in changes.items():
+        declared = re.compile(rf"\b{name.partition('.')[0]} = ")
+        file = next((file for file, text in headers.items() if declared.search(text)), HEADERS[0].name)
+        headers[file] = replaced(headers[file], name, value)
+    return headers
 
 
 class Builder:
@@ -108,21 +122,20 @@ class Builder:
         Raises:
             BuildError: a constant does not exist, or the compiler refuses the value.
         """
-        header = HEADER.read_text("utf-8")
-        for name, value in changes.items():
-            header = replaced(header, name, value)
-        text = f"{self._sources}{self.level}{_without_comments(header)}"
+        headers = changed_headers(changes)
+        text = "".join((self._sources, self.level, *map(_without_comments, headers.values())))
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         folder = BUILDS / key
         library = folder / "libundivided_cpu.so"
         if not library.exists():
-            self._build(folder, header, library)
+            self._build(folder, headers, library)
         return library
 
-    def _build(self, folder: Path, header: str, library: Path) -> None:
+    def _build(self, folder: Path, headers: Mapping[str, str], library: Path) -> None:
         include = folder / "include/abi"
         include.mkdir(parents=True, exist_ok=True)
-        (include / "tuning.h").write_text(header, "utf-8")
+        for file, text in headers.items():
+            (include / file).write_text(text, "utf-8")
         names = (level for stub in self._stubs for level in _levels_of(stub.removeprefix("level_")))
         tables = "\n".join(f'extern const Kernels kernels_{name} = {{"{name}"}};' for name in names)
         stubs = folder / "stubs.cc"

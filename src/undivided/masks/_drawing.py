@@ -258,6 +258,15 @@ def require_matplotlib(argument: str) -> None:
         raise InputError(argument, "have matplotlib installed", "no matplotlib", hint="pip install 'undivided[plot]'")
 
 
+def check_text(batch: int, q_len: int, kv_len: int) -> None:
+    """InputError if a picture in text would be too large, or if a size is not an int of at least 0."""
+    sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len}
+    pairs = math.prod(as_integer(name, size, 0) for name, size in sizes.items())
+    if pairs > MAX_DRAWN_PAIRS:
+        must = f"be at most {MAX_DRAWN_PAIRS} for a picture in text"
+        raise InputError(" * ".join(sizes), must, pairs, "mask.plot(q_len, kv_len, path) draws any size")
+
+
 def check_plot(path: str | PathLike[str] | None, pixels: int) -> None:
     """InputError if `plot` would raise one."""
     require_matplotlib("Mask.plot")

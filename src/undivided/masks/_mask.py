@@ -356,16 +356,7 @@ class Mask(MaskFields):
         0 ■ ■ ■ ·
         1 ■ ■ ■ ■
         """
-        batch, q_len, kv_len = (
-            as_integer(n, v, 0) for n, v in (("batch", batch), ("q_len", q_len), ("kv_len", kv_len))
-        )
-        if (pairs := batch * q_len * kv_len) > _drawing.MAX_DRAWN_PAIRS:
-            raise InputError(
-                "batch * q_len * kv_len",
-                f"be at most {_drawing.MAX_DRAWN_PAIRS} for a picture in text",
-                pairs,
-                "mask.plot(q_len, kv_len, path) draws any size",
-            )
+        _drawing.check_text(batch, q_len, kv_len)
         form = self._checked_form(batch, 1, q_len, kv_len, "cpu")
         return "\n\n".join(_drawing.draw(form, index) for index in range(batch))
 

@@ -56,9 +56,8 @@ from undivided.request.problem import Problem
 from undivided.request.request import Tensors
 from undivided.request.result import lse_dtype
 from undivided.verification import oracle
-from undivided.verification.nearby import nearby
 from undivided.verification.pieces import NAMES, Upstream, per_row
-from undivided.verification.plain_attention import orders
+from undivided.verification.plain_attention import nearby, orders
 from undivided.verification.plain_attention import plain as plain_attention
 
 __all__ = ["UNDECIDED", "Budget", "budget_for", "distance", "relative_error", "undecided_quantities"]

@@ -3,7 +3,7 @@
 It computes the definition with plain tensor operations. Its backward is that of fused kernels, by recomputation from
 the rounded output: ``dS = P * (dP - rowsum(dO * O))``. It can sum over keys and head entries in other orders, which
 changes nothing but the rounding; its error is sampled in this way, and a second order in fp64 stands in for a lower
-precision if the inputs are fp64.
+precision if the inputs are fp64. `nearby` gives more samples for problems of few pairs.
 
 Legend: B batch, H query heads, N key/value heads, R query rows of a piece, K keys, D head size.
 """
@@ -34,7 +34,7 @@ from undivided.verification.pieces import (
     zeros,
 )
 
-__all__ = ["IN_SEQUENCE", "orders", "plain", "plain_piece"]
+__all__ = ["IN_SEQUENCE", "nearby", "orders", "plain", "plain_piece"]
 
 RANDOM_ORDERS = 3
 """Orders of summation, of which the largest error counts: a gradient of four sinks is only four numbers, and a single
@@ -44,6 +44,9 @@ IN_SEQUENCE, REVERSED = -1, -2
 """The order in which every product of a sum over a head is added to the sum of those before it, and that of memory
 backwards. The forward sums backwards (`_recompute`), so that in REVERSED it has the order of memory, as kernels have: a
 large entry near the beginning of a head rounds all later sums."""
+
+LARGEST_CHANGE = 1 / 32
+"""The largest relative change of a number in `nearby`: eight roundings of bfloat16, so that few numbers stay."""
 
 
 def orders(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
@@ -59,6 +62,31 @@ def orders(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
         REVERSED,
         *([IN_SEQUENCE] if device.type == "cuda" and dtype == torch.float32 else []),
     )
+
+
+def nearby(tensors: Tensors, upstream: Upstream, seed: int) -> tuple[Tensors, Upstream]:
+    """The inputs of a problem with each number changed at random: almost the same, with rounding errors of their own.
+
+    Zeros, infinities and NaN stay, and so do integers.
+
+    Args:
+        tensors, upstream: of the problem.
+        seed: for the changes.
+
+    >>> tensors = Tensors(*(torch.full((1, 1, 1, 2), x) for x in (1.0, torch.inf, 0.0)))
+    >>> near, _ = nearby(tensors, Upstream(torch.ones(1, 1, 1, 2)), seed=0)
+    >>> bool(near.q.ne(1).all()), near.q.sub(1).abs().max().item() <= 1 / 32, near.k.tolist(), near.v.tolist()
+    (True, True, [[[[inf, inf]]]], [[[[0.0, 0.0]]]])
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+
+    def changed(x: Tensor | None) -> Tensor | None:
+        if x is None or not x.is_floating_point():
+            return x
+        random = torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return (x.detach().double() * (1 + LARGEST_CHANGE * (2 * random - 1)).to(x.device)).to(x.dtype)
+
+    return Tensors._make(map(changed, tensors)), Upstream._make(map(changed, upstream))
 
 
 def plain(call: Call, tensors: Tensors, upstream: Upstream, precision: torch.dtype, order: int = 0) -> Quantities:

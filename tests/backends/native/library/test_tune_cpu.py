@@ -1,6 +1,6 @@
 """`scripts/tune-cpu`: its thresholds exist, a variant differs in one of them alone, and it changes no file.
 
-Each value of abi/tuning.h has a source, and the vendor is that of this processor.
+Each value of abi/tuning.h and abi/tuning_levels.h has a source, and the vendor is that of this processor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from undivided.kernels import cpu
 ROOT = Path(__file__).parents[4]
 TOOL = ROOT / "scripts/tuning"
 SOURCES = ROOT / "src/undivided/kernels/cpu"
-HEADER = SOURCES / "abi/tuning.h"
+HEADERS = [SOURCES / "abi/tuning.h", SOURCES / "abi/tuning_levels.h"]
 DECLARATION = re.compile(r"^ *(?:constexpr )?\w+ ([a-zA-Z]\w* = [^;]*);", re.MULTILINE)
 INSTANCES = re.compile(r"^constexpr Tuning (?:\w+\([^)]*\) \{.*?^\}|k\w+ = [^;]*;)$", re.MULTILINE | re.DOTALL)
 """Instances of the struct, whose fields have sources."""
@@ -69,6 +69,11 @@ class Value:
         return [one for one in self.measured if one.partition(".")[0] == self.name]
 
 
+def all_values() -> list[Value]:
+    """The values of both headers."""
+    return [one for path in HEADERS for one in values(path.read_text("utf-8"))]
+
+
 def values(header: str) -> list[Value]:
     """The values that a header declares, each with the comment before it."""
     header = header[header.index("namespace undivided::tuning") :]
@@ -86,15 +91,15 @@ def values(header: str) -> list[Value]:
 
 
 class TestSources:
-    def test_the_header_is_read_as_the_compiler_reads_it(self) -> None:
-        found = {one.name: one for one in values(HEADER.read_text("utf-8"))}
+    def test_the_headers_are_read_as_the_compiler_reads_it(self) -> None:
+        found = {one.name: one for one in all_values()}
         assert {"rows_32", "rows_16", "decode_prefetch", "kMinSplitFill", "kAllHeads", "kEvenKeys"} <= set(found)
         assert len(found) > 60
         assert found["block_bytes"].own == ["block_bytes"]
         assert found["kOneHead"].own == ["kOneHead.min_bytes", "kOneHead.max_keys"]
 
     def test_every_value_is_measured_by_the_tool_or_has_a_reason(self) -> None:
-        without = [one.name for one in values(HEADER.read_text("utf-8")) if not one.own and not one.reasons]
+        without = [one.name for one in all_values() if not one.own and not one.reasons]
         assert without == []
 
     def test_a_value_without_a_source_is_found(self) -> None:
@@ -106,11 +111,11 @@ class TestSources:
         ]
 
     def test_the_tool_measures_what_the_header_says(self, tool: Any) -> None:
-        measured = [own for one in values(HEADER.read_text("utf-8")) for own in one.own]
+        measured = [own for one in all_values() for own in one.own]
         assert sorted(measured) == sorted(tool.thresholds.BY_NAME)
 
     def test_a_source_stands_at_its_value(self) -> None:
-        found = values(HEADER.read_text("utf-8"))
+        found = all_values()
         declared = {one.name for one in found}
         for one in found:
             for name in one.measured:
@@ -133,11 +138,10 @@ def test_the_vendor_is_that_of_the_processor(tmp_path: Path) -> None:
 
 
 class TestVariants:
-    def test_every_threshold_is_a_constant_of_the_header(self, tool: Any) -> None:
-        header = tool.variants.HEADER.read_text("utf-8")
+    def test_every_threshold_is_a_constant_of_one_header(self, tool: Any) -> None:
         for one in tool.thresholds.THRESHOLDS:
-            changed = tool.variants.replaced(header, one.name, 12345)
-            assert "12345" in changed
+            headers = tool.variants.changed_headers({one.name: 12345})
+            assert ["12345" in text for text in headers.values()].count(True) == 1
             assert len(one.values) > 1
             assert one.problems
 
