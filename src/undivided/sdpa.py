@@ -226,11 +226,10 @@ def _attend(
         attn_mask: as the caller passed it.
         calls: those of a boolean attn_mask, or None.
     """
-    switches = _sdp_switches.read()
     q, k, v, bias, *_ = request.tensors
     if torch.compiler.is_compiling() or is_observed(q, k, v, request.options.mask, bias):
-        return cast(Tensor, dispatch.attention(request, switches))
-    decision, call, tensors = prepare(request, current_policy(switches=switches))
+        return cast(Tensor, dispatch.attention(request, _sdp_switches.read_for_graph()))
+    decision, call, tensors = prepare(request, current_policy(switches=_sdp_switches.read()))
     if call_key is not None:
         out = repeated.keep_and_run(call_key, attn_mask, calls, decision, call, tensors)
         if out is not None:

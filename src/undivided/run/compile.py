@@ -157,7 +157,7 @@ def _policy(spec: Spec) -> Policy:
     """The backends that the caller allows where the graph runs."""
     switches = ""
     if spec.switches != ANY_SWITCHES:
-        switches = _sdp_switches.combine(spec.switches, _sdp_switches.read())
+        switches = spec.switches or _sdp_switches.read()
     return current_policy(spec.requested_backend, FLAGS[spec.deterministic], FLAGS[spec.batch_invariant], switches)
 
 

@@ -122,7 +122,7 @@ class Spec(NamedTuple):
     deterministic: str
     return_lse: str
     switches: str = ANY_SWITCHES
-    """PyTorch's switches when the graph was traced."""
+    """PyTorch's switches when the graph was traced; "" if those count that are set when it runs."""
     batch_invariant: str = "None"
     backend: str = ""
     """The caller's choice, which may be any text, after "="; or nothing."""

@@ -5,13 +5,16 @@
 
 Each switch is for one of PyTorch's kernels and applies to the families of the same kind here. Their state is a short
 string, which can be a dictionary key and a constant of a compiled graph: a letter for each switch that is off, and
-after a colon the order that set_priority gave. "" is PyTorch's default.
+after a colon the order that set_priority gave. "" is PyTorch's default, and ":" the same as the state of a graph.
 """
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch.backends import cuda
+from torch.nn import attention
 
 # letter, PyTorch's number of the kernel (torch.nn.attention.SDPBackend), families, what switches it off
 _SWITCHES = (
@@ -23,6 +26,7 @@ _SWITCHES = (
 _FAMILIES = {str(number): families for _, number, families, _ in _SWITCHES}
 _DEFAULT_ORDERS = ([1, 2, 0, 3, 4], [3, 1, 2, 0, 4])
 """PyTorch's own, the second where it prefers cuDNN (Hopper and later); any other was requested."""
+_ALL_ON = ":"
 
 
 def read() -> str:
@@ -41,15 +45,24 @@ def read() -> str:
     return off + ":" + ("" if order in _DEFAULT_ORDERS else "".join(map(str, order)))
 
 
-read._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result, without importing the compiler
+def read_for_graph() -> str:
+    """The state that a graph keeps; "" if the graph is to read the state whenever it runs.
+
+    Dynamo enters an `sdpa_kernel` of the compiled function while it traces, with a node of the graph: its state belongs
+    to the function. Without such a node the state comes from outside, and may be another one at the next call.
+    """
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        tracers = dynamo.InstructionTranslator.current_tx().output.tracers  # type: ignore[union-attr]
+    except AttributeError:  # not traced by Dynamo
+        return read()
+    inside = any(node.target is attention._sdpa_kernel for tracer in tracers for node in tracer.graph.nodes)
+    return (read() or _ALL_ON) if inside else ""
 
 
-def combine(traced: str, now: str) -> str:
-    """The state for a compiled graph: off is what was off when it was traced or is off when it runs."""
-    if traced == now or not now:
-        return traced
-    (off, _, order), (off_now, _, order_now) = traced.partition(":"), now.partition(":")
-    return "".join(sorted({*off, *off_now})) + ":" + (order_now or order)
+# assume_constant_result, without importing the compiler
+read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+read_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def disabled(state: str) -> tuple[tuple[str, str], ...]:

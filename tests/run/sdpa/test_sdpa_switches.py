@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,6 @@ from undivided.errors import InputError, NoBackendError
 from undivided.request.request import Request
 from undivided.run import prepare
 from undivided.run.sdpa import repeated
-from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
 # torch's own forward mode scripts its decompositions when it is first used
@@ -139,14 +139,6 @@ def test_every_switch_is_named_in_its_reason() -> None:
     assert current_policy(switches="") == current_policy()
 
 
-@pytest.mark.parametrize(
-    ("traced", "now", "both"),
-    [("", "", ""), ("fm:", "", "fm:"), ("", "c:", "c:"), ("fm:", "cm:01234", "cfm:01234"), ("f:", "f:", "f:")],
-)
-def test_switches_of_tracing_and_of_running_are_combined(traced: str, now: str, both: str) -> None:
-    assert _sdp_switches.combine(traced, now) == both
-
-
 @pytest.mark.usefixtures("switches")
 def test_switches_reach_a_compiled_call_from_inside_and_from_outside() -> None:
     torch._dynamo.reset()
@@ -163,6 +155,51 @@ def test_switches_reach_a_compiled_call_from_inside_and_from_outside() -> None:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(NoBackendError):
         outside(q)
     torch.testing.assert_close(outside(q), ours(q, k, v))
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_a_compiled_call_follows_the_switches_of_its_caller(kernel: SDPBackend) -> None:
+    torch._dynamo.reset()
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q: ours(q, k, v), backend="aot_eager")
+    families = []
+    for allowed in (kernel, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, None):
+        with sdpa_kernel(allowed) if allowed else contextlib.nullcontext():
+            compiled(q)
+        families.append(undivided.last_decision().backend.family)  # type: ignore[union-attr]
+    assert families == ["math" if kernel is SDPBackend.MATH else "flash", "math", "flash", "flash"]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("outside", [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION, None])
+def test_switches_inside_a_compiled_function_replace_those_of_its_caller(
+    outside: SDPBackend | None, compiler: str
+) -> None:
+    torch._dynamo.reset()
+    q, k, v = qkv()
+
+    def inside(q: Tensor) -> Tensor:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+            return ours(q, k, v)
+
+    compiled = torch.compile(inside, fullgraph=True, backend=compiler)
+    for _ in range(2):
+        with sdpa_kernel(outside) if outside else contextlib.nullcontext():
+            compiled(q)
+        assert undivided.last_decision().backend.family == "flash"  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("switches")
+def test_all_switches_on_inside_replace_those_of_the_caller() -> None:
+    torch._dynamo.reset()
+    q, k, v = qkv()
+
+    def inside(q: Tensor) -> Tensor:
+        with sdpa_kernel(list(SDPBackend.__members__.values())[1:]):
+            return ours(q, k, v)
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        torch.compile(inside, fullgraph=True, backend="aot_eager")(q)
 
 
 @pytest.mark.parametrize("name", ["4d", "3d", "2d", "5d", "6d", "one-key-head", "gqa", "key-batch-1", "one-query-head"])
