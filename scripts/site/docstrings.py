@@ -11,12 +11,17 @@ SECTION = re.compile(r"^(\s*)(Args|Attributes|Raises|Returns|Yields|Source):\s*$
 
 
 class Docstrings(griffe.Extension):
-    """Fences around examples, and one line for the names of several arguments."""
+    """Fences around examples, one line for the names of several arguments, and no parameters of type Never."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         """Rewrite the docstring of one module, class or function."""
         if obj.docstring is not None:
             obj.docstring.value = _fenced(_joined(obj.docstring.value))
+
+    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
+        """Remove parameters that only the errors of wrong calls use."""
+        shown = (parameter for parameter in func.parameters if str(parameter.annotation) != "Never")
+        func.parameters = griffe.Parameters(*shown)
 
 
 def _fenced(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Literal, Never, cast, overload
 
 import torch
 from torch import Tensor
@@ -80,12 +80,38 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mask: Mask | None = ...,
+    bias: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    backend: str | None = ...,
+    deterministic: bool | None = ...,
+    batch_invariant: bool | None = ...,
+    return_lse: bool,
+    pages: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    context_parallel: ContextParallelLike | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 @missing_as_required
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *more: Any,
+    *more: Never,
     layout: Layout,
     mask: Mask | None = None,
     bias: Tensor | None = None,
@@ -103,7 +129,7 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
-    **unknown: Any,  # `more` and `unknown` are for the errors of wrong calls; type checkers read the overloads
+    **unknown: Never,  # `more` and `unknown` are for the errors of wrong calls
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: any layout, any mask, any device, and the same answer from every backend.
 
@@ -220,7 +246,7 @@ def explain(
     v_scale: Tensor | None = None,
     context_parallel: ContextParallelLike | None = None,
     machine: Machine | None = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> Decision:
     """The `Decision` for these arguments: which backend `attention` would run, and why not the others. Runs nothing.
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import undivided
 from undivided import InputError, masks
-from undivided.masks import Mask
+from undivided.masks import Mask, _predicate
 from undivided.masks._drawing import density, describe_structure, draw, natural_sizes
 from undivided.masks._predicate import find_predicate
 
@@ -230,6 +231,29 @@ def test_a_predicate_that_was_released_is_refused() -> None:
         "mask must be kept alive while its compiled graph runs, got a released predicate (handle 0)\n"
         "  HINT: keep the mask that masks.predicate returned in a variable outside of the compiled function"
     )
+
+
+def test_a_predicate_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first predicate of the process that loaded a program was once taken for that of the program."""
+    mask, q = masks.predicate(is_even), torch.randn(1, 2, 1, 8)
+
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return undivided.attention(q, q, q, layout="bshd", mask=mask)
+
+    programs = [torch.export.export(Model(), (q,), strict=strict).module() for strict in (True, False)]
+    programs.append(torch.jit.trace(Model(), (q,)))
+    for program in programs:
+        torch.testing.assert_close(program(q), Model()(q))
+    monkeypatch.setattr(_predicate, "_PROCESS", _predicate._PROCESS + (1 << 32))
+    for program in programs[:2]:
+        assert message(lambda program=program: program(q)) == (
+            "mask must be of tensors in a program that is saved, "
+            "got masks.predicate with a function of the process that saved it\n"
+            "  HINT: masks.dense(mask.to_dense(batch, heads, q_len, kv_len)) before torch.export or torch.jit.trace"
+        )
+    with pytest.raises(RuntimeError, match="a function of the process that saved it"):
+        programs[2](q)
 
 
 def test_a_table_that_does_not_fit_the_call_is_refused_with_its_shape() -> None:

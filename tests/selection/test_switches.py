@@ -43,16 +43,7 @@ def test_a_family_that_is_off_says_which_switch() -> None:
     assert switches.disabled(":0") == switches.disabled("") == ()
 
 
-@pytest.mark.parametrize(
-    ("traced", "now", "both"),
-    [
-        ("", "", ""),
-        ("f:", "", "f:"),
-        ("f:", "f:", "f:"),
-        ("f:12", "e:", "ef:12"),
-        ("f:12", "e:21", "ef:21"),
-        ("", "m:", "m:"),
-    ],
-)
-def test_a_graph_runs_without_what_was_off_when_traced_or_is_off_now(traced: str, now: str, both: str) -> None:
-    assert switches.combine(traced, now) == both
+def test_a_graph_without_dynamo_keeps_the_state_in_which_it_was_recorded() -> None:
+    assert switches.read_for_graph() == ""
+    with sdpa_kernel(MATH):
+        assert switches.read_for_graph() == "fec:"

@@ -56,9 +56,7 @@ def check_tensor(name: str, value: object, hint: str | None = None) -> None:
     if value is REQUIRED:
         raise as_type_error(InputError(name, "be a torch.Tensor", REQUIRED, hint=f"{name} has no default"))
     if not isinstance(value, Tensor):
-        kind = type(value).__name__
-        convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor"}.get(kind)
-        hint = hint or (convert and f"{convert}({name})") or (_FOR_FX if kind == "Proxy" else None)
+        hint = hint or _conversion(name, value) or (_FOR_FX if type(value).__name__ == "Proxy" else None)
         raise InputError(name, "be a torch.Tensor", type(value).__name__, hint)
     if not is_dense(value):
         kind = "a nested tensor" if value.is_nested else str(value.layout)
@@ -68,6 +66,12 @@ def check_tensor(name: str, value: object, hint: str | None = None) -> None:
     if type(value) is not Tensor:
         _check_class(name, value)
     check_memory(name, value)
+
+
+def _conversion(name: str, value: object) -> str | None:
+    """The expression that makes a tensor of an array or a list; None for other values."""
+    convert = {"ndarray": "torch.from_numpy", "list": "torch.tensor", "tuple": "torch.tensor"}.get(type(value).__name__)
+    return convert and f"{convert}({name})"
 
 
 def _check_class(name: str, value: Tensor) -> None:
@@ -236,7 +240,8 @@ def as_vector(argument: str, value: object, hint: str | None = None) -> Tensor:
             raise InputError(argument, f"hold values of at most {INT32_MAX}", max(numbers, key=abs))
         return torch.tensor(numbers, dtype=torch.int32, device="cpu")
     if not isinstance(value, Tensor):
-        raise InputError(argument, "be an int tensor or a list of ints", type(value).__name__, hint)
+        got = type(value).__name__
+        raise InputError(argument, "be an int tensor or a list of ints", got, hint or _conversion(argument, value))
     check_tensor(argument, value)
     check_int_dtype(argument, value)
     if value.dim() != 1:

@@ -13,7 +13,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import FunctionType, MappingProxyType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, Never, NoReturn, TypeVar
 
 import torch
 
@@ -75,7 +75,7 @@ def checked_methods(*names: str, other_names: Mapping[str, Sequence[str]] = Mapp
 def missing_as_required(function: T) -> T:
     """The function; arguments that are missing reach it as `REQUIRED`, which its own checks refuse.
 
-    The signature for type checkers, ``help`` and `inspect` stays as it is.
+    The signature for type checkers stays as it is; ``help`` and `inspect` leave out parameters of type `Never`.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
@@ -84,7 +84,8 @@ def missing_as_required(function: T) -> T:
     assert isinstance(function, FunctionType)
     function.__defaults__ = tuple(_default(p) for p in by_position)
     function.__kwdefaults__ = {p.name: _default(p) for p in by_keyword}
-    function.__signature__ = signature  # type: ignore[attr-defined]
+    shown = [p for p in parameters if p.annotation not in (Never, "Never")]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
 
 

@@ -265,6 +265,24 @@ class Cache(ABC):
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
+    @overload
+    def attend(
+        self,
+        q: Tensor,
+        mask: Mask | None = ...,
+        q_lengths: Lengths | None = ...,
+        *,
+        bias: Tensor | None = ...,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        backend: str | None = ...,
+        deterministic: bool | None = ...,
+        batch_invariant: bool | None = ...,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
     @outside_of_graphs
     def attend(
         self,

@@ -300,10 +300,9 @@ def dense(tensor: Tensor) -> Mask:
     >>> dense(torch.tensor([[True, False, True]])).intervals(1, 3).tolist()
     [[[0, 3]]]
     """
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise InputError("tensor", "be boolean, True = attend", got, "scores to add to q . k go to bias=")
     check_tensor("tensor", tensor)
+    if tensor.dtype != torch.bool:
+        raise InputError("tensor", "be boolean, True = attend", tensor.dtype, "scores to add to q . k go to bias=")
     if tensor.dim() not in (2, 4):
         raise InputError(
             "tensor",

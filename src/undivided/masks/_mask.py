@@ -124,6 +124,8 @@ class Mask(MaskFields):
     def __or__(self, other: Mask) -> Mask:
         return _kept.joined(_algebra.union, self, other)
 
+    __rand__, __ror__ = __and__, __or__  # another type on the left has the same error
+
     def check(
         self,
         batch: int,

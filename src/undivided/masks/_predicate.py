@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import numbers
+import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,14 +27,19 @@ PredicateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Predicate(Part):
-    """A function of the indices. An opaque operator receives its handle and finds the function by it."""
+    """A function of the indices. An opaque operator receives its handle and finds the function by it.
+
+    Graphs of torch.compile have small handles, which are the same in the next run, so that the compiler's cache finds
+    them. Programs that may be saved (torch.export, torch.jit.trace) have handles that no other process has.
+    """
 
     name: ClassVar[str] = "predicate"
     fn: PredicateFunction
     handle: int
 
     def fields(self) -> tuple[Field, ...]:
-        return (self.handle,)
+        stays_here = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        return (self.handle if stays_here else _PROCESS + self.handle,)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -49,6 +55,8 @@ class Predicate(Part):
 
 _predicates: weakref.WeakValueDictionary[int, Predicate] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
+_PROCESS = (1 + secrets.randbits(30)) << 32
+"""Added to the handles of programs that may be saved."""
 
 
 def register_predicate(fn: PredicateFunction) -> Predicate:
@@ -72,16 +80,24 @@ def check_signature(fn: PredicateFunction) -> None:
 
 
 def find_predicate(handle: int) -> Predicate:
-    """The part with this handle; InputError if its mask was released."""
-    part = _predicates.get(handle)
-    if part is None:
+    """The part with this handle; InputError if its mask was released, or belongs to another process."""
+    number = handle - _PROCESS if handle >= _PROCESS else handle
+    part = _predicates.get(number)
+    if part is not None:
+        return part
+    if number >> 32:
         raise InputError(
             "mask",
-            "be kept alive while its compiled graph runs",
-            f"a released predicate (handle {handle})",
-            "keep the mask that masks.predicate returned in a variable outside of the compiled function",
+            "be of tensors in a program that is saved",
+            "masks.predicate with a function of the process that saved it",
+            "masks.dense(mask.to_dense(batch, heads, q_len, kv_len)) before torch.export or torch.jit.trace",
         )
-    return part
+    raise InputError(
+        "mask",
+        "be kept alive while its compiled graph runs",
+        f"a released predicate (handle {number})",
+        "keep the mask that masks.predicate returned in a variable outside of the compiled function",
+    )
 
 
 def keep_with(tensor: Tensor, parts: Iterable[Part]) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from undivided._bounded import Bounded
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.signature import checked_call
 from undivided.backends import names_and_families
 from undivided.errors import InputError, did_you_mean
@@ -188,6 +189,7 @@ def _blocks_without(block: _Block | None, manager: use_backends) -> _Block | Non
     return outer
 
 
+@outside_of_graphs
 def _check_names(names: Sequence[str], argument: str = "backend") -> tuple[str, ...]:
     """The names; InputError unless each is a backend or a family."""
     known = names_and_families()

@@ -10,7 +10,7 @@ contract, capture, lines, workers                       the whole catalogue on a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def verify(
     v_scale: Tensor | None = None,
     backends: Sequence[str] | None = None,
     gradients: bool = True,
-    **unknown: Any,
+    **unknown: Never,
 ) -> Report:
     """A `Report` that compares every backend that can run this problem with an oracle in fp64.
 

@@ -154,10 +154,21 @@ CONSTRUCTIONS: WrongCalls = {
         "tensor must have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk], got shape [2, 3, 3]",
         "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
     ),
-    "dense-list": (
-        lambda: masks.dense([[True]]),
-        "tensor must be boolean, True = attend, got list",
-        "scores to add to q . k go to bias=",
+    "dense-list": (lambda: masks.dense([[True]]), "tensor must be a torch.Tensor, got list", "torch.tensor(tensor)"),
+    "dense-array": (
+        lambda: masks.dense(torch.ones(1, 1).bool().numpy()),
+        "tensor must be a torch.Tensor, got ndarray",
+        "torch.from_numpy(tensor)",
+    ),
+    "documents-array": (
+        lambda: masks.documents(torch.tensor([0, 2]).numpy()),
+        "cu_seqlens_q must be an int tensor or a list of ints, got ndarray",
+        "torch.from_numpy(cu_seqlens_q)",
+    ),
+    "tensor-and-mask": (
+        lambda: torch.ones(1, 1).bool() & masks.causal(),
+        "mask must be joined to another mask by `&`, got Tensor",
+        "masks.dense(tensor) turns a boolean tensor into a mask",
     ),
     "predicate-none": (
         lambda: masks.predicate(None),
