@@ -45,7 +45,7 @@ def checked_params(params: object) -> InferenceParams | None:
 def check_cross_attention(
     params: InferenceParams | None,
     cp: ContextParallel | None,
-    own_kind: str,
+    own_mask_type: str,
     own_window: Window | None,
     mask_type: str | None,
     window_size: object,
@@ -58,7 +58,7 @@ def check_cross_attention(
 
     Args:
         params, cp: the cache and the context group, if any.
-        own_kind, own_window: mask type and window of the layer, which apply if the call has none.
+        own_mask_type, own_window: mask type and window of the layer, which apply if the call has none.
         mask_type, window_size, bias_type: those of the call.
     """
     if params is None:
@@ -66,7 +66,7 @@ def check_cross_attention(
     if cp is not None:
         must = "be None for cross-attention with a context group: ranks hold parts of its keys, but whole steps"
         raise InputError("inference_params", must, "a cache", hint="a decoder without set_context_parallel_group")
-    kind = checked_mask_type(own_kind if mask_type is None else mask_type)
+    kind = checked_mask_type(mask_type, own_mask_type)
     window = checked_window(own_window if window_size is None else window_size)
     must = "not depend on the positions of the queries in cross-attention with inference_params"
     hint = "'no_mask', 'padding' or 'arbitrary', with window_size=(-1, -1), or whole sequences without inference_params"
@@ -149,7 +149,7 @@ def mask(
 @outside_of_graphs
 def attend(params: InferenceParams, layer: Any, inputs: QKV, mask: Mask, options: dict[str, Any]) -> Tensor:
     """The attention of the new tokens of a layer, which has the attribute `layer_number`, over its cache."""
-    q, k, v, format = inputs[:4]
+    q, k, v, format = inputs.q, inputs.k, inputs.v, inputs.format
     if params.context_parallel is None and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         must = "be used without gradients (a cache has no backward)"
         hint = "call under torch.no_grad() or torch.inference_mode()"
@@ -165,7 +165,9 @@ def _check_offsets(arguments: SequenceArguments, params: InferenceParams) -> Non
     """Raise InputError for offsets that differ from the lengths of the cache."""
     for name, offsets in arguments.offsets().items():
         sequences.check_offsets(name, offsets)
-        step_offsets = [params.cu_seqlens_q] if "_q" in name else [params.cu_seqlens_q, params.cu_seqlens_kv]
+        step_offsets = [params.cu_seqlens_q]
+        if "_kv" in name:  # of the new keys, or of these and the cached ones
+            step_offsets.append(params.cu_seqlens_kv)
         if readable(offsets) and not any(_same_offsets(offsets, expected) for expected in step_offsets):
             hint = f"pre_step received {params.cu_seqlens_q.diff().tolist()[: params.batch_size]} new tokens"
             raise InputError(name, "be those of inference_params, or None", offsets.tolist()[:8], hint=hint)

@@ -33,9 +33,8 @@ def attention_of_layer(
         input_layernorm, return_layernorm_output: as in `MultiheadAttention`.
     """
     names = SELF_ATTENTION if kind == "self" else CROSS_ATTENTION
-    renamed = {
-        inner: arguments[outer] for inner, outer in names.items() if outer in arguments and inner != "attention_mask"
-    }
+    # the names that are not in the arguments are those of a call
+    renamed = {inner: arguments[outer] for inner, outer in names.items() if outer in arguments}
     window = {name: arguments[name] for name in ("window_size", "bottom_right_diagonal")}
     shared = {name: arguments[name] for name in _SHARED_ARGUMENTS} | window | renamed
     module: MultiheadAttention = call_with_names(
@@ -87,15 +86,23 @@ def attention_arguments(
     mask_type, window = cross_only["attn_mask_type"], cross_only["window_size"]
     encoder_output, mask = cross_only["encoder_output"], cross_only["attention_mask"]
     if cross_attention is None:
-        hidden.check_no_encoder(encoder_output, mask, cu_seqlens_q, cross_only["cu_seqlens_kv"])
-        options = mask_type, window, cross_only["bottom_right_diagonal"]
-        call_with_names(CROSS_ATTENTION, check_mask_options, *options)
+        hidden.check_no_cross_attention(encoder_output, mask, cu_seqlens_q, cross_only["cu_seqlens_kv"])
+        diagonal = cross_only["bottom_right_diagonal"]
+        call_with_names(CROSS_ATTENTION, check_mask_options, mask_type, window, diagonal)
         key_arguments = {name: cross_only[name] for name in ("cu_seqlens_kv_padded", "max_seqlen_kv")}
         padded = key_arguments["cu_seqlens_kv_padded"] if padded is None else padded
         self_only, cross_only = {**self_only, **key_arguments, "cu_seqlens_q": cu_seqlens_q}, {}
     else:  # before self-attention changes a cache
-        checked = hidden_states, encoder_output, params, mask_type, window, shared["core_attention_bias_type"]
-        call_with_names(CROSS_ATTENTION, cross_attention.check, *checked)
+        call_with_names(
+            CROSS_ATTENTION,
+            cross_attention.check,
+            hidden_states,
+            encoder_output,
+            params,
+            mask_type,
+            window,
+            bias_type=shared["core_attention_bias_type"],
+        )
         own_mask = MaskOfCall(self_attention, self_only["attn_mask_type"], self_only["attention_mask"])
         cross_mask = MaskOfCall(cross_attention, mask_type, mask)
         own_offsets, cross_offsets = offsets_of_queries(cu_seqlens_q, own_mask, cross_mask, params)
@@ -113,7 +120,7 @@ class MaskOfCall(NamedTuple):
 
     def needs_offsets(self) -> bool:
         """Whether the real lengths of sequences come from cu_seqlens."""
-        kind = checked_mask_type(self.attention.attn_mask_type if self.attn_mask_type is None else self.attn_mask_type)
+        kind = checked_mask_type(self.attn_mask_type, self.attention.attn_mask_type)
         return self.attention.qkv_format == "thd" or (kind.padding and self.attention_mask is None)
 
 

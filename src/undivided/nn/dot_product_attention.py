@@ -264,15 +264,17 @@ class DotProductAttention(DividedModule):
         format = formats.checked_format(self.qkv_format if qkv_format is None else qkv_format, query_layer)
         tensors = InputTensors(query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         inputs = formats.checked_inputs(tensors, qkv_interleave_dim, format, self.heads)
+        if self.attention_type == "self":
+            cu_seqlens_kv = shared_offsets(cu_seqlens_q, cu_seqlens_kv)
         arguments = SequenceArguments(
-            attention_mask,
-            cu_seqlens_q,
-            shared_offsets(cu_seqlens_q, cu_seqlens_kv) if self.attention_type == "self" else cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
-            pad_between_seqs,
+            attention_mask=attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            pad_between_seqs=pad_between_seqs,
         )
         try:
             params = _cached.checked_params(inference_params)
@@ -288,7 +290,7 @@ class DotProductAttention(DividedModule):
                 core_attention_bias_type,
                 core_attention_bias,
                 self.tensor_parallel.own_slopes(core_attention_bias_type, alibi_slopes, inputs.q),
-                full._replace(q=inputs.q),
+                full._replace(q=inputs.q),  # a bias has the rows of this rank, and the keys of all ranks
                 self.softmax_scale,
                 self.softcap,
             )
@@ -308,7 +310,7 @@ class DotProductAttention(DividedModule):
         bottom_right_diagonal: bool | None,
         params: InferenceParams | None,
     ) -> Mask:
-        kind = checked_mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        kind = checked_mask_type(attn_mask_type, self.attn_mask_type)
         window = checked_window(self.window_size if window_size is None else window_size)
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         bottom_right = checked_optional_flag("bottom_right_diagonal", bottom_right)
@@ -319,8 +321,9 @@ class DotProductAttention(DividedModule):
         return sequences.mask(arguments, kind, inputs, self.attention_type, diagonal)
 
     def _attend(self, inputs: QKV, mask: Mask, scores: ScoreTerms, recompute: bool) -> Tensor | tuple[Tensor, Tensor]:
-        q, k, v, format = inputs[:4]
-        cp, dropout = self.context_parallel, self.attention_dropout if self.training else 0.0
+        q, k, v, format = inputs.q, inputs.k, inputs.v, inputs.format
+        cp = self.context_parallel
+        dropout = self.attention_dropout if self.training else 0.0
         seed = None
         if dropout:
             ranks = self.tensor_parallel.ranks

@@ -17,14 +17,20 @@ from undivided.nn.arguments.mask_types import checked_mask_type, checked_window
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
+from undivided.nn.blocks.initial_weights import Init
 from undivided.nn.blocks.inner_attribute import InnerAttribute
 from undivided.nn.blocks.linear import Linear, OutputLinear
-from undivided.nn.blocks.module import Init, checked_dtype, checked_init
+from undivided.nn.blocks.module import checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Normalization, checked_norm, checked_qk_norms
 from undivided.nn.blocks.projections import projections, split_kv, split_q, split_qkv
 from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.dot_product_attention import DotProductAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb, rotate_queries_and_keys
+
+_FLAGS = """
+    return_bias return_layernorm_output input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved
+    qk_norm_before_rope
+""".split()  # arguments that become attributes of the same name
 
 
 class MultiheadAttention(DividedModule):
@@ -286,13 +292,13 @@ class MultiheadAttention(DividedModule):
         """
         if is_first_microbatch is not None:
             checked_flag("is_first_microbatch", is_first_microbatch)
-        options = attn_mask_type, window_size, core_attention_bias_type
-        self.check(hidden_states, encoder_output, inference_params, *options)
-        kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
-        padding = checked_mask_type(kind).padding
-        is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence is None
+        self.check(
+            hidden_states, encoder_output, inference_params, attn_mask_type, window_size, core_attention_bias_type
+        )
+        padding = checked_mask_type(attn_mask_type, self.core_attention.attn_mask_type).padding
+        is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence_axis is None
         if is_whole:  # otherwise arguments describe all ranks together
-            evidence = hidden.evidence(
+            evidence = hidden.evidence_of_call(
                 attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
             hidden.check_evidence(hidden_states, self.qkv_format, evidence, inference_params)
@@ -342,12 +348,14 @@ class MultiheadAttention(DividedModule):
         )
         return self._outputs(context, normalised)
 
-    def check(self, x: Tensor, encoder: Tensor | None, params: InferenceParams | None, *options: Any) -> None:
-        """Raise the errors of a call with these hidden states, encoder output and cache.
+    def check(
+        self, x: Tensor, encoder: object, params: object, mask_type: str | None, window: object, bias_type: object
+    ) -> None:
+        """Raise the errors of a call with these hidden states, encoder output, cache and options of the mask.
 
         Args:
-            x, encoder, params, options: hidden_states, encoder_output, inference_params of the call, and its
-                attn_mask_type, window_size and core_attention_bias_type.
+            x, encoder, params: hidden_states, encoder_output and inference_params of the call.
+            mask_type, window, bias_type: its attn_mask_type, window_size and core_attention_bias_type.
 
         Raises:
             InputError: one of them is wrong.
@@ -357,23 +365,21 @@ class MultiheadAttention(DividedModule):
         hidden.check("hidden_states", x, self.hidden_size, format, weight)
         params = _cached.checked_params(params)
         if self.attention_type == "self":
-            if encoder is not None:
-                raise hidden.unexpected_encoder(encoder)
+            hidden.check_no_encoder_output(encoder)
             return
-        hidden.check("encoder_output", encoder, self.hidden_size, format, weight)
-        assert encoder is not None
-        hidden.check_encoder(x, encoder, format)
+        hidden.check_encoder_output(x, encoder, self.hidden_size, format, weight)
         core = self.core_attention
-        _cached.check_cross_attention(params, core.context_parallel, core.attn_mask_type, core.window_size, *options)
+        own = core.context_parallel, core.attn_mask_type, core.window_size
+        _cached.check_cross_attention(params, *own, mask_type, window, bias_type)
 
     def _project(self, x: Tensor, encoder: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q [.., h, d], k [.., g, d], v [.., g, d_v], and the input of the projection."""
+        """q [.., h, d], k [.., g, d], v [.., g, d_v], and x, normalised if the layer does that."""
         if self.attention_type == "self":
-            *outputs, mapped = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x)
-            return *split_qkv(outputs, self.heads, self.qkv_weight_interleaved), mapped
-        q, mapped = (self.layernorm_query if self.input_layernorm else self.query_layer)(x)
+            *outputs, normalised = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x)
+            return *split_qkv(outputs, self.heads, self.qkv_weight_interleaved), normalised
+        q, normalised = (self.layernorm_query if self.input_layernorm else self.query_layer)(x)
         *outputs, _ = self.key_value(encoder)
-        return split_q(q, self.heads), *split_kv(outputs, self.heads, self.qkv_weight_interleaved), mapped
+        return split_q(q, self.heads), *split_kv(outputs, self.heads, self.qkv_weight_interleaved), normalised
 
     def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
@@ -392,9 +398,3 @@ class MultiheadAttention(DividedModule):
         parts = [f"hidden_size={self.hidden_size}", f"attention_type={self.attention_type!r}"]
         parts += [f"{flag}=True" for flag in _FLAGS if getattr(self, flag)]
         return ", ".join(parts)
-
-
-_FLAGS = """
-    return_bias return_layernorm_output input_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved
-    qk_norm_before_rope
-""".split()

@@ -21,13 +21,17 @@ from undivided.nn.arguments.refused import OVERLAPS, TRANSFORMER_LAYER_AT_CONSTR
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.drop_path import drop_path_scale
+from undivided.nn.blocks.initial_weights import Init
 from undivided.nn.blocks.inner_attribute import InnerAttribute
 from undivided.nn.blocks.mlp import Activation, LayerNormMLP
-from undivided.nn.blocks.module import Init, checked_dtype, checked_init
+from undivided.nn.blocks.module import checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Normalization, checked_norm
 from undivided.nn.blocks.rank_calls import on_all_ranks
 from undivided.nn.multihead_attention import MultiheadAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb
+
+_FLAGS = ("apply_residual_connection_post_layernorm", "output_layernorm", "parallel_attention_mlp")
+"""Arguments that become attributes of the same name."""
 
 
 class TransformerLayer(DividedModule):
@@ -224,7 +228,7 @@ class TransformerLayer(DividedModule):
         ranks = self.tensor_parallel.ranks
         self.layernorm_mlp.ranks = ranks
         if self.output_layernorm:  # without sequence parallelism, its gradients are the same on all ranks
-            self.layernorm.ranks = ranks if ranks is not None and ranks.sequence is not None else None
+            self.layernorm.ranks = ranks if ranks is not None and ranks.sequence_axis is not None else None
         for module in self.children():
             if isinstance(module, MultiheadAttention):
                 module.set_tensor_parallel_group(tp_group, check)
@@ -373,6 +377,3 @@ class TransformerLayer(DividedModule):
         parts += [f"{key}={getattr(self, key)}" for key in ("hidden_dropout", "drop_path_rate") if getattr(self, key)]
         parts += [f"{flag}=True" for flag in _FLAGS if getattr(self, flag)]
         return ", ".join(parts)
-
-
-_FLAGS = ("apply_residual_connection_post_layernorm", "output_layernorm", "parallel_attention_mlp")

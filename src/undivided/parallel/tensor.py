@@ -107,7 +107,7 @@ def _divide_feed_forward(layer: TransformerLayer, mesh: DeviceMesh) -> None:
         layer.layernorm_mlp.ranks, layer.layernorm_mlp.has_consecutive_rows = ranks, True
     if layer.output_layernorm:
         parallelize_module(layer.layernorm, mesh, REPLICATED)
-        layer.layernorm.ranks = None if layer.tensor_parallel.sequence is None else ranks
+        layer.layernorm.ranks = None if layer.tensor_parallel.sequence_axis is None else ranks
 
 
 def _divide_attention(layer: MultiheadAttention, mesh: DeviceMesh) -> None:

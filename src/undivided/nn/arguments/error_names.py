@@ -57,13 +57,14 @@ def with_module_names(error: InputError) -> InputError:
         return error
     message, hint = name + str(error).removeprefix(error.argument), error.hint
     if hint is not None:
-        own = name + hint.removeprefix(error.argument) if hint.startswith(f"{error.argument}.") else hint
+        own_hint = name + hint.removeprefix(error.argument) if hint.startswith(f"{error.argument}.") else hint
         if "masks.documents total" in hint:
-            own = f"if the last tokens are padding, {name.removesuffix('_padded')}_padded with offsets that end there"
-        message, hint = message.replace(hint, own), own
-    for word, own in _NAMES_BY_MASK_WORD.items():
-        if word.startswith("padded_"):
-            message = message.replace(word, f"{own}[")
+            padded = f"{name.removesuffix('_padded')}_padded"
+            own_hint = f"if the last tokens are padding, {padded} with offsets that end there"
+        message, hint = message.replace(hint, own_hint), own_hint
+    for word, argument in _NAMES_BY_MASK_WORD.items():
+        if word.startswith("padded_"):  # the other words are arguments of the modules already, or no arguments
+            message = message.replace(word, f"{argument}[")
     return _rebuild_input_error(message, name, hint)
 
 

@@ -68,13 +68,20 @@ class QKV(NamedTuple):
         return f"with {batch} sequences, query_layer {list(self.q.shape)} would fit qkv_format={other!r}"
 
 
+def format_named(value: object) -> Layout | None:
+    """The format with this name; None if there is none."""
+    for name in FORMATS:
+        if isinstance(value, str) and value == name:
+            return name
+    return None
+
+
 def checked_format(
     value: object, q: object = None, argument: str = "qkv_format", tensor: str = "query_layer"
 ) -> Layout:
     """The format; InputError unless it was given at construction or at the call."""
-    for name in FORMATS:
-        if isinstance(value, str) and value == name:
-            return name
+    if (format := format_named(value)) is not None:
+        return format
     if value is not None:
         is_bhsd = isinstance(value, str) and value == "bhsd"
         hint = "x.transpose(1, 2) of a 'bhsd' tensor is 'bshd', without a copy" if is_bhsd else _FORMATS_HINT
@@ -114,19 +121,19 @@ def checked_inputs(tensors: InputTensors, interleave_dim: int, format: Layout, h
     return inputs
 
 
-def _unpack(tensors: InputTensors, interleave_dim: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v: the tensors themselves, or views of qkv_layer or kv_layer."""
+def _unpack(tensors: InputTensors, interleave_dim: int, axes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v: the tensors themselves, or views of qkv_layer or kv_layer. axes: of q, k and v in this format."""
     if not isinstance(interleave_dim, int) or interleave_dim not in (-3, -2):
         raise InputError("qkv_interleave_dim", "be -3 ([.., 3, h, d]) or -2 ([.., h, 3, d])", repr(interleave_dim))
     query, key, value, qkv, kv = tensors
     separate = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv}
     if qkv is not None:
         _check_none(separate, "qkv_layer")
-        q, k, v = _split("qkv_layer", qkv, 3, interleave_dim, rank)
+        q, k, v = _split("qkv_layer", qkv, 3, interleave_dim, axes)
         return q, k, v
     if kv is not None:
         _check_none({name: separate[name] for name in ("key_layer", "value_layer")}, "kv_layer")
-        key, value = _split("kv_layer", kv, 2, interleave_dim, rank)
+        key, value = _split("kv_layer", kv, 2, interleave_dim, axes)
     for name, tensor in (("query_layer", query), ("key_layer", key), ("value_layer", value)):
         if not isinstance(tensor, Tensor):
             got = None if tensor is None else type(tensor).__name__
@@ -143,56 +150,62 @@ def _check_none(tensors: dict[str, Tensor | None], packed: str) -> None:
             raise InputError(name, f"be None with {packed}", f"a tensor {list(tensor.shape)}", hint=hint)
 
 
-def _split(name: str, packed: Tensor, count: int, dim: int, rank: int) -> tuple[Tensor, ...]:
-    axes = f"[.., {count}, h, d]" if dim == -3 else f"[.., h, {count}, d]"
+def _split(name: str, packed: Tensor, count: int, dim: int, axes: int) -> tuple[Tensor, ...]:
+    """The `count` tensors of `axes` axes that are views of one, along its axis `dim`."""
     if not isinstance(packed, Tensor):
         raise InputError(name, "be a torch.Tensor", type(packed).__name__)
-    if packed.dim() != rank + 1 or packed.shape[dim] != count:
+    if packed.dim() != axes + 1 or packed.shape[dim] != count:
         hint = None
-        other = -5 - dim
-        if packed.dim() == rank + 1 and packed.shape[other] == count:
-            hint = f"these sizes would fit qkv_interleave_dim={other}"
-        must = f"have {rank + 1} axes {axes} with qkv_interleave_dim={dim}"
+        other_dim = -2 if dim == -3 else -3
+        if packed.dim() == axes + 1 and packed.shape[other_dim] == count:
+            hint = f"these sizes would fit qkv_interleave_dim={other_dim}"
+        order = f"[.., {count}, h, d]" if dim == -3 else f"[.., h, {count}, d]"
+        must = f"have {axes + 1} axes {order} with qkv_interleave_dim={dim}"
         raise InputError(name, must, list(packed.shape), hint=hint)
     return packed.unbind(dim)
 
 
 def _check(inputs: QKV, heads: Heads) -> None:
     """Raise InputError if axes, heads, head sizes, batch, lengths, dtypes or devices are wrong."""
-    named = (("query_layer", inputs.q), ("key_layer", inputs.k), ("value_layer", inputs.v))
-    for name, tensor in named:
+    # name, tensor, number of heads, the argument that has this number, head size
+    expected = (
+        ("query_layer", inputs.q, heads.q, "num_attention_heads", heads.qk_dim),
+        ("key_layer", inputs.k, heads.kv, "num_gqa_groups", heads.qk_dim),
+        ("value_layer", inputs.v, heads.kv, "num_gqa_groups", heads.v_dim),
+    )
+    for name, tensor, _, _, _ in expected:
         check_tensor(name, tensor)
-        _check_rank(name, tensor, inputs.format, heads)
-    for (name, tensor), count, argument in zip(
-        named, (heads.q, heads.kv, heads.kv), ("num_attention_heads", "num_gqa_groups", "num_gqa_groups"), strict=True
-    ):
+        _check_axes(name, tensor, inputs.format, heads)
+    for name, tensor, count, argument, _ in expected:
         if tensor.shape[-2] != count:
             got, hint = f"{tensor.shape[-2]} in {list(tensor.shape)}", _heads_hint(tensor, count, argument)
             raise InputError(name, f"have {count} heads ({argument}) at axis {tensor.dim() - 2}", got, hint=hint)
-    for (name, tensor), size in zip(named, (heads.qk_dim, heads.qk_dim, heads.v_dim), strict=True):
+    for name, tensor, _, _, size in expected:
         if tensor.shape[-1] != size:
-            hint = "for another head size of values, kv_channels=(queries and keys, values)" if name[0] == "v" else None
+            is_value = name == "value_layer"
+            hint = "for another head size of values, kv_channels=(queries and keys, values)" if is_value else None
             must = f"have head size {size} (kv_channels)"
             raise InputError(name, must, f"{tensor.shape[-1]} in {list(tensor.shape)}", hint=hint)
     _check_lengths(inputs)
     _check_dtypes_and_devices(inputs)
 
 
-def _check_rank(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None:
-    rank = layout.axis_count(format)
-    if tensor.dim() == rank:
+def _check_axes(name: str, tensor: Tensor, format: Layout, heads: Heads) -> None:
+    """Raise InputError unless a tensor has the number of axes of the format."""
+    axes = layout.axis_count(format)
+    if tensor.dim() == axes:
         return
     hint = None
     if tensor.dim() == 3 and tuple(tensor.shape[1:]) in ((heads.q, heads.qk_dim), (heads.kv, heads.qk_dim)):
         hint = "[tokens, heads, head_dim] is qkv_format='thd', with cu_seqlens_q and a padding mask type"
-    elif tensor.dim() == 3 and rank == 4:
+    elif tensor.dim() == 3 and axes == 4:
         hint = (
             "split the heads of a [batch, seq, hidden] tensor: "
             f"x.unflatten(-1, ({heads.q}, {heads.qk_dim})), then qkv_format='bshd' ('sbhd' for [seq, batch, hidden])"
         )
     elif tensor.dim() == 4:
         hint = "thd has no batch axis; a padded batch is 'bshd' or 'sbhd' with a padding mask type"
-    must = f"have {rank} axes [{', '.join(format)}] in qkv_format={format!r}"
+    must = f"have {axes} axes [{', '.join(format)}] in qkv_format={format!r}"
     raise InputError(name, must, f"{tensor.dim()} axes {list(tensor.shape)}", hint=hint)
 
 
@@ -205,7 +218,7 @@ def _heads_hint(tensor: Tensor, count: int, argument: str) -> str | None:
 
 
 def _check_lengths(inputs: QKV) -> None:
-    q, k, v, format = inputs[:4]
+    q, k, v, format = inputs.q, inputs.k, inputs.v, inputs.format
     if k.shape[:-1] != v.shape[:-1]:
         must = f"have the axes {list(k.shape[:-1])} of key_layer before its head size"
         raise InputError("value_layer", must, list(v.shape))

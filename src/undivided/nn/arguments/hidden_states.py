@@ -21,7 +21,7 @@ from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import is_autocast
 from undivided.cache import InferenceParams
 from undivided.errors import InputError
-from undivided.nn.arguments.formats import FORMATS, OTHER_FORMAT
+from undivided.nn.arguments.formats import FORMATS, OTHER_FORMAT, format_named
 from undivided.nn.arguments.sequences import check_offsets, differ
 
 _FORMAT_HINT = (
@@ -58,9 +58,8 @@ class Evidence(NamedTuple):
 
 def checked_layer_format(argument: str, value: object) -> Layout:
     """The format of a layer's hidden states; InputError unless it was given."""
-    for name in FORMATS:
-        if isinstance(value, str) and value == name:
-            return name
+    if (format := format_named(value)) is not None:
+        return format
     choices = ", ".join(map(repr, FORMATS))
     if value is not None:
         raise InputError(argument, f"be one of {choices}", repr(value), hint=_FORMAT_HINT)
@@ -76,7 +75,7 @@ def check(name: str, x: object, hidden_size: int, format: Layout, like: Tensor) 
     axes = 2 if format == "thd" else 3
     if x.dim() != axes:
         must = f"have {axes} axes {_AXES[format]} in qkv_format={format!r}"
-        raise InputError(name, must, list(x.shape), hint=_other_rank(x))
+        raise InputError(name, must, list(x.shape), hint=_axes_hint(x))
     if x.shape[-1] != hidden_size:
         raise InputError(name, f"have hidden_size ({hidden_size}) features", f"{x.shape[-1]} in {list(x.shape)}")
     if not x.is_floating_point():
@@ -96,7 +95,8 @@ def check(name: str, x: object, hidden_size: int, format: Layout, like: Tensor) 
         raise InputError(name, f"have the parameters' dtype ({like.dtype})", x.dtype, hint=hint)
 
 
-def _other_rank(x: Tensor) -> str | None:
+def _axes_hint(x: Tensor) -> str | None:
+    """What hidden states with another number of axes may be."""
     if x.dim() == 3:
         return (
             "a batch of one is packed as x.squeeze(), [tokens, hidden]"
@@ -158,8 +158,10 @@ def _check_step(x: Tensor, format: Layout, params: InferenceParams) -> None:
         raise InputError("hidden_states", must, length)
 
 
-def check_encoder(x: Tensor, encoder: Tensor, format: Layout) -> None:
-    """Raise InputError unless hidden states and encoder output have the same number of sequences."""
+def check_encoder_output(x: Tensor, encoder: object, hidden_size: int, format: Layout, like: Tensor) -> None:
+    """Raise InputError unless an encoder output is as `check` requires, with as many sequences as hidden states x."""
+    check("encoder_output", encoder, hidden_size, format, like)
+    assert isinstance(encoder, Tensor)
     if format == "thd" or sizes(x, format).batch == sizes(encoder, format).batch:
         return
     other = OTHER_FORMAT[format]
@@ -171,17 +173,21 @@ def check_encoder(x: Tensor, encoder: Tensor, format: Layout) -> None:
     raise InputError("encoder_output", must, list(encoder.shape), hint=hint)
 
 
-def unexpected_encoder(encoder: object) -> InputError:
-    """The error for an encoder output that self-attention was given."""
+def check_no_encoder_output(encoder: object) -> None:
+    """Raise InputError for an encoder output, which self-attention does not have."""
+    if encoder is None:
+        return
     got = f"a tensor {list(encoder.shape)}" if isinstance(encoder, Tensor) else type(encoder).__name__
     hint = (
         "MultiheadAttention projects hidden_states itself: mha(x), or attention_type='cross' at construction; for "
         "given q, k, v use DotProductAttention"
     )
-    return InputError("encoder_output", "be None with attention_type='self'", got, hint)
+    raise InputError("encoder_output", "be None with attention_type='self'", got, hint)
 
 
-def check_no_encoder(encoder: object, mask: object, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
+def check_no_cross_attention(
+    encoder: object, mask: object, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None
+) -> None:
     """Raise InputError for arguments of a cross-attention, which an encoder does not have."""
     hint = "layer_type='decoder' at construction has cross-attention"
     for name, value in (("encoder_output", encoder), ("enc_dec_attn_mask", mask)):
@@ -227,7 +233,7 @@ def _swapped(x: Tensor, format: Layout, evidence: str, hint: str = "") -> InputE
     return InputError("qkv_format", must, repr(format), hint)
 
 
-def evidence(
+def evidence_of_call(
     mask: object,
     padding: bool,
     bias: object,
@@ -235,7 +241,7 @@ def evidence(
     cu_seqlens_kv: object,
     params: InferenceParams | None,
 ) -> Iterator[Evidence]:
-    """The evidence of the arguments of a call."""
+    """What each argument of a call implies about the sizes of hidden states. padding: of the mask type."""
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         # one entry more than sequences; with a cache, one more than its largest batch
         if params is None and isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.numel():

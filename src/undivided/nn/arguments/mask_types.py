@@ -52,8 +52,14 @@ _ALIASES = {"causal_padding": "padding_causal"}
 Window = tuple[int, int]
 
 
-def checked_mask_type(value: object) -> MaskType:
-    """The mask type with this name, in which a comma may replace an underscore, as in TransformerEngine."""
+def checked_mask_type(value: object, own: str | None = None) -> MaskType:
+    """The mask type with this name, in which a comma may replace an underscore, as in TransformerEngine.
+
+    Args:
+        value: the name.
+        own: the name that a module has, for a call without one.
+    """
+    value = own if value is None else value
     name = value.replace(",", "_") if isinstance(value, str) else None
     kind = None if name is None else MASK_TYPES.get(_ALIASES.get(name, name))
     if kind is None:

@@ -23,6 +23,8 @@ from undivided.nn.arguments.checks import checked_optional_flag
 from undivided.nn.arguments.formats import QKV
 from undivided.nn.arguments.mask_types import MaskType
 
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
 
 class SequenceArguments(NamedTuple):
     """The arguments of a call that describe sequences. pad_between_seqs None: cu_seqlens_*_padded decide."""
@@ -39,11 +41,12 @@ class SequenceArguments(NamedTuple):
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors among the arguments."""
         mask = self.attention_mask if isinstance(self.attention_mask, tuple | list) else (self.attention_mask,)
-        return tuple(t for t in (*mask, *self[1:5]) if isinstance(t, Tensor))
+        return tuple(t for t in (*mask, *self.offsets().values()) if isinstance(t, Tensor))
 
     def offsets(self) -> dict[str, Tensor]:
         """The cu_seqlens arguments that are not None, by name."""
-        return {name: value for name, value in zip(self._fields[1:5], self[1:5], strict=True) if value is not None}
+        offsets = {name: getattr(self, name) for name in _OFFSETS}
+        return {name: value for name, value in offsets.items() if value is not None}
 
     def hints(self) -> tuple[int | None, int | None, bool | None]:
         """(max_seqlen_q, max_seqlen_kv, pad_between_seqs), which follow from the offsets too."""

@@ -19,13 +19,20 @@ from undivided.request.slopes import usual_slopes
 
 
 class TensorArguments(NamedTuple):
-    """The checked arguments: the number of ranks, the ranks if they are known, the tracker of generators, the axis of
-    hidden states of which a rank has its part, and whether `parallelize` has divided the layer."""
+    """The checked arguments.
+
+    Attributes:
+        size: the number of ranks.
+        ranks: the ranks; None if there is one, or if they are not known yet.
+        tracker: `get_rng_state_tracker`, or None.
+        sequence_axis: the axis of hidden states of which a rank has its part; None: a rank has the whole sequence.
+        is_parallelized: whether `parallelize` has divided the layer.
+    """
 
     size: int
     ranks: TensorRanks | None
     tracker: Tracker | None
-    sequence: int | None
+    sequence_axis: int | None
     is_parallelized: bool = False
 
     def own_heads(self, heads: Heads) -> Heads:
@@ -70,7 +77,7 @@ class TensorArguments(NamedTuple):
         if self.is_parallelized:
             hint = "set_tensor_parallel_group is for layers that were built with tp_size"
             raise InputError("tp_group", "not be set after parallelize", type(tp_group).__name__, hint=hint)
-        return self._replace(ranks=tensor_ranks(tp_group, self.size, self.sequence, check))
+        return self._replace(ranks=tensor_ranks(tp_group, self.size, self.sequence_axis, check))
 
 
 def checked_tensor_arguments(
@@ -101,5 +108,5 @@ def checked_tensor_arguments(
         got = f"one with the arguments {inspect.signature(tracker)}"
         raise InputError("get_rng_state_tracker", "be a function without arguments", got, hint=hint)
     is_divided = checked_flag("sequence_parallel", sequence_parallel) and size > 1
-    sequence = SEQUENCE_AXIS[format] if is_divided and format is not None else None
-    return TensorArguments(size, tensor_ranks(tp_group, size, sequence), tracker, sequence)
+    axis = SEQUENCE_AXIS[format] if is_divided and format is not None else None
+    return TensorArguments(size, tensor_ranks(tp_group, size, axis), tracker, axis)

@@ -53,7 +53,7 @@ def _drawn_on_all_ranks(count: int, device: torch.device, cp: ContextParallel) -
 def _tokens(out: Tensor, cu_seqlens: Tensor, ranks: TensorRanks | None, cp: ContextParallel | None) -> Tensor:
     """The indices of the packed tokens that this rank has: those of its context rank, or a consecutive part of them."""
     own = out.shape[0]
-    size, rank = (1, 0) if ranks is None or ranks.sequence is None else (ranks.size, ranks.rank)
+    size, rank = (1, 0) if ranks is None or ranks.sequence_axis is None else (ranks.size, ranks.rank)
     if cp is None:
         return torch.arange(own, device=out.device) + rank * own
     tokens = cp.placed(own * size, own * size, masks.documents(cu_seqlens)).rows("q")[cp.rank]

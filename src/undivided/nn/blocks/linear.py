@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from undivided.nn.blocks.module import Init, Module, initialise
+from undivided.nn.blocks.initial_weights import Init
+from undivided.nn.blocks.module import Module, initialise
 from undivided.nn.blocks.normalization import Norm
 
 

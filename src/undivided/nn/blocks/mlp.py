@@ -22,7 +22,8 @@ from undivided.arguments.checks import checked_choice
 from undivided.errors import InputError
 from undivided.nn.arguments.checks import checked_number
 from undivided.nn.blocks.halves import both_halves
-from undivided.nn.blocks.module import Init, Module, initialise
+from undivided.nn.blocks.initial_weights import Init
+from undivided.nn.blocks.module import Module, initialise
 from undivided.nn.blocks.normalization import Norm
 
 _QUICK = 1.702

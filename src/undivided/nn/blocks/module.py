@@ -11,8 +11,7 @@ from torch import Tensor
 
 from undivided.arguments.signature import takes
 from undivided.errors import InputError
-from undivided.nn.blocks.initial_weights import DividedInit, draw_dtensor
-from undivided.nn.blocks.initial_weights import Init as Init
+from undivided.nn.blocks.initial_weights import DividedInit, Init, draw_dtensor
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 
 _EXTRA_STATE = "_extra_state"
@@ -39,7 +38,7 @@ class Module(torch.nn.Module):
             The parameters as plain tensors, or views whose gradient is summed over ranks; None stays None.
         """
         own, ranks = [self._own(name, None) for name in names], self.ranks
-        if ranks is None or ranks.sequence is None:
+        if ranks is None or ranks.sequence_axis is None:
             return own
         return [None if parameter is None else ranks.shared(parameter) for parameter in own]
 

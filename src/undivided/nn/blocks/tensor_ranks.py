@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -29,10 +29,15 @@ from undivided.request.seed import draw_seed
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Move = tuple[Any, Any]
-"""Placements of a DTensor before and after a redistribution."""
 Tracker = Callable[[], Any]
 """TransformerEngine's `get_rng_state_tracker`: returns an object whose `fork()` is a context with its generator."""
+
+
+class Move(NamedTuple):
+    """Placements of a DTensor before and after a redistribution."""
+
+    before: Any
+    after: Any
 
 
 class TensorRanks:
@@ -40,19 +45,20 @@ class TensorRanks:
 
     Args:
         group: the process group.
-        sequence: the axis of hidden states of which a rank has its part; None: a rank has the whole sequence.
+        sequence_axis: the axis of hidden states of which a rank has its part; None: a rank has the whole sequence.
         check: whether the ranks compare the arguments of every call.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, sequence: int | None, check: bool = True) -> None:
+    def __init__(self, group: distributed.ProcessGroup, sequence_axis: int | None, check: bool = True) -> None:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        self.group, self.sequence, self.check = group, sequence, check
+        self.group, self.sequence_axis, self.check = group, sequence_axis, check
         check_exists(group, "tp_group")
         adopt_timeout(group)
         self.rank, self.size = group.rank(), group.size()
+        # placements of DTensors
         self._whole, self._summand = Replicate(), Partial()
-        self._own = self._whole if sequence is None else Shard(sequence)  # the placement of hidden states
+        self._hidden_states = self._whole if sequence_axis is None else Shard(sequence_axis)
         self._meshes: dict[str, DeviceMesh] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         for kind in {"cpu"} if accelerator is None else {"cpu", accelerator.type}:
@@ -102,12 +108,13 @@ class TensorRanks:
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Hidden states after the dropout of one process, whose generator has the state of this rank's."""
-        if self.sequence is None:
+        axis = self.sequence_axis
+        if axis is None:
             return functional.dropout(x, p)
-        shape, own = list(x.shape), x.shape[self.sequence]
-        shape[self.sequence] = own * self.size
+        shape, own = list(x.shape), x.shape[axis]
+        shape[axis] = own * self.size
         noise = functional.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p)
-        return x * noise.narrow(self.sequence, self.rank * own, own)
+        return x * noise.narrow(axis, self.rank * own, own)
 
     def own(self, tensor: Tensor, axis: int) -> Tensor:
         """This rank's consecutive part of a tensor along an axis, a view."""
@@ -116,23 +123,25 @@ class TensorRanks:
 
     def enter(self, x: Tensor) -> Tensor:
         """Hidden states of the whole sequence, for the maps of this rank; the gradient is the sum over ranks."""
-        return self._move(x, "the gather of hidden states", (self._own, self._whole), (self._summand, self._own))
+        gather, scatter = Move(self._hidden_states, self._whole), Move(self._summand, self._hidden_states)
+        return self._move(x, "the gather of hidden states", gather, scatter)
 
     def leave(self, x: Tensor) -> Tensor:
         """Hidden states that are the sum over ranks; with sequence parallelism this rank's part of them."""
-        return self._move(x, "the sum of outputs", (self._summand, self._own), (self._own, self._whole))
+        scatter, gather = Move(self._summand, self._hidden_states), Move(self._hidden_states, self._whole)
+        return self._move(x, "the sum of outputs", scatter, gather)
 
     def shared(self, parameter: Tensor) -> Tensor:
         """A parameter that ranks apply to different heads or tokens: its gradient is the sum over ranks."""
         whole = self._whole
-        return self._move(parameter, "a shared parameter", (whole, whole), (self._summand, whole))
+        return self._move(parameter, "a shared parameter", Move(whole, whole), Move(self._summand, whole))
 
     def gather_features(self, x: Tensor) -> Tensor:
         """The features of all ranks, [.., ranks * features]; the gradient is this rank's part of the sum over ranks."""
         from torch.distributed.tensor import Shard
 
         own = Shard(x.ndim - 1)
-        return self._move(x, "the gather of features", (own, self._whole), (self._summand, own))
+        return self._move(x, "the gather of features", Move(own, self._whole), Move(self._summand, own))
 
     def _move(self, x: Tensor, what: str, forward: Move, backward: Move) -> Tensor:
         """x after a move, its gradient after another one; DTensor does the communication."""
@@ -141,18 +150,18 @@ class TensorRanks:
             return exchanged(x, what, *exchanges)
         from torch.distributed.tensor import DTensor
 
-        placed = DTensor.from_local(x, self._mesh(x.device.type), [forward[0]], run_check=False)
-        return placed.redistribute(placements=[forward[1]]).to_local(grad_placements=[backward[0]])
+        placed = DTensor.from_local(x, self._mesh(x.device.type), [forward.before], run_check=False)
+        return placed.redistribute(placements=[forward.after]).to_local(grad_placements=[backward.before])
 
     def redistribute(self, move: Move, x: Tensor, step: str) -> Tensor:
         """This rank's tensor after a move, without gradient. step: what is moved, for errors."""
         from torch.distributed.tensor import DTensor
 
-        if move[0] == move[1]:
+        if move.before == move.after:
             return x.view_as(x)
         with rank_errors(step, self.group):
-            placed = DTensor.from_local(x, self._mesh(x.device.type), [move[0]], run_check=False)
-            return placed.redistribute(placements=[move[1]]).to_local()
+            placed = DTensor.from_local(x, self._mesh(x.device.type), [move.before], run_check=False)
+            return placed.redistribute(placements=[move.after]).to_local()
 
     def _mesh(self, kind: str) -> DeviceMesh:
         """The ranks as a mesh of a type of device."""
@@ -167,7 +176,7 @@ def _no_ranks() -> None:
     """What the ranks of a pickled layer become."""
 
 
-def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None, check: bool = True) -> TensorRanks | None:
+def tensor_ranks(tp_group: object, tp_size: int, sequence_axis: int | None, check: bool = True) -> TensorRanks | None:
     """The ranks of a group; None without a group or with one rank.
 
     Raises:
@@ -180,7 +189,7 @@ def tensor_ranks(tp_group: object, tp_size: int, sequence: int | None, check: bo
         hint = "tp_size at construction decides the shapes of the parameters"
         raise InputError("tp_group", f"have the {tp_size} ranks of tp_size", size, hint=hint)
     assert isinstance(tp_group, distributed.ProcessGroup)
-    return None if size == 1 else TensorRanks(tp_group, sequence, check)
+    return None if size == 1 else TensorRanks(tp_group, sequence_axis, check)
 
 
 def group_size(tp_group: object) -> int:

@@ -63,24 +63,25 @@ def rotate_queries_and_keys(
         try:
             if cp is not None:
                 rows = rank_freqs(rows, t, format, cp, offsets, side)
-                offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
             elif positions is not None:
                 rows, start = rows_of_positions(rows, positions, format), None
-                offsets = None if offsets is None else offsets.new_tensor([0, t.shape[0]])
+            if offsets is not None and (cp is not None or positions is not None):
+                offsets = offsets.new_tensor([0, t.shape[0]])  # row i is that of token i now, as of one sequence
             return compute_rotation(t, rows, format, start, interleaved, offsets)
         except InputError as error:
-            of_offsets = f"cu_seqlens_{side}_padded" if is_padded else f"cu_seqlens_{side}"
-            raise rename_arguments(error, {"freqs": "rotary_pos_emb", "cu_seqlens": of_offsets}) from None
+            offsets_name = f"cu_seqlens_{side}_padded" if is_padded else f"cu_seqlens_{side}"
+            raise rename_arguments(error, {"freqs": "rotary_pos_emb", "cu_seqlens": offsets_name}) from None
 
-    def shared(t: Tensor, rows: Tensor) -> Rotation:
+    def rotation_of_queries(t: Tensor, rows: Tensor) -> Rotation:
+        """The rotation of t at the positions of the queries: in self-attention of the keys too."""
         if params is None:
             return rotation(t, rows, starts, offsets_q)
         key = "rotation", format, interleaved, t.shape, t.dtype, t.device
         return once_per_step(params, key, rows, lambda: rotation(t, rows, starts, offsets_q))
 
-    q_rotation = shared(q, q_freqs)
+    q_rotation = rotation_of_queries(q, q_freqs)
     if is_cross:
         k_rotation = rotation(k, k_freqs, None, offsets_kv, "kv")
     else:
-        k_rotation = q_rotation if k_freqs is q_freqs else shared(k, k_freqs)
+        k_rotation = q_rotation if k_freqs is q_freqs else rotation_of_queries(k, k_freqs)
     return rotate(q, q_rotation), rotate(k, k_rotation)
