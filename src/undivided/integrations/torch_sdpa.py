@@ -115,12 +115,15 @@ def replace_sdpa() -> Replacement:
 
 
 _active: list[Replacement] = []
+"""The handles that are not restored."""
 _lock = threading.Lock()
 """Held while a handle is installed or removed."""
 _pytorch_sdpa: Any = functional.scaled_dot_product_attention
 """PyTorch's function, for calls that are not ours. Read once, because a later replacement may call ours."""
 _previous: Any = None
+"""The function in ``torch.nn.functional`` before the first active handle, which the last one restores."""
 _previous_fast_path = True
+"""Whether the fast path of ``nn.MultiheadAttention`` was enabled then."""
 
 
 def _install(handle: Replacement) -> None:
@@ -170,7 +173,7 @@ def _replacement(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    if not _is_ours(query, key, value):
+    if _has_strided_nested(query, key, value) or not _count_call():
         out: Tensor = _pytorch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -191,17 +194,12 @@ def _are_nested(*tensors: Tensor) -> bool:
         return any(getattr(tensor, "is_nested", False) is True for tensor in tensors)
 
 
-def _is_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether Undivided computes the call; counts it if so.
-
-    PyTorch computes it if no replacement is active, or if it has nested tensors that are not jagged.
-    """
+def _has_strided_nested(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether there is a nested tensor that is not jagged: PyTorch computes the call."""
     try:
-        if any(t.is_nested and not jagged.is_jagged(t) for t in (query, key, value)):
-            return False
+        return any(t.is_nested and not jagged.is_jagged(t) for t in (query, key, value))
     except AttributeError:  # not tensors: the later checks refuse them
-        pass
-    return _count_call()
+        return False
 
 
 def _count_call() -> bool:

@@ -13,7 +13,7 @@ from undivided.errors import InputError
 from undivided.nn import TransformerLayer
 
 
-def check_state(state: object, argument: str = "state") -> dict[str, Tensor]:
+def checked_state(state: object, argument: str = "state") -> dict[str, Tensor]:
     """A copy of a state dict of whole tensors, without the scales of FP8.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 from undivided.arguments.checks import check_type, listed
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
-from undivided.integrations.checkpoints.check import check_result, check_state, checked_layers, checked_names
+from undivided.integrations.checkpoints.check import check_result, checked_layers, checked_names, checked_state
 from undivided.integrations.checkpoints.fused import arrange, projections
 from undivided.integrations.checkpoints.table import pairs
 
@@ -59,10 +59,11 @@ def from_hugging_face(
     checked_layers(model)
     check_type("layers", layers, str, "the name of the layers")
     names = checked_names(names)
-    entries = {name: value for name, value in check_state(state).items() if not _COMPUTED.search(name)}
+    entries = {name: value for name, value in checked_state(state).items() if not _COMPUTED.search(name)}
     result = _outer_state(entries, model, names)
+    # with the sizes of the biases that the model has and the entries may lack
     separate = _separate(model, {name: value.to("meta") for name, value in model.state_dict().items()})
-    for here, there in _entries(model, layers):
+    for here, there in _name_pairs(model, layers):
         if all(name in entries for name in there):
             parts = [entries.pop(name) for name in there]
             result[here] = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -110,8 +111,8 @@ def to_hugging_face(
     """
     checked_layers(model)
     check_type("layers", layers, str, "the name of the layers")
-    like = None if like is None else check_state(like, "like")
-    entries = check_state(state)
+    like = None if like is None else checked_state(like, "like")
+    entries = checked_state(state)
     check_result(entries, model.state_dict(), "model", None)
     entries = _separate(model, entries)
     buffers = dict(model.named_buffers())
@@ -120,7 +121,7 @@ def to_hugging_face(
         if here not in entries:
             raise InputError("names", "name parameters of model", repr(here))
         result[name] = entries.pop(here)
-    for here, there in _entries(model, layers):
+    for here, there in _name_pairs(model, layers):
         if here in entries:
             parts = entries.pop(here).chunk(len(there))
             if like is None or there[0] in like or not _is_zero_bias(here, parts):
@@ -162,7 +163,7 @@ def from_transformer_engine(
     >>> layer.load_state_dict(from_transformer_engine(fused.state_dict(), layer, qkv_weight_interleaved=True))
     <All keys matched successfully>
     """
-    entries = check_state(state)
+    entries = checked_state(state)
     if qkv_weight_interleaved is not None and not isinstance(qkv_weight_interleaved, bool):
         raise InputError("qkv_weight_interleaved", "be True, False or None", repr(qkv_weight_interleaved))
     if not isinstance(model, torch.nn.Module):
@@ -172,25 +173,34 @@ def from_transformer_engine(
     return result
 
 
-def _arrange_for(model: torch.nn.Module, state: dict[str, Tensor], source: bool | None) -> dict[str, Tensor]:
+def _arrange_for(
+    model: torch.nn.Module, state: dict[str, Tensor], source_interleaved: bool | None
+) -> dict[str, Tensor]:
     """A state dict with the queries, keys and values in one weight or a weight each, as the model has them.
 
-    source: whether one weight in the state is interleaved; None if that is unknown.
+    source_interleaved: whether one weight in the state is interleaved; None if that is unknown.
     """
     for projection in projections(model):
         layer = projection.layer
-        state |= arrange(state, projection, source, layer.fuse_qkv_params, layer.qkv_weight_interleaved)
+        state |= arrange(
+            state,
+            projection,
+            source_interleaved=source_interleaved,
+            fused=layer.fuse_qkv_params,
+            interleaved=layer.qkv_weight_interleaved,
+        )
     return state
 
 
 def _separate(model: torch.nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the model with a weight each for queries, keys and values."""
     for projection in projections(model):
-        state |= arrange(state, projection, projection.layer.qkv_weight_interleaved, False, False)
+        source_interleaved = projection.layer.qkv_weight_interleaved
+        state |= arrange(state, projection, source_interleaved=source_interleaved, fused=False, interleaved=False)
     return state
 
 
-def _entries(model: torch.nn.Module, layers: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _name_pairs(model: torch.nn.Module, layers: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(name in the model, names there) of every parameter that its layers may have, weights before biases."""
     for number, (name, layer) in enumerate(checked_layers(model).items()):
         prefix = f"{name}." if name else ""

@@ -31,10 +31,9 @@ class Projection(NamedTuple):
         """The weight or bias of each map, from that of all."""
         if len(self.maps) == 1:
             return [weight]
-        heads, rows = self.layer.heads, weight.movedim(0, -1)
-        whole = (rows,)
-        split = split_kv(whole, heads, interleaved) if len(self.maps) == 2 else split_qkv(whole, heads, interleaved)
-        return [rows.flatten(-2).movedim(-1, 0) for rows in split]
+        split = split_kv if len(self.maps) == 2 else split_qkv
+        parts = split((weight.movedim(0, -1),), self.layer.heads, interleaved)  # which split the last axis
+        return [part.flatten(-2).movedim(-1, 0) for part in parts]
 
     def join(self, weights: list[Tensor], interleaved: bool) -> Tensor:
         """The weight or bias of all maps, from that of each."""
@@ -68,21 +67,21 @@ def projections(model: torch.nn.Module) -> Iterator[Projection]:
 
 
 def arrange(
-    state: dict[str, Tensor], projection: Projection, source: bool | None, fused: bool, interleaved: bool
+    state: dict[str, Tensor], projection: Projection, *, source_interleaved: bool | None, fused: bool, interleaved: bool
 ) -> dict[str, Tensor]:
     """The entries of a map in one arrangement; it takes those of the other one out of the state.
 
     Args:
         state: of the model; entries are removed.
         projection: the map.
-        source: whether one weight in the state is interleaved; None if that is unknown.
+        source_interleaved: whether one weight in the state is interleaved; None if that is unknown.
         fused, interleaved: the arrangement of the result: one weight, and its order.
     """
     result: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
         one, several = f"{projection.name}{kind}", [f"{projection.name}{name}_{kind}" for name in projection.maps]
         if one in state:
-            if source is None and len(projection.maps) > 1:
+            if source_interleaved is None and len(projection.maps) > 1:
                 hint = "True is TransformerEngine's default: for each key head its queries, its key and its value"
                 raise InputError(
                     "qkv_weight_interleaved", f"be True or False, because state has {one!r}", None, hint=hint
@@ -90,7 +89,7 @@ def arrange(
             weight = state.pop(one)
             if weight.shape[0] != projection.rows:
                 raise InputError(f"state[{one!r}]", f"have {projection.rows} rows", list(weight.shape))
-            weights = projection.split(weight, bool(source))
+            weights = projection.split(weight, bool(source_interleaved))
         elif all(name in state for name in several):
             weights = [state.pop(name) for name in several]
         else:

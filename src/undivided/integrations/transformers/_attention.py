@@ -31,9 +31,9 @@ _NUMBERS, _FLAGS = frozenset({int, float}), frozenset({bool, type(None)})
 _NOT_OVER_RANKS = ("position_bias", "sinks", "indices", "block_indices", "cu_seq_lens_q")
 """Arguments that need the tokens of all ranks."""
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_DOCUMENT_NAMES = dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_q", "max_kv"), _DOCUMENTS, strict=True))
-"""The library's names of arguments that describe documents, by those of `masks.documents`."""
 """The arguments that describe packed documents."""
+_DOCUMENT_NAMES = dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_q", "max_kv"), _DOCUMENTS, strict=True))
+"""The library's names of these arguments, by those of `masks.documents`."""
 
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
@@ -110,7 +110,7 @@ def attention(
     _check_refused(others)
     if isinstance(attention_mask, ModelMask) and cu_seq_lens_q is None and "position_ids" in others:
         report_restarts(module, attention_mask, others["position_ids"])
-    # bare: without the arguments that few models have; plain: only a mask, a scale and a softcap
+    # bare: all arguments that few models have are None; plain: there is only a mask, a scale and a softcap
     is_bare = position_bias is sinks is indices is block_indices is cu_seq_lens_q is cu_seq_lens_k is None
     is_bare = is_bare and max_length_q is max_length_k is None
     fits_one_row = is_bare and _fits_one_row(attention_mask, query, key, value)

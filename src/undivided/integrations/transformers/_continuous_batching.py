@@ -24,6 +24,8 @@ from undivided.masks import Mask
 CAUSAL = masks.causal(align="bottom_right")
 GATHERED = "_undivided_gathered"
 """The attribute of a cache with the layers that get all keys, gathered."""
+INPUTS = "_undivided_inputs"
+"""The attribute of a cache with the `SharedInputs` of each type of layer."""
 NEW = "_undivided_new"
 """The attribute of a cache with the new keys and values of layers, until their attention."""
 _WITHOUT_PAGES = "model.generate instead of model.generate_batch"
@@ -71,7 +73,7 @@ def attention(
     read_index, write_index = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
     k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
     reads_pages = False
-    if not _are_gathered(cache, layer, key, value, read_index, write_index):
+    if not _store_if_gathered(cache, layer, key, value, read_index, write_index):
         reads_pages = _window(allocator) is None and len(read_index) > 0
         if reads_pages:
             allocator.update(k, v, layer, read_index[:0], write_index)  # with nothing to read, `update` only writes
@@ -97,11 +99,13 @@ def _check_keywords(arguments: Any) -> None:
         raise InputError(missing[0], must, None, hint=_WITHOUT_PAGES)
 
 
-def _are_gathered(cache: Any, layer: int, key: Tensor, value: Tensor, read_index: Tensor, write_index: Tensor) -> bool:
+def _store_if_gathered(
+    cache: Any, layer: int, key: Tensor, value: Tensor, read_index: Tensor, write_index: Tensor
+) -> bool:
     """Whether these are the keys and values of all requests, because the layer computes with what the cache returns.
 
     Such a layer (DiffLlama, JetMoE) is found in its first step, when there is nothing to read. The keys of that step
-    are written to the cache here, and from then on the layer gets all keys.
+    are written to the cache here, and from then on the cache returns all keys to the layer.
     """
     gathered: set[int] = cache.__dict__.setdefault(GATHERED, set())
     if layer in gathered:
@@ -143,7 +147,7 @@ def _shared_inputs(
     Both totals count the padding behind the tokens of the last request. There are no keys but pages if `total_kv` is
     None.
     """
-    by_type: dict[str, SharedInputs] = cache.__dict__.setdefault("_undivided_inputs", {})
+    by_type: dict[str, SharedInputs] = cache.__dict__.setdefault(INPUTS, {})
     inputs = by_type.get(allocator.layer_type)
     if inputs is None or inputs.offsets is not arguments["cu_seq_lens_q"] or inputs.layer == layer:
         inputs = by_type[allocator.layer_type] = _new_inputs(allocator, layer, arguments, total_q, total_kv)

@@ -14,7 +14,7 @@ Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +70,12 @@ def use_latents(model: nn.Module) -> int:
 
 
 def _checked_weight(layer: nn.Module) -> Tensor:
-    """The projection of a layer's latents, ``[H, Dk + Dv, rank]``."""
+    """The projection of a layer's latents, ``[H, plain + value, latent]``."""
     projection = cast(Any, layer.kv_b_proj)
     weight = getattr(projection, "weight", None)
-    rank, plain, _, value = _sizes(layer)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape[-1] != rank:
-        raise InputError("kv_b_proj", f"have a floating-point weight [.., {rank}]", type(projection).__name__)
+    sizes = _sizes(layer)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape[-1] != sizes.latent:
+        raise InputError("kv_b_proj", f"have a floating-point weight [.., {sizes.latent}]", type(projection).__name__)
     if getattr(projection, "bias", None) is not None:
         raise InputError("kv_b_proj", "have no bias", "one")
     if type(projection).forward is not nn.Linear.forward or projection._forward_hooks or projection._forward_pre_hooks:
@@ -83,17 +83,24 @@ def _checked_weight(layer: nn.Module) -> Tensor:
         raise InputError(
             "kv_b_proj", "multiply by its weight alone, as nn.Linear", type(projection).__name__, hint=hint
         )
-    return weight.view(-1, plain + value, rank)
+    return weight.view(-1, sizes.plain + sizes.value, sizes.latent)
 
 
-def _sizes(layer: nn.Module) -> tuple[int, int, int, int]:
-    """(rank, plain, rotated, value): the sizes of a latent, of the two parts of a head's query, and of its value."""
-    sizes = cast(Any, layer)
-    return sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
+class _Sizes(NamedTuple):
+    """The sizes of a latent, of the plain and the rotated part of a head's query, and of its value."""
+
+    latent: int
+    plain: int
+    rotated: int
+    value: int
+
+
+def _sizes(layer: Any) -> _Sizes:
+    return _Sizes(layer.kv_lora_rank, layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
 
 
 def _latents(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of a layer's ``expand_kv``: ``[B, 1, Sk, rank + rotated]``, and its first columns as values."""
+    """In place of a layer's ``expand_kv``: ``[B, 1, Sk, latent + rotated]``, and its first columns as values."""
     if cast(Any, layer).config._attn_implementation != "undivided":
         return _expand_heads(layer, latents, rotated)
     keys = torch.cat((latents, rotated), dim=-1)
@@ -113,25 +120,25 @@ def has_latents(layer: nn.Module) -> bool:
 
 def pays_off(layer: nn.Module, q_len: int) -> bool:
     """Whether fewer operations are needed per key without the expansion, for this number of queries."""
-    rank, plain, rotated, value = _sizes(layer)
-    return q_len * (2 * rank + rotated) < q_len * (plain + rotated + value) + rank * (plain + value)
+    latent, plain, rotated, value = _sizes(layer)
+    return q_len * (2 * latent + rotated) < q_len * (plain + rotated + value) + latent * (plain + value)
 
 
 def expand(layer: nn.Module, key: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of every head from what `_latents` returned."""
-    rank = _sizes(layer)[0]
-    return _expand_heads(layer, key[..., :rank], key[..., rank:])
+    latent = _sizes(layer).latent
+    return _expand_heads(layer, key[..., :latent], key[..., latent:])
 
 
 def absorb_queries(layer: nn.Module, query: Tensor) -> Tensor:
-    """Queries for latents, ``[B, H, Sq, rank + rotated]``, from those for keys."""
-    _, plain, _, _ = _sizes(layer)
+    """Queries for latents, ``[B, H, Sq, latent + rotated]``, from those for keys."""
+    plain = _sizes(layer).plain
     weight = _checked_weight(layer)[:, :plain].to(query.dtype)
     return torch.cat((query[..., :plain] @ weight, query[..., plain:]), dim=-1)
 
 
 def expand_output(layer: nn.Module, out: Tensor) -> Tensor:
-    """Results of every head, ``[B, Sq, H, Dv]``, from sums of latents."""
-    _, plain, _, _ = _sizes(layer)
+    """Results of every head, ``[B, Sq, H, value]``, from sums of latents."""
+    plain = _sizes(layer).plain
     weight = _checked_weight(layer)[:, plain:].to(out.dtype)
     return (out.transpose(1, 2) @ weight.transpose(1, 2)).transpose(1, 2)

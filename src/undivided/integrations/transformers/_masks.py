@@ -102,8 +102,9 @@ def model_mask(
     keys = keys_of_one_query(pattern, sizes, device)
     pairs = to_mask(pattern, sizes, device) if keys is None else None
     mask = ModelMask(pairs, pattern, sizes, device, dtype if is_additive else torch.bool, keys=keys)
-    if current_policy().batch_invariant and (joined := _in_one_row(pattern, sizes)) is not None:
-        mask.in_one_row = ModelMask(to_mask(*joined, device), *joined, device, mask.dtype)
+    if current_policy().batch_invariant and (in_one_row := _in_one_row(pattern, sizes)) is not None:
+        pattern, sizes = in_one_row
+        mask.in_one_row = ModelMask(to_mask(pattern, sizes, device), pattern, sizes, device, mask.dtype)
     return mask
 
 
@@ -202,12 +203,11 @@ def to_mask(pattern: Pattern, sizes: MaskSizes, device: torch.device) -> Mask:
     stop = sizes.end if pattern.right == 0 else sizes.kv_len  # the last query attends to no key from there on
     if not at_run_time:
         pattern = _without_redundant_limits(pattern, sizes)
-    shaped = pattern.left is not None or pattern.right is not None or len(pattern.chunks) > 0
     real = _real_keys(pattern.padding, sizes)
     if real is not None and at_run_time:
         mask, real = mask & masks.dense(real[:, None, None, :]), None
     if real is not None and not bool(real[:, :stop].all()):
-        mask = mask & _padding(real, stop, shaped, device)
+        mask = mask & _padding(real, stop, pattern.has_diagonal, device)
     elif stop < sizes.kv_len:
         mask = mask & masks.lengths(torch.full((sizes.batch,), stop, device=device))
     for chunk in pattern.chunks:
@@ -230,7 +230,7 @@ def _fits(pattern: Pattern, sizes: MaskSizes) -> bool:
     if pattern.packed is not None:
         batch, tokens = pattern.packed.ids.shape
         return sizes == MaskSizes(batch, tokens, tokens)  # self-attention without a cache
-    if pattern.left is None and pattern.right is None and not pattern.chunks:
+    if not pattern.has_diagonal:
         return True
     if pattern.right == 0:  # keys after the last query are hidden, so they need not be real
         return sizes.diagonal >= 0 and sizes.end <= sizes.kv_len
@@ -327,14 +327,14 @@ def _key_map(pattern: Pattern, sizes: MaskSizes) -> Mask:
     return FULL if real is None or bool(real.all()) else masks.dense(real[:, None, None, :])
 
 
-def _padding(real: Tensor, stop: int, shaped: bool, device: torch.device) -> Mask:
+def _padding(real: Tensor, stop: int, has_diagonal: bool, device: torch.device) -> Mask:
     """The mask of the real keys of each sequence before `stop`, from bool ``[B, Sk]``.
 
     If the mask has a diagonal, the lengths include padding on the right, because queries there are aligned with it, and
     a prefix removes the padding from the keys. Padding between real keys becomes a dense mask of keys.
     """
     first, end, count = _span(real[:, :stop])
-    last = end.new_full(end.shape, stop) if shaped else end
+    last = end.new_full(end.shape, stop) if has_diagonal else end
     mask = FULL
     if bool(first.any()) or bool((last < real.shape[1]).any()):
         start = first.to(device) if bool(first.any()) else None

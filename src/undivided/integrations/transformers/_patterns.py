@@ -76,6 +76,11 @@ class Pattern:
             self.rest + other.rest,
         )
 
+    @property
+    def has_diagonal(self) -> bool:
+        """Whether a condition compares the positions of q and k."""
+        return self.left is not None or self.right is not None or len(self.chunks) > 0
+
     def with_padding(self, real: Tensor) -> Pattern:
         """The pattern with further real keys, bool ``[B, S]``; `dataclasses.replace` takes twice as long."""
         return Pattern(self.left, self.right, self.chunks, self.packed, (*self.padding, real), self.rest)

@@ -30,10 +30,11 @@ KEYS = (*PER_TOKEN, *DOCUMENTS, "num_items_in_batch")
 """The entries of a batch that can be divided."""
 
 
-class _Whole(NamedTuple):
+class _WholeBatch(NamedTuple):
     """A checked batch of all tokens; labels are those of the next tokens."""
 
-    tokens: tuple[str, Tensor]
+    tokens_name: str
+    tokens: Tensor
     positions: Tensor
     labels: Tensor | None
     padding: Tensor | None
@@ -93,10 +94,9 @@ def shard_batch(
     return result | _parts(whole, shard.context) | {"shard": shard}
 
 
-def _parts(whole: _Whole, context: ContextParallel | None) -> dict[str, Tensor]:
+def _parts(whole: _WholeBatch, context: ContextParallel | None) -> dict[str, Tensor]:
     """This rank's tensors; without a context, the tokens and the shifted labels of the whole batch."""
-    name, tokens = whole.tokens
-    tensors = {name: tokens}
+    tensors = {whole.tokens_name: whole.tokens}
     if whole.labels is not None:
         tensors |= {"labels": whole.labels, "shift_labels": whole.labels}
     if context is None:
@@ -124,7 +124,7 @@ def _context(
     return ContextParallel(mesh.get_group("context"), strategy, placement), (axes[0], axes[1])
 
 
-def _checked_batch(batch: Mapping[str, Any], world: int) -> tuple[_Whole, SharedArguments]:
+def _checked_batch(batch: Mapping[str, Any], world: int) -> tuple[_WholeBatch, SharedArguments]:
     """The batch, and the values that must be the same on all ranks."""
     if not isinstance(batch, Mapping):
         raise InputError("batch", "be a mapping of names to tensors", type(batch).__name__)
@@ -149,7 +149,7 @@ def _checked_batch(batch: Mapping[str, Any], world: int) -> tuple[_Whole, Shared
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     padding = None if real is None or bool(real.bool().all()) else real.bool()
-    whole = _Whole((tokens_name, tokens), positions, _next_labels(entries), padding, packed, offsets)
+    whole = _WholeBatch(tokens_name, tokens, positions, _next_labels(entries), padding, packed, offsets)
     shared = {name: f"{list(v.shape)} {v.dtype} {digest(v):x}" for name, v in entries.items() if isinstance(v, Tensor)}
     if "num_items_in_batch" in entries:
         shared["num_items_in_batch"] = f"{_checked_count(entries['num_items_in_batch']):g}"
@@ -242,8 +242,8 @@ def _checked_count(count: Any) -> float:
     return float(count)
 
 
-def _shard(whole: _Whole, context: ContextParallel) -> SequenceShard:
-    tokens = whole.tokens[1]
+def _shard(whole: _WholeBatch, context: ContextParallel) -> SequenceShard:
+    tokens = whole.tokens
     batch, length = tokens.shape[:2]
     mask = masks.causal()
     offsets = whole.offsets

@@ -80,18 +80,20 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     torch.Size([1, 5, 50])
     >>> dist.destroy_process_group()
     """
-    whole, context, tensor = _sizes(mesh)
-    for axes in whole or [(SingleRank(), SingleRank())]:
-        prepare_on_all_ranks(axes, True, lambda: _check_model(model, context, tensor))
+    if not isinstance(mesh, ContextParallel):
+        checked_mesh(mesh)
+    context_ranks, tensor_ranks = _rank_counts(mesh)
+    for axes in _axes_of_all_ranks(mesh):
+        prepare_on_all_ranks(axes, True, lambda: _check_model(model, context_ranks, tensor_ranks))
     if isinstance(mesh, DeviceMesh):
         check_device_type(mesh, next(model.parameters()).device.type)
-    if tensor > 1:
+    if tensor_ranks > 1:
         assert isinstance(mesh, DeviceMesh)
         divide(model, mesh["tensor"] if mesh.ndim > 1 else mesh)
         ranks = TensorRanks(mesh.get_group("tensor"), None)
         for layer in model.modules():
             setattr(layer, TENSOR_RANKS, ranks)
-    hooks = _Hooks(context, _token_ranks(mesh))
+    hooks = _Hooks(context_ranks, _token_ranks(mesh))
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave, always_call=True)
     model._undivided_hooks = hooks  # type: ignore[assignment]
@@ -105,16 +107,22 @@ def _token_ranks(mesh: DeviceMesh | ContextParallel) -> list[Communicator]:
     return [ProcessGroup(mesh.get_group(axis)) for axis in ("context", "data") if size(mesh, axis) > 1]
 
 
-def _sizes(mesh: DeviceMesh | ContextParallel) -> tuple[list[Sequence[Communicator]], int, int]:
-    """(pairs of axes that together connect all ranks, number of context ranks, number of tensor ranks)."""
+def _rank_counts(mesh: DeviceMesh | ContextParallel) -> tuple[int, int]:
+    """(number of context ranks, number of tensor ranks)."""
     if isinstance(mesh, ContextParallel):
-        return [mesh._group_axes()], mesh.world, 1
-    checked_mesh(mesh)
+        return mesh.world, 1
+    return size(mesh, "context"), size(mesh, "tensor")
+
+
+def _axes_of_all_ranks(mesh: DeviceMesh | ContextParallel) -> list[Sequence[Communicator]]:
+    """Pairs of axes that together connect all ranks."""
+    if isinstance(mesh, ContextParallel):
+        return [mesh._group_axes()]
     groups: list[Communicator] = [ProcessGroup(mesh.get_group(axis)) for axis in AXES if size(mesh, axis) > 1]
-    return [(SingleRank(), group) for group in groups], size(mesh, "context"), size(mesh, "tensor")
+    return [(SingleRank(), group) for group in groups or [SingleRank()]]
 
 
-def _check_model(model: Any, context: int, tensor: int) -> tuple[bool, SharedArguments]:
+def _check_model(model: Any, context_ranks: int, tensor_ranks: int) -> tuple[bool, SharedArguments]:
     """True, and a description of the model that must be the same on all ranks; raises InputError."""
     from transformers import PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -130,16 +138,16 @@ def _check_model(model: Any, context: int, tensor: int) -> tuple[bool, SharedArg
     if config._attn_implementation != "undivided":
         hint = "undivided.integrations.transformers.register(); model.set_attn_implementation('undivided')"
         raise InputError("attn_implementation", "be 'undivided'", repr(config._attn_implementation), hint=hint)
-    if context > 1 and config.model_type not in MODEL_TYPES:
+    if context_ranks > 1 and config.model_type not in MODEL_TYPES:
         raise InputError(
             "model",
             f"be of a type whose layers are known to share tokens in the attention alone: {', '.join(MODEL_TYPES)}",
             repr(config.model_type),
             hint="use a mesh without the axis 'context'",
         )
-    if tensor > 1:
-        check_plan(model, tensor)
-    if context * tensor > 1:
+    if tensor_ranks > 1:
+        check_plan(model, tensor_ranks)
+    if context_ranks * tensor_ranks > 1:
         _check_noise(model, config)
     parameters = list(model.parameters())
     devices = sorted({str(parameter.device) for parameter in parameters})
@@ -164,23 +172,23 @@ def _check_noise(model: nn.Module, config: Any) -> None:
 class _Hooks:
     """Hooks before and after the forward pass; between them, masks and attention read the shard from `active_batch`."""
 
-    def __init__(self, context: int, token_ranks: Sequence[Communicator]) -> None:
-        self.context, self.token_ranks = context, token_ranks
+    def __init__(self, context_ranks: int, token_ranks: Sequence[Communicator]) -> None:
+        self.context_ranks, self.token_ranks = context_ranks, token_ranks
         self.coefficient: float | None = None
         self.real: Tensor | None = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """(args, options) without the shard; InputError if the model cannot compute with them."""
         shard = options.pop("shard", None)
-        if self.context == 1:
+        if self.context_ranks == 1:
             self._take_balancing_loss(module, options, options.get("attention_mask"))
             return args, options
         if not isinstance(shard, SequenceShard):
             hint = "model(**shard_batch(batch, mesh)); generate with a model that is not parallelized"
-            must = f"come from shard_batch: the model is on {self.context} context ranks"
+            must = f"come from shard_batch: the model is on {self.context_ranks} context ranks"
             raise InputError("batch", must, f"the arguments {', '.join(options) or len(args)}", hint=hint)
-        if shard.context.world != self.context:
-            raise InputError("shard", f"be of the {self.context} context ranks of the model", shard.context.world)
+        if shard.context.world != self.context_ranks:
+            raise InputError("shard", f"be of the {self.context_ranks} context ranks of the model", shard.context.world)
         for name, why in WHOLE.items():
             if not isinstance(options.get(name), int | None) or options.get(name):
                 raise InputError(name, "be absent on several context ranks", repr(options[name]), hint=why)

@@ -94,10 +94,10 @@ def _is_noise(value: object) -> bool:
 
 def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expected: dict[str, Tensor]) -> ModelOutcome:
     with count_calls() as calls:
-        words = difference(step(ours, inputs, case), expected, TOLERANCE)
+        actual = step(ours, inputs, case)
+    words = difference(actual, expected, TOLERANCE)
     if not words:
         return ModelOutcome("equal" if calls else "unused")
-    actual = step(ours, inputs, case)
     if not difference(actual, expected, AMPLIFIED):
         exact = {name: v.double() if _is_noise(v) else v for name, v in inputs.items()}
         try:
@@ -113,7 +113,8 @@ def _outcome(eager: nn.Module, ours: nn.Module, inputs: Inputs, case: str, expec
 
 @contextlib.contextmanager
 def count_calls() -> Iterator[list[None]]:
-    """A list with one entry per call of attention in the ``with`` block."""
+    """A list with one entry per call of attention in the ``with`` block, with gradients: without them, layers run what
+    `_repeated` has prepared."""
     calls: list[None] = []
     module = vars(_weights)
     attend = module["attend"]
