@@ -18,14 +18,14 @@ from undivided.verification.lines import Line, Task
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", modules.CHECKS)
 def test_a_check_gives_results_that_are_not_0_and_agree_with_themselves(name: str, dtype: str) -> None:
-    found = modules.results(name, "cpu", getattr(torch, dtype))
+    found = modules.run_check(name, "cpu", getattr(torch, dtype))
     assert all(bool(result.isfinite().all()) and bool(result.any()) for result in found)
     (line,) = modules.task_lines(Task("cpu", name, dtype, ("chosen",)))
     assert (line.verdict, line.detail) == ("right", ())
 
 
 def test_one_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = modules.results
+    right = modules.run_check
 
     def spoiled(name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
         first, *rest = right(name, "cpu", dtype)
@@ -34,7 +34,7 @@ def test_one_wrong_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             first[3] = first[4]
         return [first, *rest]
 
-    monkeypatch.setattr(modules, "results", spoiled)
+    monkeypatch.setattr(modules, "run_check", spoiled)
     (line,) = modules.task_lines(Task("elsewhere", "layer-packed", "bfloat16", ("chosen",)))
     assert line.verdict == "wrong"
     assert len(line.detail) == 1
@@ -59,7 +59,7 @@ def changed_gradients(name: str, change: Callable[[Tensor], Tensor]) -> Iterator
 
 def multihead_line(monkeypatch: pytest.MonkeyPatch, dtype: str, name: str, change: Callable[[Tensor], Tensor]) -> Line:
     """The line of multi-head attention on a device that computes the gradient of this parameter otherwise."""
-    right = modules.results
+    right = modules.run_check
 
     def elsewhere(check: str, device: str, dtype: torch.dtype) -> list[Tensor]:
         if device == "cpu":
@@ -67,7 +67,7 @@ def multihead_line(monkeypatch: pytest.MonkeyPatch, dtype: str, name: str, chang
         with changed_gradients(name, change):
             return right(check, "cpu", dtype)
 
-    monkeypatch.setattr(modules, "results", elsewhere)
+    monkeypatch.setattr(modules, "run_check", elsewhere)
     (line,) = modules.task_lines(Task("elsewhere", "multihead-window", dtype, ("chosen",)))
     return line
 
@@ -79,7 +79,7 @@ def bias_gradients(dtype: str) -> dict[str, Tensor]:
         changed_gradients("query_bias", lambda grad: found.setdefault("query_bias", grad)),
         changed_gradients("key_bias", lambda grad: found.setdefault("key_bias", grad)),
     ):
-        modules.results("multihead-window", "cpu", getattr(torch, dtype))
+        modules.run_check("multihead-window", "cpu", getattr(torch, dtype))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from typing import NamedTuple
 
 from undivided.arguments.signature import checked_call
 from undivided.diagnosis._entry import MESSAGE, WORDS, Entry
@@ -54,15 +55,23 @@ def diagnose(problem: str | BaseException) -> Diagnosis:
     flat, has_frames = " ".join(text.split()), bool(_FRAME.search(text))
     messages = _without_frames(text) if has_frames else flat
     matches = []
-    for place, entry in enumerate(TABLE):
+    for entry in TABLE:
         match = entry.find(messages if entry.weight == WORDS else flat, has_frames)
         if match is not None:
             facts = tuple(entry.reads(match, flat)) if entry.reads else ()
-            matches.append((-entry.weight, -_match_length(match), place, Finding(entry, facts)))
-    matches.sort(key=lambda row: row[:3])
-    has_message = any(-row[0] >= MESSAGE for row in matches)  # then matches of descriptions are dropped
-    findings = tuple(row[3] for row in matches if not has_message or -row[0] >= MESSAGE)
+            matches.append(_Match(entry.weight, _match_length(match), Finding(entry, facts)))
+    matches.sort(key=lambda found: (found.weight, found.length), reverse=True)  # ties stay in the order of the table
+    has_message = any(found.weight >= MESSAGE for found in matches)  # then matches of descriptions are dropped
+    findings = tuple(found.finding for found in matches if not has_message or found.weight >= MESSAGE)
     return Diagnosis(findings, tuple(observed(flat).items()))
+
+
+class _Match(NamedTuple):
+    """What was found for an entry that matches. Larger weights, then longer matches, are more specific."""
+
+    weight: int
+    length: int
+    finding: Finding
 
 
 def _match_length(match: re.Match[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 PRELUDE = "import torch, undivided\nfrom undivided import masks\n"
@@ -16,6 +16,9 @@ WORDS, MESSAGE, PRECISE = range(3)
 
 ATTENTION = r"attention|attn|sdpa|\bqkv?\b|flash"
 """Words in tracebacks that concern attention."""
+
+_TEXTS = ("id", "title", "example", "cause", "confirm", "fix", "call", "source")
+"""The fields of an entry that a reader of its JSON needs."""
 
 Reader = Callable[[re.Match[str], str], Sequence[str]]
 """A function from a match and the whole text to sentences about the values in it."""
@@ -81,7 +84,7 @@ class Entry:
 
     def to_dict(self) -> dict[str, str]:
         """Its texts, by field."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.type == "str" and f.name != "near"}
+        return {name: getattr(self, name) for name in _TEXTS}
 
 
 @cache

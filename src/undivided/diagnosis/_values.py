@@ -1,4 +1,8 @@
-"""Facts from the values in the text of an error: versions, lengths, sizes, shapes, and logged reasons."""
+"""Facts from the values in the text of an error: versions, lengths, sizes, shapes, and logged reasons.
+
+Functions of a match and a text are readers of entries. A reader that uses named groups of the match says which; the
+patterns of an entry with this reader must have them.
+"""
 
 from __future__ import annotations
 
@@ -64,18 +68,17 @@ def _capability(word: str) -> str:
 def alignment(match: re.Match[str], text: str) -> list[str]:
     """Whether lengths fit cuDNN and context parallelism, and the reasons in the debug log."""
     version, facts = cudnn(text), []
-    is_old = version is not None and int(version.split(".")[0]) < 9
-    for length in lengths(text):
-        rest = length % 64
-        if not rest or not (is_old or version is None):
-            continue
-        if is_old:
-            consequence = f"cuDNN {version} refuses it, 9.0 and later take any length."
-        else:
-            consequence = "cuDNN before 9.0 refuses it."
-        facts.append(
-            f"Length {length} is {rest} over a multiple of 64 (the next is {length + 64 - rest}): {consequence}"
-        )
+    if version is None:
+        consequence = "cuDNN before 9.0 refuses it."
+    else:
+        consequence = f"cuDNN {version} refuses it, 9.0 and later take any length."
+    if version is None or int(version.split(".")[0]) < 9:
+        for length in lengths(text):
+            if rest := length % 64:
+                following = length + 64 - rest
+                facts.append(
+                    f"Length {length} is {rest} over a multiple of 64 (the next is {following}): {consequence}"
+                )
     return facts + ranks(match, text) + debug_log(match, text)
 
 
@@ -117,18 +120,18 @@ def operator_reasons(match: re.Match[str], text: str) -> list[str]:
 
 
 def heads(match: re.Match[str], text: str) -> list[str]:
-    """What the two sizes in the message are: numbers of heads, or other axes."""
-    ours, theirs = int(match["a"]), int(match["b"])
-    if theirs > 1 and ours % theirs == 0:
-        return [f"{ours} and {theirs}: grouped-query attention, {ours // theirs} query heads per key head."]
+    """What the two sizes in the message are: numbers of heads, or other axes. Groups: a (queries), b (keys)."""
+    q, k = int(match["a"]), int(match["b"])
+    if k > 1 and q % k == 0:
+        return [f"{q} and {k}: grouped-query attention, {q // k} query heads per key head."]
     return [
-        f"{ours} and {theirs}: {theirs} does not divide {ours}, so this is not grouped-query attention. "
+        f"{q} and {k}: {k} does not divide {q}, so this is not grouped-query attention. "
         "Either the axes are in another order ([B, S, H, D] was passed) or the mask has three dimensions."
     ]
 
 
 def mask_sizes(match: re.Match[str], text: str) -> list[str]:
-    """Which axis of the scores the mask does not fit."""
+    """Which axis of the scores the mask does not fit. Groups: a (the size of the scores), b (of the mask), dim."""
     axis = "queries" if match["dim"] == "2" else "keys"
     return [f"The scores have {match['a']} {axis} and the mask {match['b']}."]
 
@@ -145,7 +148,7 @@ def head_size(match: re.Match[str], text: str) -> list[str]:
 
 
 def allocation(match: re.Match[str], text: str) -> list[str]:
-    """The sequence length whose scores have the size of the allocation."""
+    """The sequence length whose scores have the size of the allocation. Groups: size, unit; None if not named."""
     if match["size"] is None:
         return []
     count = float(match["size"]) * _UNITS[match["unit"][0].lower()] / 4
@@ -156,8 +159,8 @@ def allocation(match: re.Match[str], text: str) -> list[str]:
     ]
 
 
-def ours_hint(match: re.Match[str], text: str) -> list[str]:
-    """The HINT and the message of one of our own errors."""
+def input_error(match: re.Match[str], text: str) -> list[str]:
+    """The message and the HINT of an `InputError`."""
     error = re.search(r"InputError: (.*?)(?: HINT: (.*?))?(?= \w+(?:\.\w+)*(?:Error|Exception): | Traceback|$)", text)
     if error is None:
         return []
@@ -165,8 +168,14 @@ def ours_hint(match: re.Match[str], text: str) -> list[str]:
     return [f"It says: {message}."] + ([f"Its HINT: {hint}."] if hint else [])
 
 
+def own_hint(match: re.Match[str], text: str) -> list[str]:
+    """The HINT of an error of this library."""
+    hint = re.search(r"HINT: (.{1,200}?)(?= Traceback|$)", text)
+    return [f"Its HINT: {hint[1]}."] if hint else []
+
+
 def symbol(match: re.Match[str], text: str) -> list[str]:
-    """What the missing symbol says about the cause."""
+    """What the missing symbol says about the cause. Groups: symbol."""
     name = match["symbol"]
     if "__cxx11" in name:
         return [

@@ -59,10 +59,10 @@ def _parameter_gradients(layer: torch.nn.Module) -> list[Tensor]:
 
 def _transformer_layer(attn_input_format: str) -> TransformerLayer:
     return TransformerLayer(
-        64,
-        128,
-        4,
-        2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_gqa_groups=2,
         layer_number=1,
         attn_input_format=attn_input_format,
         normalization="RMSNorm",
@@ -112,7 +112,14 @@ def generation(numbers: Numbers) -> list[Tensor]:
     x = numbers(60, 64)
     layer = layer.to(x.device, x.dtype).eval()
     params = InferenceParams(
-        4, 64, num_heads_kv=2, head_dim_k=16, dtype=x.dtype, is_paged=True, page_size=16, qkv_format="thd"
+        max_batch_size=4,
+        max_sequence_length=64,
+        num_heads_kv=2,
+        head_dim_k=16,
+        dtype=x.dtype,
+        is_paged=True,
+        page_size=16,
+        qkv_format="thd",
     )
     results, start = [], 0
     for step in ({"a": 7, "b": 20}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 9}, {"b": 1, "c": 1}):
@@ -137,7 +144,14 @@ def generation_layers(numbers: Numbers) -> list[Tensor]:
         x = numbers(24, 64)
         layers = [layer.to(x.device, x.dtype) for layer in layers]
         params = InferenceParams(
-            2, 64, 2, 16, x.dtype, is_paged=is_paged, page_size=16 if is_paged else None, qkv_format="thd"
+            max_batch_size=2,
+            max_sequence_length=64,
+            num_heads_kv=2,
+            head_dim_k=16,
+            dtype=x.dtype,
+            is_paged=is_paged,
+            page_size=16 if is_paged else None,
+            qkv_format="thd",
         )
         start = 0
         for step in ({"a": 5, "b": 5}, {"a": 3, "b": 5}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1}):
@@ -154,7 +168,7 @@ def generation_layers(numbers: Numbers) -> list[Tensor]:
 def cache_contiguous(numbers: Numbers, quantize: str | None = None) -> list[Tensor]:
     """A contiguous cache: prompts of different lengths, then one token each."""
     k, v, q = numbers(2, 9, 2, 32), numbers(2, 9, 2, 32), numbers(2, 9, 8, 32)
-    cache = KVCache(2, 64, 2, 32, dtype=k.dtype, device=k.device, quantize=quantize)
+    cache = KVCache(batch=2, max_len=64, kv_heads=2, head_dim=32, dtype=k.dtype, device=k.device, quantize=quantize)
     cache.append(k[:, :6], v[:, :6], lengths=[6, 3])
     results = [cache.attend(q[:, :6])]
     for t in (6, 7, 8):
@@ -171,7 +185,7 @@ def cache_int8(numbers: Numbers) -> list[Tensor]:
 def cache_paged(numbers: Numbers) -> list[Tensor]:
     """A paged cache: a prompt, a fork of it, and other tokens in each."""
     k, v, q = numbers(2, 9, 2, 32), numbers(2, 9, 2, 32), numbers(2, 9, 8, 32)
-    cache = PagedKVCache(16, page_size=4, kv_heads=2, head_dim=32, batch=2, dtype=k.dtype, device=k.device)
+    cache = PagedKVCache(num_pages=16, page_size=4, kv_heads=2, head_dim=32, batch=2, dtype=k.dtype, device=k.device)
     cache.append(k[:, :6], v[:, :6], lengths=[6, 0])
     cache.fork(0, 1)
     results = []
@@ -187,7 +201,16 @@ def cache_steps(numbers: Numbers) -> list[Tensor]:
     k, v, q, window = numbers(2, 12, 2, 64), numbers(2, 12, 2, 64), numbers(2, 12, 8, 64), masks.window(3, 0)
     results = []
     for quantize in (None, *FORMATS):
-        cache = PagedKVCache(4, 16, 2, 64, batch=2, dtype=k.dtype, device=k.device, quantize=quantize)
+        cache = PagedKVCache(
+            num_pages=4,
+            page_size=16,
+            kv_heads=2,
+            head_dim=64,
+            batch=2,
+            dtype=k.dtype,
+            device=k.device,
+            quantize=quantize,
+        )
         cache.append(k[:, :6], v[:, :6], lengths=[6, 3])
         for t in range(6, 12):
             cache.append(k[:, t : t + 1], v[:, t : t + 1])
@@ -200,7 +223,7 @@ def cache_steps(numbers: Numbers) -> list[Tensor]:
 def pytorchs_function(numbers: Numbers) -> list[Tensor]:
     """scaled_dot_product_attention with grouped heads and a boolean mask, with gradients."""
     q, k, v = (numbers(2, heads, 20, 16).requires_grad_() for heads in (4, 2, 2))
-    mask = torch.ones(20, 20, dtype=torch.bool, device=q.device).tril().logical_or(torch.eye(20, device=q.device) > 0)
+    mask = torch.ones(20, 20, dtype=torch.bool, device=q.device).tril()
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), numbers(2, 4, 20, 16))]
 
@@ -223,7 +246,7 @@ CHECKS: dict[str, Callable[[Numbers], list[Tensor]]] = {
 }
 
 
-def results(name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+def run_check(name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
     """The results of a check on a device, from the same weights and numbers as on any other."""
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(2)  # the weights of layers, which are made on the CPU
@@ -238,9 +261,8 @@ def task_lines(task: Task) -> list[Line]:
     """The line of a check."""
     dtype = getattr(torch, task.dtype)
     try:
-        detail = _differences(
-            results(task.case, task.device, dtype), results(task.case, "cpu", dtype), TOLERANCE[dtype]
-        )
+        found, right = run_check(task.case, task.device, dtype), run_check(task.case, "cpu", dtype)
+        detail = _differences(found, right, TOLERANCE[dtype])
     except Exception as error:
         detail = (f"raised {type(error).__name__}: {error}", traceback.format_exc(limit=-6))
     return [Line(task.case, task.dtype, name, "wrong" if detail else "right", detail) for name in task.backends]

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from undivided.diagnosis import _values
 from undivided.diagnosis._entry import PRECISE, Entry
-
-
-def _hint(match: re.Match[str], text: str) -> list[str]:
-    hint = re.search(r"HINT: (.{1,200}?)(?= Traceback|$)", text)
-    return [f"Its HINT: {hint[1]}."] if hint else []
-
 
 ENTRIES = (
     Entry(
@@ -36,7 +28,7 @@ ENTRIES = (
             """,
         source="undivided.errors.NoBackendError",
         weight=PRECISE,
-        reads=_hint,
+        reads=_values.own_hint,
     ),
     Entry(
         id="undivided-input",
@@ -60,7 +52,7 @@ ENTRIES = (
             """,
         source="undivided.errors.InputError",
         weight=PRECISE,
-        reads=_values.ours_hint,
+        reads=_values.input_error,
     ),
     Entry(
         id="undivided-rank",
@@ -89,7 +81,7 @@ ENTRIES = (
             """,
         source="undivided.context_parallel.RankError",
         weight=PRECISE,
-        reads=_hint,
+        reads=_values.own_hint,
     ),
     Entry(
         id="undivided-not-registered",
