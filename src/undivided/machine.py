@@ -22,7 +22,8 @@ from undivided.arguments.signature import checked_call
 from undivided.errors import InputError, did_you_mean
 
 Version = tuple[int, ...]
-_Device = torch.device
+_Device = torch.device  # in the class `Machine`, torch is a field
+_CAPABILITY_HINT = "for example (8, 0) for an A100, (9, 0) for an H100"
 
 # import name -> distribution names that provide it, in order of preference
 _PACKAGES: dict[str, tuple[str, ...]] = {
@@ -112,14 +113,9 @@ class Machine:
         for name in ("isa", "processor"):
             check_type(f"Machine.{name}", getattr(self, name), str, "a str")
         if self.device == "cuda" and self.compute_capability is None and not self.hip:
-            raise InputError(
-                "Machine.compute_capability",
-                "be given for a CUDA device",
-                None,
-                hint="for example (8, 0) for an A100, (9, 0) for an H100",
-            )
+            raise InputError("Machine.compute_capability", "be given for a CUDA device", None, hint=_CAPABILITY_HINT)
         if self.compute_capability is not None:
-            object.__setattr__(self, "compute_capability", _capability(self.compute_capability))
+            object.__setattr__(self, "compute_capability", _checked_capability(self.compute_capability))
         if not isinstance(self.packages, Mapping):
             got = type(self.packages).__name__
             raise InputError("Machine.packages", "map names to versions, as {'flash_attn': '2.8.4'}", got)
@@ -135,7 +131,7 @@ class Machine:
         if self.flash_impl is not None and not isinstance(self.flash_impl, str):
             raise InputError("Machine.flash_impl", "be a name such as 'FA3', or None", repr(self.flash_impl))
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # not the generated one, which cannot hash the dictionary of packages
         return hash((self.device, self.compute_capability, self.cudnn, *sorted(self.packages.items()), self.torch))
 
     def version(self, package: str) -> Version | None:
@@ -213,19 +209,16 @@ class Machine:
         return ", ".join(texts)
 
 
-def _capability(value: object) -> tuple[int, int]:
+def _checked_capability(value: object) -> tuple[int, int]:
+    """A compute capability as a tuple; InputError unless it is two ints."""
     pair = tuple(value) if isinstance(value, tuple | list) else ()
     if len(pair) != 2 or not all(type(number) is int for number in pair):
-        raise InputError(
-            "Machine.compute_capability",
-            "be two ints",
-            repr(value),
-            hint="for example (8, 0) for an A100, (9, 0) for an H100",
-        )
+        raise InputError("Machine.compute_capability", "be two ints", repr(value), hint=_CAPABILITY_HINT)
     return pair
 
 
 def _installed_version(names: tuple[str, ...]) -> str | None:
+    """The version of the first of these distributions that is installed; None if none is."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -245,6 +238,7 @@ def active_flash_impl() -> str | None:
 
 @functools.cache
 def _probe(device: str, flash_impl: str | None) -> Machine:
+    """The machine with this device, "cpu" or "cuda:N". flash_impl: as `active_flash_impl` returns it."""
     packages = {name: version for name, names in _PACKAGES.items() if (version := _installed_version(names))}
     isa = torch.backends.cpu.get_cpu_capability()
     if device == "cpu":

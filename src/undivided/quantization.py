@@ -217,22 +217,22 @@ def check_head_size(argument: str, size: int, format: Format, is_size: bool = Fa
         raise InputError(argument, must, size, hint="int8 and fp8 take any head size")
 
 
-def check_scale(argument: str, scale: Tensor, of: str, values: Tensor) -> None:
+def check_scale(argument: str, scale: Tensor, values_name: str, values: Tensor) -> None:
     """InputError unless it is the fp32 scale of these quantised values."""
-    if values.dtype == torch.uint8:
-        check_head_size(of, head_size(values), "int4")
+    is_int4 = values.dtype == DTYPES["int4"]
+    if is_int4:
+        check_head_size(values_name, head_size(values), "int4")
         shape = (*values.shape[:-1], head_size(values) // GROUP)
     else:
         shape = tuple(values.shape[:-1])
     if scale.dtype != torch.float32:
         raise InputError(argument, "be a float32 tensor", str(scale.dtype), hint=f"{argument}.float()")
     if tuple(scale.shape) != shape:
-        rule = (
-            f"one number per {GROUP} numbers of {of}" if values.dtype == torch.uint8 else f"one number per row of {of}"
-        )
-        raise InputError(argument, f"have {rule}, shape {list(shape)}", list(scale.shape))
+        part = f"{GROUP} numbers" if is_int4 else "row"
+        must = f"have one number per {part} of {values_name}, shape {list(shape)}"
+        raise InputError(argument, must, list(scale.shape))
     if scale.device != values.device:
-        raise InputError(argument, f"be on the device of {of} ({values.device})", str(scale.device))
+        raise InputError(argument, f"be on the device of {values_name} ({values.device})", str(scale.device))
 
 
 def names_of_dtypes() -> str:

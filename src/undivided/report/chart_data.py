@@ -14,6 +14,8 @@ SIZES = re.compile(r"q (\d+x\d+x\d+x\d+) \(BxSxHxD\), kv (\d+x\d+x\d+x\d+)(?:/(\
 """The sizes in the text of a `Problem`: of q, of k, and the head size of v if it has its own."""
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OURS = "undivided"
+PLAIN = "without"
+"""The entry of a case that is our time of the same tensors without its feature, such as a mask."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def ratios(report: BenchmarkReport) -> dict[str, dict[str, list[float]]]:
     for case in report["cases"]:
         group = f"{case['suite']} {case['name'].partition('-')[0]}"
         for entry in case["entries"]:
-            if entry["name"] not in (OURS, "without") and entry["ok"] and entry.get("of_ours"):
+            if entry["name"] not in (OURS, PLAIN) and entry["ok"] and entry.get("of_ours"):
                 by_name.setdefault(entry["name"], {}).setdefault(group, []).append(entry["of_ours"])
     return by_name
 

@@ -8,6 +8,7 @@ from undivided._units import duration
 from undivided.benchmarking.competitors import OTHERS
 from undivided.benchmarking.report import BenchmarkReport, Cell, Table, TimedCase, tables
 from undivided.benchmarking.timing import DRIFT
+from undivided.report.chart_data import OURS
 
 RULE = (
     f"A change counts if our time differs by more than the largest of: {100 * DRIFT:.0f} %; the difference of the "
@@ -71,15 +72,14 @@ def changes(old: BenchmarkReport, new: BenchmarkReport) -> list[Change]:
     for case in new["cases"]:
         earlier = old_cases.get((case["suite"], case["name"]))
         now, then = _times(case), _times(earlier) if earlier else {}
-        if earlier is None or "undivided" not in now or "undivided" not in then:
+        if earlier is None or OURS not in now or OURS not in then:
             continue
-        shared = (now.keys() & then.keys()) - {"undivided", "without"}
-        changed_by_us = _not_others(case) | _not_others(earlier)
-        changes_of_others = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in shared - changed_by_us]
+        others = now.keys() & then.keys() & set(OTHERS)  # entries of our own code may have changed
+        changes_of_others = [max(now[name] / then[name], then[name] / now[name]) - 1 for name in others]
         noise = max([DRIFT, *changes_of_others, _drift(case), _drift(earlier)])
         disturbed = case["rate"]["contended"] or earlier["rate"]["contended"]
         name = f"{case['suite']}/{case['name']}"
-        common.append(Change(name, then["undivided"], now["undivided"], noise, disturbed))
+        common.append(Change(name, then[OURS], now[OURS], noise, disturbed))
     return common
 
 
@@ -117,12 +117,8 @@ def comparison(old: BenchmarkReport, new: BenchmarkReport) -> Table:
 
 
 def _times(case: TimedCase) -> dict[str, float]:
+    """Seconds by the name of an entry, of those that were timed."""
     return {entry["name"]: entry["seconds"] for entry in case["entries"] if entry.get("seconds")}
-
-
-def _not_others(case: TimedCase) -> set[str]:
-    """The names of the entries that run our code, which may have changed: all but `OTHERS`."""
-    return {entry["name"] for entry in case["entries"] if entry["name"] not in OTHERS}
 
 
 def _drift(case: TimedCase) -> float:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from undivided.benchmarking.report import BenchmarkReport, headline, tables
 from undivided.report.chart_data import OURS, Point, geometric_mean, points, ratios, roofs
@@ -23,7 +23,8 @@ COLOURS = {
     "light": ("#1f5fa8", "#b5520a", "#2b7a3d", "#8a3b9c", "#8a6d00", "#a11212"),
     "dark": ("#6aa9f2", "#f0a35e", "#7fce90", "#d59be4", "#e0c552", "#ff9c9c"),
 }
-LINES = {"sdpa": "--", "math": ":", "onnxruntime": "-.", "flex": (0, (1, 3))}
+LINE_STYLES = {OURS: "-", "sdpa": "--"}
+"""The entries that have lines in the chart of throughput, with the styles of their lines."""
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,15 @@ def _legend(axes: Axes, theme: str) -> None:
     axes.legend(fontsize=7, labelcolor=THEMES[theme]["ink"], facecolor=THEMES[theme]["paper"], framealpha=0.6)
 
 
-Lines = dict[tuple[str, str, str], dict[int, float]]
-"""Rates by length, by (dtype, line, competitor)."""
+RatesByLine = dict[tuple[str, str, str], dict[int, float]]
+"""Rates by length, for each (dtype, line, entry)."""
 
 
 def _throughput(timed: list[Point], theme: str) -> Chart | None:
     """Rates over the number of keys: a panel per dtype, a colour per line, PyTorch's dashed."""
-    lines: Lines = {}
+    lines: RatesByLine = {}
     for point in timed:
-        if point.suite in ("forward", "backward", "gpu", "small") and point.name in (OURS, "sdpa"):
+        if point.suite in ("forward", "backward", "gpu", "small") and point.name in LINE_STYLES:
             lines.setdefault((point.dtype, point.line, point.name), {})[point.length] = point.rate
     lines = {key: line for key, line in lines.items() if len(line) > 1 and (key[0], key[1], OURS) in lines}
     if not lines:
@@ -125,24 +126,23 @@ def _throughput(timed: list[Point], theme: str) -> Chart | None:
         _style(axes, theme, dtype)
         _legend(axes, theme)
     panels[0].set_ylabel("GFLOP/s; dashed: PyTorch's SDPA")
-    best = max((max(line.values()), *key) for key, line in lines.items() if key[2] == OURS)
+    highest, _, title = max((max(line.values()), *key[:2]) for key, line in lines.items() if key[2] == OURS)
     alternative = (
-        f"Throughput over the number of keys, {len(lines)} lines. The highest of undivided is {best[0] / 1e9:.0f} "
-        f"GFLOP/s ({best[2]}). The tables below hold every figure."
+        f"Throughput over the number of keys, {len(lines)} lines. The highest of undivided is {highest / 1e9:.0f} "
+        f"GFLOP/s ({title}). The tables below hold every figure."
     )
     return Chart("throughput", "Throughput over length", alternative, figure)
 
 
-def _plot_lines(axes: Axes, lines: Lines, dtype: str, theme: str) -> None:
+def _plot_lines(axes: Axes, lines: RatesByLine, dtype: str, theme: str) -> None:
     """Plot the lines of one dtype, as many as there are colours."""
-    titles = dict.fromkeys(title for kind, title, _ in lines if kind == dtype)
+    titles = dict.fromkeys(title for line_dtype, title, _ in lines if line_dtype == dtype)
     for title, colour in zip(titles, COLOURS[theme], strict=False):
-        for name in (OURS, "sdpa"):
+        for name, style in LINE_STYLES.items():
             line = lines.get((dtype, title, name))
             if line is None:
                 continue
             lengths = sorted(line)
-            style: Any = "-" if name == OURS else LINES[name]
             axes.plot(
                 lengths,
                 [line[length] / 1e9 for length in lengths],
@@ -165,19 +165,7 @@ def _ratios(report: BenchmarkReport, theme: str) -> Chart | None:
     texts = []
     for (name, groups), axes, colour in zip(by_name.items(), panels, COLOURS[theme] * len(by_name), strict=False):
         every = [value for values in groups.values() for value in values]
-        means = [geometric_mean(values) for values in groups.values()]
-        low = [max(mean - min(values), 0.0) for mean, values in zip(means, groups.values(), strict=True)]
-        high = [max(max(values) - mean, 0.0) for mean, values in zip(means, groups.values(), strict=True)]
-        widths = [mean - 1 for mean in means]  # a bar starts at a ratio of 1
-        ink = THEMES[theme]["ink"]
-        axes.barh(
-            list(groups), widths, left=1, height=0.7, color=colour, alpha=0.75, xerr=[low, high], ecolor=ink, capsize=2
-        )
-        for row, (mean, values) in enumerate(zip(means, groups.values(), strict=True)):
-            end = max(1.0, *values)  # right of the bar and of its range, where nothing else is
-            offset = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-            axes.annotate(f"{mean:.2f} x", (end, row), fontsize=7, color=ink, **offset)
-        axes.axvline(1, color=ink, linewidth=1)
+        _plot_ratios(axes, groups, colour, THEMES[theme]["ink"])
         _scale_ratios(axes, every)
         axes.set_ylim(max(map(len, by_name.values())) - 0.4, -0.6)
         axes.set_xlabel("its time / our time")
@@ -185,6 +173,23 @@ def _ratios(report: BenchmarkReport, theme: str) -> Chart | None:
         texts.append(f"{name} {geometric_mean(every):.2f} ({min(every):.2f} to {max(every):.2f})")
     alternative = f"Time of each competitor divided by ours, geometric mean and range: {', '.join(texts)}."
     return Chart("ratios", "Ratios to the other implementations", alternative, figure)
+
+
+def _plot_ratios(axes: Axes, groups: dict[str, list[float]], colour: str, ink: str) -> None:
+    """Plot a bar per group: from a ratio of 1 to the geometric mean, with the range of the ratios."""
+    means = [geometric_mean(values) for values in groups.values()]
+    low = [max(mean - min(values), 0.0) for mean, values in zip(means, groups.values(), strict=True)]
+    high = [max(max(values) - mean, 0.0) for mean, values in zip(means, groups.values(), strict=True)]
+    widths = [mean - 1 for mean in means]
+    axes.barh(
+        list(groups), widths, left=1, height=0.7, color=colour, alpha=0.75, xerr=[low, high], ecolor=ink, capsize=2
+    )
+    for row, (mean, values) in enumerate(zip(means, groups.values(), strict=True)):
+        end = max(1.0, *values)  # right of the bar and of its range, where nothing else is
+        axes.annotate(
+            f"{mean:.2f} x", (end, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7, color=ink
+        )
+    axes.axvline(1, color=ink, linewidth=1)
 
 
 def _scale_ratios(axes: Axes, values: Sequence[float]) -> None:
