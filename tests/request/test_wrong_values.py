@@ -111,7 +111,7 @@ def test_the_table_has_every_public_function_and_method_that_takes_arguments() -
 
 def test_a_value_that_ends_in_another_error_is_reported() -> None:
     """Without this, the table above could pass because it sees nothing."""
-    from public_calls import PublicCall
+    from public_call_inputs import PublicCall
 
     def function(size: int) -> int:
         return size + 1

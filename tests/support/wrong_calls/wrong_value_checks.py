@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from public_calls import PublicCall
+from public_call_inputs import PublicCall
 from torch import Tensor
 from wrong_values import VALUES, fits, parameter_types, state, variants
 
