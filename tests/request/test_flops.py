@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
+from undivided import masks
 from undivided.benchmarking import runs
 from undivided.benchmarking.catalogue import Benchmark
 from undivided.benchmarking.competitors import prepare
@@ -52,3 +53,17 @@ def test_pytorchs_counter_counts_the_same(qk_dim: int, v_dim: int) -> None:
 def test_plans_of_context_parallelism_count_the_same(qk_dim: int, v_dim: int) -> None:
     option = plan(LENGTH, HEADS, qk_dim, world=1, value_dim=v_dim, flops=1.0).best
     assert option.seconds == training_flops(PAIRS, qk_dim, v_dim)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_flop_counter_counts_the_products_of_all_pairs(layout: str) -> None:
+    q = torch.randn(2, 8, 8, 16, requires_grad=True)
+    k, v = (torch.randn(2, *((8, 2) if layout == "bshd" else (2, 8)), d, requires_grad=True) for d in (16, 24))
+    with FlopCounterMode(display=False) as counter:
+        out = undivided.attention(q, k, v, layout=layout, mask=masks.causal())
+    pairs = 2 * 8 * 8 * 8
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
+    with FlopCounterMode(display=False) as counter:
+        undivided.attention(q, k, v, layout=layout).sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24) + 2 * pairs * (3 * 16 + 2 * 24)
+    assert out.shape == (2, 8, 8, 24)

@@ -1,46 +1,25 @@
-"""torch.compile: one opaque operator, the same answers, no recompilation for new lengths, the same errors."""
+"""torch.compile: one opaque operator, the same answers, no recompilation for new lengths."""
 
 from __future__ import annotations
 
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from compiled_calls import compiled_graphs, qkv
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
 from undivided import masks
-from undivided.kernels import cpu
 from undivided.masks import Mask
-from undivided.quantization import Format, quantize
-from undivided.run.operator_arguments import Arguments
-from undivided.run.prepare import prepare
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-
-
-def compiled_graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-def qkv(length: int, kv_length: int | None = None, grad: bool = True) -> list[Tensor]:
-    q = torch.randn(2, length, 4, 16)
-    k, v = (torch.randn(2, kv_length or length, 2, 16) for _ in range(2))
-    return [t.requires_grad_(grad) for t in (q, k, v)]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def assert_same_with_gradients(compiled: Callable[..., Tensor], eager: Callable[..., Tensor], *args: Any) -> None:
@@ -231,102 +210,6 @@ def test_a_predicate_that_a_call_builds_lives_until_its_backward_and_no_longer()
     assert [part() for part in parts] == [None] * 3
 
 
-ON_META = torch.zeros(1, 1, 3, 3, device="meta")
-WRONG_AT_RUN_TIME: dict[str, Callable[[Tensor], dict[str, object]]] = {
-    "align": lambda q: {"k": q[:, :2], "v": q[:, :2], "mask": masks.causal()},
-    "layout": lambda q: {"layout": "BSHD"},
-    "layout-with-a-bar": lambda q: {"layout": "bs|hd"},
-    "backend": lambda q: {"backend": "natif"},
-    "backend-without-a-name": lambda q: {"backend": ""},
-    "axes": lambda q: {"q": q.flatten(2)},
-    "no-axes": lambda q: {"q": q[0, 0, 0, 0]},
-    "device-of-k": lambda q: {"k": q.to("meta")},
-    "device-of-bias": lambda q: {"bias": ON_META},
-    "device-of-mask": lambda q: {"mask": masks.dense(ON_META == 0)},
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_AT_RUN_TIME.values(), ids=WRONG_AT_RUN_TIME)
-def test_a_wrong_call_raises_the_same_error_as_in_eager_mode(wrong: Callable[[Tensor], dict[str, object]]) -> None:
-    """Wrong axes were an IndexError of the compiler, and with a tensor on meta the output was uninitialised memory."""
-
-    def layer(q: Tensor) -> Tensor:
-        arguments: dict[str, Any] = {"q": q, "k": q, "v": q, "layout": "bshd", **wrong(q)}
-        return undivided.attention(**arguments)
-
-    q = torch.randn(1, 3, 2, 8)
-    with pytest.raises(undivided.InputError) as eager:
-        layer(q)
-    with pytest.raises(undivided.InputError) as compiled:
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(q)
-    assert str(compiled.value) == str(eager.value)
-
-
-WRONG_TYPES: dict[str, Any] = {
-    "k": [1.0],
-    "v": None,
-    "alibi_slopes": [1.0, 2.0],
-    "layout": 3,
-    "scale": "1",
-    "softcap": [30.0],
-    "dropout_p": True,
-    "return_lse": 1,
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_an_argument_of_a_wrong_type_raises_the_same_error_as_in_eager_mode(name: str) -> None:
-    """They were errors of the compiler or of Python, or were taken for something else."""
-
-    def layer(q: Tensor) -> Tensor:
-        return undivided.attention(**{"q": q, "k": q, "v": q, "layout": "bshd", name: WRONG_TYPES[name]})
-
-    q = torch.randn(1, 3, 2, 8)
-    with pytest.raises(undivided.InputError) as eager:
-        layer(q)
-    with pytest.raises(undivided.InputError) as compiled:
-        torch.compile(layer, backend="aot_eager")(q)
-    assert str(compiled.value) == str(eager.value)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"deterministic": "yes"},
-        {"backend": 3},
-        {"layout": None},
-        {"dropout_p": 0.5, "dropout_seed": -1},
-        {"dropout_p": 0.5, "dropout_seed": "1"},
-    ],
-    ids=lambda wrong: f"{list(wrong)[-1]}-{list(wrong.values())[-1]}",
-)
-def test_a_constant_of_the_wrong_kind_is_an_input_error_when_compiled(wrong: dict[str, object]) -> None:
-    """A KeyError, TypeErrors, and a negative seed that was accepted."""
-    torch._dynamo.reset()
-    q = torch.randn(1, 4, 2, 8)
-    arguments = {"layout": "bshd", **wrong}
-    with pytest.raises(undivided.InputError, match=f"{list(wrong)[-1]} must"):
-        torch.compile(lambda x: undivided.attention(x, x, x, **arguments), backend="aot_eager")(q)
-
-
-def test_a_call_that_cannot_be_traced_runs_unseen_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it traces the selection, and writes a guard per entry of its caches: 57 seconds for 3000 of them."""
-    seen = []
-
-    def recorded(*arguments: Any) -> Any:
-        seen.append(callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()))
-        return prepare(*arguments)
-
-    for module in (undivided.functional, undivided.run.dispatch):
-        monkeypatch.setattr(module, "prepare", recorded)
-    q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(undivided.InputError, match="dropout_seed must"):
-        torch.compile(
-            lambda x: undivided.attention(x, x, x, layout="bshd", dropout_p=0.5, dropout_seed=-1), backend="eager"
-        )(q)
-    assert seen == [False]
-
-
 def test_a_change_of_policy_is_seen_without_recompiling(capfd, monkeypatch) -> None:
     monkeypatch.setenv("UNDIVIDED_LOG", "info")
     layer = torch.compile(
@@ -341,16 +224,6 @@ def test_a_change_of_policy_is_seen_without_recompiling(capfd, monkeypatch) -> N
     assert "torch_flash for" in log
     assert "reference for" in log
     assert compiled_graphs() == 1
-
-
-def test_an_explicit_backend_that_cannot_run_raises_with_its_reasons() -> None:
-    layer = torch.compile(
-        lambda q, k, v: undivided.attention(q, k, v, layout="bshd", softcap=3.0, backend="torch_flash"),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    with pytest.raises(undivided.NoBackendError, match="no support for softcap"):
-        layer(*qkv(6, grad=False))
 
 
 def test_dropout_without_a_seed_draws_a_new_pattern_at_every_call_and_repeats_under_manual_seed() -> None:
@@ -393,59 +266,6 @@ def test_autocast_inside_the_graph_casts_as_in_eager_mode() -> None:
     torch.testing.assert_close(compiled, layer(*args))
 
 
-def test_the_operator_has_the_arguments_of_its_named_tuple_in_their_order() -> None:
-    names = [argument.name for argument in torch.ops.undivided.attention.default._schema.arguments]
-    assert names == list(Arguments._fields)
-    of_backward = [argument.name for argument in torch.ops.undivided.attention_backward.default._schema.arguments]
-    assert of_backward[:15] == names[:15]
-
-
-# PyTorch 2.15's own: opcheck reads the gradients of copies
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_the_operator_passes_opcheck_with_and_without_gradients() -> None:
-    n = torch.tensor([3, 7])
-    spec, tensors = (masks.lengths(n, n) & masks.causal()).flatten()
-    for needs, lse in (("yyynnn", "y"), ("nnnnnn", "n")):
-        q, k, v = qkv(7, grad="y" in needs)
-        text = f"bshd|{spec}|{needs}|None|{lse}"
-        call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], None, None, None)
-        results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
-        assert set(results.values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("format", ["int8", "int4"])
-def test_the_operator_passes_opcheck_with_quantised_keys(format: Format) -> None:
-    q = torch.randn(2, 7, 4, 32)
-    (k, k_scale), (v, v_scale) = (quantize(torch.randn(2, 7, 2, 32), format) for _ in range(2))
-    spec, tensors = masks.causal().flatten()
-    text = f"bshd|{spec}|nnnnnn|None|y"
-    call = (q, k, v, None, None, None, tensors, None, None, text, None, None, 0.0, [], None, k_scale, v_scale)
-    results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
-    assert set(results.values()) == {"SUCCESS"}
-
-
-@pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native kernel is not built")
-@pytest.mark.parametrize("case", ["plain", "masked", "paged"])
-def test_the_operator_passes_opcheck_when_the_native_kernel_runs(case: str) -> None:
-    n = torch.tensor([3, 7])
-    mask = {"plain": masks.FULL, "masked": masks.lengths(n, n) & masks.window(2, 1), "paged": masks.lengths(n)}[case]
-    text, tensors = mask.flatten()
-    q, k, v = qkv(7, grad=False)
-    pages = None
-    if case == "paged":
-        k, v = (torch.randn(5, 4, 2, 16) for _ in range(2))
-        pages = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
-    spec = f"bshd|{text}|nnnnnn|None|y|-|None|=native"
-    call = (q, k, v, None, None, None, tensors, None, pages, spec, None, None, 0.0, [], None, None, None)
-    results = torch.library.opcheck(torch.ops.undivided.attention.default, call)
-    assert set(results.values()) == {"SUCCESS"}
-    asked = {"layout": "bshd", "mask": mask, "pages": pages, "return_lse": True}
-    out, lse = torch.ops.undivided.attention(*call)
-    want, want_lse = undivided.attention(q, k, v, backend="reference", **asked)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
-
-
 def test_sbhd_bhsd_and_thd_keep_their_layout_through_the_graph() -> None:
     for layout, shape in (("sbhd", (5, 2, 4, 16)), ("bhsd", (2, 4, 5, 16)), ("thd", (5, 4, 16))):
         x = torch.randn(shape)
@@ -459,17 +279,3 @@ def test_sbhd_bhsd_and_thd_keep_their_layout_through_the_graph() -> None:
             torch.testing.assert_close(a, b)
         assert ours[0].is_contiguous()
         assert theirs[0].is_contiguous()
-
-
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_a_flop_counter_counts_the_products_of_all_pairs(layout: str) -> None:
-    q = torch.randn(2, 8, 8, 16, requires_grad=True)
-    k, v = (torch.randn(2, *((8, 2) if layout == "bshd" else (2, 8)), d, requires_grad=True) for d in (16, 24))
-    with FlopCounterMode(display=False) as counter:
-        out = undivided.attention(q, k, v, layout=layout, mask=masks.causal())
-    pairs = 2 * 8 * 8 * 8
-    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
-    with FlopCounterMode(display=False) as counter:
-        undivided.attention(q, k, v, layout=layout).sum().backward()
-    assert counter.get_total_flops() == 2 * pairs * (16 + 24) + 2 * pairs * (3 * 16 + 2 * 24)
-    assert out.shape == (2, 8, 8, 24)
