@@ -43,6 +43,7 @@ QUICK = {
     "test_masks_interface": "",
     "test_masks_of_sequences": "",
     "test_merge": "",
+    "test_moved_masks": "",
     "test_policy": "",
     "test_prose": "",
     "test_random_masks": "",
