@@ -10,6 +10,7 @@ import torch
 from token_lists import POISON, joined, parted
 from torch import Tensor
 
+import undivided
 from undivided import KVCache, PagedKVCache, masks
 from undivided.masks import Mask
 
@@ -65,3 +66,11 @@ def step(cache: Cache, tokens: list[list[Tensor]], kind: Kind) -> list[Tensor]:
     q, k, v = (joined([t[n] for t in tokens], cache.layout) for n in range(3))
     cache.append(k, v, lengths=counts)
     return parted(cache.attend(q, kind.mask, **kind.options), cache.layout, counts)
+
+
+def in_one_pass(sequence: list[Tensor], kind: Kind) -> Tensor:
+    """The rows of a sequence without a cache."""
+    mask, options = kind.whole()
+    q, k, v = (t.unsqueeze(0) for t in sequence)
+    out: Tensor = undivided.attention(q, k, v, layout="bshd", mask=mask, backend="reference", **options)
+    return out[0]

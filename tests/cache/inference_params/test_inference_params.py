@@ -4,74 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
-from token_lists import POISON, joined, parted
+from inference_steps import DIM, KV_HEADS, Model, new_params, new_tokens
+from token_lists import joined
 from torch import Tensor
 
-import undivided
 from undivided import InferenceParams, InputError, masks
 from undivided.cache._batch import Batch
 from undivided.masks.normal_form import ranges
 
-HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 5
 FORMATS = ("bshd", "sbhd", "thd")
-LAYERS = (1, 2)
-
-
-def new_params(paged: bool, format: str = "bshd", **changes: Any) -> InferenceParams:
-    """Room for 3 sequences of 20 tokens, filled with NaN; if paged, 11 pages of 4 tokens, too few for all at once."""
-    pool = {"is_paged": True, "page_size": 4, "total_num_pages": 11} if paged else {}
-    sizes: dict[str, Any] = {"dtype": torch.float32, "head_dim_v": VALUE_DIM, "qkv_format": format, "device": "cpu"}
-    lengths = {"max_batch_size": 3, "max_sequence_length": 20}
-    params = InferenceParams(num_heads_kv=KV_HEADS, head_dim_k=DIM, **lengths | pool | sizes | changes)
-    for layer in LAYERS:
-        params.allocate_memory(layer)
-        for pool_of_layer in (params._storages[layer].k, params._storages[layer].v):
-            pool_of_layer.fill_(POISON)
-    return params
-
-
-def new_tokens(count: int) -> list[Tensor]:
-    """[q, k, v] of some tokens, [n, H, D]."""
-    return [torch.randn(count, h, d) for h, d in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))]
-
-
-def in_one_pass(tokens: list[Tensor], mask: masks.Mask | None = None) -> Tensor:
-    q, k, v = (t[None] for t in tokens)
-    return undivided.attention(
-        q, k, v, layout="bshd", mask=masks.causal() if mask is None else mask, backend="reference"
-    )[0]
-
-
-class Model:
-    """Two layers of attention, and all tokens of each sequence as plain tensors."""
-
-    def __init__(self, params: InferenceParams, mask: masks.Mask | None = None) -> None:
-        self.params, self.mask = params, mask
-        self.seen: dict[object, list[list[Tensor]]] = {}
-
-    def step(self, new: dict[object, int]) -> None:
-        """One iteration, compared with one pass over all tokens."""
-        self.params.pre_step(OrderedDict(new))
-        for name in set(self.seen) - set(new):
-            del self.seen[name]
-        for layer in LAYERS:
-            tokens = {name: new_tokens(count) for name, count in new.items()}
-            q, k, v = (joined([t[n] for t in tokens.values()], self.params.qkv_format) for n in range(3))
-            out = self.params.attend(layer, q, k, v, mask=self.mask)
-            assert isinstance(out, Tensor)
-            found = parted(out, self.params.qkv_format, list(new.values()))
-            for (name, brought), got in zip(tokens.items(), found, strict=True):
-                layers = self.seen.setdefault(name, [new_tokens(0) for _ in LAYERS])
-                layers[layer - 1] = [torch.cat(pair) for pair in zip(layers[layer - 1], brought, strict=True)]
-                want = in_one_pass(layers[layer - 1], self.mask)
-                torch.testing.assert_close(got, want[len(want) - len(got) :])
-        assert self.params.sequences == OrderedDict((n, len(self.seen[n][0][0])) for n in new)
 
 
 def pages_needed(params: InferenceParams, new: dict[object, int]) -> int:
@@ -236,25 +181,6 @@ def test_pages_of_a_prompt_outlive_their_sequence_until_they_are_needed() -> Non
     assert model.params.match([*prompts[1], 0], "d") == 0
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_prompts_that_are_refused(paged: bool) -> None:
-    model = Model(new_params(paged))
-    model.step({"a": 3, "b": 3, "c": 0})
-    before = state(model.params)
-    cases = [
-        (lambda: model.params.match([1, 2], "a"), "seq_id must not be the id of a sequence in the batch"),
-        (lambda: model.params.match([1, 2], "d"), "seq_id must be one of at most max_batch_size=3"),
-        (lambda: model.params.remember([1, 2], "d"), "seq_id must be the id of a sequence"),
-        (lambda: model.params.remember([1] * 4, "a"), "tokens must be at most the 3 cached tokens of 'a'"),
-        (lambda: model.params.match("ab", "e"), "tokens must be a list of ints"),
-    ]
-    for call, message in cases:
-        with pytest.raises(InputError, match=message if paged or "list" in message else "is_paged must be True"):
-            call()
-        assert state(model.params) == before
-    model.step({"b": 1, "a": 4})
-
-
 def test_memory_is_allocated_on_the_device_of_the_first_keys() -> None:
     params = InferenceParams(2, 8, KV_HEADS, DIM, torch.float32)
     params.allocate_memory(1)
@@ -266,82 +192,6 @@ def test_memory_is_allocated_on_the_device_of_the_first_keys() -> None:
     params.step(2, k, k)
     assert params.has_memory(2)
     assert params.device == torch.device("cpu")
-
-
-def state(params: InferenceParams) -> tuple[object, ...]:
-    storages = [t.nan_to_num(1e9).tolist() for s in params._storages.values() for t in (s.k, s.v)]
-    ledger = params._batch.ledger
-    pages = (
-        (list(ledger.unused[0]), list(ledger.references), [list(t) for t in ledger.tables]) if params.is_paged else ()
-    )
-    return params.sequences, params.batch_size, dict(params._batch.slots), ledger.lengths, pages, storages
-
-
-K, V, Q = (torch.randn(2, 3, KV_HEADS, DIM), torch.randn(2, 3, KV_HEADS, VALUE_DIM), torch.randn(2, 3, HEADS, DIM))
-REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
-    "too-many-sequences": (
-        lambda p: p.pre_step(dict.fromkeys(range(4), 1)),
-        "step_dict must hold at most max_batch_size=3",
-    ),
-    "too-long": (
-        lambda p: p.pre_step({"a": 1, "b": 19}),
-        r"step_dict\['b'\] must leave the sequence within max_sequence_l",
-    ),
-    "negative": (lambda p: p.pre_step({"a": -1}), r"step_dict\['a'\] must be at least 0"),
-    "ids-that-are-tensors": (
-        lambda p: p.pre_step(dict.fromkeys(torch.tensor([0, 1]), 1)),
-        r"step_dict must have ids that equal those of the next step(.|\n)*seq_ids\.tolist\(\)",
-    ),
-    "not-a-mapping": (lambda p: p.pre_step([1, 1]), "step_dict must map the id of each sequence"),
-    "k-of-another-batch": (lambda p: p.attend(1, Q, K[:1], V[:1]), r"new_k must have shape \[2, new, 2, 8\] in 'bshd'"),
-    "k-too-short": (
-        lambda p: p.step(1, K[:, :1], V[:, :1]),
-        r"new_k must have the 2 tokens per sequence that pre_step announced, got 1",
-    ),
-    "q-unlike-k": (lambda p: p.attend(1, Q[:, :2], K, V), r"q must have the tokens of new_k \(3\), got 2"),
-    "q-of-another-batch": (lambda p: p.attend(1, Q[:1], K, V), "q must have the batch size of the cache"),
-    "another-dtype": (lambda p: p.step(1, K.double(), V.double()), "new_k must have the dtype of the cache"),
-    "a-format-that-is-none": (lambda p: p.step(1, K, V, "bhsd"), "qkv_format must be one of(.|\n)*x.transpose"),
-    "packed-tokens-too-many": (lambda p: p.step(1, K[0, :2], V[0, :2], "thd"), "new_k must have the 3 tokens that"),
-    "k-of-other-heads": (
-        lambda p: p.step(1, Q[:, :, :3], V),
-        r"new_k must have shape(.|\n)*HINT: num_heads_kv=3 at the construction of InferenceParams",
-    ),
-    "fork-of-nobody": (lambda p: p.fork("z", "y"), "src must be the id of a sequence(.|\n)*the batch has 'a', 'b'"),
-    "fork-onto-somebody": (lambda p: p.fork("a", "b"), "dst must not be the id of a sequence"),
-    "fork-of-a-list": (lambda p: p.fork(["a"], "z"), r"src must be hashable, got \['a'\]"),
-    "fork-onto-a-list": (lambda p: p.fork("a", ["z"]), r"dst must be hashable, got \['z'\]"),
-    "truncate-nobody": (lambda p: p.truncate("z", 0), "seq_id must be the id"),
-    "truncate-up": (lambda p: p.truncate("a", 6), "length must be at most the 4 cached tokens of 'a'"),
-    "no-such-layer": (lambda p: p.convert_paged_to_nonpaged(7), "layer_number must be that of a layer with a cache"),
-    "layer-no-number": (lambda p: p.step("first", K, V), "layer_number must be an int"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_refused_and_nothing_changed(paged: bool, case: str) -> None:
-    model = Model(new_params(paged))
-    model.step({"a": 3, "b": 3})
-    model.step({"a": 1, "b": 2})
-    before = state(model.params)
-    call, message = REFUSED[case]
-    with pytest.raises(InputError, match=message):
-        call(model.params)
-    assert state(model.params) == before
-    model.step({"b": 1, "a": 4})  # the cache still works
-
-
-def test_no_pages_and_nothing_changed() -> None:
-    """Half of the batch fits, and one sequence ends: still all or nothing."""
-    model = Model(new_params(True, max_sequence_length=100))
-    model.step({"a": 10, "b": 10, "c": 10})
-    before = state(model.params)
-    with pytest.raises(InputError, match="step_dict must fit into the 5 free pages of 11") as refusal:
-        model.params.pre_step({"d": 3, "a": 1, "b": 40})
-    assert "total_num_pages" in str(refusal.value)
-    assert state(model.params) == before
-    model.step({"a": 1, "b": 2, "c": 0})
 
 
 def test_changes_between_two_steps_do_not_read_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,66 +211,3 @@ def test_changes_between_two_steps_do_not_read_the_whole_batch(monkeypatch: pyte
     assert params.sequences is params.sequences
     assert len(reads) == 1
     assert not params.cu_seqlens_q.any()
-
-
-def test_a_full_batch_cannot_fork() -> None:
-    params = new_params(False)
-    params.pre_step(dict.fromkeys("abc", 1))
-    with pytest.raises(InputError, match="dst must be one of at most max_batch_size=3"):
-        params.fork("a", "d")
-
-
-@pytest.mark.parametrize("call", [lambda p: p.attend(1, Q, K, V), lambda p: p.step(1, K, V)], ids=["attend", "step"])
-@pytest.mark.parametrize("after", ["construction", "fork", "truncate", "an-empty-step"])
-def test_a_layer_before_its_step(after: str, call: Callable[[InferenceParams], object]) -> None:
-    """A fork or a truncation invalidates the last step: `pre_step` is required again."""
-    params = new_params(False)
-    if after != "construction":
-        params.pre_step({"a": 3, "b": 3})
-        {
-            "fork": lambda: params.fork("a", "c"),
-            "truncate": lambda: params.truncate("a", 1),
-            "an-empty-step": lambda: params.pre_step({}),
-        }[after]()
-    with pytest.raises(InputError, match="inference_params must have a step"):
-        call(params)
-
-
-SIZES: dict[str, Any] = {
-    "max_batch_size": 3,
-    "max_sequence_length": 20,
-    "num_heads_kv": KV_HEADS,
-    "head_dim_k": DIM,
-    "dtype": torch.float32,
-    "head_dim_v": None,
-    "is_paged": True,
-    "page_size": 4,
-    "total_num_pages": 4,
-    "max_ctx_len": None,
-    "qkv_format": "thd",
-    "custom_cache_manager": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("max_batch_size", 0),
-        ("max_sequence_length", 1.5),
-        ("num_heads_kv", None),
-        ("head_dim_k", None),
-        ("dtype", None),
-        ("dtype", torch.int8),
-        ("head_dim_v", 0),
-        ("page_size", None),
-        ("page_size", 0),
-        ("total_num_pages", 0),
-        ("max_ctx_len", 21),
-        ("max_ctx_len", 0),
-        ("qkv_format", "bhsd"),
-        ("custom_cache_manager", object()),
-    ],
-)
-def test_invalid_params_are_refused(argument: str, value: object) -> None:
-    with pytest.raises(InputError, match=f"^{argument} must"):
-        InferenceParams(**SIZES | {argument: value})
