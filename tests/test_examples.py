@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NUMBERS_ARE_TESTED = {
     "18_train_on_a_mesh": "tests/parallel/test_data_and_tensor_parallel.py",
-    "20_hugging_face_over_ranks": "tests/integrations/test_transformers_ranks.py",
+    "20_hugging_face_over_ranks": "tests/integrations/ranks/test_transformers_ranks.py",
     "21_restart_from_a_checkpoint": "tests/parallel/test_restart.py",
     "22_trace_a_ring": "tests/context_parallel/test_ring_trace.py",
     "23_checkpoint_on_another_mesh": "tests/parallel/test_checkpoints.py",
