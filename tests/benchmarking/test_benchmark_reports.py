@@ -22,14 +22,6 @@ from undivided.benchmarking.catalogue import Goal
 from undivided.cli._app import application
 
 
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that always does the same, and is asked at no cost."""
-    monkeypatch.setattr(peak, "arithmetic_probe", lambda dtype, device, clock: QUIET)
-    monkeypatch.setattr(peak, "read_probe", lambda size, device, clock: QUIET)
-    monkeypatch.setattr(peak, "witness_call", lambda: None)
-
-
 @pytest.fixture(scope="module")
 def small_report() -> dict[str, Any]:
     """A report of one problem of every suite, in no time: small sizes, a machine that is not asked."""
