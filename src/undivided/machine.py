@@ -190,7 +190,8 @@ class Machine:
         if key == "cpu":
             return Machine(device="cpu", name="cpu", packages={} if packages is None else packages)
         if key not in KNOWN_GPUS:
-            hint = did_you_mean(key, KNOWN_GPUS)
+            hint = did_you_mean(key, [gpu for gpu in KNOWN_GPUS if gpu[0] == key[:1]])
+            hint = hint or "another GPU: Machine(device='cuda', compute_capability=(8, 0))"
             raise InputError("device", f"be cpu or one of {', '.join(KNOWN_GPUS)}", repr(name), hint)
         return Machine("cuda", key.upper(), KNOWN_GPUS[key], cudnn, {} if packages is None else packages)
 

@@ -43,11 +43,16 @@ def test_an_existing_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "04_masks.py").read_text() == "mine"
 
 
-def test_an_unknown_name_is_answered_with_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"), [("../../etc/passwd", "undivided init-example lists them"), ("mask", "did you mean 'masks'?")]
+)
+def test_an_unknown_name_is_answered_with_a_hint(
+    name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run("../../etc/passwd")
+    done = run(name)
     assert done.exit_code == 2
-    assert "04_masks" in done.stderr
+    assert hint in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -77,11 +77,12 @@ class Problem(NamedTuple):
         return "lse" in self.features or "backward" in self.features
 
     def __str__(self) -> str:
-        q = f"q {self.batch}x{self.q_len}x{self.heads}x{self.qk_dim}"
-        kv = f"kv {self.batch}x{self.kv_len}x{self.kv_heads}x{self.qk_dim}"
+        batch, axes = ("", "TxHxD") if self.packed else (f"{self.batch}x", "BxSxHxD")
+        q = f"q {batch}{self.q_len}x{self.heads}x{self.qk_dim}"
+        kv = f"kv {batch}{self.kv_len}x{self.kv_heads}x{self.qk_dim}"
         if self.v_dim != self.qk_dim:
             kv += f"/{self.v_dim}"
-        texts = [f"{q} (BxSxHxD), {kv}", f"{dtype_name(self.dtype)} {self.layout} on {self.device}"]
+        texts = [f"{q} ({axes}), {kv}", f"{dtype_name(self.dtype)} {self.layout} on {self.device}"]
         if self.quantized is not None:
             texts.append(f"keys and values in {self.quantized}")
         texts.append(f"mask {masks.describe(self.mask)}")

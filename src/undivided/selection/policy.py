@@ -64,7 +64,11 @@ _process = _Setting()
 _block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("undivided_backends", default=None)
 
 
-@checked_call
+_NAMED_ELSEWHERE = {"deterministic": ["each call has deterministic=; UNDIVIDED_DETERMINISTIC=1 is for all of them"]}
+"""Hints for arguments that the functions below do not have."""
+
+
+@functools.partial(checked_call, other_names=_NAMED_ELSEWHERE)
 def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool | None = None) -> None:
     """Allow only these backends or families, in this order, for the whole process.
 
@@ -102,6 +106,7 @@ def set_backends(*names: str, disable: Sequence[str] = (), batch_invariant: bool
     other_names={
         "disable": ["use_backends.disable(names) forbids backends in a block"],
         "batch_invariant": ["set_backends and each call have this argument"],
+        **_NAMED_ELSEWHERE,
     },
 )
 class use_backends:

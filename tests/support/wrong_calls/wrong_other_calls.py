@@ -191,6 +191,6 @@ OTHERS: WrongCalls = {
             "device must be cpu or one of v100, t4, a100, a10, rtx3090, l4, l40s, rtx4090, h100, h200, b200, "
             "b300, rtx5090, got None"
         ),
-        None,
+        "another GPU: Machine(device='cuda', compute_capability=(8, 0))",
     ),
 }

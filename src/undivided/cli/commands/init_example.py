@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from undivided.cli._terminal import console, print_json, print_table, table
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[2]
 FOLDERS = (PACKAGE / "examples", PACKAGE.parent.parent / "examples")
@@ -53,14 +53,16 @@ def examples() -> dict[str, Path]:
     for folder in FOLDERS:
         if paths := {path.stem: path for path in sorted(folder.glob("[0-9]*.py"))}:
             return paths
-    raise InputError("init-example", "find the examples of the package", f"none in {FOLDERS[0]}", hint="reinstall it")
+    hint = "pip install . in a checkout, whose folder examples/ has them too"
+    raise InputError("init-example", "find the examples of the package", f"none in {FOLDERS[0]}", hint)
 
 
 def _find(name: str, paths: dict[str, Path]) -> Path:
     requested = name.removesuffix(".py")
     matches = [path for stem, path in paths.items() if requested in (stem, re.sub(r"^\d+_", "", stem))]
     if not matches:
-        raise InputError("NAME", f"be one of {', '.join(paths)}", repr(name), hint="undivided init-example lists them")
+        near = did_you_mean(name, [re.sub(r"^\d+_", "", stem) for stem in paths])
+        raise InputError("NAME", "be the name of an example", repr(name), near or "undivided init-example lists them")
     return matches[0]
 
 

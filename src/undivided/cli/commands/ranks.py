@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.text import Text
 
@@ -19,8 +20,10 @@ from undivided.cli._terminal import complain, console, print_json, print_table
 from undivided.cli._terminal import table as empty_table
 from undivided.cli.commands._measure_ranks import measure_levels
 from undivided.errors import InputError
+from undivided.machine import Machine
 from undivided.selection import measured as _measured
 from undivided.selection.measured import MeasuredRates, Table
+from undivided.selection.measured.cells import architecture
 
 
 def ranks(
@@ -66,13 +69,15 @@ def ranks(
 ) -> None:
     """Show the measured rates that order the backends; measure them here; or add the rates of reports.
 
+    Without arguments it shows the rates for this machine's processors; --filter and --json show those of others too.
+
     --measure takes less than three minutes and writes your table, which selection reads from the next process on. It
     replaces what an earlier --measure wrote at the same level. The rates of a report replace those of the same problems
     in the table. Nothing else changes the table: no call measures by itself. Delete the file to return to the rates of
     the package.
     """
     path = into or _measured.user_table_path()
-    path_name = "--into" if into else "UNDIVIDED_RANKS"
+    path_name = "--into" if into else "UNDIVIDED_RANKS" if os.environ.get("UNDIVIDED_RANKS") else "your table of ranks"
     if not measure:
         for flag, value in (("--seconds", seconds), ("--level", level), ("--report", report)):
             if value is not None:
@@ -91,7 +96,22 @@ def ranks(
     if into is not None or "UNDIVIDED_RANKS" in os.environ:
         _check_exists(path_name, path)
         _measured.read(path)  # what calls would only warn of is refused here
-    _print(_filtered(_measured.merged_tables() if into is None else _measured.read(into), filter), as_json)
+    table = _filtered(_measured.merged_tables() if into is None else _measured.read(into), filter)
+    if as_json or filter or into is not None:
+        _print(table, as_json)
+    else:
+        _show_this_machine(table)
+
+
+def _show_this_machine(table: Table) -> None:
+    """Print the kinds of this machine's architectures, and the names of the others."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    own = {architecture(device, Machine.this(device)) for device in devices}
+    others = sorted({kind.split("/")[0] for kind in table} - own)
+    _show({kind: places for kind, places in table.items() if kind.split("/")[0] in own})
+    if others:
+        words = f"other processors, shown by --filter NAME/: {', '.join(others)}"
+        console().print(Text(words))
 
 
 def _add(reports: Sequence[Path], path: Path) -> None:
