@@ -286,6 +286,16 @@ def test_a_wrong_argument_is_named(args: tuple[Any, ...], options: dict[str, Any
         ours(*args, **options)
 
 
+@pytest.mark.parametrize("name", ["gqa-without-heads", "head-size", "causal"])
+def test_an_error_is_of_the_type_that_pytorch_raises(name: str) -> None:
+    args, options, _ = WRONG[name]
+    with pytest.raises((IndexError, RuntimeError, TypeError)) as theirs:
+        torch.nn.functional.scaled_dot_product_attention(*args, **options)
+    with pytest.raises(InputError) as error:
+        ours(*args, **options)
+    assert isinstance(error.value, theirs.type)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_that_is_not_jagged_is_an_error_with_a_hint() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(4, 3, 8), torch.zeros(4, 5, 8)], layout=torch.strided)

@@ -40,7 +40,7 @@ def _pytorchs_error(query: Any, key: Any, value: Any, *others: Any) -> Exception
     present = [t for t in tensors if isinstance(t, Tensor)]
     if not all(map(_is_plain, (*present, *(o for o in others if isinstance(o, Tensor))))):
         return None
-    if others[-1] is not False and any(t.dim() < 3 or t.shape[-3] == 0 for t in present):
+    if others[-1] is not False and any(t.dim() >= 3 and t.shape[-3] == 0 for t in present):
         return None  # with enable_gqa PyTorch divides by the number of heads, which ends the process
     options = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), others, strict=True))
     if others[0] is not None and options["is_causal"] is True and torch.backends.cuda.flash_sdp_enabled():
