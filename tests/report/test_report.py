@@ -68,6 +68,7 @@ def test_report_is_one_file_without_references(page: str) -> None:
     assert links
     assert [link for link in links if not link.startswith(("#", "data:"))] == []
     assert "undividedMasks" in page
+    assert re.search(r"on \d{4}-\d\d-\d\d\.</p>", page)
     for heading in ("Machine", "Backends", "Verification", "Benchmarks", "Mask explorer"):
         assert f">{heading}</h2>" in page
 
@@ -81,8 +82,9 @@ def test_values_are_escaped(measured: dict[str, Any]) -> None:
         "machine": {hostile: hostile},
         "environment": [{"name": hostile, "value": hostile, "meaning": hostile}],
         "backends": [
-            {"name": hostile, "family": hostile, "available": False, "why_not": hostile, "version": hostile,
+            {"name": hostile, "family": hostile, "available": available, "why_not": hostile, "version": hostile,
              "summary": hostile, "how_to_get": hostile}
+            for available in (True, False)
         ],
     }  # fmt: skip
     verified = [(hostile, Report(hostile, (Row(hostile, hostile, 1.0, 0.0, hostile),), {hostile: (hostile,)}))]

@@ -33,7 +33,10 @@ def page() -> str:
 
 
 def _contents() -> str:
-    rows = [f"- {area}: {', '.join(f'[{e.id}](#{e.id})' for e in entries)}" for area, entries in AREAS.items()]
+    """A list of the areas, each with the titles of its entries as links."""
+    rows = []
+    for area, entries in AREAS.items():
+        rows += [f"- {area}", *(f"    - [{_escape(entry.title)}](#{entry.id})" for entry in entries)]
     return "\n".join(rows)
 
 

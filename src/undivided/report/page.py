@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ def render(
     style = Markup((FOLDER / "report.css").read_text(encoding="utf-8"))
     return environment.get_template("report.html.jinja").render(
         version=__version__,
+        date=datetime.date.today().isoformat(),
         findings=findings,
         verified=[(name, report.to_dict()) for name, report in verified],
         tables=tables(benchmark) if benchmark else [],
