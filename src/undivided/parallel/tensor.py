@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from undivided.arguments.checks import check_type, checked_flag
 from undivided.arguments.signature import checked_call
 from undivided.context_parallel._groups import check_device_type
+from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.context_parallel.exchange.groups import check_ascending
+from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, prepare_on_all_ranks
 from undivided.errors import InputError, nearest_name
 from undivided.nn import MultiheadAttention, TransformerLayer
 from undivided.nn.arguments.formats import Heads
@@ -25,6 +27,7 @@ from undivided.parallel.state import check_not_parametrized
 from undivided.parallel.styles import MLP, OUTPUT, REPLICATED, SINKS, OwnScores, heads_style
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+Layer = MultiheadAttention | TransformerLayer
 
 
 @checked_call
@@ -51,8 +54,9 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
 
     Raises:
         InputError: the mesh has more than one axis, the module has no layer, the ranks do not divide the heads or the
-            features, an option of a layer is not supported, or a parameter has hooks or belongs to two modules. The
-            module is unchanged.
+            features, an option of a layer is not supported, or a parameter has hooks or belongs to two modules; or the
+            other arguments, or the options or parameters of the layers, differ between ranks. The module is unchanged.
+        RankError: another rank refused its arguments, or failed.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism.
 
@@ -64,19 +68,20 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     torch.Size([2, 10, 64])
     >>> dist.destroy_process_group()
     """
-    check_type("module", module, torch.nn.Module, "a torch.nn.Module")
     _check_mesh(mesh)
-    checked_flag("sequence_parallel", sequence_parallel)
-    checked_flag("check", check)
-    layers = [m for m in module.modules() if isinstance(m, MultiheadAttention | TransformerLayer)]
-    if not layers:
-        hint = "pass a MultiheadAttention or TransformerLayer, or a module that contains one"
-        raise InputError("module", "contain a layer of undivided", type(module).__name__, hint=hint)
-    for layer in layers:
-        _check(layer, mesh)
-    _check_parameters(module, layers)
+    group = mesh.get_group()
+
+    def prepare() -> tuple[dict[str, Layer], SharedArguments]:
+        checked_flag("sequence_parallel", sequence_parallel)
+        checked_flag("check", check)
+        layers = _checked_layers(module, mesh)
+        options = {"sequence_parallel": sequence_parallel, "check": check}
+        return layers, {CALL: "parallelize()", **options, **_description(module, layers)}
+
+    has_other_ranks = distributed.get_backend(group) != "fake"  # PyTorch's, for dry runs
+    layers = prepare_on_all_ranks((SingleRank(), ProcessGroup(group)), has_other_ranks, prepare)
     with rank_errors("parallelize", mesh):
-        for layer in layers:
+        for layer in layers.values():
             if isinstance(layer, TransformerLayer):
                 layer.tensor_parallel = _arguments(mesh, sequence_parallel, layer.attn_input_format, check)
                 _divide_feed_forward(layer, mesh)
@@ -97,6 +102,37 @@ def _check_mesh(mesh: object) -> None:
         hint = "give its axes names by mesh_dim_names" if name is None else f"select one axis, such as mesh[{name!r}]"
         raise InputError("mesh", "be a DeviceMesh with one axis", f"{mesh.ndim} axes {names}", hint=hint)
     check_ascending(mesh)
+
+
+def _checked_layers(module: torch.nn.Module, mesh: DeviceMesh) -> dict[str, Layer]:
+    """The layers of the module by name; raises InputError unless they can be divided over the ranks of the mesh."""
+    check_type("module", module, torch.nn.Module, "a torch.nn.Module")
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, Layer)}
+    if not layers:
+        hint = "pass a MultiheadAttention or TransformerLayer, or a module that contains one"
+        raise InputError("module", "contain a layer of undivided", type(module).__name__, hint=hint)
+    for layer in layers.values():
+        _check(layer, mesh)
+    _check_parameters(module, list(layers.values()))
+    return layers
+
+
+def _description(module: torch.nn.Module, layers: Mapping[str, Layer]) -> dict[str, str]:
+    """The layers in their order, their options and their parameters, which all ranks must have: the ranks exchange the
+    parameters in this order, and the options decide which heads and features each rank gets."""
+    names = ", ".join(f"{name or 'module'} ({type(layer).__name__})" for name, layer in layers.items())
+    texts = {"the layers of module": f"{len(layers)}: {names}"}
+    for prefix, layer in layers.items():
+        for name, inner in layer.named_modules(prefix=prefix):
+            texts[f"module.{name}" if name else "module"] = f"{type(inner).__name__}({inner.extra_repr()})"
+    divided = {parameter for layer in layers.values() for parameter in layer.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter in divided:
+            gradient = ", requires_grad" if parameter.requires_grad else ""
+            texts[f"module.{name}"] = (
+                f"{list(parameter.shape)}, {parameter.dtype}, on {parameter.device.type}{gradient}"
+            )
+    return texts
 
 
 def _divide_feed_forward(layer: TransformerLayer, mesh: DeviceMesh) -> None:
@@ -150,7 +186,7 @@ def _projections(layer: MultiheadAttention) -> list[Linear]:
     return [layer.layernorm_query if layer.input_layernorm else layer.query_layer, layer.key_value]
 
 
-def _check(layer: MultiheadAttention | TransformerLayer, mesh: DeviceMesh) -> None:
+def _check(layer: Layer, mesh: DeviceMesh) -> None:
     """Raise InputError for a layer that cannot be divided over the ranks of a mesh."""
     ranks = mesh.size()
     check_not_parametrized(layer)
