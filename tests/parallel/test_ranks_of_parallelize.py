@@ -12,12 +12,12 @@ import torch
 from gloo_ranks import run_ranks
 from tensor_layers import BATCH, HIDDEN, LENGTH
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from undivided import InputError, TransformerLayer
+from undivided import ContextParallel, InputError, TransformerLayer
 from undivided.context_parallel import RankError
-from undivided.parallel import parallelize
+from undivided.parallel import parallelize, rank_errors
 
 
 def make_layer(**options: Any) -> TransformerLayer:
@@ -116,3 +116,37 @@ def test_ranks_with_other_layers_or_arguments_raise_at_once(monkeypatch: pytest.
             if name in DIFFERENCES:
                 expected = "module must have no hooks on" if (name, rank) == ("refused", 1) else DIFFERENCES[name][3]
                 assert re.match(expected, text), f"{name}: {text}"
+
+
+def errors_of_other_processes() -> list[str]:
+    """The errors of what gets a mesh or a group without this process; of process 0, which is in them, nothing."""
+    mesh, group = DeviceMesh("cpu", [0]), distributed.new_group([0])
+    uses: list[Callable[[], object]] = [
+        lambda: parallelize(make_layer(), mesh),
+        lambda: ContextParallel(mesh),
+        lambda: ContextParallel(group),
+        lambda: rank_errors("a step", mesh).__enter__(),
+        lambda: rank_errors("a step", group).__enter__(),
+    ]
+    if distributed.get_rank() == 0:
+        return [str(use())[:0] for use in uses]
+    found = []
+    for use in uses:
+        with pytest.raises(InputError) as error:
+            use()
+        found.append(str(error.value))
+    return found
+
+
+def test_groups_and_meshes_of_other_processes_are_refused() -> None:
+    """Meshes raised IndexError: list index out of range."""
+    expected = [
+        "mesh must contain this process (1), got the processes [0]",
+        "group must contain this process (1), got the processes [0]",
+        "group must contain this process (1), got a group of other processes",
+        "group must contain this process (1), got the processes [0]",
+        "group must contain this process (1), got a group of other processes",
+    ]
+    ((nothing, found),) = run_ranks(2, errors_of_other_processes, patience=100.0)
+    assert nothing == [""] * len(expected), nothing
+    assert [text.partition("\n")[0] for text in found] == expected, found

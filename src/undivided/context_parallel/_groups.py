@@ -69,8 +69,8 @@ def _communicators(group: Any) -> Iterator[Communicator]:
     elif hasattr(group, "mesh_dim_names"):
         if group.ndim == 2:
             check_grid(group)
-        yield from (ProcessGroup(group_of(group, dim)) for dim in range(group.ndim))
-    elif group is None or isinstance(group, dist.ProcessGroup):
+        yield from (ProcessGroup(group_of(group, dim, "group")) for dim in range(group.ndim))
+    elif group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         yield ProcessGroup(group)
     else:
         hint = 'mesh.get_group("context") of a DeviceMesh, or torch.distributed.new_group(ranks) with this rank'

@@ -15,7 +15,7 @@ from undivided.arguments.signature import checked_call
 from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.failures import rank_errors
-from undivided.context_parallel.exchange.groups import check_ascending
+from undivided.context_parallel.exchange.groups import check_ascending, group_of
 from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, prepare_on_all_ranks
 from undivided.errors import InputError, nearest_name
 from undivided.nn import MultiheadAttention, TransformerLayer
@@ -53,9 +53,10 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
         The same module.
 
     Raises:
-        InputError: the mesh has more than one axis, the module has no layer, the ranks do not divide the heads or the
-            features, an option of a layer is not supported, or a parameter has hooks or belongs to two modules; or the
-            other arguments, or the options or parameters of the layers, differ between ranks. The module is unchanged.
+        InputError: the mesh has more than one axis or does not contain this process, the module has no layer, the ranks
+            do not divide the heads or the features, an option of a layer is not supported, or a parameter has hooks or
+            belongs to two modules; or the other arguments, or the options or parameters of the layers, differ between
+            ranks. The module is unchanged.
         RankError: another rank refused its arguments, or failed.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), sequence parallelism.
@@ -69,7 +70,7 @@ def parallelize(module: ModuleT, mesh: DeviceMesh, sequence_parallel: bool = Fal
     >>> dist.destroy_process_group()
     """
     _check_mesh(mesh)
-    group = mesh.get_group()
+    group = group_of(mesh)
 
     def prepare() -> tuple[dict[str, Layer], SharedArguments]:
         checked_flag("sequence_parallel", sequence_parallel)

@@ -37,7 +37,7 @@ class rank_errors:  # a context manager that reads as a phrase, like contextlib.
 
     Raises:
         RankError: a collective failed, because a rank ended or did not take part within the group's timeout.
-        InputError: the mesh has several axes, or the group was destroyed.
+        InputError: the mesh has several axes, or the group was destroyed or does not contain this process.
 
     >>> import torch
     >>> with rank_errors("the training step"):
@@ -51,7 +51,7 @@ class rank_errors:  # a context manager that reads as a phrase, like contextlib.
             if group.ndim != 1:
                 hint = "None for all processes, or one axis of the mesh"
                 raise InputError("group", "be a mesh with one axis", f"{group.ndim} axes", hint=hint)
-            group = group_of(group)
+            group = group_of(group, argument="group")
         self.step, self.group = step, group
 
     def __enter__(self) -> None:

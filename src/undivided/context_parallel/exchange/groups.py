@@ -1,5 +1,7 @@
 """Process groups and meshes that cannot be used.
 
+All processes make a group or a mesh together, and those that are not in it cannot use it.
+
 Contexts and layers may still hold a group that `torch.distributed.destroy_process_group` has ended. PyTorch's
 collectives raise an error about registration for it, or return without doing anything.
 
@@ -17,8 +19,11 @@ from undivided.errors import InputError
 
 
 def check_exists(group: Any, argument: str = "group") -> None:
-    """InputError if a process group of torch.distributed was destroyed. argument: the name for the error."""
-    if not isinstance(group, distributed.ProcessGroup):  # what new_group returns to other processes
+    """InputError if a process group of torch.distributed was destroyed, or has other processes only. argument: the name
+    for the error."""
+    if group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise _foreign(argument, "a group of other processes")
+    if not isinstance(group, distributed.ProcessGroup):
         return
     try:
         distributed.get_process_group_ranks(group)
@@ -26,14 +31,17 @@ def check_exists(group: Any, argument: str = "group") -> None:
         raise _destroyed(argument, "a process group") from error
 
 
-def group_of(mesh: Any, axis: int | str = 0) -> Any:
-    """The process group of an axis of a `DeviceMesh`; InputError if it was destroyed."""
+def group_of(mesh: Any, axis: int | str = 0, argument: str = "mesh") -> Any:
+    """The process group of an axis of a `DeviceMesh`; InputError if it was destroyed, or has other processes only.
+    argument: the name for the error."""
+    if mesh.get_coordinate() is None:
+        raise _foreign(argument, f"the processes {mesh.mesh.flatten().tolist()}")
     try:
         return mesh.get_group(axis)
     except RuntimeError as error:
         if "Could not resolve the process group" not in str(error):
             raise
-        raise _destroyed("mesh", "a DeviceMesh") from error
+        raise _destroyed(argument, "a DeviceMesh") from error
 
 
 def check_ascending(mesh: Any, argument: str = "mesh") -> None:
@@ -55,6 +63,12 @@ def check_grid(mesh: Any) -> None:
             hint = "init_device_mesh numbers the processes in the order of the rows"
             must = "have the same order of processes in all rows, and in all columns"
             raise InputError("group", must, str(mesh.mesh.tolist()), hint=hint)
+
+
+def _foreign(argument: str, processes: str) -> InputError:
+    hint = "only the processes of a group or a mesh may use it"
+    rank = distributed.get_rank() if distributed.is_initialized() else None
+    return InputError(argument, f"contain this process ({rank})", processes, hint=hint)
 
 
 def _destroyed(argument: str, what: str) -> InputError:
