@@ -13,6 +13,7 @@ from undivided import masks
 from undivided.arguments.checks import as_integer, check_tensor, check_type, checked_choice, checked_flag
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
+from undivided.arguments.modes import hidden_from_checkpoints
 from undivided.context_parallel._schedule import Mesh
 from undivided.context_parallel.exchange.collectives import Communicator, CountingCommunicator, gather_rows
 from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, prepare_on_all_ranks
@@ -197,6 +198,7 @@ class ShardedTokens:
         return torch.cat(parts, axis).index_select(axis, placement.order[of].to(parts[0].device))
 
     @outside_of_graphs
+    @hidden_from_checkpoints
     def _gathered(
         self, own: Tensor, layout: Layout | None, of: Side, dim: int | None
     ) -> tuple[int, Placement, list[Tensor]]:

@@ -12,6 +12,7 @@ from undivided import masks
 from undivided.arguments.checks import checked_choice, checked_flag
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
+from undivided.arguments.modes import hidden_from_checkpoints
 from undivided.arguments.signature import checked_methods
 from undivided.context_parallel import _run
 from undivided.context_parallel._call import PieceBackends, RankCall
@@ -139,6 +140,7 @@ class ContextParallel(ShardedTokens):
         return drawn if self._axes is None else agree_on_seed(self._axes, drawn)
 
     @outside_of_graphs
+    @hidden_from_checkpoints
     def attention(self, request: Request) -> Tensor | tuple[Tensor, Tensor]:
         """This rank's part of the output, for `undivided.attention`.
 
@@ -154,6 +156,7 @@ class ContextParallel(ShardedTokens):
         return (out, lse) if request.options.return_lse else out
 
     @outside_of_graphs
+    @hidden_from_checkpoints
     @torch.no_grad()
     def max_logit(
         self,
@@ -202,6 +205,8 @@ class ContextParallel(ShardedTokens):
         tensors = with_four_bias_axes(request.tensors)._replace(v=k[..., :0])
         return head_maxima(self._rank_call(prepared, ()), prepared.problems, tensors)
 
+    @outside_of_graphs
+    @hidden_from_checkpoints
     @torch.no_grad()
     def decode(
         self,

@@ -18,6 +18,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from undivided.arguments.modes import hidden_from_checkpoints
 from undivided.context_parallel._index import hash_entries
 from undivided.context_parallel.exchange.collectives import Communicator, RankError, gather_all, process_groups
 from undivided.context_parallel.exchange.reports import rank_names
@@ -70,6 +71,7 @@ def prepare_on_all_ranks(
     return prepared
 
 
+@hidden_from_checkpoints
 def compare_ranks(
     axes: Sequence[Communicator],
     shared: SharedArguments | None,
@@ -98,6 +100,7 @@ def compare_ranks(
     _check_grid([row[2:] for row in rows])
 
 
+@hidden_from_checkpoints
 def agree_on_seed(axes: Sequence[Communicator], seed: int) -> int:
     """The seed of rank 0.
 
