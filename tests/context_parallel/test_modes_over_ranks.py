@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import undivided
-from undivided import ContextParallel, masks
+from undivided import ContextParallel, InputError, masks
 from undivided.context_parallel import simulate
 
 LENGTH, WORLD = 8, 2
@@ -59,3 +62,101 @@ def test_a_selective_checkpoint_may_save_every_operator(strategy: str, check: bo
     """It refused buffers that were received into: a tensor cached during selective checkpointing has been mutated."""
     for differences in simulate(WORLD, functools.partial(of_rank, strategy, check)):
         assert max(differences) < 1e-6
+
+
+def attention_of(context: ContextParallel) -> Callable[[Tensor], Tensor]:
+    return lambda x: attend((x, x, x), context)
+
+
+def fake_inputs(context: ContextParallel) -> object:
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 4, 8)
+    return attention_of(context)(x)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, context: ContextParallel) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attention_of(self.context)(x)
+
+
+def fake(call: Callable[[Tensor, ContextParallel], object]) -> Callable[[ContextParallel], object]:
+    def faked(context: ContextParallel) -> object:
+        with FakeTensorMode():
+            return call(torch.empty(1, 4, 4, 8), context)
+
+    return faked
+
+
+RECORDED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
+    "fake tensors": (fake_inputs, "fake tensors"),
+    "make_fx": (lambda cp: make_fx(attention_of(cp))(torch.randn(1, 4, 4, 8)), "make_fx or torch.export"),
+    "export": (
+        lambda cp: torch.export.export(Layer(cp), (torch.randn(1, 4, 4, 8),), strict=False),
+        "(make_fx or torch.export|a FakeTensorMode)",
+    ),
+    "jit.trace": (lambda cp: torch.jit.trace(attention_of(cp), (torch.randn(1, 4, 4, 8),)), "torch.jit.trace"),
+    "fake mode": (fake(lambda x, cp: attend((x, x, x), cp)), "a FakeTensorMode"),
+    "max_logit": (fake(lambda x, cp: cp.max_logit(x, x, layout="bshd")), "a FakeTensorMode"),
+    "unshard": (fake(lambda x, cp: cp.unshard(x, "bshd")), "a FakeTensorMode"),
+    "seed": (fake(lambda x, cp: cp.seed()), "a FakeTensorMode"),
+    "decode": (
+        fake(lambda x, cp: cp.decode(x[:, :1], x, x, torch.arange(cp.rank, LENGTH, WORLD), LENGTH, layout="bshd")),
+        "a FakeTensorMode",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_call_over_ranks_cannot_be_recorded(name: str) -> None:
+    """PyTorch's internal errors about values that depend on data ended these calls."""
+    call, recorder = RECORDED[name]
+    with pytest.raises(
+        InputError, match=f"context_parallel must be None while a graph is .*, got {recorder}\n  HINT: "
+    ):
+        simulate(1, lambda group: call(ContextParallel(group)))
+
+
+class Collected(torch.autograd.Function):
+    """The tensor as a functional collective returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return AsyncCollectiveTensor(tensor.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def results(cp: ContextParallel, own: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The results of the calls over ranks, whose inputs are changed."""
+    q, k, v = map(change, own)
+    positions = torch.arange(cp.rank * k.shape[1], (cp.rank + 1) * k.shape[1])
+    return [
+        attend((q, k, v), cp),
+        cp.max_logit(q, k, layout="bshd"),
+        cp.unshard(q, "bshd"),
+        *cp.decode(change(own[0][:, :1]), k, v, positions, LENGTH, layout="bshd"),
+    ]
+
+
+@STRATEGIES
+def test_results_of_functional_collectives_are_waited_for(strategy: Any) -> None:
+    """The native kernel refused them as tensors without memory."""
+
+    def step(group: Any) -> list[bool]:
+        cp = ContextParallel(group, strategy)
+        own = [cp.shard(tensor, "bshd") for tensor in whole()]
+        same = list(map(torch.equal, results(cp, own, Collected.apply), results(cp, own, torch.clone)))
+        gradients = []
+        for change in (Collected.apply, torch.clone):
+            leaves = [tensor.clone().requires_grad_() for tensor in own]
+            gradients.append(torch.autograd.grad(attend(map(change, leaves), cp).sum(), leaves))
+        return [*same, *map(torch.equal, *gradients)]
+
+    assert simulate(WORLD, step) == [[True] * 8] * WORLD

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
 _functorch = torch._C._functorch
 _modes = torch._C._len_torch_dispatch_stack
@@ -16,7 +18,11 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _KEYS = torch._C._TorchDispatchModeKey
 jit_trace = torch._C._get_tracing_state
 """What ``torch.jit.trace`` records at the moment; None outside of it."""
-_TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+_RECORDERS = {
+    _KEYS.PROXY: "make_fx or torch.export",
+    _KEYS.FAKE: "a FakeTensorMode",
+    _KEYS.FUNCTIONAL: "a FunctionalTensorMode",
+}
 
 
 def has_dispatch(value: object) -> bool:
@@ -108,7 +114,29 @@ def is_autocast(device: torch.device) -> bool:
 
 def values_are_traced() -> bool:
     """Whether a mode is active under which values of tensors are fakes or proxies, or would become constants."""
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDERS)
+
+
+def recorder(tensors: Iterable[object]) -> str | None:
+    """What records a call with these tensors or fakes their values, for errors; None: the call computes with values."""
+    if jit_trace() is not None:
+        return "torch.jit.trace"
+    if _modes():
+        for key, name in _RECORDERS.items():
+            if torch._C._get_dispatch_mode(key) is not None:
+                return name
+    return "fake tensors" if any(type(tensor).__name__ == "FakeTensor" for tensor in tensors) else None
+
+
+def after_collective(tensor: TensorT) -> TensorT:
+    """The tensor that a functional collective of PyTorch returns, once it has its values; any other one unchanged.
+
+    Reads the name of the class, so that nothing imports that module.
+    """
+    if type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    result: Any = tensor
+    return result.clone() if result.requires_grad else result.wait()  # type: ignore[no-any-return]
 
 
 def functional_mode() -> bool:

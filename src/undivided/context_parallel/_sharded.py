@@ -14,9 +14,11 @@ from undivided.arguments.checks import as_integer, check_tensor, check_type, che
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.modes import hidden_from_checkpoints
+from undivided.arguments.tensors import after_collective
 from undivided.context_parallel._schedule import Mesh
 from undivided.context_parallel.exchange.collectives import Communicator, CountingCommunicator, gather_rows
 from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, prepare_on_all_ranks
+from undivided.context_parallel.exchange.values import check_not_recorded
 from undivided.context_parallel.sharding import (
     SIDES,
     Placement,
@@ -205,6 +207,8 @@ class ShardedTokens:
         """The axis of the tokens, their placement, and the parts of all ranks, of which this rank has its own."""
         if self._axes is None:
             raise InputError("shards", "be the parts of all ranks if there is no group", "one tensor")
+        check_not_recorded((own,))
+        own = after_collective(own)
 
         def prepare() -> tuple[tuple[int, Placement, list[int]], SharedArguments]:
             axis = _sequence_axis("shards", own, layout, dim)

@@ -32,6 +32,7 @@ from undivided.context_parallel._sharded import ShardedTokens
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
 from undivided.context_parallel.exchange.collectives import CountingCommunicator, Traffic, process_groups
 from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, agree_on_seed, prepare_on_all_ranks
+from undivided.context_parallel.exchange.values import check_not_recorded, with_values
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
 from undivided.context_parallel.sharding import PLACEMENTS, PlacementName
@@ -136,6 +137,7 @@ class ContextParallel(ShardedTokens):
         >>> first == second
         True
         """
+        check_not_recorded(())
         drawn = draw_number()
         return drawn if self._axes is None else agree_on_seed(self._axes, drawn)
 
@@ -151,6 +153,7 @@ class ContextParallel(ShardedTokens):
             out in the caller's layout; (out, lse) if lse is requested.
         """
         axes = self._group_axes()
+        request = request._replace(tensors=with_values(request.tensors))
         global_request, backends = prepare_on_all_ranks(axes, self.check, lambda: self._request_and_backends(request))
         out, lse = _run.run(self._rank_call(global_request, backends), with_four_bias_axes(request.tensors))
         return (out, lse) if request.options.return_lse else out
@@ -199,10 +202,10 @@ class ContextParallel(ShardedTokens):
         [[16.0], [16.0]]
         """
         options = Options(layout, mask, scale, softcap)
-        request = Request(Tensors(q, k, k, bias, None, alibi_slopes), options)
+        request = Request(with_values(Tensors(q, k, k, bias, None, alibi_slopes)), options)
         prepare = functools.partial(self._checked_request, request, "ContextParallel.max_logit()")
         prepared = prepare_on_all_ranks(self._group_axes(), self.check, prepare)
-        tensors = with_four_bias_axes(request.tensors)._replace(v=k[..., :0])
+        tensors = with_four_bias_axes(request.tensors)._replace(v=request.tensors.k[..., :0])
         return head_maxima(self._rank_call(prepared, ()), prepared.problems, tensors)
 
     @outside_of_graphs
@@ -263,7 +266,8 @@ class ContextParallel(ShardedTokens):
         """
         mask = masks.causal(align="bottom_right") if mask is None else mask
         options = Options(layout, mask, scale, softcap, return_lse=True)
-        request = Request(Tensors(q, k, v, bias, sinks, alibi_slopes), options, backend, deterministic)
+        tensors = with_values(Tensors(q, k, v, bias, sinks, alibi_slopes))
+        request = Request(tensors, options, backend, deterministic)
         axes = self._group_axes()
         step = prepare_on_all_ranks(axes, self.check, lambda: prepare_step(request, positions, kv_len, by))
         return decode(axes, step, by)
