@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
 from undivided import ContextParallel, InputError, masks
@@ -28,8 +29,8 @@ def whole(count: int = 3) -> list[Tensor]:
     return [torch.randn(1, LENGTH, 4, 8, generator=generator) for _ in range(count)]
 
 
-def attend(tensors: Any, context: ContextParallel | None) -> Tensor:
-    out = undivided.attention(*tensors, layout="bshd", mask=masks.causal(), context_parallel=context)
+def attend(tensors: Any, context: ContextParallel | None, **options: Any) -> Tensor:
+    out = undivided.attention(*tensors, layout="bshd", mask=masks.causal(), context_parallel=context, **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -160,3 +161,22 @@ def test_results_of_functional_collectives_are_waited_for(strategy: Any) -> None
         return [*same, *map(torch.equal, *gradients)]
 
     assert simulate(WORLD, step) == [[True] * 8] * WORLD
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@STRATEGIES
+def test_flop_counters_count_the_rows_of_a_rank_with_all_keys(strategy: Any, backend: str) -> None:
+    """They counted nothing, or the products that the reference happens to compute. All ranks add up to one process."""
+
+    def flops(tensors: Sequence[Tensor], context: ContextParallel | None) -> dict[str, int]:
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        with FlopCounterMode(display=False) as counter:
+            attend(leaves, context, backend=backend).sum().backward()
+        return {str(operator): count for operator, count in counter.get_flop_counts()["Global"].items()}
+
+    def step(group: Any) -> dict[str, int]:
+        cp = ContextParallel(group, strategy)
+        return flops([cp.shard(tensor, "bshd") for tensor in whole()], cp)
+
+    alone = flops(whole(), None)
+    assert simulate(WORLD, step) == [{name: count // WORLD for name, count in alone.items()}] * WORLD

@@ -14,6 +14,7 @@ Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a roun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.exchange.profiles import profiled_round
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
 from undivided.errors import InputError
+from undivided.request.flops import backward_flops, forward_flops
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
 from undivided.run import autograd
 from undivided.run.batches import map_hidden_batch
+from undivided.run.flop_counter import counted
 
 
 def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -67,13 +70,37 @@ class _Attention(torch.autograd.Function):
         autograd.check_unchanged(ctx.call.whole, ctx.state)
 
         def gradients(*upstream: Tensor | None) -> Sequence[Tensor | None]:
-            return Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(*upstream)
+            with _counted(ctx.call, ctx.shapes[0], is_backward=True):
+                return Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(*upstream)
 
         return (None, *map_hidden_batch(gradients, grad_out, grad_lse))
 
 
+def _counted(call: RankCall, q: Tensor, is_backward: bool = False) -> AbstractContextManager[None]:
+    """A context that PyTorch's FLOP counters count as this rank's queries with the keys of all ranks, whatever the
+    mask."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    problem = call.problem
+    batch, rows, heads, _ = _layout.sizes(q.shape, problem.layout)
+    pairs, sizes = batch * heads * rows * problem.kv_len, (problem.qk_dim, problem.v_dim)
+    if is_backward:
+        return counted("attention_backward", backward_flops(pairs, *sizes))
+    return counted("attention", forward_flops(pairs, *sizes))
+
+
 def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
     """((out, lse) as the caller gets them, the tensors that `Backward` needs)."""
+    q = inputs[0]
+    assert q is not None
+    with _counted(call, q):
+        return _run_schedule(call, q, inputs)
+
+
+def _run_schedule(
+    call: RankCall, q: Tensor, inputs: Sequence[Tensor | None]
+) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
+    """`_forward`. q: the first of the inputs."""
     schedule, problem = call.schedule, call.problem
     shares, k, v = to_shares(call, inputs)
     share_results = [_ShareResult(call, number, share.q) for number, share in enumerate(shares)]
@@ -87,8 +114,6 @@ def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Ten
             del tensors
         del k_r, v_r
     results = [share_results.pop(0).finish(share.sinks) for share in shares]
-    q = inputs[0]
-    assert q is not None
     batch, rows, heads, _ = _layout.sizes(q.shape, problem.layout)
     outputs = [
         TensorSpec((batch, rows, heads, problem.v_dim), problem.dtype, q.device, problem.layout),

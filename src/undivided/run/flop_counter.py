@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from undivided.arguments import layout as _layout
+from undivided.arguments.modes import without_modes
 from undivided.request.flops import backward_flops, forward_flops
 from undivided.run.operator_arguments import Arguments, BackwardArguments, Spec
 
@@ -22,10 +25,30 @@ def register_if_counting() -> None:
     if "torch.utils.flop_counter" not in sys.modules:
         return
     formulas = _register()
-    for mode in _get_current_dispatch_mode_stack():
-        counter = getattr(mode, "counter", None)
-        if counter is not None and hasattr(counter, "flop_registry"):
-            counter.flop_registry.update(formulas)
+    for counter in _counters():
+        counter.flop_registry.update(formulas)
+
+
+@contextmanager
+def counted(operator: str, flops: float) -> Iterator[None]:
+    """A context whose operations are counted as those of one operator of `torch.ops.undivided`, and not by themselves:
+    a counter sees what some backends compute, and not what others do."""
+    for counter in _counters():
+        for module in set(counter.mod_tracker.parents):
+            counter.flop_counts[module][getattr(torch.ops.undivided, operator)] += int(flops)
+    with without_modes(_is_counter):
+        yield
+
+
+def _counters() -> list[Any]:
+    """The active FlopCounterModes."""
+    modes: list[Any] = _get_current_dispatch_mode_stack()
+    return [mode.counter for mode in modes if _is_counter(mode)]
+
+
+def _is_counter(mode: TorchDispatchMode) -> bool:
+    """Whether it is the mode that a FlopCounterMode enters."""
+    return hasattr(getattr(mode, "counter", None), "flop_registry")
 
 
 @functools.cache
