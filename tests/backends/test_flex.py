@@ -94,6 +94,49 @@ def test_flex_on_the_cpu_takes_parameters_under_no_grad() -> None:
         torch.testing.assert_close(out, undivided.attention(q, k, v, layout="bshd", backend="reference"))
 
 
+def hiding_mask(name: str) -> masks.Mask:
+    """A mask of 40 rows and keys, of two key/value heads, that hides some keys from every row."""
+    dense = torch.rand(1, 4, 40, 40) < 0.5
+    dense[..., 7] = False
+    dense[:, 2:, :, 30] = False  # from both query heads of a key/value head
+    return {
+        "dense": masks.dense(dense),
+        "documents-dense": masks.documents([0, 12, 40]) & masks.dense(dense[:, :1]),
+        "predicate": masks.predicate(lambda b, h, i, j: j % 3 > 0),
+        "prefix": masks.prefix(20),
+    }[name]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", ["dense", *(pytest.param(n, marks=slow) for n in ("documents-dense", "predicate", "prefix"))]
+)
+def test_keys_that_a_mask_hides_from_every_row_may_be_nan_in_flex(name: str) -> None:
+    """Keys outside of all ranges alone were set to 0: those that a dense mask hides reached every row."""
+    torch.manual_seed(0)
+    mask, layout = hiding_mask(name), "thd" if "documents" in name else "bshd"
+    seen = mask.to_dense(1, 4, 40, 40).expand(1, 4, 40, 40).unflatten(1, (2, 2)).any(2).any(2)[0].T  # [Sk, N]
+    q, k, v = (torch.randn(40, heads, 8) for heads in (4, 2, 2))
+    k[~seen], v[~seen] = torch.nan, torch.nan
+    assert k.isnan().any()
+    inputs = [t if layout == "thd" else t[None] for t in (q, k, v)]
+    found, expected = (
+        undivided.attention(*inputs, layout=layout, mask=mask, backend=backend)  # type: ignore[call-overload]
+        for backend in ("flex", "reference")
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_and_keys_without_pairs_get_no_nan_from_flex_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_compiled", lambda: fake.flex)
+    torch.manual_seed(0)
+    dense = torch.rand(6, 4) < 0.7
+    dense[2], dense[:, 1] = False, False
+    q, k, v = tensors(6, 4)
+    q[:, 2], k[:, 1], v[:, 1] = torch.nan, torch.nan, torch.nan
+    check(flex.BACKEND, q, k, v, mask=masks.dense(dense), grad_lse=True)
+
+
 def test_flex_on_the_cpu_gives_reasons() -> None:
     cpu = Machine(device="cpu")
     q = torch.zeros(1, 4, 2, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""NaN in keys that no query may attend to stays out of results, wherever the mask leaves keys unused."""
+"""NaN in keys that no query may attend to, and in queries without keys, stays out of results under every mask."""
 
 from __future__ import annotations
 
@@ -62,6 +62,47 @@ def test_keys_that_no_query_of_their_document_sees(name: str, gradients: bool) -
     torch.manual_seed(0)
     mask = masks.documents([0, 3, 5], [0, 50, 90]) & PACKED[name]
     _compare(torch.randn(5, 2, 16), (90,), mask, "thd", gradients)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+def test_keys_beyond_a_prefix_of_a_sequence_with_as_many_queries(gradients: bool) -> None:
+    torch.manual_seed(0)
+    _compare(torch.randn(2, 20, 2, 16), (2, 20), masks.prefix(3), "bshd", gradients)
+
+
+def _heads_that_hide_a_row() -> masks.Mask:
+    seen = torch.rand(1, 2, 6, 9) < 0.7
+    seen[:, 1, 2] = False  # the ranges are those of both heads
+    return masks.dense(seen)
+
+
+HIDDEN_ROWS = {
+    "blocks": lambda: masks.blocks(1, 1, [[-1], [0], [-1], [2], [0], [1]]),
+    "blocks of each head": lambda: masks.blocks(2, 4, [[[0], [-1], [1]], [[-1], [-1], [0]]]),
+    "a dense mask of each head": _heads_that_hide_a_row,
+    "a dense mask and a window": lambda: (
+        masks.window(1, 1, "top_left") & masks.dense((torch.arange(9) % 6 == 0).expand(6, 9))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_ROWS)
+def test_rows_without_keys_whose_ranges_hold_some_may_be_nan(name: str) -> None:
+    """Rows were set to 0 by their ranges alone: a NaN in Q reached dk, and one in the output's gradient dv."""
+    torch.manual_seed(0)
+    mask = HIDDEN_ROWS[name]()
+    hidden = ~mask.to_dense(1, 2, 6, 9).expand(1, 2, 6, 9).any(-1).transpose(1, 2)
+    assert hidden.any()
+    q, k, v, grad = (torch.randn(1, length, 2, 16) for length in (6, 9, 9, 6))
+    q[hidden], grad[hidden] = torch.nan, torch.nan
+    results = []
+    for backend in ("triton", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = undivided.attention(*leaves, layout="bshd", mask=mask, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_keys_of_pages_between_two_ranges() -> None:

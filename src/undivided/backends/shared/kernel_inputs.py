@@ -2,7 +2,7 @@
 
 In some kernels a NaN in memory that they mask reaches the result. The specification allows no such garbage.
 
-Legend: B batch, S sequence, H heads, D head size, T tokens.
+Legend: B batch, S sequence (Sk keys), H heads, N key/value heads, D head size, T tokens.
 """
 
 from __future__ import annotations
@@ -56,24 +56,42 @@ def clean_tensors(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tenso
     """q, k, v as [B, S, H, D], with 0 where no pair reads them, and aligned rows: for kernels that multiply what they
     mask by 0.
 
-    Copies, unless the mask leaves no memory outside the real lengths.
+    Copies, unless every token is known to be in use. Pairs that ranges do not express are evaluated once per mask.
     """
     problem = call.problem
     q, k, v = (align(layout.canonical(t, problem.layout)) for t in (tensors.q, tensors.k, tensors.v))
-    if not problem.mask.kinds & MAY_HOLD_GARBAGE or _nothing_to_clear(call):
+    if form.exact and _all_in_use(call):
         return q, k, v
-    unused = ~_used_keys(form)[..., None, None]
+    unused = ~_used_keys(form, problem.kv_heads)
     return clear_rows(q, form), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
 
 
-def _used_keys(form: NormalForm) -> Tensor:
-    """Keys that lie in the ranges of at least one row, bool [B|1, Sk]; O(S)."""
+def _used_keys(form: NormalForm, kv_heads: int) -> Tensor:
+    """Keys to which at least one row attends, bool [B|1, Sk, N|1, 1]; O(S) if the mask is ranges."""
+    if not form.exact:
+        used_BHS = form.keys_by_head
+        if used_BHS.shape[1] > 1:
+            used_BHS = used_BHS.unflatten(1, (kv_heads, -1)).any(2)
+        return used_BHS.transpose(1, 2).unsqueeze(-1)
     steps = torch.zeros(form.ranges.shape[0], form.kv_len + 1, dtype=torch.int32, device=form.ranges.device)
     for column in range(0, form.ranges.shape[-1], 2):
         start, stop = form.ranges[..., column].long(), form.ranges[..., column + 1].long()
         real = (stop > start).int()
         steps.scatter_add_(1, start, real).scatter_add_(1, stop, -real)
-    return steps.cumsum(1)[:, :-1] > 0
+    return (steps.cumsum(1)[:, :-1] > 0)[..., None, None]
+
+
+def _all_in_use(call: Call) -> bool:
+    """Whether every row is known to have a key, and every key a row, under a mask of ranges."""
+    problem = call.problem
+    kinds, q_len, kv_len = problem.mask.kinds, problem.q_len, problem.kv_len
+    if "prefix" in kinds:
+        return False
+    if kinds & MAY_HOLD_GARBAGE:
+        return _nothing_to_clear(call)
+    if not kinds or q_len == kv_len:
+        return True
+    return kinds == {"causal"} and (q_len < kv_len) == (problem.align == "bottom_right")
 
 
 def _nothing_to_clear(call: Call) -> bool:

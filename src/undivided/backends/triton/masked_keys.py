@@ -34,6 +34,8 @@ def replaced(call: Call, columns: int, has_bias: bool) -> int:
 def _may_leave_keys_unused(call: Call) -> bool:
     """Whether a sequence may have more keys than queries, and under this mask keys that none of its queries uses."""
     problem = call.problem
+    if "prefix" in problem.mask.kinds:
+        return True
     documents = packed_documents(call)
     if documents is not None:
         return documents.cu_seqlens_q is not documents.cu_seqlens_kv

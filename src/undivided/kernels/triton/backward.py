@@ -260,6 +260,8 @@ def keys_kernel(
                             key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
                             ok_m = (key_ranges.stop > key_ranges.start) | (key_ranges.stop2 > key_ranges.start2)
                         offsets = (b * heads + h) * row_values + o_m + first_row
+                        if DENSE:  # it may hide every key of a range
+                            ok_m = ok_m & (tl.load(lse + offsets, mask=ok_m, other=float("-inf")) != float("-inf"))
                         q_rows, g_rows = HeadRows(q_head, rows * q_s, ok_m), HeadRows(g_head, rows * g_s, ok_m)
                         if TMA:
                             q_tile = load_descriptor_rows(q, b, h, block * BLOCK_M, BLOCK_M, DIM_STEP)

@@ -186,10 +186,15 @@ class NormalForm:
                 ends = self.ranges[..., side].reshape(-1).to(torch.int64)
                 edges.scatter_add_(0, ends, torch.full_like(ends, -1 if side % 2 else 1))
             return edges.cumsum(0)[:-1] > 0
-        allowed_keys = torch.zeros(self.kv_len, dtype=torch.bool, device=self.ranges.device)
+        return self.keys_by_head.any(1).any(0)
+
+    @cached_property
+    def keys_by_head(self) -> Tensor:
+        """Whether any row may attend to each key, by the exact pairs, bool ``[B|1, H|1, Sk]``."""
+        seen = torch.zeros(1, 1, self.kv_len, dtype=torch.bool, device=self.ranges.device)
         for rows in self._row_blocks():
-            allowed_keys |= self.allowed(ALL, rows, ALL, ALL).any((0, 1, 2))
-        return allowed_keys
+            seen = seen | self.allowed(ALL, rows, ALL, ALL).any(2)
+        return seen
 
     def _row_blocks(self) -> Iterator[slice]:
         """Slices of rows whose exact pairs, for all keys and all distinct heads, fit in a block."""
