@@ -27,6 +27,7 @@ from undivided.nn.blocks.mlp import Activation, LayerNormMLP
 from undivided.nn.blocks.module import checked_dtype, checked_init
 from undivided.nn.blocks.normalization import Normalization, checked_norm
 from undivided.nn.blocks.rank_calls import on_all_ranks
+from undivided.nn.blocks.residual import output_and_residual
 from undivided.nn.multihead_attention import MultiheadAttention
 from undivided.nn.rotary.in_attention import RotaryPosEmb
 
@@ -337,22 +338,26 @@ class TransformerLayer(DividedModule):
         shared, offsets = arguments.shared, arguments.document_offsets
         attention_out, residual = self._run_attention("self", hidden_states, shared, **arguments.self_only)
         if self.parallel_attention_mlp:
-            mlp_out, _ = self.layernorm_mlp(hidden_states)
+            mlp_out, _ = self._run_mlp(hidden_states)
             return self._add_residual(attention_out + mlp_out, hidden_states, offsets, drop_path=True)
         x = self._add_residual(attention_out, residual, offsets, drop_path=True)
         if self.layer_type == "decoder":
             attention_out, residual = self._run_attention("cross", x, shared, **arguments.cross_only)
             x = self._add_residual(attention_out, residual, offsets, drop_path=False)
-        mlp_out, normalised = self.layernorm_mlp(x)
-        residual = normalised if self.apply_residual_connection_post_layernorm else x
+        mlp_out, residual = self._run_mlp(x)
         x = self._add_residual(mlp_out, residual, offsets, drop_path=True)
         return self.layernorm(x) if self.output_layernorm else x
 
     def _run_attention(self, kind: str, x: Tensor, common: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """The output of an attention module, and its residual."""
-        module = self.self_attention if kind == "self" else self.inter_attention
-        out = call_with_names(SELF_ATTENTION if kind == "self" else CROSS_ATTENTION, module, x, **common, **options)
-        return out if self._returns_normalised(kind) else (out, x)
+        name, names = ("self_attention", SELF_ATTENTION) if kind == "self" else ("inter_attention", CROSS_ATTENTION)
+        out = call_with_names(names, getattr(self, name), x, **common, **options)
+        return output_and_residual(name, out, x, self._returns_normalised(kind))
+
+    def _run_mlp(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of the feed-forward block, and its residual."""
+        is_normalised = self.apply_residual_connection_post_layernorm
+        return output_and_residual("layernorm_mlp", self.layernorm_mlp(x), x, is_normalised, may_be_pair=True)
 
     def _add_residual(self, out: Tensor, residual: Tensor, cu_seqlens: Tensor | None, drop_path: bool) -> Tensor:
         """residual + dropout(out); with drop_path, without out for the dropped sequences."""
