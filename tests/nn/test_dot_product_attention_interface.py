@@ -323,4 +323,7 @@ def test_hints_name_the_arguments_of_the_module(padded: bool) -> None:
         layer(q, q, q, **dict.fromkeys(names, offsets))
     name = "cu_seqlens_q_padded" if padded else "cu_seqlens_q"
     assert str(raised.value).startswith(f"{name} must have {name}[-1] of 13")
-    assert raised.value.hint == "if the last tokens are padding, cu_seqlens_q_padded with offsets that end there"
+    hint = "if the last tokens are padding, cu_seqlens_q_padded with offsets that end there"
+    if padded:
+        hint = "its last offset is the number of tokens in memory, with those after the last sequence"
+    assert raised.value.hint == hint

@@ -1,7 +1,5 @@
 """Modules that users put in place of a layer's blocks, such as a mixture of experts for `layernorm_mlp`."""
 
-# ruff: noqa: E501 (tables of messages)
-
 from __future__ import annotations
 
 from typing import Any
@@ -30,7 +28,7 @@ class Returns(nn.Module):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_feed_forward_block_may_return_one_tensor(batch: int, block: nn.Module, parallel: bool) -> None:
     module = layer("bshd", parallel_attention_mlp=parallel)
-    module.layernorm_mlp = block
+    module.set_submodule("layernorm_mlp", block)
     x = torch.randn(batch, 5, HIDDEN, dtype=torch.float64)
     y = x + module.self_attention(x)
     torch.testing.assert_close(module(x), y + block(x if parallel else y))
@@ -38,7 +36,7 @@ def test_a_feed_forward_block_may_return_one_tensor(batch: int, block: nn.Module
 
 def test_a_feed_forward_block_may_return_its_normalised_input_too() -> None:
     module = layer("bshd", apply_residual_connection_post_layernorm=True)
-    module.layernorm_mlp = Returns(lambda x: [x.sin(), x.cos()])
+    module.set_submodule("layernorm_mlp", Returns(lambda x: [x.sin(), x.cos()]))
     x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
     out, normalised = module.self_attention(x)
     y = normalised + out
@@ -64,7 +62,7 @@ def test_a_feed_forward_block_may_return_its_normalised_input_too() -> None:
 )
 def test_another_result_of_a_feed_forward_block_is_refused(post_norm: bool, returned: Any, expected: str) -> None:
     module = layer("bshd", apply_residual_connection_post_layernorm=post_norm)
-    module.layernorm_mlp = Returns(returned)
+    module.set_submodule("layernorm_mlp", Returns(returned))
     with pytest.raises(InputError) as caught:
         module(torch.randn(2, 5, HIDDEN, dtype=torch.float64))
     assert str(caught.value) == f"layernorm_mlp must {expected}"
@@ -93,7 +91,7 @@ def test_another_result_of_an_attention_is_refused(name: str, post_norm: bool, r
 
 def test_a_compiled_layer_with_another_feed_forward_block() -> None:
     module = layer("bshd")
-    module.layernorm_mlp = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+    module.set_submodule("layernorm_mlp", nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64))
     x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))

@@ -267,7 +267,7 @@ FREQS = RotaryPositionEmbedding(8)(5)
         ),
         (
             {"freqs": RotaryPositionEmbedding(10)(5)},
-            "freqs must have an even number of channels, at most the head size of t (8), got 10",
+            "freqs must have an even number of channels, at most the head size (8), got 10",
         ),
         ({"freqs": FREQS.expand(5, 3, 1, 8)}, "freqs must have 1 or batch (2) at axis 1, got 3 in [5, 3, 1, 8]"),
         ({"start_positions": torch.tensor([0, 1])}, "freqs must have a row for each of 6 positions, got 5"),

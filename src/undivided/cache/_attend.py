@@ -24,6 +24,7 @@ from undivided.cache._masks import (
     CAUSAL,
     EVERY,
     NEVER_RANGES,
+    PADDED,
     PER_KEY,
     align,
     check_mask,
@@ -225,8 +226,7 @@ def _arguments(call: CachedCall, mask: Mask) -> tuple[Tensor, Tensor, Tensor, di
     if layout == "thd":
         assert q_counts is not None
         if options.get("bias") is not None:
-            hint = "a cache in layout 'bshd', with padding"
-            raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
+            raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=PADDED)
         if q_counts.count(q_counts[0]) == len(q_counts) and q_counts[0] and mask.structure.kinds <= _SAME_IF_PADDED:
             q, layout, q_counts = q.unflatten(0, (len(cached.lengths), -1)), "bshd", None
     options = {"layout": layout, "pages": cached.pages, **options}
@@ -292,7 +292,7 @@ def _packed_inputs(cached: CachedSequences, q_counts: Counts, mask: Mask) -> tup
     if len(lengths) * slot > INT32_MAX:
         must = f"have at most {INT32_MAX} places for tokens in layout 'thd': positions have 32 bits"
         got = f"{len(lengths)} sequences with {slot} each, as the longest has"
-        raise InputError("cache", must, got, hint="fewer sequences, or a cache in layout 'bshd', with padding")
+        raise InputError("cache", must, got, hint=f"fewer sequences, or {PADDED}")
     arguments = lengths, q_counts, k.device, slot
     return k, v, mask.cached(("cache", *arguments), with_documents, mask, *arguments)
 

@@ -32,6 +32,10 @@ NEVER_RANGES = frozenset({"dense", "predicate", "tree", "blocks"})
 """Kinds of mask that are not a range of keys for each row."""
 
 
+PADDED = "pass padded tokens, in layout 'bshd' or 'sbhd', in this call"
+"""The hint for what packed tokens do not support. The layout is that of a call, not of a cache."""
+
+
 def with_cached_lengths(mask: Mask, lengths: Counts, q_counts: Counts | None, device: torch.device) -> Mask:
     """The mask restricted to real tokens, the same object for repeated calls."""
     return mask.cached(("cache", lengths, q_counts, device), _with_lengths, mask, lengths, q_counts, device)
@@ -79,7 +83,7 @@ def check_mask(mask: Mask, layout: Layout) -> None:
         raise InputError("mask", "leave the lengths to the cache", repr(mask), hint=hint)
     if layout == "thd" and mask.kinds & _PER_PAIR:
         must = "consist of causal, window, sinks, chunks and prefix in layout 'thd'"
-        raise InputError("mask", must, repr(mask), hint="a cache in layout 'bshd', with padding")
+        raise InputError("mask", must, repr(mask), hint=PADDED)
 
 
 def extend_mask(mask: Mask, longest: int, extent: int) -> Mask:

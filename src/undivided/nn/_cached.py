@@ -14,7 +14,7 @@ from torch import Tensor
 from undivided.arguments.checks import as_integer
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
-from undivided.arguments.tensors import readable
+from undivided.arguments.tensors import is_autocast, readable
 from undivided.cache import InferenceParams
 from undivided.cache._layer_caches import check_caller, note_caller
 from undivided.context_parallel import ContextParallel
@@ -154,6 +154,9 @@ def attend(params: InferenceParams, layer: Any, inputs: QKV, mask: Mask, options
         must = "be used without gradients (a cache has no backward)"
         hint = "call under torch.no_grad() or torch.inference_mode()"
         raise InputError("inference_params", must, "keys and values that require gradients", hint=hint)
+    if k.dtype != params.dtype and not is_autocast(k.device):
+        must = f"have the dtype of the layer's keys ({k.dtype})"
+        raise InputError("inference_params", must, params.dtype, hint=f"InferenceParams(..., dtype={k.dtype})")
     check_caller(params, layer.layer_number, layer)
     out = params.attend(layer.layer_number, q, k, v, format, mask=mask, **options)
     note_caller(params, layer.layer_number, layer)

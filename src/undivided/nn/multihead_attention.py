@@ -13,6 +13,7 @@ from undivided.errors import InputError
 from undivided.nn import _cached
 from undivided.nn.arguments import hidden_states as hidden
 from undivided.nn.arguments.checks import check_names, check_numbers, checked_device, checked_sizes
+from undivided.nn.arguments.error_names import TENSORS_OF_LAYER, call_with_names
 from undivided.nn.arguments.mask_types import checked_mask_type, checked_window
 from undivided.nn.arguments.refused import ATTENTION_LAYER_AT_CONSTRUCTION, check_refused
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
@@ -216,8 +217,7 @@ class MultiheadAttention(DividedModule):
             device=device,
         )
         self.window_size = checked_window(window_size)  # unchanged, as a call may have another mask type
-        context_size = self.heads.q * self.heads.v_dim
-        self.proj = OutputLinear(context_size, {"": hidden_size}, output_init, bias, device, dtype)
+        self.proj = OutputLinear(self.heads.q * self.heads.v_dim, {"": hidden_size}, output_init, bias, device, dtype)
         self.set_tensor_parallel_group(tp_group)
 
     def reset_parameters(self) -> None:
@@ -298,10 +298,8 @@ class MultiheadAttention(DividedModule):
         padding = checked_mask_type(attn_mask_type, self.core_attention.attn_mask_type).padding
         is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence_axis is None
         if is_whole:  # otherwise arguments describe all ranks together
-            evidence = hidden.evidence_of_call(
-                attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
-            )
-            hidden.check_evidence(hidden_states, self.qkv_format, evidence, inference_params)
+            others = attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
+            hidden.check_evidence(hidden_states, self.qkv_format, *others)
         if self.qkv_format == "thd":
             offsets = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
             cu_seqlens_q_padded, cu_seqlens_kv_padded = hidden.padded_offsets(self.attention_type == "cross", *offsets)
@@ -324,7 +322,9 @@ class MultiheadAttention(DividedModule):
             )
         if not self.qk_norm_before_rope:
             q, k = self._normalise(q, k)
-        context = self.core_attention(
+        context = call_with_names(
+            TENSORS_OF_LAYER[self.attention_type],
+            self.core_attention,
             q,
             k,
             v,

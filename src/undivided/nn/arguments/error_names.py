@@ -37,6 +37,14 @@ CROSS_ATTENTION = {
     "bottom_right_diagonal": "enc_dec_bottom_right_diagonal",
 }
 
+# Names of tensors in the attention modules, and in the layers that compute them.
+_HIDDEN = dict.fromkeys(("query_layer", "key_layer", "value_layer"), "hidden_states")
+TENSORS_OF_LAYER = {
+    "self": _HIDDEN,
+    "cross": {**_HIDDEN, "key_layer": "encoder_output", "value_layer": "encoder_output"},
+}
+"""By the attention_type of the layer."""
+
 # The module's argument, by the word in the message of a mask.
 _NAMES_BY_MASK_WORD = {
     "padded_q[": "cu_seqlens_q_padded",
@@ -49,23 +57,30 @@ _NAMES_BY_MASK_WORD = {
 
 
 def with_module_names(error: InputError) -> InputError:
-    """An error of `undivided.attention` or of a mask, with the argument names of `DotProductAttention`."""
-    name = _MODULE_NAMES.get(error.argument)
+    """An error of `undivided.attention`, a cache or a mask, with the argument names of `DotProductAttention`."""
+    name = _MODULE_NAMES.get(error.argument, error.argument)
     if error.argument == "mask":
-        name = next((name for word, name in _NAMES_BY_MASK_WORD.items() if word in str(error)), None)
-    if name is None:
+        name = next((name for word, name in _NAMES_BY_MASK_WORD.items() if word in str(error)), name)
+    first, newline, hint = str(error).partition("\n  HINT: ")
+    if "masks.documents total" in hint:
+        hint = "its last offset is the number of tokens in memory, with those after the last sequence"
+        if not name.endswith("_padded"):
+            hint = f"if the last tokens are padding, {name}_padded with offsets that end there"
+    elif error.argument != "mask":
+        hint = re.sub(rf"(?<!')\b{error.argument}\b(?!')", name, hint)
+    message = _with_names_in_text(name + first.removeprefix(error.argument) + newline + hint)
+    if message == str(error):
         return error
-    message, hint = name + str(error).removeprefix(error.argument), error.hint
-    if hint is not None:
-        own_hint = name + hint.removeprefix(error.argument) if hint.startswith(f"{error.argument}.") else hint
-        if "masks.documents total" in hint:
-            padded = f"{name.removesuffix('_padded')}_padded"
-            own_hint = f"if the last tokens are padding, {padded} with offsets that end there"
-        message, hint = message.replace(hint, own_hint), own_hint
-    for word, argument in _NAMES_BY_MASK_WORD.items():
-        if word.startswith("padded_"):  # the other words are arguments of the modules already, or no arguments
-            message = message.replace(word, f"{argument}[")
-    return _rebuild_input_error(message, name, hint)
+    return _rebuild_input_error(message, name, message.partition("\n  HINT: ")[2] or None)
+
+
+def _with_names_in_text(message: str) -> str:
+    """The message with the module's names of padded offsets, formats, and tensors whose attribute is read."""
+    for word in ("padded_q", "padded_kv"):
+        message = re.sub(rf"\b{word}\b", _MODULE_NAMES[word], message)
+    for word in ("q", "k", "v"):
+        message = re.sub(rf"\b{word}(?=\.[a-z])", _MODULE_NAMES[word], message)
+    return re.sub(r"\blayout(?= ')", _MODULE_NAMES["layout"], message)
 
 
 def rename_arguments(error: InputError, names: Mapping[str, str]) -> InputError:

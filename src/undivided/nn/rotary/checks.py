@@ -69,7 +69,7 @@ def _check_freqs(t: Tensor, freqs: Tensor, format: Layout) -> None:
         )
     channels = freqs.shape[-1] * (2 if freqs.dim() == 5 else 1)
     if channels > t.shape[-1] or channels % 2:
-        must = f"have an even number of channels, at most the head size of t ({t.shape[-1]})"
+        must = f"have an even number of channels, at most the head size ({t.shape[-1]})"
         raise InputError("freqs", must, f"{channels} in {list(freqs.shape)}")
 
 

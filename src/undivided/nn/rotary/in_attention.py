@@ -70,7 +70,9 @@ def rotate_queries_and_keys(
             return compute_rotation(t, rows, format, start, interleaved, offsets)
         except InputError as error:
             offsets_name = f"cu_seqlens_{side}_padded" if is_padded else f"cu_seqlens_{side}"
-            raise rename_arguments(error, {"freqs": "rotary_pos_emb", "cu_seqlens": offsets_name}) from None
+            tensor = "hidden_states" if side == "q" else "encoder_output"
+            names = {"freqs": "rotary_pos_emb", "cu_seqlens": offsets_name, "t": tensor}
+            raise rename_arguments(error, names) from None
 
     def rotation_of_queries(t: Tensor, rows: Tensor) -> Rotation:
         """The rotation of t at the positions of the queries: in self-attention of the keys too."""
