@@ -188,8 +188,22 @@ def test_masks_that_may_show_a_key_again_are_refused(mask: Mask) -> None:
     assert torch.equal(cache.block_table, before[0])
     assert cache.free_pages == before[1]
     assert cache.evict(masks.causal()) == 0
-    with pytest.raises(InputError, match="mask must be the mask of all later calls, got None"):
-        cache.evict(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mask", "got"),
+    [
+        (None, "None"),
+        ("causal", "str\n  HINT: a mask is built by a call: mask=masks.causal()"),
+        (True, "bool"),
+        (masks.causal, "function\n  HINT: add the parentheses: mask=masks.causal()"),
+    ],
+)
+def test_what_is_not_a_mask_is_refused_without_offering_none(mask: Any, got: str) -> None:
+    cache = PagedKVCache(8, PAGE, KV_HEADS, DIM, batch=1, dtype=torch.float32)
+    with pytest.raises(InputError) as caught:
+        cache.evict(mask)
+    assert str(caught.value) == f"mask must be the undivided.masks.Mask of all later calls, got {got}"
 
 
 def test_forks_share_what_one_of_them_evicts() -> None:

@@ -17,7 +17,7 @@ from undivided.cache._storage import Counts
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks._parts import Chunk
-from undivided.request.checks import checked_mask
+from undivided.request.foreign import mask_hint
 
 _EVICTABLE = frozenset({"causal", "window", "prefix", "global", "chunks"})
 
@@ -32,8 +32,10 @@ def evict(ledger: Pages, mask: Mask, sequences: Sequence[int]) -> int:
         mask: the mask of all later calls.
         sequences: their numbers in the ledger, in the order of the batch.
     """
-    if mask is None:
-        raise InputError("mask", "be the mask of all later calls", None)
+    if not isinstance(mask, Mask):  # None does not mean every pair here
+        hint = None if isinstance(mask, bool) else mask_hint(mask)
+        got = None if mask is None else type(mask).__name__
+        raise InputError("mask", "be the undivided.masks.Mask of all later calls", got, hint=hint)
     check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
     lengths = tuple([ledger.lengths[n] for n in sequences])
@@ -46,7 +48,6 @@ def evict(ledger: Pages, mask: Mask, sequences: Sequence[int]) -> int:
 
 def check_evictable(mask: Mask, must: str) -> None:
     """InputError unless the mask hides from every later query what it hides from the next one."""
-    mask = checked_mask(mask)
     has_offset = any(isinstance(part, Chunk) and part.offset is not None for part in mask.parts)
     if mask.kinds - _EVICTABLE or mask.align == "top_left" or has_offset:
         raise InputError("mask", must, repr(mask), hint="masks.window(4095, 0) | masks.sinks(4)")
