@@ -73,6 +73,32 @@ def check_arguments(arguments: LayerArguments) -> None:
     _check_blocks(arguments.block_indices, module)
 
 
+def check_documents(arguments: LayerArguments) -> None:
+    """InputError unless packed documents are in one row, and end with its tokens. Offsets on a GPU are not read."""
+    cu_q, cu_k = arguments.cu_seq_lens_q, arguments.cu_seq_lens_k
+    if cu_q is None:
+        return
+    batch, _, q_len, _ = arguments.query.shape
+    if batch != 1:
+        hint = "DataCollatorWithFlattening(return_flash_attn_kwargs=True) packs the texts of a batch into one row"
+        raise InputError("cu_seq_lens_q", "be given with a batch of one row", f"{batch} rows", hint=hint)
+    kv_len = arguments.key.shape[2]
+    if cu_k is None and kv_len != q_len:
+        raise InputError("cu_seq_lens_k", f"be given if there are {kv_len} keys for {q_len} queries", None)
+    _check_end("cu_seq_lens_q", cu_q, q_len, "query")
+    if cu_k is not None and cu_k is not cu_q:
+        _check_end("cu_seq_lens_k", cu_k, kv_len, "key")
+
+
+def _check_end(name: str, offsets: Tensor, tokens: int, states: str) -> None:
+    """InputError if the last offset is not the number of tokens. `masks.documents` checks all else about offsets."""
+    if torch.compiler.is_compiling() or not offsets.is_cpu or not readable(offsets):
+        return
+    if offsets.dim() == 1 and offsets.numel() and offsets[-1] != tokens:
+        hint = "documents of 3 and 7 tokens are [0, 3, 10]; tokens of padding at the end are one more document"
+        raise InputError(name, f"end with the {tokens} tokens of {states}", offsets[-1].item(), hint=hint)
+
+
 def _check_states(name: str, states: object) -> None:
     if isinstance(states, CachedStates):
         return
@@ -89,6 +115,9 @@ def _check_mask(mask: object) -> None:
     if not isinstance(mask, Tensor):
         raise InputError("attention_mask", "be the result of model_mask, a tensor or None", type(mask).__name__)
     check_tensor("attention_mask", mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        must = "be bool (True = attend) or a floating-point bias"
+        raise InputError("attention_mask", must, mask.dtype, hint="attention_mask.bool()")
     if mask.dim() == 0:
         raise InputError("attention_mask", "have axes [B|1, H|1, Sq|1, Sk]", "none")
 

@@ -11,19 +11,19 @@ from undivided import masks
 from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import TENSOR_RANKS, active_batch
-from undivided.integrations.transformers._arguments import LayerArguments, check_arguments
+from undivided.integrations.transformers._arguments import LayerArguments, check_arguments, check_documents
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
 from undivided.integrations.transformers._latent import absorb_queries, expand, expand_output, has_latents, pays_off
 from undivided.integrations.transformers._masks import packed_mask, within_documents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers._patterns import Pattern
-from undivided.integrations.transformers._positions import report_restarts
+from undivided.integrations.transformers._positions import report_recurrent_layers, report_restarts
 from undivided.integrations.transformers._repeated import repeated
 from undivided.integrations.transformers._weights import collects_weights, output_and_weights
 from undivided.integrations.transformers.cache._states import CachedStates
 from undivided.masks import Mask
-from undivided.nn.arguments.error_names import call_with_names
+from undivided.nn.arguments.error_names import rename_arguments
 from undivided.nn.blocks.tensor_ranks import TensorRanks
 from undivided.request.seed import draw_seed
 
@@ -32,8 +32,17 @@ _NOT_OVER_RANKS = ("position_bias", "sinks", "indices", "block_indices", "cu_seq
 """Arguments that need the tokens of all ranks."""
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The arguments that describe packed documents."""
-_DOCUMENT_NAMES = dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_q", "max_kv"), _DOCUMENTS, strict=True))
-"""The library's names of these arguments, by those of `masks.documents`."""
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "mask": "attention_mask",
+    "scale": "scaling",
+    "sinks": "s_aux",
+    "dropout_p": "dropout",
+    **dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_q", "max_kv"), _DOCUMENTS, strict=True)),
+}
+"""The names of arguments here, by those of `undivided.attention` and `masks.documents`."""
 
 REFUSED = ("head_mask", "cache")
 """Unsupported keywords of some models that change the result: factors of heads, and caches of an unknown kind."""
@@ -85,7 +94,8 @@ def attention(
         sinks: sinks of single tokens, ``[B, H, Sq, 1]``.
         indices: the only keys that each query attends to, int ``[B, Sq, n]``.
         block_indices: the only blocks of keys, int ``[B, G, Sq, n]`` for G groups of heads, -1 for none.
-        cu_seq_lens_q, cu_seq_lens_k: cumulative lengths of documents packed into a batch of one.
+        cu_seq_lens_q, cu_seq_lens_k: cumulative lengths of documents packed into a batch of one. A RuntimeWarning
+            names a model, once, whose other layers (convolutions, recurrences) do not keep the documents apart.
         max_length_q, max_length_k: the longest of them.
         output_attentions: also return the weights, computed by the reference.
         others: ignored (positions and windows, which the mask contains). A RuntimeWarning names a kind of layer, once,
@@ -145,14 +155,28 @@ def attention(
     if fits_one_row:
         return _in_one_row(arguments)
     check_arguments(arguments)
-    if cu_seq_lens_q is not None:
-        checked: tuple[Tensor, Tensor | None] = call_with_names(_DOCUMENT_NAMES, _checked_attention, arguments)
-        return checked
-    return _checked_attention(arguments)
+    if cu_seq_lens_q is not None and "seq_idx" not in others:  # which other layers read
+        report_recurrent_layers(module)
+    needs_weights = bool(output_attentions) or collects_weights(module)
+    context = None
+    if active_batch() is not None or getattr(attention_mask, "context", None) is not None:
+        context = _context(arguments, needs_weights)
+    check_documents(arguments)
+    try:
+        return _checked_attention(arguments, context, needs_weights)
+    except InputError as error:
+        bias = "attention_mask"
+        if position_bias is not None and not (
+            isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool
+        ):
+            bias = "position_bias"
+        raise rename_arguments(error, {**_NAMES, "bias": bias}) from None
 
 
-def _checked_attention(arguments: LayerArguments) -> tuple[Tensor, Tensor | None]:
-    """(output, weights) of a layer whose arguments were checked."""
+def _checked_attention(
+    arguments: LayerArguments, context: ContextParallel | None, needs_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(output, weights) of a layer whose arguments were checked, with its sequence over the ranks of a context."""
     module, query, key, value = arguments.module, arguments.query, arguments.key, arguments.value
     is_absorbed = False
     if has_latents(module):
@@ -167,9 +191,8 @@ def _checked_attention(arguments: LayerArguments) -> tuple[Tensor, Tensor | None
         "sinks": arguments.s_aux,
         "dropout_p": arguments.dropout,
     }
-    needs_weights = bool(arguments.output_attentions) or collects_weights(module)
-    if active_batch() is not None or getattr(arguments.attention_mask, "context", None) is not None:
-        options["context_parallel"] = _context(arguments, needs_weights)
+    if context is not None:
+        options["context_parallel"] = context
     if arguments.dropout:
         options |= _seed_and_mask(module, query, options, needs_weights)
     out, weights = output_and_weights(query, key, value, arguments.sinks, options, needs_weights)

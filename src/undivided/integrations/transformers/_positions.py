@@ -1,7 +1,9 @@
-"""A warning of packed documents that a model knows from its ``position_ids``, and its mask does not.
+"""Warnings of packed documents that a model does not keep apart.
 
 Positions that start again at 0 within a row mark documents. Most models of transformers read the documents of a mask
 from them, but not in every call; then the documents attend to each other.
+
+Cumulative lengths are read by attention only. Convolutions and recurrences continue from one document to the next.
 """
 
 from __future__ import annotations
@@ -16,9 +18,30 @@ from undivided.arguments.tensors import is_traced, jit_trace
 from undivided.integrations.transformers._model_mask import ModelMask
 
 _reported: set[type] = set()
-"""Kinds of layers whose positions a warning has named."""
+"""Kinds of layers that a warning has named."""
 _read_on_devices: set[type] = set()
 """Kinds of layers whose positions were read from a GPU: once, because the host waits for them."""
+
+
+_RECURRENT = frozenset({"conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding"})
+"""Names in ``config.layer_types`` of layers that have a state or a convolution along the sequence."""
+
+
+def report_recurrent_layers(module: nn.Module) -> None:
+    """Warn, once per kind of layer, of cumulative lengths for a model some of whose layers do not read them."""
+    if type(module) in _reported or is_traced() or jit_trace() is not None:
+        return
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    if not isinstance(layer_types, list | tuple) or not (found := sorted(_RECURRENT.intersection(layer_types))):
+        return
+    _reported.add(type(module))
+    warnings.warn(
+        f"the model of {type(module).__name__} has layers of the kinds {', '.join(found)}: cumulative lengths separate "
+        "documents in its attention, but these layers may continue from one document to the next. One document per "
+        "row keeps them apart",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def report_restarts(module: nn.Module, mask: ModelMask, positions: object) -> None:
