@@ -17,7 +17,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "22_trace_a_ring.py
 def test_the_keys_of_a_round_are_in_flight_while_the_round_before_is_computed(tmp_path: Path) -> None:
     done = forked_processes.run(EXAMPLE, str(tmp_path), "--ranks", "3", "--tokens", "240")
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:4]] == ["rank 0", "rank 1", "rank 2"]
+    ranks = [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert ranks == ["rank 0", "rank 1", "rank 2"]  # Gloo of PyTorch 2.10 prints lines of its own
     events = json.loads((tmp_path / "ring.json").read_text())["traceEvents"]
     for rank in range(3):
         found = [event for event in events if event["pid"] == rank and event["ph"] == "X"]

@@ -154,6 +154,8 @@ class TestTable:
 class TestField:
     @pytest.mark.parametrize(("name", "call"), PROVOKED, ids=[name for name, _ in PROVOKED])
     def test_provoked_error(self, name: str, call: Callable[[], Any]) -> None:
+        if name == "flex-cpu-backward" and torch.__version__ < "2.11":
+            pytest.skip("PyTorch 2.10 computes these gradients, uncompiled")
         error = raised(call)
         assert ids(undivided.diagnose(error))[0] == name
         assert ids(undivided.diagnose(f"{type(error).__module__}.{type(error).__name__}: {error}"))[0] == name

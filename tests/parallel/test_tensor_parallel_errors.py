@@ -153,6 +153,8 @@ def test_a_layer_is_divided_in_one_way_only(mesh: Any) -> None:
         own_state_dict(layer, whole.state_dict())
     with pytest.raises(InputError, match="tp_group must have the 2 ranks of tp_size, got 1"):
         layer.set_tensor_parallel_group(distributed.group.WORLD)
+    with pytest.raises(InputError, match="tp_group must contain this process"):
+        layer.set_tensor_parallel_group(distributed.GroupMember.NON_GROUP_MEMBER)
     with unittest.mock.patch.object(type(mesh), "size", return_value=1):
         parallelize(whole, mesh)
     with pytest.raises(InputError, match="tp_group must not be set after parallelize, got ProcessGroup"):

@@ -74,6 +74,9 @@ def other_arguments(way: str) -> dict[str, str]:
     found["encoder_output"] = refused(lambda: decoder(x, encoder_output=encoded))
     second = layer_of(way, layer_number=2)
     found["layer"] = refused(lambda: (second if last else layer)(x))
+    if way == "group":
+        with_sequence = layer_of(way, sequence_parallel=last)
+        found["sequence_parallel"] = refused(lambda: with_sequence(x))
     layer.train(not last)
     found["training"] = refused(lambda: layer(x))
     layer.train()

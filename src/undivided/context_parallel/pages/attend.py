@@ -17,7 +17,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.layout import Layout
 from undivided.backends._base import Backend
 from undivided.cache._attend import OPTIONS, CachedCall
-from undivided.cache._masks import EVERY, PER_KEY, extend, extend_mask, with_cached_lengths, with_documents
+from undivided.cache._masks import EVERY, PADDED, PER_KEY, extend, extend_mask, with_cached_lengths, with_documents
 from undivided.cache._storage import Counts
 from undivided.context_parallel._request import policy_over_ranks
 from undivided.context_parallel.decode import MergeMethod, check_merge_method, merge_ranks
@@ -177,8 +177,7 @@ def _request(call: CachedCall, mask: Mask) -> tuple[Request, MergeMethod | None]
 def _own_bias(bias: Tensor, keys: _OwnKeys, layout: Layout) -> Tensor:
     """The bias of this rank's keys; one that is equal for all keys stays."""
     if layout == "thd":
-        hint = "a cache in layout 'bshd', with padding"
-        raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=hint)
+        raise InputError("bias", "be None in layout 'thd'", "a tensor", hint=PADDED)
     bias = extend("bias", bias, max(keys.lengths), keys.extent, 0.0)
     return bias if bias.dim() == 0 or bias.shape[-1] == 1 else bias.index_select(-1, keys.positions(bias.device))
 

@@ -202,7 +202,10 @@ ENTRIES = (
     Entry(
         id="flex-nested",
         title="FlexAttention does not support nested tensors",
-        patterns=(r"flex_attention does not support NestedTensor inputs",),
+        patterns=(
+            r"flex_attention does not support NestedTensor inputs",
+            r"call_function flex_attention\(\*\(NestedTensor",  # up to 2.12
+        ),
         example="NotImplementedError: flex_attention does not support NestedTensor inputs",
         cause="PyTorch removed the support for jagged inputs.",
         confirm="q.is_nested is True.",

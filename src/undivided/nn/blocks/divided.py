@@ -68,6 +68,7 @@ class DividedModule(Module):
             }
         return {
             "training": self.training,
+            "sequence_parallel": self.tensor_parallel.sequence_axis is not None,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "torch.autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             **self._dropout_rates(),

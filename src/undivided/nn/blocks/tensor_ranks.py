@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
+from undivided.arguments.modes import hidden_from_checkpoints
 from undivided.context_parallel.exchange.collectives import ProcessGroup, SingleRank
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.context_parallel.exchange.groups import check_exists
@@ -90,6 +91,7 @@ class TensorRanks:
             return contextlib.nullcontext()
         return rank_errors(f"{step} in {running_call()}", self.group)
 
+    @hidden_from_checkpoints
     def agree_on_seed(self, seed: Tensor | int, device: torch.device) -> Tensor:
         """The seed of the first rank, a 0-d int64 tensor on the device."""
         sent = torch.as_tensor(seed, dtype=torch.int64, device=device).clone()
@@ -97,6 +99,7 @@ class TensorRanks:
             distributed.broadcast(sent, group=self.group, group_src=0)
         return sent
 
+    @hidden_from_checkpoints
     def agree_on_generators(self, device: torch.device) -> None:
         """Set torch's default generator of the device to the state of the first rank's."""
         generators: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
@@ -193,7 +196,8 @@ def tensor_ranks(tp_group: object, tp_size: int, sequence_axis: int | None, chec
 
 
 def group_size(tp_group: object) -> int:
-    """The number of ranks of a process group."""
+    """The number of ranks of a process group; InputError if this process is not one of them."""
+    check_exists(tp_group, "tp_group")
     if not isinstance(tp_group, distributed.ProcessGroup):
         hint = 'mesh.get_group("tensor") of a DeviceMesh, or torch.distributed.new_group(ranks)'
         raise InputError("tp_group", "be a torch.distributed process group or None", type(tp_group).__name__, hint=hint)
