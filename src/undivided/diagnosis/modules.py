@@ -106,21 +106,26 @@ def core_attention(numbers: Numbers) -> list[Tensor]:
     return [core.to(q.device)(q, k, v, cu_seqlens_q=_offsets(q))]
 
 
+def _packed_params(sequences: int, is_paged: bool, dtype: torch.dtype) -> InferenceParams:
+    """Caches for 64 tokens of each sequence, for layers of 2 key/value heads of 16 over packed tokens."""
+    return InferenceParams(
+        max_batch_size=sequences,
+        max_sequence_length=64,
+        num_heads_kv=2,
+        head_dim_k=16,
+        dtype=dtype,
+        is_paged=is_paged,
+        page_size=16 if is_paged else None,
+        qkv_format="thd",
+    )
+
+
 def generation(numbers: Numbers) -> list[Tensor]:
     """Two prompts and four more tokens through a layer with a cache; one sequence ends and another begins."""
     layer = copy.deepcopy(_transformer_layer("thd"))
     x = numbers(60, 64)
     layer = layer.to(x.device, x.dtype).eval()
-    params = InferenceParams(
-        max_batch_size=4,
-        max_sequence_length=64,
-        num_heads_kv=2,
-        head_dim_k=16,
-        dtype=x.dtype,
-        is_paged=True,
-        page_size=16,
-        qkv_format="thd",
-    )
+    params = _packed_params(4, True, x.dtype)
     results, start = [], 0
     for step in ({"a": 7, "b": 20}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 9}, {"b": 1, "c": 1}):
         params.pre_step(OrderedDict(step))
@@ -143,16 +148,7 @@ def generation_layers(numbers: Numbers) -> list[Tensor]:
     for is_paged in (False, True):
         x = numbers(24, 64)
         layers = [layer.to(x.device, x.dtype) for layer in layers]
-        params = InferenceParams(
-            max_batch_size=2,
-            max_sequence_length=64,
-            num_heads_kv=2,
-            head_dim_k=16,
-            dtype=x.dtype,
-            is_paged=is_paged,
-            page_size=16 if is_paged else None,
-            qkv_format="thd",
-        )
+        params = _packed_params(2, is_paged, x.dtype)
         start = 0
         for step in ({"a": 5, "b": 5}, {"a": 3, "b": 5}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1}):
             params.pre_step(OrderedDict(step))

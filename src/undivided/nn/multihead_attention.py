@@ -299,7 +299,7 @@ class MultiheadAttention(DividedModule):
         is_whole = self.core_attention.context_parallel is None and self.tensor_parallel.sequence_axis is None
         if is_whole:  # otherwise arguments describe all ranks together
             others = attention_mask, padding, core_attention_bias, cu_seqlens_q, cu_seqlens_kv, inference_params
-            hidden.check_evidence(hidden_states, self.qkv_format, *others)
+            hidden.check_evidence(hidden_states, self.qkv_format, hidden.evidence_of_call(*others), inference_params)
         if self.qkv_format == "thd":
             offsets = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
             cu_seqlens_q_padded, cu_seqlens_kv_padded = hidden.padded_offsets(self.attention_type == "cross", *offsets)

@@ -165,11 +165,8 @@ def attention(
     try:
         return _checked_attention(arguments, context, needs_weights)
     except InputError as error:
-        bias = "attention_mask"
-        if position_bias is not None and not (
-            isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool
-        ):
-            bias = "position_bias"
+        mask_is_bias = isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool
+        bias = "attention_mask" if position_bias is None or mask_is_bias else "position_bias"
         raise rename_arguments(error, {**_NAMES, "bias": bias}) from None
 
 

@@ -121,23 +121,14 @@ def sequence_count(x: Tensor, format: Layout, cu_seqlens: Tensor | None) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_evidence(
-    x: Tensor,
-    format: Layout,
-    mask: object,
-    padding: bool,
-    bias: object,
-    cu_seqlens_q: object,
-    cu_seqlens_kv: object,
-    params: InferenceParams | None,
-) -> None:
+def check_evidence(x: Tensor, format: Layout, implied: Iterator[Evidence], params: InferenceParams | None) -> None:
     """Raise InputError if an argument contradicts the format and fits the other one, or x is not that of the step.
 
-    Other checks report what else fits neither format. padding: of the mask type.
+    Other checks report what else fits neither format.
     """
     if format != "thd":
         here, there = sizes(x, format), sizes(x, OTHER_FORMAT[format])
-        for evidence in _evidence_of_call(mask, padding, bias, cu_seqlens_q, cu_seqlens_kv, params):
+        for evidence in implied:
             if not evidence.fits(here) and evidence.fits(there):
                 hint = f"pre_step with {here.batch} sequences, or " if evidence.name == "inference_params" else ""
                 raise _swapped(x, format, str(evidence), hint)
@@ -242,7 +233,7 @@ def _swapped(x: Tensor, format: Layout, evidence: str, hint: str = "") -> InputE
     return InputError("qkv_format", must, repr(format), hint)
 
 
-def _evidence_of_call(
+def evidence_of_call(
     mask: object,
     padding: bool,
     bias: object,
