@@ -148,8 +148,8 @@ def _attend_broadcast(
         hint = "q.unsqueeze(0), k.expand(..) before the call"
         raise InputError("query", "be [B, H, S, D] as key is, if they are DTensors", sizes, hint=hint)
     if shape[-1] == 0 or 0 in shape[:-2]:
-        _mask_of_call(attn_mask, query, shape, key.shape[-2], is_causal)  # checks
-        return _empty_result(query, key, value, enable_gqa)
+        _, bias, _ = _mask_of_call(attn_mask, query, shape, key.shape[-2], is_causal)  # checks
+        return _empty_result(query, key, value, None if bias is None else attn_mask, enable_gqa)
     if query.shape[-1] == 0:
         query, key = _pad_empty_head(query), _pad_empty_head(key)
     q, k, v = _as_four_axes(query, key, value, shape, enable_gqa)
@@ -384,11 +384,17 @@ def _pad_empty_head(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 1))
 
 
-def _empty_result(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Tensor:
-    """The empty result if there is no head, no batch element or no value to weigh, with its (zero) gradients."""
+def _empty_result(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, enable_gqa: bool) -> Tensor:
+    """The empty result if there is no head, no batch element or no value to weigh, with its (zero) gradients.
+
+    bias: an attn_mask that is added to the scores, as the caller passed it, or None.
+    """
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (
             t.repeat_interleave(heads // t.shape[-3], -3) if heads else t[..., :0, :, :] for t in (key, value)
         )
-    return query @ key.transpose(-1, -2) @ value
+    scores = query @ key.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    return scores @ value

@@ -255,3 +255,28 @@ def test_a_flag_that_is_a_tensor_is_refused(name: str, flag: Tensor) -> None:
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(InputError, match=f"{name} must be True or False"):
         undivided.scaled_dot_product_attention(q, q, q, **{name: flag})
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param(((0, 2, 3, 8), (0, 2, 4, 8), (0, 2, 4, 8)), id="no-batch-element"),
+        pytest.param(((2, 0, 3, 8), (2, 0, 4, 8), (2, 0, 4, 8)), id="no-head"),
+        pytest.param(((2, 2, 3, 8), (2, 2, 4, 8), (2, 2, 4, 0)), id="no-head-size-of-values"),
+        pytest.param(((0, 3, 8), (0, 4, 8), (0, 4, 8)), id="no-head-of-three-axes"),
+    ],
+)
+@pytest.mark.parametrize("mask_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_every_argument_of_an_empty_result_has_zero_gradients(
+    shapes: tuple[tuple[int, ...], ...], mask_dtype: torch.dtype, enable_gqa: bool
+) -> None:
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    attn_mask = torch.zeros(3, 4, dtype=mask_dtype, requires_grad=True)
+    out = ours(q, k, v, attn_mask, enable_gqa=enable_gqa)
+    assert out.shape == (*q.shape[:-1], v.shape[-1])
+    assert out.dtype == q.dtype
+    inputs = (q, k, v, attn_mask)
+    for tensor, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert gradient.dtype == tensor.dtype
+        assert torch.equal(gradient, torch.zeros_like(tensor))
