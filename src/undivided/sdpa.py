@@ -9,26 +9,26 @@ Legend: leading axes [...], H heads, L queries, S keys, E head size, Ev value he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Never, cast
+from collections.abc import Sequence
+from typing import Never, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from undivided.arguments.checks import check_device, check_tensor
+from undivided.arguments.checks import check_tensor
 from undivided.arguments.layout import Layout, from_heads_first, heads_first
 from undivided.arguments.signature import missing_as_required, raise_as_type_error, unknown_arguments
 from undivided.arguments.tensors import is_dtensor, is_observed
 from undivided.errors import InputError, NoBackendError, did_you_mean
 from undivided.masks import Mask
-from undivided.request.checks import DTYPES
 from undivided.request.request import KEYWORDS, Options, Request, Tensors, new_tuple
 from undivided.run import autograd, dispatch
 from undivided.run.prepare import prepare
 from undivided.run.sdpa import jagged, repeated
 from undivided.run.sdpa.errors import NO_KERNEL, as_pytorch_error
 from undivided.run.sdpa.masks import CAUSAL, KeptCalls, MaskOrBias, mask_or_bias
+from undivided.run.sdpa.sizes import is_plain, is_size, layout_in_memory, output_shape
 from undivided.selection import switches as _sdp_switches
 from undivided.selection.policy import current_policy
 
@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
             return _attend_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         query, key, value = autograd.cast_under_autocast(query, key, value)
         _check_flags(is_causal, enable_gqa)
-        if _is_plain(query, key, value, enable_gqa):
+        if is_plain(query, key, value, enable_gqa):
             return _attend_plain(query, key, value, attn_mask, dropout_p, is_causal, scale, call_key)
         return _attend_broadcast(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except InputError as error:
@@ -123,7 +123,7 @@ def _attend_plain(
 ) -> Tensor:
     """The result for tensors [B, H, S, D] with nothing to broadcast; call_key as for `_attend`."""
     q, k, v = query, key, value
-    layout = _layout_in_memory(query)
+    layout = layout_in_memory(query)
     if layout != "bhsd":
         q, k, v = _in_layout(query, key, value, layout)
     mask, bias, calls = _mask_of_call(attn_mask, query, query.shape, key.shape[-2], is_causal)
@@ -142,15 +142,15 @@ def _attend_broadcast(
     enable_gqa: bool,
 ) -> Tensor:
     """The result for tensors that need checks, or views as [B, H, S, D]."""
-    shape = _output_shape(query, key, value, enable_gqa)
+    shape = output_shape(query, key, value, enable_gqa)
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
         sizes = " and ".join(str(list(t.shape)) for t in (query, key))
         hint = "q.unsqueeze(0), k.expand(..) before the call"
         raise InputError("query", "be [B, H, S, D] as key is, if they are DTensors", sizes, hint=hint)
-    if shape[-1] == 0 or 0 in shape[:-2]:
+    if is_size(shape[-1], 0) or any(is_size(size, 0) for size in shape[:-2]):
         _, bias, _ = _mask_of_call(attn_mask, query, shape, key.shape[-2], is_causal)  # checks
         return _empty_result(query, key, value, None if bias is None else attn_mask, enable_gqa)
-    if query.shape[-1] == 0:
+    if is_size(query.shape[-1], 0):
         query, key = _pad_empty_head(query), _pad_empty_head(key)
     q, k, v = _as_four_axes(query, key, value, shape, enable_gqa)
     mask, bias, calls = _mask_of_call(attn_mask, query, shape, key.shape[-2], is_causal)
@@ -179,7 +179,7 @@ def _attend_jagged(
     q, k, v, mask = jagged.packed(query, key, value)
     q, k, v = autograd.cast_under_autocast(q, k, v)
     _check_flags(is_causal, enable_gqa)
-    _output_shape(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), enable_gqa)  # checks
+    output_shape(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), enable_gqa)  # checks
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         must = f"have as many heads as key ({k.shape[1]}), and query a multiple of them, if they are jagged"
         raise InputError("value", must, f"{v.shape[1]}, query {q.shape[1]}")
@@ -250,41 +250,6 @@ def _number(scale: Tensor) -> float:
     return float(scale)
 
 
-def _is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether the tensors are [B, H, S, D] as `attention` takes them: nothing to broadcast, nothing wrong."""
-    try:
-        q, k, v = query.shape, key.shape, value.shape
-        return (
-            len(q) == len(k) == len(v) == 4
-            and q[0] == k[0] == v[0]
-            and k[1] == v[1]
-            and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))
-            and k[2] == v[2]
-            and q[3] == k[3]
-            and q[1] > 0 < q[3]
-            and v[3] > 0
-            and query.dtype == key.dtype == value.dtype
-            and query.dtype in DTYPES
-            and query.device == key.device == value.device
-            and query.layout == key.layout == value.layout == torch.strided
-        )
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-
-
-def _layout_in_memory(query: Tensor) -> Layout:
-    """The layout in which query [B, H, L, E] lies in memory. The result lies in the same one, as PyTorch's does:
-    callers rely on it with ``out.transpose(1, 2).view(B, L, H * E)``."""
-    batch, heads, length, size = query.stride()
-    holds: Callable[[Any], bool] = bool
-    if torch.compiler.is_compiling():  # a size that depends on values has no order
-        from torch.fx.experimental.symbolic_shapes import guard_or_false as holds
-    if not holds(length > heads) or not holds(heads > 0) or holds(query.shape[2] == 1) or not holds(size == 1):
-        return "bhsd"
-    # a single head may have the stride of a batch element
-    return "sbhd" if holds(length > batch) and holds(batch >= heads) else "bshd"
-
-
 def _in_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Sequence[Tensor]:
     """Views in the layout; InputError if a tensor has lost its memory, of which PyTorch makes no views."""
     try:
@@ -293,65 +258,6 @@ def _in_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Seq
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, tensor)
         raise
-
-
-def _output_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """The shape of the result; InputError if one of the three tensors is wrong."""
-    named = {"query": query, "key": key, "value": value}
-    kept = 3 if enable_gqa else 2  # axes that do not broadcast
-    for name, tensor in named.items():
-        if not is_dtensor(tensor):
-            check_tensor(name, tensor)
-        if tensor.dim() < kept:
-            axes = "heads, length, head size" if enable_gqa else "length, head size"
-            hint = f"{name}.unsqueeze(0), if it is one row" if tensor.dim() == 1 and kept == 2 else None
-            raise InputError(name, f"have at least {kept} axes [..., {axes}]", list(tensor.shape), hint=hint)
-    _check_dtypes_and_devices(named)
-    if key.shape[-1] != query.shape[-1]:
-        must = f"have the head size of query ({query.shape[-1]})"
-        raise InputError("key", must, f"{key.shape[-1]} in {list(key.shape)}")
-    if value.shape[-2] != key.shape[-2]:
-        must = f"have the length of key ({key.shape[-2]})"
-        raise InputError("value", must, f"{value.shape[-2]} in {list(value.shape)}")
-    leading = _broadcast(named, kept)
-    heads = _grouped_heads(query, key, value) if enable_gqa else ()
-    return (*leading, *heads, query.shape[-2], value.shape[-1])
-
-
-def _check_dtypes_and_devices(named: dict[str, Tensor]) -> None:
-    query = named["query"]
-    if query.dtype not in DTYPES:
-        raise InputError("query", "be float16, bfloat16, float32 or float64", str(query.dtype))
-    for name, tensor in named.items():
-        if tensor.dtype != query.dtype:
-            hint = f"{name}.to(query.dtype), or run under torch.autocast"
-            raise InputError(name, f"have the dtype of query ({query.dtype})", str(tensor.dtype), hint=hint)
-        check_device(name, tensor, query.device, "query")
-
-
-def _broadcast(named: dict[str, Tensor], kept: int) -> tuple[int, ...]:
-    """The common shape of all but the last `kept` axes."""
-    rank = max(tensor.dim() for tensor in named.values()) - kept
-    common = [1] * rank
-    for name, tensor in named.items():
-        for axis, size in enumerate(tensor.shape[:-kept], rank + kept - tensor.dim()):
-            if size not in (1, common[axis]) and common[axis] != 1:
-                hint = None
-                if axis == rank - 1 and kept == 2 and size and common[axis] % size == 0:
-                    hint = "enable_gqa=True, if these are fewer key and value heads"
-                must = f"broadcast to [{', '.join(map(str, common))}, ...] before its last {kept} axes"
-                raise InputError(name, must, list(tensor.shape), hint=hint)
-            common[axis] = size if common[axis] == 1 else common[axis]
-    return tuple(common)
-
-
-def _grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int]:
-    heads = query.shape[-3]
-    for name, tensor in (("key", key), ("value", value)):
-        if heads % tensor.shape[-3] if tensor.shape[-3] else heads:
-            must = f"have a number of heads that divides query's ({heads})"
-            raise InputError(name, must, f"{tensor.shape[-3]} in {list(tensor.shape)}")
-    return (heads,)
 
 
 def _as_four_axes(

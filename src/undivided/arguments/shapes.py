@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
 
 _VIEWS: Sequence[tuple[str, tuple[int | None, ...]]] = (
     ("[:, None, None]", (0, None, None, 1)),
@@ -19,10 +22,16 @@ _VIEWS: Sequence[tuple[str, tuple[int | None, ...]]] = (
 
 
 def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a tensor of this shape can be expanded to these sizes; missing axes are added in front."""
+    """Whether a tensor of this shape can be expanded to these sizes; missing axes are added in front. A size that a
+    graph does not know fits: the operator checks it when it runs."""
+    one: Callable[[Any], bool] = bool
+    same: Callable[[Any], bool] = bool
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false as one
+        from torch.fx.experimental.symbolic_shapes import guard_or_true as same
     # not `in`, which torch.compile evaluates as `is` for an int and a dynamic size
     return len(shape) <= len(sizes) and all(
-        have == 1 or have == size for have, size in zip(reversed(shape), reversed(sizes), strict=False)
+        one(have == 1) or same(have == size) for have, size in zip(reversed(shape), reversed(sizes), strict=False)
     )
 
 

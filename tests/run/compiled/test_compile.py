@@ -279,3 +279,42 @@ def test_sbhd_bhsd_and_thd_keep_their_layout_through_the_graph() -> None:
             torch.testing.assert_close(a, b)
         assert ours[0].is_contiguous()
         assert theirs[0].is_contiguous()
+
+
+@pytest.mark.parametrize("mask_shape", [None, (5, 5), (2, 1, 5, 5), (2, 8, 5, 5)])
+@pytest.mark.parametrize("axis", [-4, -3, -2, -1])
+def test_a_graph_runs_with_sizes_that_it_does_not_know(axis: int, mask_shape: tuple[int, ...] | None) -> None:
+    q, k, v = torch.randn(3, 2, 8, 5, 16)
+    scores = [None] if mask_shape is None else [torch.randn(mask_shape), torch.rand(mask_shape) < 0.7]
+    for attn_mask in scores:
+        _assert_compiles_without_size(axis, q, k, v, attn_mask)
+        if axis > -4 and mask_shape is None:
+            _assert_compiles_without_size(axis, q[0], k[0], v[0], attn_mask)
+
+
+def _assert_compiles_without_size(axis: int, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
+    for tensor in (q, k, v):
+        torch._dynamo.decorators.mark_unbacked(tensor, axis % q.dim())
+    compiled = torch.compile(undivided.scaled_dot_product_attention, backend="eager", fullgraph=True)
+    expected = undivided.scaled_dot_product_attention(q, k, v, attn_mask)
+    torch.testing.assert_close(compiled(q, k, v, attn_mask), expected)
+
+
+def test_sizes_that_a_graph_does_not_know_are_checked_when_it_runs() -> None:
+    compiled = torch.compile(undivided.scaled_dot_product_attention, backend="eager", fullgraph=True)
+    fitting = (2, 8, 5, 16)
+    calls = (
+        ((fitting, fitting, fitting), None),
+        (((3, 8, 5, 16), fitting, fitting), r"k must have the batch size of q \(3\), got 2"),
+        ((fitting, (2, 8, 6, 16), fitting), r"v must have the length of k \(6\), got 5"),
+    )
+    for shapes, message in calls:
+        tensors = [torch.randn(shape) for shape in shapes]
+        for tensor in tensors:
+            for axis in (0, 2):
+                torch._dynamo.decorators.mark_unbacked(tensor, axis)
+        if message is None:
+            compiled(*tensors)
+        else:
+            with pytest.raises(undivided.InputError, match=message):
+                compiled(*tensors)
