@@ -91,6 +91,43 @@ def test_errors_have_the_names_of_the_caller(arguments: dict[str, Any], expected
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"query": Q[:, :0]}, "query must have at least one head and a head size of at least 1, got [2, 0, 5, 8]"),
+        ({"key": Q[:1]}, "key must have the batch size of query (2), got 1 in [1, 4, 5, 8]"),
+        (
+            {"key": Q[:, :3], "value": Q[:, :3]},
+            "key must have a number of heads that divides query's (4), got 3 in [2, 3",
+        ),
+        ({"key": Q[..., :6]}, "key must have the head size of query (8), got 6 in [2, 4, 5, 6]\n"),
+        ({"value": Q[:, :, :3]}, "value must have the length of key (5), got 3 in [2, 4, 3, 8]\n"),
+        (
+            {"key": Q[:, :3].transpose(1, 2), "value": Q[:, :3].transpose(1, 2), "query": Q.transpose(1, 2)[:, :4]},
+            "key must have a number of heads that divides query's (4), got 5 in [2, 5, 3, 8]\n",
+        ),
+        ({"indices": torch.zeros(2, 4, 3).long()}, "indices must have shape [B, Sq, n] = [2, 5, n], got [2, 4, 3]"),
+        (
+            {"block_indices": torch.zeros(2, 0, 5, 3).long()},
+            "block_indices must have shape [B, G, Sq, n] = [2, G, 5, n], where G divides the 4 heads, got [2, 0, 5, 3]",
+        ),
+    ],
+)
+def test_errors_have_the_shapes_of_the_caller(arguments: dict[str, Any], expected: str) -> None:
+    states = dict.fromkeys(("query", "key", "value"), Q)
+    with pytest.raises(InputError) as caught:
+        hf.attention(nn.Module(), **(states | arguments))
+    assert str(caught.value).startswith(expected)
+
+
+def test_states_with_the_tokens_before_the_heads_are_recognised() -> None:
+    """The hint named a layout, which the function does not have as an argument."""
+    query, key = torch.randn(2, 64, 6, 8), torch.randn(2, 100, 2, 8)
+    with pytest.raises(InputError) as caught:
+        hf.attention(nn.Module(), query, key, key)
+    assert caught.value.hint == "query, key and value are [B, H, S, D]; these shapes would fit [B, S, H, D]"
+
+
+@pytest.mark.parametrize(
     ("offsets", "expected"),
     [
         ({"cu_seq_lens_k": torch.tensor([0, 2, 6])}, "cu_seq_lens_k must end with the 5 tokens of key, got 6"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from undivided.arguments.checks import as_integer, check_int_dtype, check_tensor, check_type, checked_flag
 from undivided.arguments.shapes import broadcasts
 from undivided.arguments.tensors import is_dense, readable
-from undivided.errors import InputError
+from undivided.errors import InputError, _rebuild_input_error
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers.cache._states import CachedStates
 
@@ -69,8 +69,23 @@ def check_arguments(arguments: LayerArguments) -> None:
     _check_mask(arguments.attention_mask)
     batch, heads, q_len, _ = arguments.query.shape
     _check_sinks(arguments.sinks, (batch, heads, q_len, 1))
-    _check_indices(arguments.indices, arguments.key.shape[2])
-    _check_blocks(arguments.block_indices, module)
+    _check_indices(arguments.indices, (batch, q_len), arguments.key.shape[2])
+    _check_blocks(arguments.block_indices, module, (batch, heads, q_len))
+
+
+def with_shapes_of_caller(error: InputError, arguments: LayerArguments) -> InputError:
+    """An error about the query, the key or the value, which `undivided.attention` got as [B, S, H, D], with the shape
+    that the caller passed; and a hint that fits it."""
+    states = getattr(arguments, error.argument) if error.argument in ("query", "key", "value") else None
+    if not isinstance(states, Tensor):
+        return error
+    first, _, hint = str(error).partition("\n  HINT: ")
+    batch, heads, length, size = states.shape
+    first = first.replace(str([batch, length, heads, size]), str(list(states.shape)))
+    if "fit layout=" in hint:
+        hint = "query, key and value are [B, H, S, D]; these shapes would fit [B, S, H, D]" if "bhsd" in hint else ""
+    message = f"{first}\n  HINT: {hint}" if hint else first
+    return _rebuild_input_error(message, error.argument, hint or None)
 
 
 def check_documents(arguments: LayerArguments) -> None:
@@ -127,23 +142,26 @@ def _check_sinks(sinks: Tensor | None, shape: tuple[int, ...]) -> None:
         raise InputError("sinks", f"have shape [B, H, Sq, 1] = {list(shape)}", list(sinks.shape))
 
 
-def _check_indices(indices: Tensor | None, kv_len: int) -> None:
+def _check_indices(indices: Tensor | None, rows: tuple[int, int], kv_len: int) -> None:
     if indices is None:
         return
     check_int_dtype("indices", indices)
-    if indices.dim() != 3:
-        raise InputError("indices", "have shape [B, Sq, n]", list(indices.shape))
+    if indices.dim() != 3 or not broadcasts(indices.shape[:2], rows):
+        raise InputError("indices", f"have shape [B, Sq, n] = [{rows[0]}, {rows[1]}, n]", list(indices.shape))
     if indices.is_cpu and readable(indices) and indices.numel() and not torch.compiler.is_compiling():
         lowest, highest = (int(number) for number in indices.aminmax())
         if lowest < 0 or highest >= kv_len:
             raise InputError("indices", f"number keys, 0 to {kv_len - 1}", lowest if lowest < 0 else highest)
 
 
-def _check_blocks(blocks: Tensor | None, module: nn.Module) -> None:
+def _check_blocks(blocks: Tensor | None, module: nn.Module, rows: tuple[int, int, int]) -> None:
     if blocks is None:
         return
     check_int_dtype("block_indices", blocks)
-    if blocks.dim() != 4:
-        raise InputError("block_indices", "have shape [B, G, Sq, n]", list(blocks.shape))
+    batch, heads, q_len = rows
+    groups = blocks.shape[1] if blocks.dim() == 4 else 0
+    if groups == 0 or heads % groups or not broadcasts((blocks.shape[0], blocks.shape[2]), (batch, q_len)):
+        must = f"have shape [B, G, Sq, n] = [{batch}, G, {q_len}, n], where G divides the {heads} heads"
+        raise InputError("block_indices", must, list(blocks.shape))
     if not hasattr(getattr(module, "indexer", None), "block_size"):
         raise InputError("block_indices", "be None for a layer without indexer.block_size", type(module).__name__)

@@ -11,7 +11,12 @@ from undivided import masks
 from undivided.context_parallel.context import ContextParallel
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import TENSOR_RANKS, active_batch
-from undivided.integrations.transformers._arguments import LayerArguments, check_arguments, check_documents
+from undivided.integrations.transformers._arguments import (
+    LayerArguments,
+    check_arguments,
+    check_documents,
+    with_shapes_of_caller,
+)
 from undivided.integrations.transformers._continuous_batching import attention as paged_attention
 from undivided.integrations.transformers._continuous_batching import is_paged_cache
 from undivided.integrations.transformers._latent import absorb_queries, expand, expand_output, has_latents, pays_off
@@ -167,7 +172,7 @@ def attention(
     except InputError as error:
         mask_is_bias = isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool
         bias = "attention_mask" if position_bias is None or mask_is_bias else "position_bias"
-        raise rename_arguments(error, {**_NAMES, "bias": bias}) from None
+        raise with_shapes_of_caller(rename_arguments(error, {**_NAMES, "bias": bias}), arguments) from None
 
 
 def _checked_attention(
