@@ -48,6 +48,10 @@ REFUSED: dict[str, tuple[Callable[[Cache], object], str]] = {
         lambda c: c.append(tokens_of(3, 5).transpose(1, 2), V),
         "k must have shape(.|\n)*this shape would fit layout='bhsd'",
     ),
+    "k-of-more-heads": (
+        lambda c: c.append(tokens_of(3, 3, heads=5), V),
+        r"k must have shape(.|\n)*HINT: kv_heads=5 at the construction of the cache$",
+    ),
     "k-of-another-batch": (lambda c: c.append(tokens_of(2, 2), V), "k must have shape"),
     "k-flat": (lambda c: c.append(K.flatten(2), V), "k must have shape"),
     "v-of-k's-size": (lambda c: c.append(K, K), r"v must have shape \[3, new, 2, 5\]"),

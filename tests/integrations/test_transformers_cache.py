@@ -168,3 +168,21 @@ def test_a_compiled_model_has_the_cache_in_its_graphs(quantize: str | None) -> N
     assert breaks[0] == breaks[1]
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() < 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("shape", "hint"),
+    [
+        ((2, 5, 4, 8), "key_states.permute(0, 2, 1, 3), if its axes are 'bshd'"),
+        ((5, 2, 4, 8), "key_states.permute(1, 2, 0, 3), if its axes are 'sbhd'"),
+        ((2, 2, 5, 8), None),
+    ],
+)
+def test_states_of_another_shape_are_refused_without_arguments_of_other_caches(
+    shape: tuple[int, ...], hint: str | None
+) -> None:
+    cache = Cache()
+    cache.update(*[torch.randn(2, 4, 5, 8)] * 2, 0)
+    with pytest.raises(InputError, match=r"key_states must have shape \[2, 4, new, 8\]") as caught:
+        cache.update(*[torch.randn(shape)] * 2, 0)
+    assert caught.value.hint == hint

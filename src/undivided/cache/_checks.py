@@ -6,7 +6,7 @@ Legend: B sequences, T new tokens of all sequences, N key/value heads, D head si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ from undivided.cache._storage import Counts, NewTokens, TokenSpec
 from undivided.errors import InputError
 
 
+class TokenNames(NamedTuple):
+    """The names of the arguments that `checked_tokens` checks, and of their owner. None if it has no such argument."""
+
+    k: str = "k"
+    v: str = "v"
+    layout: str | None = "layout"
+    kv_heads: str | None = "kv_heads"
+    owner: str = "the cache"
+
+
+_NAMES = TokenNames()
+
+
 def checked_tokens(
     k: Tensor,
     v: Tensor,
@@ -28,12 +41,12 @@ def checked_tokens(
     batch: int,
     spec: TokenSpec,
     device: torch.device,
-    names: tuple[str, str] = ("k", "v"),
+    names: TokenNames = _NAMES,
     announced: Counts | None = None,
 ) -> NewTokens:
     """New keys and values in canonical order with their counts; InputError if they do not fit. `announced`: the counts
     that `pre_step` received, in place of lengths."""
-    k_name, v_name = names
+    k_name, v_name = names.k, names.v
     for name, tensor, dim in ((k_name, k, spec.head_dim), (v_name, v, spec.value_dim)):
         check_tensor(name, tensor)
         if tensor.dim() == _layout.axis_count(layout):
@@ -43,7 +56,9 @@ def checked_tokens(
                 continue
         axes = {"b": batch, "s": "new", "h": spec.kv_heads, "d": dim, "t": "tokens"}
         must = f"have shape [{', '.join(str(axes[letter]) for letter in layout)}] in {layout!r}"
-        raise InputError(name, must, list(tensor.shape), _shape_hint(tensor, layout, batch, spec.kv_heads, dim))
+        raise InputError(
+            name, must, list(tensor.shape), _shape_hint(name, tensor, layout, batch, spec.kv_heads, dim, names)
+        )
     k, v = _layout.canonical(k, layout), _layout.canonical(v, layout)
     if k.shape[1] != v.shape[1]:
         raise InputError(v_name, f"have the length of {k_name} ({k.shape[1]})", v.shape[1])
@@ -66,21 +81,34 @@ def _check_announced(name: str, tokens: int, layout: Layout, announced: Counts) 
         raise InputError(name, f"have the {max(announced)} tokens per sequence that pre_step announced", tokens)
 
 
-def _shape_hint(tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: int) -> str | None:
+def _shape_hint(
+    name: str, tensor: Tensor, layout: Layout, batch: int, kv_heads: int, dim: int, names: TokenNames
+) -> str | None:
     """A hint for new tokens of a wrong shape: another layout that they fit, or heads that are divided over ranks."""
     for other in _layout.LAYOUTS:
         if other != layout and tensor.dim() == _layout.axis_count(other):
             other_batch, _, heads, size = _layout.sizes(tensor.shape, other)
             if (other_batch, heads, size) == (batch, kv_heads, dim):
-                return f"this shape would fit layout={other!r}, an argument of the cache"
-    if tensor.dim() != _layout.axis_count(layout):
+                return _hint_of_layout(name, other, layout, names)
+    if tensor.dim() != _layout.axis_count(layout) or names.kv_heads is None:
         return None
     own_batch, _, heads, size = _layout.sizes(tensor.shape, layout)
     if heads and heads < kv_heads and kv_heads % heads == 0:
         return f"if the heads are divided over ranks: mesh=mesh['tensor'] for the cache, or {heads} key heads"
     if heads and heads != kv_heads and (size, own_batch) == (dim, 1 if layout == "thd" else batch):
-        return f"num_heads_kv={heads} at the construction of InferenceParams, kv_heads={heads} of another cache"
+        return f"{names.kv_heads}={heads} at the construction of {names.owner}"
     return None
+
+
+def _hint_of_layout(name: str, found: Layout, layout: Layout, names: TokenNames) -> str | None:
+    """A hint for a tensor that fits another layout: the caller's argument if it takes that layout, or a view."""
+    if names.layout is not None and (found != "bhsd" or names.layout == "layout"):
+        owner = f", an argument of {names.owner}" if names.layout == "layout" else ""
+        return f"this shape would fit {names.layout}={found!r}{owner}"
+    if len(found) != len(layout):
+        return None
+    axes = ", ".join(str(found.index(axis)) for axis in layout)
+    return f"{name}.permute({axes}), if its axes are {found!r}"
 
 
 def _check_dtype_and_device(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
 from undivided.cache._block_table import BlockTable
-from undivided.cache._checks import checked_tokens
+from undivided.cache._checks import TokenNames, checked_tokens
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.slots import Slots
 from undivided.cache._ranks import checked_ranks
@@ -29,6 +29,8 @@ from undivided.request.result import Output
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_TOKEN_NAMES = TokenNames("new_k", "new_v", "qkv_format", "num_heads_kv", "InferenceParams")
 
 
 @checked_methods("__init__", "allocate_memory", "evict", "fork", "free", "has_memory", "keep", "truncate")
@@ -310,7 +312,7 @@ class InferenceParams(ShardedSteps):
             batch=len(step.slots),
             spec=self._spec,
             device=storage.k.device,
-            names=("new_k", "new_v"),
+            names=_TOKEN_NAMES,
             announced=step.counts,
         )
         if q_len is not None and tokens.k.shape[1] != q_len:

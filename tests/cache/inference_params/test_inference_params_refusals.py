@@ -61,6 +61,14 @@ REFUSED: dict[str, tuple[Callable[[InferenceParams], object], str]] = {
         lambda p: p.step(1, Q[:, :, :3], V),
         r"new_k must have shape(.|\n)*HINT: num_heads_kv=3 at the construction of InferenceParams",
     ),
+    "k-in-another-format": (
+        lambda p: p.step(1, K.transpose(0, 1), V.transpose(0, 1)),
+        r"new_k must have shape(.|\n)*HINT: this shape would fit qkv_format='sbhd'$",
+    ),
+    "k-in-no-format": (
+        lambda p: p.step(1, K.transpose(1, 2), V.transpose(1, 2)),
+        r"new_k must have shape(.|\n)*HINT: new_k\.permute\(0, 2, 1, 3\), if its axes are 'bhsd'",
+    ),
     "fork-of-nobody": (lambda p: p.fork("z", "y"), "src must be the id of a sequence(.|\n)*the batch has 'a', 'b'"),
     "fork-onto-somebody": (lambda p: p.fork("a", "b"), "dst must not be the id of a sequence"),
     "fork-of-a-list": (lambda p: p.fork(["a"], "z"), r"src must be hashable, got \['a'\]"),

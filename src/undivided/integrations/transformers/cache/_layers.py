@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from undivided.cache._checks import checked_tokens
+from undivided.cache._checks import TokenNames, checked_tokens
 from undivided.cache._storage import Storage, TokenSpec
 from undivided.errors import InputError
 from undivided.integrations.transformers.cache._states import CachedStates
@@ -20,6 +20,7 @@ ROOM = 64
 """The smallest number of tokens by which a storage grows."""
 
 States = Tensor | CachedStates
+_TOKEN_NAMES = TokenNames("key_states", "value_states", layout=None, kv_heads=None)
 
 
 class _StoredLayer:
@@ -67,7 +68,6 @@ class _StoredLayer:
         assert storage is not None
         if torch.promote_types(value_states.dtype, storage.spec.dtype) != storage.spec.dtype:
             storage = self._widen(value_states.dtype)  # the text before was computed under autocast
-        names = "key_states", "value_states"
         batch = storage.k.shape[0]
         new = checked_tokens(
             key_states,
@@ -77,7 +77,7 @@ class _StoredLayer:
             batch=batch,
             spec=storage.spec,
             device=storage.k.device,
-            names=names,
+            names=_TOKEN_NAMES,
         )
         count = new.k.shape[1]
         if self._end + count > storage.k.shape[1]:
