@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from undivided import DotProductAttention, InputError
+from undivided.nn.arguments import mask_types
 
 H, G, D = 4, 2, 8
 
@@ -294,3 +295,12 @@ def test_the_mask_type_defines_its_diagonal_with_a_warning(kind: str) -> None:
 
 def bshd(*tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in tensors]
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_a_mask_type_decides_is_read_without_a_warning() -> None:
+    """Each warning came twice in cross-attention with a cache, whose check reads the window too."""
+    causal, all_pairs = mask_types.MASK_TYPES["causal"], mask_types.MASK_TYPES["no_mask"]
+    assert mask_types.is_bottom_right(causal, True) is False
+    assert mask_types.normalise_window(causal, (3, 2)) == (3, 0)
+    assert mask_types.normalise_window(all_pairs, (-1, 0)) == (-1, -1)

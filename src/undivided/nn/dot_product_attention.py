@@ -29,7 +29,7 @@ from undivided.nn.arguments.checks import (
 )
 from undivided.nn.arguments.error_names import with_module_names
 from undivided.nn.arguments.formats import QKV, Heads, InputTensors
-from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalise_window
+from undivided.nn.arguments.mask_types import band, checked_mask_type, checked_window, normalise_window, warn_of_window
 from undivided.nn.arguments.refused import AT_CALL, check_refused
 from undivided.nn.arguments.scores import ScoreTerms, score_terms
 from undivided.nn.arguments.sequences import SequenceArguments
@@ -125,6 +125,7 @@ class DotProductAttention(DividedModule):
         kind = checked_mask_type(attn_mask_type)
         self.attn_mask_type = kind.name
         window = checked_window(window_size)
+        warn_of_window(kind, window)
         self.window_size = None if window is None else normalise_window(kind, window)
         self.bottom_right_diagonal = checked_optional_flag("bottom_right_diagonal", bottom_right_diagonal)
         self.attention_type = checked_choice("attention_type", attention_type, ("self", "cross"))

@@ -88,35 +88,42 @@ def check_mask_options(attn_mask_type: object, window_size: object, bottom_right
 
 
 def normalise_window(kind: MaskType, window: Window | None) -> Window:
-    """The window for a mask type. It is changed, with a warning, in the same cases as in TransformerEngine."""
+    """The window for a mask type. It is changed in the same cases as in TransformerEngine, with `warn_of_window`."""
     if window is None:
         return (-1, 0) if kind.causal else (-1, -1)
-    left, right = window
-    if kind.causal and right != 0:
-        _warn(f"window_size {window} becomes {(left, 0)}: attn_mask_type={kind.name!r} allows no later key")
-        return left, 0
-    if not kind.causal and window == (-1, 0):
+    if kind.causal:
+        return window[0], 0
+    return (-1, -1) if window == (-1, 0) else window
+
+
+def warn_of_window(kind: MaskType, window: Window | None) -> None:
+    """Warn of a window that `normalise_window` changes."""
+    if window is None or (normal := normalise_window(kind, window)) == window:
+        return
+    if kind.causal:
+        _warn(f"window_size {window} becomes {normal}: attn_mask_type={kind.name!r} allows no later key")
+    else:
         _warn(
-            f"window_size (-1, 0) becomes (-1, -1): attn_mask_type={kind.name!r} is not causal; "
+            f"window_size {window} becomes {normal}: attn_mask_type={kind.name!r} is not causal; "
             "use a causal attn_mask_type to mask later keys"
         )
-        return -1, -1
-    return window
 
 
 def is_bottom_right(kind: MaskType, requested: bool | None) -> bool:
     """Whether the diagonal ends in the bottom right corner: decided by the mask type, or else by the caller."""
-    if kind.bottom_right is None:
-        return requested is not False
-    if requested is not None and requested is not kind.bottom_right:
-        _warn(f"bottom_right_diagonal={requested} has no effect: attn_mask_type={kind.name!r} defines the diagonal")
-    return kind.bottom_right
+    return requested is not False if kind.bottom_right is None else kind.bottom_right
 
 
 def band(kind: MaskType, window: Window | None, bottom_right_diagonal: bool | None) -> Mask:
-    """The mask of the causal diagonal and the window. Its alignment is always set, because ALiBi uses it too."""
+    """The mask of the causal diagonal and the window. Its alignment is always set, because ALiBi uses it too. It warns
+    of arguments that the mask type overrides."""
+    warn_of_window(kind, window)
+    bottom_right = is_bottom_right(kind, bottom_right_diagonal)
+    if bottom_right_diagonal is not None and bottom_right_diagonal is not bottom_right:
+        given = f"bottom_right_diagonal={bottom_right_diagonal}"
+        _warn(f"{given} has no effect: attn_mask_type={kind.name!r} defines the diagonal")
     left, right = normalise_window(kind, window)
-    align: Align = "bottom_right" if is_bottom_right(kind, bottom_right_diagonal) else "top_left"
+    align: Align = "bottom_right" if bottom_right else "top_left"
     return masks.window(left, right, align) if torch.compiler.is_compiling() else _band(left, right, align)
 
 
