@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from undivided._version import __version__
 from undivided.cli._terminal import complain
@@ -38,8 +38,20 @@ COMMANDS = (
 """In the order of the help. Each is a function in the module of its name in `undivided.cli.commands`."""
 
 
+class _Command(TyperCommand):
+    """A command whose --help shows no type for flags without a value, where typer writes <bool>."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options, --help included."""
+        return _without_type_of_flags(super().get_params(ctx))
+
+
 class _Group(TyperGroup):
     """A group that prints InputError, NoBackendError and OSError without a traceback; any other exception is a bug."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """As `_Command.get_params`."""
+        return _without_type_of_flags(super().get_params(ctx))
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         """The context; --help and --version print while the arguments are read."""
@@ -50,6 +62,13 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _errors_as_messages():
             return super().invoke(ctx)
+
+
+def _without_type_of_flags(options: list[Any]) -> list[Any]:
+    for option in options:
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""
+    return options
 
 
 @contextlib.contextmanager
@@ -107,7 +126,7 @@ def application(first: str = "") -> typer.Typer:
     )
     app.callback(help=app.info.help)(_common)
     for name in _commands_to_import(first):
-        app.command()(getattr(import_module(f"undivided.cli.commands.{name}"), name))
+        app.command(cls=_Command)(getattr(import_module(f"undivided.cli.commands.{name}"), name))
     return app
 
 

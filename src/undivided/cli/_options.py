@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial, reduce
@@ -20,7 +21,7 @@ from undivided.arguments.checks import as_vector
 from undivided.arguments.layout import sizes
 from undivided.cli._flags import flag_name
 from undivided.cli._mask_words import parse
-from undivided.errors import InputError
+from undivided.errors import InputError, did_you_mean
 from undivided.machine import Machine
 
 
@@ -43,6 +44,45 @@ class LayoutName(StrEnum):
 
 
 DTYPES = {Dtype.fp16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32, Dtype.fp64: torch.float64}
+_PYTORCH_NAMES = {
+    **{str(dtype).removeprefix("torch."): name.value for name, dtype in DTYPES.items()},
+    "half": "fp16",
+    "float": "fp32",
+    "double": "fp64",
+}
+
+
+def short_dtype(text: str) -> str:
+    """The short name of a dtype that is given by a name of PyTorch; any other text is unchanged.
+
+    >>> short_dtype("torch.bfloat16"), short_dtype("half"), short_dtype("fp32")
+    ('bf16', 'fp16', 'fp32')
+    """
+    return _PYTORCH_NAMES.get(text.removeprefix("torch."), text)
+
+
+def _dtype(text: str) -> Dtype:
+    """The dtype of a --dtype flag; typer passes the default, too."""
+    name = short_dtype(text)
+    if name not in list(Dtype):
+        near = did_you_mean(text, (*Dtype, *_PYTORCH_NAMES))
+        known = f"{text!r} is not one of {', '.join(map(repr, map(str, Dtype)))}"
+        raise typer.BadParameter(f"{known}; {near}" if near else f"{known}.")
+    return Dtype(name)
+
+
+def dtype_flag(help: str, names: Iterable[str] = Dtype, parser: Callable[[str], str] = _dtype, **options: Any) -> Any:
+    """A --dtype flag, which takes the names of PyTorch, too.
+
+    Args:
+        help: the text of --help.
+        names: the short names that it shows.
+        parser: the function that reads a value.
+        options: of `typer.Option`.
+    """
+    text = f"{help} PyTorch's names (float32, bfloat16, half, ...) mean the same."
+    return typer.Option(help=text, parser=parser, metavar=f"<{'|'.join(names)}>", **options)
+
 
 _mask_flag, _shape_flag, _attention_flag, _machine_flag = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Mask", "Shapes", "Attention", "Machine")
@@ -112,7 +152,7 @@ class ProblemFlags(MaskFlags):
     ] = None
     v_dim: Annotated[int | None, _shape_flag(min=1, help="Head size of the value; default: that of the key.")] = None
     layout: Annotated[LayoutName, _shape_flag(help="Order of the axes.")] = LayoutName.bshd
-    dtype: Annotated[Dtype, _shape_flag(help="Dtype of queries, keys and values.")] = Dtype.fp32
+    dtype: Annotated[Dtype, dtype_flag("Dtype of queries, keys and values.", rich_help_panel="Shapes")] = Dtype.fp32
     bias: Annotated[str | None, _attention_flag(help="Axes of an additive bias, 1 if broadcast: 1hqk, ...")] = None
     alibi: Annotated[bool, _attention_flag("--alibi", help="Use ALiBi slopes.")] = False
     sinks: Annotated[bool, _attention_flag("--sinks", help="Use one sink per head.")] = False

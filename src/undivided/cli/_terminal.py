@@ -22,7 +22,7 @@ from rich.text import Text
 
 from undivided.masks import NormalForm
 from undivided.masks._drawing import density
-from undivided.selection.decision import Decision
+from undivided.selection.decision import DEFAULT_RANK, Decision
 from undivided.selection.measured import Estimate
 
 SHADES = " ░▒▓█"
@@ -209,17 +209,33 @@ def _column_widths(texts: Sequence[Sequence[str]], room: int) -> tuple[int, list
     return GAP, widths
 
 
-def decision_table(decision: Decision) -> Table:
-    """A table of all backends in the order in which they are tried, with their reasons and their ranks."""
+def decision_table(decision: Decision) -> tuple[Table, str]:
+    """A table of all backends in the order in which they are tried, with their reasons and their ranks; and a sentence
+    on the ranks that the rows leave out, because several have the same note."""
     result = table("backend", "family", "verdict")
-    for verdict in decision.verdicts:
-        backend, standing = verdict.backend, decision.standing(verdict)
+    standings = [decision.standing(verdict) for verdict in decision.verdicts]
+    default = [standing for standing in standings if standing.startswith(DEFAULT_RANK)]
+    note = ""
+    if len(default) > 1:
+        note = f"{DEFAULT_RANK}s{default[0].removeprefix(DEFAULT_RANK)}"
+        note = f"Rows without a time have {note}." if any(v.estimate for v in decision.verdicts) else f"{note}."
+        note = note[0].upper() + note[1:]
+    for verdict, standing in zip(decision.verdicts, standings, strict=True):
+        backend = verdict.backend
         style = "bold green" if backend is decision.chosen else "" if verdict.can_run else "dim"
         reasons = Text("\n".join(verdict.reasons or (verdict.note or "chosen",)), style)
-        if standing:
+        if standing and not (note and standing in default):
             reasons.append(f"; {standing}", "" if style == "bold green" else style)
         result.add_row(Text(backend.name, style), Text(backend.family, style), reasons)
-    return result
+    return result, note
+
+
+def print_decision(screen: Console, decision: Decision, before: int = 0) -> None:
+    """Print the table of a decision, and the note on its ranks, after some empty lines."""
+    rows, note = decision_table(decision)
+    print_table(screen, rows, before=before)
+    if note:
+        print_text(screen, note, "dim", before=1)
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:

@@ -27,6 +27,9 @@ from undivided.selection import measured as _measured
 from undivided.selection.order import default_rank
 from undivided.selection.policy import Policy
 
+DEFAULT_RANK = "default rank"
+"""The start of the note on a backend that was not measured on such a problem."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -119,7 +122,7 @@ class Decision:
         if self.policy.forced is not None or self.policy.allowed is not None:
             return ""
         architecture = _measured.architecture(self.problem.device, self.machine) or "this machine"
-        return f"default rank: no measurement near this problem on {architecture}"
+        return f"{DEFAULT_RANK}: no measurement near this problem on {architecture}"
 
     def _verdict(self, backend: Backend) -> Verdict:
         reasons = tuple(_reasons_against(backend, self.problem, self.machine, self.policy))

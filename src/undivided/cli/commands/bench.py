@@ -23,6 +23,7 @@ from undivided.benchmarking.report import Table, headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._flags import flag_name, flags, refuse_together
+from undivided.cli._options import dtype_flag, short_dtype
 from undivided.cli._paths import file_to_write, folder_to_write, reason_of
 from undivided.cli._signals import sigterm_as_interrupt
 from undivided.cli._terminal import complain, console, print_json, print_table, print_text, progress, table
@@ -44,7 +45,10 @@ class RunFlags:
         list[str] | None,
         typer.Option(help=f"{', '.join((*SUITES, *GPU_SUITES))} or all; may be repeated. Default: all of the device."),
     ] = None
-    dtype: Annotated[list[str] | None, typer.Option(help=f"{', '.join(DTYPES)}; may be repeated. Default: all.")] = None
+    dtype: Annotated[
+        list[str] | None,
+        dtype_flag(f"{', '.join(DTYPES)}; may be repeated. Default: all.", names=DTYPES, parser=short_dtype),
+    ] = None
     filter: Annotated[
         str, typer.Option(help="Run only problems whose suite/name contains this text, such as forward/bf16-d128.")
     ] = ""

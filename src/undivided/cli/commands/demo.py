@@ -12,7 +12,7 @@ import torch
 import typer
 
 from undivided.arguments.tensors import dtype_name
-from undivided.cli._options import DTYPES, Dtype
+from undivided.cli._options import DTYPES, Dtype, dtype_flag
 from undivided.cli._paths import file_to_write, folder_to_write
 from undivided.cli._terminal import console, decision_json, print_json, progress
 from undivided.cli.demo import charts, comparison, text, training
@@ -56,7 +56,7 @@ def demo(
     rounds: Annotated[
         int | None, typer.Option(min=0, max=100, help="Rounds of timing, 0 for none; default: 3.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of queries, keys and values.")] = Dtype.fp32,
+    dtype: Annotated[Dtype, dtype_flag("Dtype of queries, keys and values.")] = Dtype.fp32,
     quick: Annotated[
         bool,
         typer.Option(

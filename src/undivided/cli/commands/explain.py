@@ -10,7 +10,7 @@ from rich.text import Text
 from undivided import functional
 from undivided.cli._flags import flags
 from undivided.cli._options import MachineFlags, ProblemFlags
-from undivided.cli._terminal import console, decision_json, decision_table, print_json, print_table, print_text
+from undivided.cli._terminal import console, decision_json, print_decision, print_json, print_text
 
 
 @flags(problem=ProblemFlags, where=MachineFlags)
@@ -32,7 +32,7 @@ def explain(
         head = f"{decision.chosen.name} runs" if decision.chosen else "no backend can run this problem"
         screen.print(Text(head, "bold green" if decision.chosen else "bold red"))
         print_text(screen, f"{decision.problem}\non {decision.machine}\n")
-        print_table(screen, decision_table(decision))
+        print_decision(screen, decision)
         if decision.chosen is None and problem.backend is not None:
             screen.print("\nHINT: a requested backend never falls back; leave --backend out to let selection choose")
     if decision.chosen is None:

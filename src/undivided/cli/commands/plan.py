@@ -13,7 +13,7 @@ from rich.text import Text
 from undivided import masks
 from undivided._units import human
 from undivided.cli._flags import flag_name, flags, refuse_together
-from undivided.cli._options import DTYPES, Dtype, MaskFlags
+from undivided.cli._options import DTYPES, Dtype, MaskFlags, dtype_flag
 from undivided.cli._terminal import console, print_json, print_table, print_text, table
 from undivided.cli.commands._plan_mesh import ClusterFlags, ModelFlags, mesh_facts, show_meshes
 from undivided.context_parallel.plan import BANDWIDTH, COLUMNS, FLOPS, LEGEND, CachedStep, Plan, cached_step, cells
@@ -50,7 +50,7 @@ class CallFlags:
     batch: Annotated[
         int | None, typer.Option(help="Number of sequences; default: 1; with a cluster, per step, one per GPU.")
     ] = None
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of q, k and v.")] = Dtype.bf16
+    dtype: Annotated[Dtype, dtype_flag("Dtype of q, k and v.")] = Dtype.bf16
     strategy: Annotated[
         str | None, typer.Option(help="Count only ring, all_gather, all_to_all or ring+all_to_all.")
     ] = None

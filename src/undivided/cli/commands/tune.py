@@ -8,7 +8,7 @@ import torch
 import typer
 from rich.table import Table
 
-from undivided.cli._options import DTYPES, Dtype
+from undivided.cli._options import DTYPES, Dtype, dtype_flag
 from undivided.cli._paths import file_to_write
 from undivided.cli._terminal import console, print_json, print_table, progress, table
 from undivided.errors import InputError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    dtype: Annotated[list[Dtype] | None, typer.Option(help="Dtype of queries, keys and values; default: bf16.")] = None,
+    dtype: Annotated[list[Dtype] | None, dtype_flag("Dtype of queries, keys and values; default: bf16.")] = None,
     head_dim: Annotated[
         list[int] | None, typer.Option(help="Head size, 64, 128, 256 or 512; default: the first three.")
     ] = None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -13,6 +14,9 @@ from undivided.cli._flags import flags
 from undivided.cli._options import ProblemFlags
 from undivided.cli._terminal import console, print_json
 from undivided.errors import InputError
+
+if TYPE_CHECKING:
+    from undivided.verification.report import Report
 
 
 @flags(problem=ProblemFlags)
@@ -33,15 +37,31 @@ def verify(
         must = "be cpu or cuda" if torch.cuda.is_available() else "be cpu (no CUDA device here)"
         raise InputError("--device", must, repr(device))
     torch.manual_seed(seed)
+    start = time.perf_counter()
     report = check(**problem.arguments(device, grad=False), gradients=gradients)
+    seconds = time.perf_counter() - start
     if as_json:
         print_json(report.to_dict())
     else:
         screen = console()
-        for line in str(report).splitlines():
+        for line in (report.problem, *str(report).splitlines()[1:], _summary(report, seconds)):
             screen.print(_wrap(line, screen.width), markup=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _summary(report: Report, seconds: float) -> str:
+    """How many backends passed, were refused and failed, and the time."""
+    failed = {row.backend for row in report.failures}
+    undecided = {row.backend for row in report.rows if row.undecided} - failed
+    counts = {
+        "passed": len(report.backends) - len(failed) - len(undecided),
+        "failed": len(failed),
+        "undecided": len(undecided),
+        "refused": len(report.refused),
+    }
+    words = ", ".join(f"{count} {word}" for word, count in counts.items() if count or word != "undecided")
+    return f"backends: {words}, in {seconds:.1f} s"
 
 
 def _wrap(line: str, width: int) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from undivided._units import human
 from undivided.arguments.tensors import dtype_name
-from undivided.cli._terminal import decision_table, mark, print_table, print_text, print_title, shaded, table
+from undivided.cli._terminal import mark, print_decision, print_table, print_text, print_title, shaded, table
 from undivided.cli.demo.batch import HEAD_DIM, HEADS, KV_HEADS, PackedBatch
 from undivided.cli.demo.documents import Document
 from undivided.selection.decision import Decision
@@ -97,7 +97,7 @@ def _savings(screen: Console, report: Report) -> None:
 def _decision(screen: Console, decision: Decision) -> None:
     print_title(screen, "Which kernel, and why not the others")
     print_text(screen, f"{decision.problem}\non {decision.machine}")
-    print_table(screen, decision_table(decision), before=1)
+    print_decision(screen, decision, before=1)
 
 
 def _times(screen: Console, report: Report) -> None:
