@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from mask_expressions import FIXED, exact, generated
 from undivided.cli._mask_words import CALLS, parse
 from undivided.errors import InputError
 from undivided.masks._drawing import natural_sizes
-from undivided.report import EXPLORER
+from undivided.report import EXPLORER, EXPLORER_SCRIPTS
 
 NODE = shutil.which("node")
 EXPRESSIONS = [*FIXED, *generated(150)]
@@ -57,6 +59,15 @@ def test_the_expressions_hold_every_constructor_and_every_kind_of_row() -> None:
     assert sum([] in one for one in rows) >= 20, "expressions with rows that have no keys"
     assert sum(any(len(row) > 4 for row in one) for one in rows) >= 5, "expressions with rows of three or more ranges"
     assert sum(one.q_len != one.kv_len for one in EXPRESSIONS) >= 60
+
+
+def test_every_page_loads_all_scripts_in_one_order() -> None:
+    names = [path.name for path in EXPLORER_SCRIPTS]
+    assert sorted(path.name for path in EXPLORER.iterdir()) == sorted([*names, "index.js"])
+    index = (EXPLORER / "index.js").read_text(encoding="utf-8")
+    assert [f"{name}.js" for name in json.loads(index.partition("of [")[2].partition("]")[0].join("[]"))] == names
+    page = (Path(__file__).parents[2] / "docs/learn/mask-explorer.md").read_text(encoding="utf-8")
+    assert re.findall(r'<script src=".*/mask_explorer/(.*)"></script>', page) == names
 
 
 @needs_node

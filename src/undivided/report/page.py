@@ -11,7 +11,7 @@ from typing import Any
 
 from undivided._version import __version__
 from undivided.errors import InputError
-from undivided.report import EXPLORER
+from undivided.report import EXPLORER_SCRIPTS
 from undivided.report.plots import THEMES, charts
 
 FOLDER = Path(__file__).parent
@@ -56,7 +56,8 @@ def render(
         lstrip_blocks=True,
     )
     # Files of this package. "</" would end the element, so that it is written as an escape of the same text.
-    script = Markup(EXPLORER.read_text(encoding="utf-8").replace("</", "<\\/"))
+    scripts = "\n".join(path.read_text(encoding="utf-8") for path in EXPLORER_SCRIPTS)
+    script = Markup(scripts.replace("</", "<\\/"))
     style = Markup((FOLDER / "report.css").read_text(encoding="utf-8"))
     return environment.get_template("report.html.jinja").render(
         version=__version__,
