@@ -20,6 +20,7 @@ from undivided._units import duration
 from undivided.benchmarking import competitors, memory, peak, suites
 from undivided.benchmarking.catalogue import Goal
 from undivided.cli._app import application
+from undivided.cli.commands import bench
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,18 @@ class TestReport:
         table = benchmarking.tables(copy)[0]
         assert table.rows[0][0].text.endswith("~")
         assert any(note.startswith("~") for note in table.notes)
+
+    def test_the_command_explains_the_mark_once(
+        self, small_report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        copy = json.loads(json.dumps(small_report))
+        for case in copy["cases"]:
+            case["rate"]["contended"] = True
+        marked = {table.title for table in benchmarking.tables(copy) if table.rows[0][0].text.endswith(" ~")}
+        assert len(marked) == 3, "forward, decode and small"
+        bench._show(copy)
+        text = capsys.readouterr().out
+        assert text.count("~: other load on the machine disturbed every attempt") == 1
 
     def test_a_wrong_competitor_has_a_word_where_its_figure_would_be(self, small_report: dict[str, Any]) -> None:
         copy = json.loads(json.dumps(small_report))

@@ -57,6 +57,10 @@ class Table:
         return tuple(name for name in self.columns[1:] if name not in ("goal", "worst"))
 
 
+CONTENTION = "~: other load on the machine disturbed every attempt, in a row of several problems those of at least one."
+"""The legend of the marked lines of a table."""
+
+
 def tables(report: BenchmarkReport) -> list[Table]:
     """The tables of a report, one for every suite in it.
 
@@ -160,15 +164,19 @@ def _short(name: str) -> str:
     return name.replace("onnxruntime", "onnx")
 
 
+def _contention_mark(cases: Iterable[TimedCase]) -> str:
+    return " ~" if any(case["rate"]["contended"] for case in cases) else ""
+
+
 def _contention_note(cases: Sequence[TimedCase]) -> list[str]:
-    if any(case["rate"]["contended"] for case in cases):
-        return ["~ other load on the machine disturbed every attempt."]
+    if _contention_mark(cases):
+        return [CONTENTION]
     return []
 
 
 def _row(case: TimedCase, others: Iterable[str]) -> tuple[Cell, ...]:
     entries = {entry["name"]: entry for entry in case["entries"]}
-    name = case["name"] + (" ~" if case["rate"]["contended"] else "")
+    name = case["name"] + _contention_mark([case])
     ours = entries.get("undivided", {})
     if "seconds" not in ours:
         figures = [Cell("WRONG", "bad") if ours else Cell("none"), Cell("")]
@@ -222,7 +230,7 @@ def _small(suite: str, cases: Sequence[TimedCase]) -> Table:
         median = f"{statistics.median(ratios):.2f}" if ratios else ""
         rows.append(
             (
-                Cell(f"{dtype} {'backward' if backward else 'forward'}"),
+                Cell(f"{dtype} {'backward' if backward else 'forward'}{_contention_mark(group)}"),
                 Cell(str(len(group))),
                 Cell(f"{met} of {len(goals)}", "good" if met == len(goals) else "bad"),
                 Cell(median),

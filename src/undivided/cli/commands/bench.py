@@ -19,7 +19,7 @@ from undivided.benchmarking import plan as make_plan
 from undivided.benchmarking.catalogue import GPU_SUITES
 from undivided.benchmarking.competitors import OTHERS, selectable_backends, wrong_entries
 from undivided.benchmarking.ranks import add
-from undivided.benchmarking.report import Table, headline
+from undivided.benchmarking.report import CONTENTION, Table, headline
 from undivided.benchmarking.runs import Settings
 from undivided.cli._exit_codes import INTERRUPTED
 from undivided.cli._flags import flag_name, flags, refuse_together
@@ -264,8 +264,11 @@ def _as_markdown(path: Path) -> str:
 
 
 def _show(report: dict[str, Any]) -> None:
-    for suite in tables(report):
-        _show_table(suite)
+    suites = tables(report)
+    for suite in suites:
+        _show_table(replace(suite, notes=tuple(note for note in suite.notes if note != CONTENTION)))
+    if any(CONTENTION in suite.notes for suite in suites):
+        print_text(console(), CONTENTION, "dim", before=1)
     print_text(console(), f"{headline(report)}.", "dim", before=1)
 
 
