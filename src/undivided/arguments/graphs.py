@@ -35,3 +35,13 @@ def outside_of_graphs(function: F) -> F:
         return checked(*arguments, **options)
 
     return call  # type: ignore[return-value]
+
+
+def is_unknown(number: object) -> bool:
+    """Whether the number is the value of a tensor, which torch.compile and torch.export do not know while they record:
+    `tensor.item()` in a graph."""
+    if not isinstance(number, float | int | torch.SymFloat | torch.SymInt):
+        return False
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(number < 0) and guard_or_true(number >= 0)

@@ -14,14 +14,17 @@ from typing import Protocol, cast
 
 import torch
 
+from undivided.arguments.graphs import is_unknown
 from undivided.arguments.tensors import is_observed, jit_trace
+from undivided.errors import InputError
 from undivided.machine import Machine
 from undivided.request.normalise import check_fake_request
-from undivided.request.request import Request
+from undivided.request.request import Options, Request
 from undivided.request.result import Output
 from undivided.run import autograd, compile
 from undivided.run.dtensors import has_dtensors, local_request
 from undivided.run.prepare import prepare
+from undivided.selection import switches as _sdp_switches
 from undivided.selection.decision import Decision
 from undivided.selection.policy import current_policy
 
@@ -71,6 +74,8 @@ def context_attention(request: Request, context: ContextParallelLike) -> Output:
 def _observed(request: Request, switches: str | None) -> Output:
     """The result by the operator; with tangents by plain operations, which a mode sees."""
     if torch.compiler.is_compiling():
+        if (name := _unknown_number(request.options)) is not None:
+            return _break_graph(request, switches, name)
         return compile.attention(request, switches)
     if jit_trace() is None:  # sizes are tensors while it records
         check_fake_request(request)
@@ -79,8 +84,28 @@ def _observed(request: Request, switches: str | None) -> Output:
     return compile.attention(request, switches)
 
 
+def _unknown_number(options: Options) -> str | None:
+    """The name of a number that is the value of a tensor, which no graph has as a constant; None if there is none."""
+    for name, number in (("scale", options.scale), ("softcap", options.softcap), ("dropout_p", options.dropout_p)):
+        if is_unknown(number):
+            return name
+    return None
+
+
+def _break_graph(request: Request, switches: str | None, name: str) -> Output:
+    """The result outside of the graph, as of PyTorch's function; InputError if nothing can run while it is recorded."""
+    if torch.compiler.is_dynamo_compiling():
+        from undivided.arguments import _graph_break
+
+        return cast(Output, _graph_break.call(_run_directly, (request, switches), {}))
+    must = "be known while a program is recorded"
+    hint = "scale=1.0 and q * scale" if name == "scale" else f"{name}=0.5, for example: it is a constant of the program"
+    raise InputError(name, must, "the value of a tensor", hint=hint)
+
+
 def _run_directly(request: Request, switches: str | None) -> Output:
     """The result of a backend, without the operator."""
-    policy = current_policy(request.backend, request.deterministic, request.batch_invariant, switches or "")
+    switches = _sdp_switches.read() if switches == "" else switches or ""
+    policy = current_policy(request.backend, request.deterministic, request.batch_invariant, switches)
     decision, call, tensors = prepare(request, policy)
     return autograd.run(decision.backend, call, tensors)

@@ -118,6 +118,48 @@ def test_explain_runs_outside_of_graphs() -> None:
         torch.compile(layer, fullgraph=True, backend="eager")(x)
 
 
+OF_TENSORS: dict[str, Callable[..., Tensor]] = {
+    "scale": lambda q, x: undivided.attention(q, q, q, layout="bshd", scale=x),
+    "whole scale": lambda q, x: undivided.attention(q, q, q, layout="bshd", scale=int(4 * x)),
+    "softcap": lambda q, x: undivided.attention(q, q, q, layout="bshd", softcap=x),
+    "dropout_p": lambda q, x: undivided.attention(q, q, q, layout="bshd", dropout_p=x, dropout_seed=5),
+    "scale of sdpa": lambda q, x: undivided.scaled_dot_product_attention(q, q, q, scale=x),
+    "scale of sdpa, broadcast": lambda q, x: undivided.scaled_dot_product_attention(q, q[:1], q[:1], scale=x),
+    "dropout_p of sdpa": lambda q, x: undivided.scaled_dot_product_attention(q, q, q, dropout_p=x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of PyTorch after a graph break, about 2 * q
+@pytest.mark.parametrize("call", OF_TENSORS.values(), ids=OF_TENSORS)
+def test_numbers_that_are_values_of_tensors_give_the_eager_answer(call: Callable[..., Tensor]) -> None:
+    """They were errors of the operator's schema, or of guards on values that the compiler does not know."""
+
+    def layer(q: Tensor, number: Tensor) -> Tensor:
+        return call(2 * q, (1 * number).item()).sin()
+
+    def seeded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args: function(*args) if torch.manual_seed(3) else None
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(layer, backend="aot_eager")
+        for number in (0.25, 0.5, 0.75):
+            q = torch.randn(2, 5, 4, 16, requires_grad=True)
+            assert_same_with_gradients(seeded(compiled), seeded(layer), q, torch.tensor(number))
+    assert compiled_graphs() >= 2  # one before the call, one after it
+
+
+def test_a_graph_that_must_be_whole_names_the_number_that_is_the_value_of_a_tensor() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, number: Tensor) -> Tensor:
+            return undivided.attention(q, q, q, layout="bshd", softcap=number.item())
+
+    inputs = torch.randn(2, 5, 4, 16), torch.tensor(2.0)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside of what fullgraph=True compiles"):
+        torch.compile(Layer(), backend="eager", fullgraph=True)(*inputs)
+    with pytest.raises(undivided.InputError, match="softcap must be known while a program is recorded"):
+        torch.export.export(Layer(), inputs)
+
+
 NUMBERS: dict[str, Callable[[Tensor, int], Mask]] = {
     "longest-document": lambda cu, n: masks.documents(cu, max_q=n) & masks.causal(),
     "tokens": lambda cu, n: masks.documents(cu - torch.tensor([0, 0, 1]), max_q=n, total_q=n + 4),
