@@ -9,6 +9,7 @@ import torch
 
 import undivided
 from undivided import masks
+from undivided.kernels.triton import config
 
 window, causal, sinks = masks.window, masks.causal, masks.prefix(2)
 DENSE = {
@@ -102,6 +103,48 @@ def test_rows_without_keys_whose_ranges_hold_some_may_be_nan(name: str) -> None:
         results.append([out, *torch.autograd.grad(out, leaves, grad)])
     for found, expected in zip(*results, strict=True):
         assert torch.isfinite(found).all()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _bias(sizes: tuple[int, ...], hidden: tuple[Any, ...]) -> torch.Tensor:
+    bias = torch.randn(sizes)
+    bias[hidden] = -torch.inf
+    return bias
+
+
+HIDING_BIASES = {
+    "no mask": (lambda: None, lambda: _bias((1, 2, 6, 9), (..., 2, slice(None)))),
+    "one head": (lambda: None, lambda: _bias((1, 2, 6, 9), (0, 1, 4))),
+    "all heads": (lambda: None, lambda: _bias((6, 1), (2,))),
+    "causal": (lambda: masks.causal("bottom_right"), lambda: _bias((1, 2, 6, 9), (0, 1, 4))),
+    "keys of a window": (lambda: masks.window(1, 1, "top_left"), lambda: _bias((6, 9), (3, slice(2, 5)))),
+    "a union": (lambda: masks.window(1, 0, "bottom_right") | sinks, lambda: _bias((6, 9), (3,))),
+}
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["", "descriptors"])
+@pytest.mark.parametrize("name", HIDING_BIASES)
+def test_rows_whose_bias_hides_every_key_may_be_nan(name: str, described: bool) -> None:
+    """A NaN in Q reached dk, and one in the output's gradient dv."""
+    torch.manual_seed(0)
+    make_mask, make_bias = HIDING_BIASES[name]
+    mask, bias = make_mask(), make_bias()
+    allowed = torch.ones(1, 2, 6, 9, dtype=torch.bool) if mask is None else mask.to_dense(1, 2, 6, 9)
+    hidden = ~(allowed & (bias > -torch.inf)).any(-1).transpose(1, 2)
+    assert hidden.any()
+    assert not hidden.all()
+    q, k, v, grad = (torch.randn(1, length, 2, 16) for length in (6, 9, 9, 6))
+    q[hidden], grad[hidden] = torch.nan, torch.nan
+    tensors = q, k, v, bias, torch.randn(2)
+    results = []
+    tile = config.INTERPRETED._replace(descriptors=described)
+    with config.trial("forward", tile), config.trial("rows", tile), config.trial("keys", tile):
+        for backend in ("triton", "reference"):
+            leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+            options: dict[str, Any] = {"mask": mask, "bias": leaves[3], "sinks": leaves[4], "softcap": 5.0}
+            out, lse = undivided.attention(*leaves[:3], layout="bshd", return_lse=True, backend=backend, **options)
+            results.append([out, lse, *torch.autograd.grad(out, leaves, grad)])
+    for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -260,13 +260,13 @@ def keys_kernel(
                             key_ranges = row_ranges(ranges + b * ranges_b, o_m + first_row, ok_m, COLUMNS)
                             ok_m = (key_ranges.stop > key_ranges.start) | (key_ranges.stop2 > key_ranges.start2)
                         offsets = (b * heads + h) * row_values + o_m + first_row
-                        if DENSE:  # it may hide every key of a range
+                        if DENSE or BIAS:  # it may hide every key of a range
                             ok_m = ok_m & (tl.load(lse + offsets, mask=ok_m, other=float("-inf")) != float("-inf"))
                         q_rows, g_rows = HeadRows(q_head, rows * q_s, ok_m), HeadRows(g_head, rows * g_s, ok_m)
                         if TMA:
                             q_tile = load_descriptor_rows(q, b, h, block * BLOCK_M, BLOCK_M, DIM_STEP)
                             g_tile = load_descriptor_rows(g, b, h, block * BLOCK_M, BLOCK_M, VALUE_STEP)
-                            if masked and CLEAN > 0 and COLUMNS > 0:
+                            if masked and CLEAN > 0 and (COLUMNS > 0 or BIAS):
                                 q_tile = tl.where(ok_m[:, None], q_tile, 0.0)
                                 g_tile = tl.where(ok_m[:, None], g_tile, 0.0)
                         else:
