@@ -245,7 +245,11 @@ TABLE = [
         {
             "torch_flash": ["paged", "per-seq", "top-left"],
             "torch_efficient": ["paged", "per-seq", "sliding"], "torch_cudnn": ["paged", "per-seq", "sliding", "head_dim=256"],
-            "flash_attn": ["flash_attn 2.7.3 or later is not installed", "top-left", "page_size=48"], "flex": ["paged"],
+            "flash_attn": [
+                "flash_attn 2.7.3 or later is not installed", "top-left", "windows with per-sequence lengths or pages",
+                "page_size=48",
+            ],
+            "flex": ["paged"],
             "cudnn": [
                 "paged keys with more than one query", "paged keys with window", "paged keys with top-left alignment",
                 "page_size=48 (must be a power of two)", "head_dim=256 (max 128", "paged keys (cuDNN 9.4.0; from 9.5)",

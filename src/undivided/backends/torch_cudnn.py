@@ -102,7 +102,7 @@ class TorchCudnn(Backend):
             longest = (packing[name] + -packing[name] % _TILE for name in ("max_seqlen_q", "max_seqlen_k"))
             sizes = packing["cu_seqlens_q"], packing["cu_seqlens_k"], *longest
         else:
-            q, k, v = map(align, tensors.heads_first(problem.layout))
+            q, k, v = (t.transpose(1, 2) for t in clean_views(call, tensors))
             sizes = None, None, problem.q_len, problem.kv_len
         is_causal = "causal" in problem.mask.kinds
         out, lse, *_ = OPS._cudnn_attention_forward(
@@ -119,7 +119,7 @@ class TorchCudnn(Backend):
     ) -> Gradients:
         """Gradients by ``aten::_cudnn_attention_backward``."""
         problem = call.problem
-        q, k, v = (align(t) for t in tensors.heads_first(call.problem.layout))
+        q, k, v = (t.transpose(1, 2) for t in clean_views(call, tensors))
         grad = layout.heads_first(grad_out, problem.layout)
         out = align(layout.heads_first(result.out, problem.layout))
         if grad.stride() != out.stride() or align(grad) is not grad:  # cuDNN gets the strides of out for both

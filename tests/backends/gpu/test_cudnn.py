@@ -66,6 +66,29 @@ def test_cudnn_dense(cudnn_module: FakeCudnn, mask: str, layout: str) -> None:
     assert backward.inputs["use_padding_mask"] is True  # the last tile of keys is not full
 
 
+UNSEEN: dict[str, tuple[int, int, Callable[[], Mask]]] = {
+    "keys before a window": (3, 7, lambda: masks.window(1, 0, "bottom_right")),
+    "many keys before a window": (2, 135, lambda: masks.window(2, 1, "bottom_right")),
+    "all keys but one": (2, 129, lambda: masks.window(0, 0, "bottom_right")),
+    "keys after the last query": (3, 7, lambda: masks.causal("top_left")),
+    "keys after a window": (3, 70, lambda: masks.window(1, 1, "top_left")),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_cudnn_gets_0_where_no_pair_reads(cudnn_module: FakeCudnn, name: str, backward: bool) -> None:
+    """It multiplies what it masks by 0. For a forward alone most keys before a window are left out."""
+    q_len, kv_len, make = UNSEEN[name]
+    (q, k, v), mask = tensors(q_len, kv_len), make()
+    unseen = ~mask.to_dense(1, 1, q_len, kv_len)[0, 0].any(0)
+    assert unseen.any()
+    k[:, unseen], v[:, unseen] = torch.nan, torch.nan
+    check(cudnn.BACKEND, q, k, v, mask=mask, backward=backward)
+    left_out = 0 if backward else {"many keys before a window": 128, "all keys but one": 64}.get(name, 0)
+    assert cudnn_module.graphs[0].inputs["k"].attributes["dim"][2] == kv_len - left_out
+
+
 def test_cudnn_lengths(cudnn_module: FakeCudnn) -> None:
     """A padded batch with NaN in the padding of q, k and v."""
     q, k, v = tensors(5, 7)

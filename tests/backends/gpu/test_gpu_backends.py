@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import fake_gpu_kernels as fake
@@ -16,12 +17,14 @@ import pytest
 import torch
 from adapter_check import MASKS, Recorder, check, tensors
 from calls import call_of
+from torch import Tensor
 
 from undivided import masks
 from undivided.backends import flash_attn
 from undivided.backends.flash_attn import version_2, version_3, version_4
 from undivided.backends.torch_flash import cuda
 from undivided.machine import Machine
+from undivided.masks import Mask
 from undivided.request.problem import Problem
 
 
@@ -145,6 +148,55 @@ def test_the_determinism_flag_is_set_for_one_call_only(aten: Recorder) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+UNSEEN: dict[str, tuple[int, int, Callable[[], Mask]]] = {
+    "keys before a window": (3, 7, lambda: masks.window(1, 0, "bottom_right")),
+    "many keys before a window": (2, 135, lambda: masks.window(2, 1, "bottom_right")),
+    "all keys but one": (1, 129, lambda: masks.window(0, 0, "bottom_right")),
+    "rows before the first key": (6, 3, lambda: masks.causal("bottom_right")),
+    "rows before and after a window": (9, 3, lambda: masks.window(1, 1, "bottom_right")),
+}
+
+
+def unseen(name: str) -> tuple[tuple[Tensor, ...], Mask]:
+    """q, k, v with NaN in every key that no row sees and every row that sees none, and the mask."""
+    q_len, kv_len, make = UNSEEN[name]
+    (q, k, v), mask = tensors(q_len, kv_len), make()
+    allowed = mask.to_dense(1, 1, q_len, kv_len)[0, 0]
+    q[:, ~allowed.any(1)], k[:, ~allowed.any(0)], v[:, ~allowed.any(0)] = (torch.nan,) * 3
+    assert any(t.isnan().any() for t in (q, k, v))
+    return (q, k, v), mask
+
+
+def unseen_in_documents() -> tuple[tuple[Tensor, ...], Mask]:
+    """Packed documents with fewer and with more queries than keys, under a window."""
+    cu_q, cu_kv = torch.tensor([0, 2, 7]), torch.tensor([0, 6, 8])
+    q, k, v = tensors(7, 8, "thd")
+    mask = masks.documents(cu_q, cu_kv) & masks.window(1, 0, "bottom_right")
+    allowed = mask.to_dense(1, 1, 7, 8)[0, 0]
+    q[~allowed.any(1)], k[~allowed.any(0)], v[~allowed.any(0)] = (torch.nan,) * 3
+    assert all(t.isnan().any() for t in (q, k, v))
+    return (q, k, v), mask
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", [*UNSEEN, "documents"])
+def test_torch_flash_clears_what_no_pair_reads(aten: Recorder, name: str, backward: bool) -> None:
+    """The kernel multiplies keys before a window and rows without keys by 0, if their tile has others."""
+    given, mask = unseen_in_documents() if name == "documents" else unseen(name)
+    check(cuda, *given, layout="thd" if name == "documents" else "bshd", mask=mask, backward=backward)
+
+
+def test_torch_flash_copies_no_more_than_it_must(aten: Recorder) -> None:
+    """Not for a few queries under a window, nor for documents with as many queries as keys."""
+    check(cuda, *tensors(1, 200), mask=masks.window(2, 0, "bottom_right"), backward=False)
+    q, k, v = tensors(9, 9, "thd")
+    call, given = call_of(
+        q, k, v, layout="thd", mask=masks.documents(torch.tensor([0, 4, 9])) & masks.window(1, 0), device="cuda"
+    )
+    cuda.forward(call, given)
+    assert aten.last("flash_forward")["q"].data_ptr() == q.data_ptr()
+
+
 def flash_attn_module(record: Recorder, version: int) -> types.ModuleType:
     """The functions of one of the flash-attn packages, by their own argument names."""
     module = types.ModuleType("fake")
@@ -246,6 +298,17 @@ def test_flash_attn_dense(monkeypatch: pytest.MonkeyPatch, version: int, mask: s
     assert record.last("backward")["deterministic"] is False
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", [*UNSEEN, "documents"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_flash_attn_gets_0_where_no_pair_reads(
+    monkeypatch: pytest.MonkeyPatch, version: int, name: str, backward: bool
+) -> None:
+    module, _ = installed(monkeypatch, version)
+    given, mask = unseen_in_documents() if name == "documents" else unseen(name)
+    check(module, *given, layout="thd" if name == "documents" else "bshd", mask=mask, backward=backward)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_flash_attn_packed(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     """Documents of different lengths for queries and keys, an empty one, and garbage after the last."""
@@ -267,11 +330,11 @@ def test_flash_attn_2_against_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     module, record = installed(monkeypatch, 2)
     q, k, v = tensors(2, 9)
     k[0, 4:], v[0, 4:] = torch.nan, torch.nan
-    mask = masks.lengths(torch.tensor([4, 9])) & masks.window(3, 0, "bottom_right")
+    mask = masks.lengths(torch.tensor([4, 9])) & masks.causal("bottom_right")
     check(module, q, k, v, mask=mask, backward=False)
     call = record.last("with_cache")
     assert call["cache_seqlens"].dtype == torch.int32
-    assert call["window_size"] == (3, 0)
+    assert call["window_size"] == (-1, 0)
 
 
 def test_flash_attn_2_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+def test_keys_after_the_last_query_may_be_nan(kernel: Recorder, layout: str) -> None:
+    """cuDNN multiplies what it masks by 0."""
+    q, k, v = tensors(5, 7, layout)
+    for tensor in (k, v):
+        tensor.narrow(layout.index("s"), 5, 2).fill_(torch.nan)
+    check(torch_cudnn.BACKEND, q, k, v, layout=layout, mask=masks.causal("top_left"))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
 def test_dense(kernel: Recorder, layout: str) -> None:
     check(torch_cudnn.BACKEND, *tensors(5, 7, layout), layout=layout, mask=masks.causal("top_left"))
     call = kernel.last("forward")

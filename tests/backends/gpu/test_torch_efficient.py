@@ -104,6 +104,20 @@ def test_dense(kernel: Recorder, bias_shape: tuple[int, ...] | None) -> None:
         assert kernel.last("backward")["lse"].shape == (2, 4, 32)
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "documents"])
+def test_keys_after_the_last_query_may_be_nan(kernel: Recorder, packed: bool, backward: bool) -> None:
+    """The kernel multiplies what it masks by 0."""
+    q, k, v = documents(5, 7) if packed else tensors(5, 7, heads=2)
+    mask = masks.causal("top_left")
+    if packed:
+        mask &= masks.documents([0, 2, 5], [0, 3, 7])
+    unseen = ~mask.to_dense(1, 1, 5, 7)[0, 0].any(0)
+    for tensor in (k, v):
+        (tensor if packed else tensor.transpose(0, 1))[unseen] = torch.nan
+    check(torch_efficient.BACKEND, q, k, v, layout="thd" if packed else "bshd", mask=mask, backward=backward)
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 def test_rows_that_do_not_start_at_16_bytes_are_copied(kernel: Recorder, heads: int) -> None:
     rows = torch.randn(2, 7, 4, 9, dtype=torch.float64)

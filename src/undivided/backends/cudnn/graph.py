@@ -20,7 +20,7 @@ from torch import Tensor
 
 from undivided._bounded import Bounded
 from undivided.backends.shared.documents import as_offsets, packed_documents, sequence_lengths
-from undivided.backends.shared.kernel_inputs import aligned_views, clean_tensors
+from undivided.backends.shared.kernel_inputs import clean_views
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors
@@ -66,11 +66,10 @@ class CudnnCall(NamedTuple):
         padding = sequence_lengths(call)
         lengths: dict[str, Tensor] = {}
         starts: dict[str, Tensor] = {}
-        q, k, v = aligned_views(call, tensors)
-        if documents is not None or padding is not None:
-            q, k, v = clean_tensors(call, tensors, call.normal_form(tensors.q))
+        q, k, v = clean_views(call, tensors)
+        if documents is None:
+            problem = problem._replace(kv_len=k.shape[1])
         if documents is not None:
-            q, k, v = q[0], k[0], v[0]
             for side, real, padded in (
                 ("q", documents.cu_seqlens_q, documents.padded_q),
                 ("kv", documents.cu_seqlens_kv, documents.padded_kv),

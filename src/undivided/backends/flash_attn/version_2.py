@@ -19,7 +19,7 @@ from undivided.backends.shared.flash_attn_arguments import (
     packing_arguments,
     score_arguments,
 )
-from undivided.backends.shared.kernel_inputs import aligned_views
+from undivided.backends.shared.kernel_inputs import clean_views
 from undivided.request.call import Call
 from undivided.request.request import Tensors
 from undivided.request.result import Result
@@ -36,7 +36,7 @@ def forward(call: Call, tensors: Tensors) -> Result:
     cu = packing_arguments(call, tensors)
     run = _package()._flash_attn_varlen_forward if cu else _package()._flash_attn_forward
     settings = cu | _settings(call, tensors)
-    out, lse, *_ = run(*aligned_views(call, tensors), **settings, return_softmax=False)
+    out, lse, *_ = run(*clean_views(call, tensors, own_tokens=True), **settings, return_softmax=False)
     return kernel_result(call, tensors, out, lse)
 
 
@@ -44,8 +44,8 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     """Gradients of q, k and v. The buffers start at zero because the kernel never writes tokens outside documents."""
     settings, cu = _settings(call, tensors), packing_arguments(call, tensors)
     settings |= {"deterministic": call.problem.deterministic, "rng_state": None}
-    q, k, v = aligned_views(call, tensors)
-    grad, out, lse = for_backward(call, result, grad_out)
+    q, k, v = clean_views(call, tensors, own_tokens=True)
+    grad, out, lse = for_backward(call, tensors, result, grad_out, own_tokens=True)
     grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     run = _package()._flash_attn_varlen_backward if cu else _package()._flash_attn_backward
     run(grad.contiguous(), q, k, v, out, lse, *grads, **cu, **settings)

@@ -42,7 +42,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     """Gradients of q, k and v, into buffers that start at zero."""
     q, k, v = clean_views(call, tensors)
     cu = packing_arguments(call, tensors)
-    grad, out, lse = for_backward(call, result, grad_out)
+    grad, out, lse = for_backward(call, tensors, result, grad_out)
     inputs = {"dq": q, "dk": k, "dv": v}
     grads = {name: torch.zeros_like(t, memory_format=torch.contiguous_format) for name, t in inputs.items()}
     _package()._flash_attn_backward(

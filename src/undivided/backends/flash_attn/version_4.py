@@ -48,7 +48,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     cu = packing_arguments(call, tensors)
     if tensors.sinks is not None:
         result = Result(result.out, with_sinks(result.lse, tensors.sinks))
-    grad, out, lse = for_backward(call, result, grad_out)
+    grad, out, lse = for_backward(call, tensors, result, grad_out)
     if cu and grad_lse is not None:
         grad_lse = grad_lse[0]
     dq, dk, dv, *rest = _package()._flash_attn_bwd(

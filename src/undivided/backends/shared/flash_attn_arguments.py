@@ -13,6 +13,7 @@ from torch import Tensor
 from undivided.arguments import layout
 from undivided.backends.shared.documents import as_offsets, packed_documents
 from undivided.backends.shared.empty_rows import fix_empty_rows
+from undivided.backends.shared.kernel_inputs import clean_gradient
 from undivided.backends.shared.log_sum_exp import lse_for_backward
 from undivided.request.call import Call
 from undivided.request.request import Tensors
@@ -56,10 +57,13 @@ def kernel_result(call: Call, tensors: Tensors, out: Tensor, lse: Tensor) -> Res
     return fix_empty_rows(call, tensors, out, lse).in_layout(call.problem.layout)
 
 
-def for_backward(call: Call, result: Result, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad_out, out, lse) for a backward kernel: shapes as in `kernel_result`, lse as in `lse_for_backward`."""
+def for_backward(
+    call: Call, tensors: Tensors, result: Result, grad_out: Tensor, *, own_tokens: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(grad_out, out, lse) for a backward kernel: shapes as in `kernel_result`, lse as in `lse_for_backward`, grad_out
+    as in `clean_gradient`."""
     views = (
-        layout.canonical(grad_out, call.problem.layout),
+        clean_gradient(call, tensors, layout.canonical(grad_out, call.problem.layout), own_tokens=own_tokens),
         layout.canonical(result.out, call.problem.layout),
         lse_for_backward(result.lse),
     )

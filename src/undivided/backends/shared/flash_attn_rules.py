@@ -36,6 +36,8 @@ def extra_reasons_2(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(
             "gradients with per-sequence lengths (its backward has no argument for them; pack them as documents)"
         )
+    if cached and problem.mask.left is not None:
+        reasons.append("windows with per-sequence lengths or pages (a NaN in a key before the window reaches results)")
     if problem.page_size is not None and problem.page_size % 256:
         reasons.append(f"page_size={problem.page_size} (must be a multiple of 256)")
     if "paged" in problem.features and problem.packed:

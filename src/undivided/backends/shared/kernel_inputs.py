@@ -45,11 +45,54 @@ def aligned_views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     return tokens if packed_documents(call) is None else tuple(t[0] for t in tokens)
 
 
-def clean_views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """`aligned_views` with 0 where no pair reads them; see `clean_tensors`."""
-    if packed_documents(call) is None:
+def clean_views(call: Call, tensors: Tensors, *, own_tokens: bool = False) -> tuple[Tensor, ...]:
+    """`aligned_views` with 0 where no pair reads them, for kernels of causal masks, windows and documents. Most keys
+    before a window are left out, if the call has no gradients and no bias: for a few queries a copy would cost more
+    than the attention. own_tokens: as in `needs_clearing`.
+    """
+    if not needs_clearing(call, own_tokens=own_tokens):
         return aligned_views(call, tensors)
-    return tuple(t[0] for t in clean_tensors(call, tensors, call.normal_form(tensors.q)))
+    form = call.normal_form(tensors.q)
+    if packed_documents(call) is not None:
+        return tuple(t[0] for t in clean_tensors(call, tensors, form))
+    first = 0 if tensors.bias is not None or "backward" in call.problem.features else _first_key(call)
+    unused = ~_used_keys(form, call.problem.kv_heads)[:, first:]
+    q, k, v = aligned_views(call, tensors)
+    return clear_rows(q, form), *(t[:, first:].masked_fill(unused, 0.0) for t in (k, v))
+
+
+def _first_key(call: Call) -> int:
+    """The key from which on a kernel may read the keys of a dense call with the same mask: a multiple of 64, because
+    some versions of cuDNN need lengths that are, with at least two keys after it."""
+    problem, left = call.problem, call.mask.band[0]
+    if left is None or problem.align != "bottom_right" or not call.mask.is_band:
+        return 0
+    first = min(problem.kv_len - problem.q_len - left, problem.kv_len - 2)
+    return max(0, first) // 64 * 64
+
+
+def clean_gradient(call: Call, tensors: Tensors, grad_BSHD: Tensor, *, own_tokens: bool = False) -> Tensor:
+    """The gradient of the output with 0 in rows without keys, if `clean_views` clears these rows of q."""
+    if not needs_clearing(call, own_tokens=own_tokens):
+        return grad_BSHD
+    return clear_rows(grad_BSHD, call.normal_form(tensors.q))
+
+
+def needs_clearing(call: Call, *, own_tokens: bool = False) -> bool:
+    """Whether a kernel that multiplies what it masks by 0 may load keys that no row sees, or rows without keys.
+
+    own_tokens: the kernel loads no token outside of its document, so that documents with as many queries as keys need
+    no copies. In others a row before the first key matters to the backward alone: it adds the row to gradients of keys.
+    """
+    documents = packed_documents(call)
+    if documents is None or not own_tokens:
+        return bool(call.problem.mask.kinds) and not _all_in_use(call)
+    if documents.cu_seqlens_q is documents.cu_seqlens_kv:
+        return False
+    problem = call.problem
+    if "window" in problem.mask.kinds:
+        return True
+    return "causal" in problem.mask.kinds and (problem.align == "top_left" or "backward" in problem.features)
 
 
 def clean_tensors(call: Call, tensors: Tensors, form: NormalForm) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +134,17 @@ def _all_in_use(call: Call) -> bool:
         return _nothing_to_clear(call)
     if not kinds or q_len == kv_len:
         return True
-    return kinds == {"causal"} and (q_len < kv_len) == (problem.align == "bottom_right")
+    return kinds <= {"causal", "window"} and _band_is_in_use(call)
+
+
+def _band_is_in_use(call: Call) -> bool:
+    """Whether each row has a key and each key a row under a causal mask or a window: by the first and the last row."""
+    problem, (left, right) = call.problem, call.mask.band
+    shift = problem.kv_len - problem.q_len if problem.align == "bottom_right" else 0
+    last = problem.q_len - 1 + shift
+    keys = (left is None or shift <= left) and (right is None or last + right >= problem.kv_len - 1)
+    rows = (left is None or last - left < problem.kv_len) and (right is None or shift + right >= 0)
+    return keys and rows
 
 
 def _nothing_to_clear(call: Call) -> bool:

@@ -14,7 +14,7 @@ from undivided.arguments.tensors import dtype_name
 from undivided.backends._base import Backend, Gradients, Limits, limit_reasons
 from undivided.backends.shared import gpu_rules
 from undivided.backends.shared.empty_rows import blank_rows, clear_rows_, clear_tail_, closed_rows, fix_empty_rows
-from undivided.backends.shared.kernel_inputs import align
+from undivided.backends.shared.kernel_inputs import align, clean_views
 from undivided.backends.shared.log_sum_exp import lse_for_backward
 from undivided.backends.torch_efficient.packed import LSE_ROWS, MAX_DOCUMENTS, Packing
 from undivided.machine import Machine
@@ -188,7 +188,8 @@ def _views(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
     their strides are too large for the kernel's 32-bit offsets.
     """
     problem = call.problem
-    q, k, v = (_aligned(layout.canonical(t, problem.layout)) for t in (tensors.q, tensors.k, tensors.v))
+    views = clean_views(call, tensors, own_tokens=True)
+    q, k, v = (_aligned(t if problem.documents is None else t[None]) for t in views)
     keys = problem.longest_lengths[1]
     return q, *(t if keys * t.stride(1) <= _OFFSETS else t.contiguous() for t in (k, v))
 

@@ -32,7 +32,7 @@ from undivided.backends.shared.flash_attn_arguments import (
     kernel_result,
     packing_arguments,
 )
-from undivided.backends.shared.kernel_inputs import align, aligned_views, clean_views
+from undivided.backends.shared.kernel_inputs import align, clean_views
 from undivided.machine import Machine, active_flash_impl
 from undivided.request.call import Call
 from undivided.request.problem import Problem
@@ -119,7 +119,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     causal, left, right = _band(call)
     q, k, v = _tensors(call, tensors)
     packing = _pack(call, tensors)
-    grad, out, lse = for_backward(call, result, grad_out)
+    grad, out, lse = for_backward(call, tensors, result, grad_out, own_tokens=active_flash_impl() is None)
     # without dropout the random state is not read, but the schema requires two tensors
     unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device))
     with _deterministic(call.problem):
@@ -174,10 +174,9 @@ def _band(call: Call) -> tuple[bool, int, int]:
 
 
 def _tensors(call: Call, tensors: Tensors) -> tuple[Tensor, ...]:
-    """q, k, v. For FlashAttention 3 and 4, which may multiply what no pair reads by 0, it is set to 0; 2 does not load
-    it."""
-    prepare = aligned_views if active_flash_impl() is None else clean_views
-    return prepare(call, tensors)
+    """q, k, v, with 0 where no pair reads what the kernel may load; FlashAttention 2 loads only tokens of its
+    document."""
+    return clean_views(call, tensors, own_tokens=active_flash_impl() is None)
 
 
 _Packing = tuple[Tensor | None, Tensor | None, int, int]
