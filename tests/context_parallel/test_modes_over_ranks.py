@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import undivided
 from undivided import ContextParallel, InputError, masks
-from undivided.context_parallel import simulate
+from undivided.context_parallel import ContextPagedKVCache, simulate
 
 LENGTH, WORLD = 8, 2
 STRATEGIES = pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
@@ -30,7 +30,8 @@ def whole(count: int = 3) -> list[Tensor]:
 
 
 def attend(tensors: Any, context: ContextParallel | None, **options: Any) -> Tensor:
-    out = undivided.attention(*tensors, layout="bshd", mask=masks.causal(), context_parallel=context, **options)
+    options = {"mask": masks.causal(), **options}
+    out = undivided.attention(*tensors, layout="bshd", context_parallel=context, **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -163,20 +164,49 @@ def test_results_of_functional_collectives_are_waited_for(strategy: Any) -> None
     assert simulate(WORLD, step) == [[True] * 8] * WORLD
 
 
+def flops(function: Callable[[], object]) -> dict[str, int]:
+    """What PyTorch counts of a function, by operator."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return {str(operator): count for operator, count in counter.get_flop_counts()["Global"].items()}
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @STRATEGIES
 def test_flop_counters_count_the_rows_of_a_rank_with_all_keys(strategy: Any, backend: str) -> None:
     """They counted nothing, or the products that the reference happens to compute. All ranks add up to one process."""
 
-    def flops(tensors: Sequence[Tensor], context: ContextParallel | None) -> dict[str, int]:
+    def train(tensors: Sequence[Tensor], context: ContextParallel | None) -> None:
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        with FlopCounterMode(display=False) as counter:
-            attend(leaves, context, backend=backend).sum().backward()
-        return {str(operator): count for operator, count in counter.get_flop_counts()["Global"].items()}
+        attend(leaves, context, backend=backend).sum().backward()
 
     def step(group: Any) -> dict[str, int]:
         cp = ContextParallel(group, strategy)
-        return flops([cp.shard(tensor, "bshd") for tensor in whole()], cp)
+        return flops(lambda: train([cp.shard(tensor, "bshd") for tensor in whole()], cp))
 
-    alone = flops(whole(), None)
+    alone = flops(lambda: train(whole(), None))
     assert simulate(WORLD, step) == [{name: count // WORLD for name, count in alone.items()}] * WORLD
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_flop_counters_count_decoding_with_the_keys_of_a_rank(backend: str) -> None:
+    """They counted nothing, or the products of the reference. All ranks add up to one process."""
+    q, k, v = whole()
+    q = q[:, :2]
+
+    def decoded(cp: ContextParallel) -> None:
+        own = torch.arange(cp.rank, LENGTH, cp.world)
+        cp.decode(q, k[:, own], v[:, own], own, LENGTH, layout="bshd", backend=backend)
+
+    def paged(cp: ContextParallel) -> None:
+        cache = ContextPagedKVCache(cp, 4, page_size=4, kv_heads=4, head_dim=8, batch=1, dtype=torch.float32)
+        cache.append(k, v)
+        with undivided.use_backends(backend):
+            cache.attend(q)
+
+    def step(group: Any) -> list[dict[str, int]]:
+        return [flops(functools.partial(call, ContextParallel(group))) for call in (decoded, paged)]
+
+    alone = flops(lambda: attend([q, k, v], None, backend=backend, mask=masks.causal("bottom_right")))
+    each = {name: count // WORLD for name, count in alone.items()}
+    assert simulate(WORLD, step) == [[each, each]] * WORLD

@@ -14,7 +14,7 @@ Legend: B batch, R rows of a share, H query heads, N key heads, K keys of a roun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,11 +28,10 @@ from undivided.context_parallel._pieces import Piece
 from undivided.context_parallel.exchange.profiles import profiled_round
 from undivided.context_parallel.strategies.all_to_all import TensorSpec
 from undivided.errors import InputError
-from undivided.request.flops import backward_flops, forward_flops
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
 from undivided.run import autograd
 from undivided.run.batches import map_hidden_batch
-from undivided.run.flop_counter import counted
+from undivided.run.flop_counter import counted_attention
 
 
 def run(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -79,14 +78,8 @@ class _Attention(torch.autograd.Function):
 def _counted(call: RankCall, q: Tensor, is_backward: bool = False) -> AbstractContextManager[None]:
     """A context that PyTorch's FLOP counters count as this rank's queries with the keys of all ranks, whatever the
     mask."""
-    if not torch._C._len_torch_dispatch_stack():
-        return nullcontext()
-    problem = call.problem
-    batch, rows, heads, _ = _layout.sizes(q.shape, problem.layout)
-    pairs, sizes = batch * heads * rows * problem.kv_len, (problem.qk_dim, problem.v_dim)
-    if is_backward:
-        return counted("attention_backward", backward_flops(pairs, *sizes))
-    return counted("attention", forward_flops(pairs, *sizes))
+    batch, rows, heads, _ = _layout.sizes(q.shape, call.problem.layout)
+    return counted_attention(call.problem, batch * heads * rows * call.problem.kv_len, is_backward=is_backward)
 
 
 def _forward(call: RankCall, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:

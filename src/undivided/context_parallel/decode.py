@@ -53,6 +53,7 @@ from undivided.request.problem import Problem
 from undivided.request.request import Request, Tensors
 from undivided.request.result import Result, lse_dtype, merge_into, sink_factor
 from undivided.run import autograd
+from undivided.run.flop_counter import counted_attention
 from undivided.selection.policy import Policy
 
 MergeMethod = Literal["all_gather", "ring"]
@@ -121,8 +122,15 @@ def decode(axes: Sequence[Communicator], step: DecodeStep, by: MergeMethod) -> t
         out = step.q.new_zeros((batch, rows, heads, problem.v_dim), dtype=dtype)
         partial = Result(out, step.q.new_full((batch, heads, rows), -torch.inf, dtype=dtype))
     else:
-        partial = autograd.forward(*step.local)
+        partial = attend_own_keys(*step.local)
     return merge_ranks(axes, partial, step.sinks, problem, by)
+
+
+def attend_own_keys(backend: Backend, call: Call, tensors: Tensors) -> Result:
+    """The attention over this rank's keys, which PyTorch's FLOP counters count with all queries, whatever the mask."""
+    problem = call.problem
+    with counted_attention(problem, problem.batch * problem.heads * problem.q_len * problem.kv_len):
+        return autograd.forward(backend, call, tensors)
 
 
 def merge_ranks(

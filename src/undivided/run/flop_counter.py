@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from undivided.arguments import layout as _layout
 from undivided.arguments.modes import without_modes
 from undivided.request.flops import backward_flops, forward_flops
+from undivided.request.problem import Problem
 from undivided.run.operator_arguments import Arguments, BackwardArguments, Spec
 
 
@@ -29,8 +30,16 @@ def register_if_counting() -> None:
         counter.flop_registry.update(formulas)
 
 
+def counted_attention(problem: Problem, pairs: int, *, is_backward: bool = False) -> AbstractContextManager[None]:
+    """A context whose operations are counted as attention over so many pairs of a query and a key, in all heads."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    operator, flops = ("attention_backward", backward_flops) if is_backward else ("attention", forward_flops)
+    return _counted(operator, flops(pairs, problem.qk_dim, problem.v_dim))
+
+
 @contextmanager
-def counted(operator: str, flops: float) -> Iterator[None]:
+def _counted(operator: str, flops: float) -> Iterator[None]:
     """A context whose operations are counted as those of one operator of `torch.ops.undivided`, and not by themselves:
     a counter sees what some backends compute, and not what others do."""
     for counter in _counters():

@@ -20,7 +20,7 @@ from undivided.cache._attend import OPTIONS, CachedCall
 from undivided.cache._masks import EVERY, PADDED, PER_KEY, extend, extend_mask, with_cached_lengths, with_documents
 from undivided.cache._storage import Counts
 from undivided.context_parallel._request import policy_over_ranks
-from undivided.context_parallel.decode import MergeMethod, check_merge_method, merge_ranks
+from undivided.context_parallel.decode import MergeMethod, attend_own_keys, check_merge_method, merge_ranks
 from undivided.context_parallel.exchange.collectives import Communicator
 from undivided.context_parallel.exchange.handshake import (
     CALL,
@@ -104,7 +104,7 @@ def attend(
     axes, check: as for `prepare_on_all_ranks`. rows: the queries of each rank, whose results it gets; None: all.
     """
     step = prepare_on_all_ranks(axes, check, lambda: _prepare(prepare(), rank, world))
-    partial = autograd.forward(step.backend, step.call, step.tensors)
+    partial = attend_own_keys(step.backend, step.call, step.tensors)
     problem = step.call.problem
     partial = Result(_layout.canonical(partial.out, problem.layout), partial.lse)
     rows = None if rows is None else [own.to(partial.out.device) for own in rows]
