@@ -85,12 +85,37 @@ class Layer(torch.nn.Module):
         return attention_of(self.context)(x)
 
 
-def fake(call: Callable[[Tensor, ContextParallel], object]) -> Callable[[ContextParallel], object]:
-    def faked(context: ContextParallel) -> object:
+def fake(call: Callable[[Tensor, Any], object]) -> Callable[[ContextParallel | None], object]:
+    def faked(context: ContextParallel | None) -> object:
         with FakeTensorMode():
             return call(torch.empty(1, 4, 4, 8), context)
 
     return faked
+
+
+def paged(cp: ContextParallel) -> ContextPagedKVCache:
+    """A cache of the tokens of `whole`."""
+    cache = ContextPagedKVCache(cp, 4, page_size=4, kv_heads=4, head_dim=8, batch=1, dtype=torch.float32)
+    cache.append(*whole()[1:])
+    return cache
+
+
+def fake_over_pages(cp: ContextParallel, name: str) -> object:
+    """Attention over a cache with one tensor that holds no values, outside of the mode that made it."""
+    with FakeTensorMode():
+        given = {"q": torch.empty(1, 1, 4, 8), "bias": torch.empty(1, 4, 1, LENGTH)}
+    real = {"q": torch.randn(1, 1, 4, 8), "bias": torch.zeros(1, 4, 1, LENGTH)} | {name: given[name]}
+    return paged(cp).attend(real["q"], bias=real["bias"])
+
+
+def over_pages(record: Callable[[Callable[[Tensor], Tensor]], object]) -> Callable[[ContextParallel], object]:
+    """The attention over a cache, made outside of what records it, as a function of the queries."""
+
+    def recorded(context: ContextParallel) -> object:
+        cache = paged(context)
+        return record(lambda x: cache.attend(x))
+
+    return recorded
 
 
 RECORDED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
@@ -109,6 +134,10 @@ RECORDED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
         fake(lambda x, cp: cp.decode(x[:, :1], x, x, torch.arange(cp.rank, LENGTH, WORLD), LENGTH, layout="bshd")),
         "a FakeTensorMode",
     ),
+    "attention over pages": (over_pages(lambda call: fake(lambda x, _: call(x))(None)), "a FakeTensorMode"),
+    "fake queries over pages": (lambda cp: fake_over_pages(cp, "q"), "fake tensors"),
+    "a fake bias over pages": (lambda cp: fake_over_pages(cp, "bias"), "fake tensors"),
+    "make_fx over pages": (over_pages(lambda call: make_fx(call)(torch.randn(1, 1, 4, 8))), "make_fx or torch.export"),
 }
 
 
@@ -198,14 +227,12 @@ def test_flop_counters_count_decoding_with_the_keys_of_a_rank(backend: str) -> N
         own = torch.arange(cp.rank, LENGTH, cp.world)
         cp.decode(q, k[:, own], v[:, own], own, LENGTH, layout="bshd", backend=backend)
 
-    def paged(cp: ContextParallel) -> None:
-        cache = ContextPagedKVCache(cp, 4, page_size=4, kv_heads=4, head_dim=8, batch=1, dtype=torch.float32)
-        cache.append(k, v)
+    def attended(cp: ContextParallel) -> None:
         with undivided.use_backends(backend):
-            cache.attend(q)
+            paged(cp).attend(q)
 
     def step(group: Any) -> list[dict[str, int]]:
-        return [flops(functools.partial(call, ContextParallel(group))) for call in (decoded, paged)]
+        return [flops(functools.partial(call, ContextParallel(group))) for call in (decoded, attended)]
 
     alone = flops(lambda: attend([q, k, v], None, backend=backend, mask=masks.causal("bottom_right")))
     each = {name: count // WORLD for name, count in alone.items()}

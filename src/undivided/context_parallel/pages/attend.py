@@ -29,6 +29,7 @@ from undivided.context_parallel.exchange.handshake import (
     describe_queries,
     prepare_on_all_ranks,
 )
+from undivided.context_parallel.exchange.values import check_not_recorded, with_values
 from undivided.errors import InputError
 from undivided.masks import Mask
 from undivided.masks.normal_form import Ranges
@@ -103,6 +104,7 @@ def attend(
 
     axes, check: as for `prepare_on_all_ranks`. rows: the queries of each rank, whose results it gets; None: all.
     """
+    check_not_recorded(())
     step = prepare_on_all_ranks(axes, check, lambda: _prepare(prepare(), rank, world))
     partial = attend_own_keys(step.backend, step.call, step.tensors)
     problem = step.call.problem
@@ -116,7 +118,8 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_PagedStep, Share
     """This rank's attention over its own pages, without sinks, and the values that all ranks must share."""
     mask, cached, layout = call.validated_mask(), call.cached, call.layout
     request, by = _request(call, mask)
-    (q, k, v, bias, sinks, slopes), options = request.tensors, request.options
+    (q, k, v, bias, sinks, slopes), options = with_values(request.tensors), request.options
+    request = request._replace(tensors=Tensors(q, k, v, bias, sinks, slopes))
     check_scalars(options)
     q, k, v = autograd.cast_under_autocast(q, k, v, options.k_scale)
     _, q_len, heads, _ = _layout.sizes(q.shape, layout)
