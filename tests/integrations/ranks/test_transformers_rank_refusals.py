@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers_models import build
 
 import undivided
@@ -77,3 +78,28 @@ def test_a_misspelt_axis_is_an_error_with_the_axes_and_the_name_that_was_meant()
             assert str(error.value) == f"{names}\n  HINT: did you mean 'context'?"
     finally:
         distributed.destroy_process_group()
+
+
+def errors_of_other_processes() -> list[str]:
+    """The errors of process 2 for meshes without it; it makes them with the others, which are in them."""
+    register()
+    found = []
+    for axis in ("data", "context", "tensor"):
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=(axis,))
+        if distributed.get_rank() < 2:
+            continue
+        for call in (
+            lambda m: parallelize(build("llama", "undivided"), m),
+            lambda m: shard_batch({"input_ids": IDS}, m),
+        ):
+            with pytest.raises(undivided.InputError) as error:
+                call(mesh)
+            found.append(str(error.value).partition("\n")[0])
+    return found
+
+
+def test_a_mesh_of_other_processes_is_refused() -> None:
+    """It was an IndexError: list index out of range."""
+    ((*inside, found),) = run_ranks(3, errors_of_other_processes, patience=100.0)
+    assert inside == [[], []]
+    assert found == ["mesh must contain this process (2), got the processes [0, 1]"] * 6

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from undivided.context_parallel.exchange.groups import group_of
 from undivided.errors import InputError, did_you_mean
 
 AXES = ("data", "context", "tensor")
@@ -22,7 +23,8 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
         The same mesh.
 
     Raises:
-        InputError: it is not a mesh, or has an axis without a name or with an unknown one.
+        InputError: it is not a mesh, has an axis without a name or with an unknown one, does not contain this process,
+            or is from before `torch.distributed.destroy_process_group`.
     """
     if not isinstance(mesh, DeviceMesh):
         raise InputError("mesh", "be a DeviceMesh", type(mesh).__name__, hint=_hint((4,), ("context",)))
@@ -33,6 +35,8 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
         got = f"the names {names}" if names else "no names"
         hint = did_you_mean(unknown[0], AXES) if unknown else None
         raise InputError("mesh", must, got, hint=hint or _hint(tuple(mesh.shape), AXES[-mesh.ndim :]))
+    for name in names:
+        group_of(mesh, name)
     return mesh
 
 

@@ -14,6 +14,7 @@ from undivided.arguments.signature import checked_call
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel._schedule import Strategy
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
+from undivided.context_parallel.exchange.groups import group_of
 from undivided.context_parallel.exchange.handshake import SharedArguments, digest, prepare_on_all_ranks
 from undivided.context_parallel.sharding import PlacementName
 from undivided.errors import InputError
@@ -117,11 +118,11 @@ def _context(
         return ranks, ranks._axes
     strategy, placement = strategy or "ring", placement or "zigzag"
     axes = [
-        ProcessGroup(mesh.get_group(axis)) if size(mesh, axis) > 1 else SingleRank() for axis in ("context", "tensor")
+        ProcessGroup(group_of(mesh, axis)) if size(mesh, axis) > 1 else SingleRank() for axis in ("context", "tensor")
     ]
     if size(mesh, "context") == 1:
         return ContextParallel(None, strategy, placement, rank=0, world=1), (axes[0], axes[1])
-    return ContextParallel(mesh.get_group("context"), strategy, placement), (axes[0], axes[1])
+    return ContextParallel(group_of(mesh, "context"), strategy, placement), (axes[0], axes[1])
 
 
 def _checked_batch(batch: Mapping[str, Any], world: int) -> tuple[_WholeBatch, SharedArguments]:
@@ -227,7 +228,7 @@ def _label_count(labels: Tensor, mesh: DeviceMesh | None) -> int:
     """The number of labels of all data ranks."""
     count = (labels != IGNORED).sum()
     if mesh is not None and size(mesh, "data") > 1:
-        counts = ProcessGroup(mesh.get_group("data")).gather(count.cpu()[None], "the count of labels of data ranks")
+        counts = ProcessGroup(group_of(mesh, "data")).gather(count.cpu()[None], "the count of labels of data ranks")
         count = torch.cat(counts).sum()
     if not int(count):
         raise InputError("labels", f"have a label other than {IGNORED}", "none")

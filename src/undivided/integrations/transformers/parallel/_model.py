@@ -13,6 +13,7 @@ from undivided.arguments.signature import checked_call
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel._groups import check_device_type
 from undivided.context_parallel.exchange.collectives import Communicator, ProcessGroup, SingleRank
+from undivided.context_parallel.exchange.groups import group_of
 from undivided.context_parallel.exchange.handshake import SharedArguments, bit_sum, prepare_on_all_ranks
 from undivided.errors import InputError
 from undivided.integrations.transformers._active import TENSOR_RANKS, set_active_batch
@@ -90,7 +91,7 @@ def parallelize(model: ModelT, mesh: DeviceMesh | ContextParallel) -> ModelT:
     if tensor_ranks > 1:
         assert isinstance(mesh, DeviceMesh)
         divide(model, mesh["tensor"] if mesh.ndim > 1 else mesh)
-        ranks = TensorRanks(mesh.get_group("tensor"), None)
+        ranks = TensorRanks(group_of(mesh, "tensor"), None)
         for layer in model.modules():
             setattr(layer, TENSOR_RANKS, ranks)
     hooks = _Hooks(context_ranks, _token_ranks(mesh))
@@ -104,7 +105,7 @@ def _token_ranks(mesh: DeviceMesh | ContextParallel) -> list[Communicator]:
     """The groups over which the tokens of a step are divided."""
     if isinstance(mesh, ContextParallel):
         return list(mesh._group_axes())
-    return [ProcessGroup(mesh.get_group(axis)) for axis in ("context", "data") if size(mesh, axis) > 1]
+    return [ProcessGroup(group_of(mesh, axis)) for axis in ("context", "data") if size(mesh, axis) > 1]
 
 
 def _rank_counts(mesh: DeviceMesh | ContextParallel) -> tuple[int, int]:
@@ -118,7 +119,7 @@ def _axes_of_all_ranks(mesh: DeviceMesh | ContextParallel) -> list[Sequence[Comm
     """Pairs of axes that together connect all ranks."""
     if isinstance(mesh, ContextParallel):
         return [mesh._group_axes()]
-    groups: list[Communicator] = [ProcessGroup(mesh.get_group(axis)) for axis in AXES if size(mesh, axis) > 1]
+    groups: list[Communicator] = [ProcessGroup(group_of(mesh, axis)) for axis in AXES if size(mesh, axis) > 1]
     return [(SingleRank(), group) for group in groups or [SingleRank()]]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from undivided.context_parallel.exchange.groups import group_of
 from undivided.errors import InputError
 from undivided.nn.blocks.exchanged import exchanged
 
@@ -116,7 +117,7 @@ def _owner(model: Any, name: str) -> tuple[nn.Module, str]:
 
 def _with_summed_gradients(module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
     """The forward pass of a module with parameters whose gradients are summed over ranks."""
-    forward, group = module.forward, mesh.get_group()
+    forward, group = module.forward, group_of(mesh)
 
     def same(x: Tensor, _: str) -> Tensor:
         return x.view_as(x)
