@@ -325,3 +325,14 @@ def test_a_backend_says_on_which_devices_it_runs(backend: Backend, device: str) 
     q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
     reasons = backend.reasons(problem_of(q, q, q, layout="bshd", device=device), H100)
     assert backend.runs_on(device) is not any(reason.startswith(f"device={device} (runs on") for reason in reasons)
+
+
+@pytest.mark.parametrize(("mask", "lse", "refused"), [
+    (masks.causal(), True, True), (masks.causal(), False, False), (masks.window(9, 9), True, False),
+])  # fmt: skip
+def test_flash_attn_2_returns_no_log_sum_exp_of_causal_alibi(mask: masks.Mask, lse: bool, refused: bool) -> None:
+    """Its kernel adds slope * j under a causal mask, which gives the same weights: its lse was returned as it is."""
+    slopes = torch.empty(16, device="meta")
+    problem = ask(SQUARE, mask=mask, alibi_slopes=slopes, return_lse=lse)
+    reasons = flash_attn.BACKEND.reasons(problem, A100)
+    assert any("the log-sum-exp of ALiBi under a causal mask" in reason for reason in reasons) == refused, reasons

@@ -36,6 +36,8 @@ def extra_reasons_2(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(
             "gradients with per-sequence lengths (its backward has no argument for them; pack them as documents)"
         )
+    if {"alibi", "lse"} <= problem.features and problem.mask.right == 0:
+        reasons.append("the log-sum-exp of ALiBi under a causal mask (it adds slope * j, and no term of the row)")
     if cached and problem.mask.left is not None:
         reasons.append("windows with per-sequence lengths or pages (a NaN in a key before the window reaches results)")
     if problem.page_size is not None and problem.page_size % 256:
