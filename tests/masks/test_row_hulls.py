@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -89,3 +90,52 @@ def test_the_pairs_of_a_function_in_a_narrow_mask_are_those_of_all(name: str, mo
     expected = (NARROW[name](length) & masks.predicate(odd)).to_dense(batch, 1, length, length)
     assert torch.equal(found, expected)
     assert found.any()
+
+
+ROW, KEY = torch.arange(12)[:, None], torch.arange(300)[None]
+Rule = Callable[[int, int, int, int], bool]
+# a mask for 3 sequences, 2 heads, 12 queries and 300 keys, and which pairs (b, h, i, j) it allows
+WHOLE: dict[str, tuple[Mask, Rule]] = {
+    "padding": (
+        masks.dense((torch.tensor([300, 170, 0])[:, None] > KEY)[:, None, None]),
+        lambda b, h, i, j: j < (300, 170, 0)[b],
+    ),
+    "one number per row": (masks.dense(ROW != 5), lambda b, h, i, j: i != 5),
+    "causal": (masks.dense(ROW + 288 >= KEY), lambda b, h, i, j: i + 288 >= j),
+    "two masks": (
+        masks.dense(ROW + 100 >= KEY) & masks.dense(ROW + 50 < KEY),
+        lambda b, h, i, j: i + 50 < j <= i + 100,
+    ),
+    "a gap that another mask hides": (
+        masks.dense((KEY < 80) | (KEY > 200)) & masks.dense((KEY < 100).expand(12, 300)),
+        lambda b, h, i, j: j < 80,
+    ),
+    "the same in all heads": (masks.dense((ROW + 288 >= KEY).expand(1, 2, 12, 300)), lambda b, h, i, j: i + 288 >= j),
+    "bytes": (masks.dense((ROW + 288 >= KEY).to(torch.uint8).mul(2).view(torch.bool)), lambda b, h, i, j: i + 288 >= j),
+    "a function": (
+        masks.predicate(lambda b, h, i, j: (j >= i) & (j < i + 100 + b)),
+        lambda b, h, i, j: i <= j < i + 100 + b,
+    ),
+    "a function in a window": (
+        masks.predicate(lambda b, h, i, j: j >= 250) & masks.window(64, 0, "bottom_right"),
+        lambda b, h, i, j: j >= 250 and i + 288 - 64 <= j <= i + 288,
+    ),
+}
+BROKEN: dict[str, tuple[Mask, Rule]] = {
+    "a gap": (masks.dense((KEY != 7).expand(12, 300)), lambda b, h, i, j: j != 7),
+    "by head": (
+        masks.dense((torch.tensor([300, 170])[:, None] > KEY)[None, :, None]),
+        lambda b, h, i, j: j < (300, 170)[h],
+    ),
+    "a function": (masks.predicate(odd), lambda b, h, i, j: (i + j + b) % 2 == 1),
+}
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *(f"not {name}" for name in BROKEN)])
+def test_ranges_that_are_the_whole_mask_need_no_pairs_beside_them(name: str) -> None:
+    mask, rule = WHOLE[name] if name in WHOLE else BROKEN[name.removeprefix("not ")]
+    form = mask.normal_form(3, 2, 12, 300, "cpu")
+    assert form.exact == (name in WHOLE)
+    found = form.allowed(slice(0, 3), slice(0, 12), slice(0, 300), slice(0, 2)).expand(3, 2, 12, 300)
+    places = itertools.product(range(3), range(2), range(12), range(300))
+    assert found.flatten().tolist() == [rule(*place) for place in places]

@@ -79,6 +79,13 @@ def _random_pairs() -> Mask:
     return masks.dense(torch.rand(1, 1, 2048, 2048, generator=torch.Generator().manual_seed(0)) < 0.75)
 
 
+@functools.cache
+def _padded_keys() -> Mask:
+    """Keys as a padded batch has them: each of 8 sequences sees its first ones, the same for every head and row."""
+    lengths = torch.tensor([4096, 512, 3072, 1024, 4096, 2048, 3584, 1536])
+    return masks.dense((torch.arange(4096) < lengths[:, None])[:, None, None])
+
+
 def mask() -> Iterator[Benchmark]:
     """Masks, and options that change the scores."""
     plain = _square("plain", 2048, 8, 128)
@@ -113,6 +120,14 @@ def mask() -> Iterator[Benchmark]:
                 goal=Goal(within=within[index]),
                 quick=index == 1 and name in ("dense-mask", "dropout"),
             )
+        decoded = decoding("decode", 8, 4096, layout="bhsd")
+        for name, changes in (
+            ("dense-mask", {"mask": _padded_keys}),
+            ("bias", {"bias": "bhqk"}),
+            ("alibi", {"alibi": "h"}),
+        ):
+            case = replace(decoded, name=f"decode-{name}", **changes)
+            yield Benchmark("mask", case, dtype, without=decoded, goal=Goal(within=1.15))
 
 
 _LENGTHS = [16384, 2048, 12288, 4096, 16384, 1024, 8192, 6144]

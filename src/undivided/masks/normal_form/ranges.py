@@ -117,7 +117,10 @@ def build(
             extras.append(BlockPairs.for_call(part, geometry, heads))
     evaluated = _evaluated_parts(parts, geometry)
     if evaluated:
-        base = _within_raw(geometry, base, _row_hull(evaluated, geometry, heads, base))
+        hull, is_whole = _row_hull(evaluated, geometry, heads, base)
+        base = _within_raw(geometry, base, hull)
+        if is_whole:
+            evaluated = []
     unions = [part for part in parts if isinstance(part, GlobalBand)]
     for part in unions[1:]:
         extras.append(RangePairs(_union_ranges(geometry, keys, part)))
@@ -258,14 +261,15 @@ def _evaluated_parts(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
     return extras
 
 
-def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int, base: Range) -> Range:
-    """Per row the keys ``[first, last + 1)`` that any head may see, evaluated one block of rows at a time.
+def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int, base: Range) -> tuple[Range, bool]:
+    """Per row the keys ``[first, last + 1)`` that any head may see, evaluated one block of rows at a time; and whether
+    every head is known to see all of them, so that the ranges are the whole mask: padding, causal masks, windows.
 
     base: the keys that the other parts allow. Functions are evaluated for these only, if they are few.
     """
     batch, all_heads, keys = slice(0, geometry.batch), slice(0, heads), slice(0, geometry.kv_len)
     if not geometry.q_len or not geometry.kv_len:
-        return 0, 0
+        return (0, 0), False
     pairs_per_row = geometry.batch * heads * geometry.kv_len
     if pairs_per_row * geometry.q_len > BLOCK_PAIRS or not all(isinstance(extra, DensePairs) for extra in extras):
         # fewer if they are the same in all sequences or heads; also refuses a function that returns a fixed shape
@@ -274,17 +278,26 @@ def _row_hull(extras: Sequence[Extra], geometry: Geometry, heads: int, base: Ran
     blocks: Iterator[slice] = row_blocks(geometry.q_len, pairs_per_row)
     if form is not None:
         blocks = row_blocks_by_reach(form, geometry.q_len, max(BLOCK_PAIRS * geometry.kv_len // pairs_per_row, 1))
-    starts, stops = [], []
+    starts, stops, is_whole = [], [], True
     for rows in blocks:
         if form is not None:
             keys = reached_keys(form, rows)
-        allowed = all_pairs(extras, batch, all_heads, rows, keys)
-        allowed = allowed.squeeze(1) if allowed.shape[1] == 1 else allowed.any(1)
+        pairs = all_pairs(extras, batch, all_heads, rows, keys)
+        allowed = pairs.squeeze(1) if pairs.shape[1] == 1 else pairs.any(1)
         start, stop = row_hull(allowed.expand(-1, -1, keys.stop - keys.start))
+        is_whole = is_whole and _fills(pairs, start, stop, keys.stop - keys.start)
         starts.append((start + keys.start).expand(-1, rows.stop - rows.start))
         stops.append((stop + keys.start).expand(-1, rows.stop - rows.start))
     start, stop = (bounds[0] if len(bounds) == 1 else torch.cat(bounds, 1) for bounds in (starts, stops))
-    return start.to(torch.int64), stop.to(torch.int64)
+    return (start.to(torch.int64), stop.to(torch.int64)), is_whole
+
+
+def _fills(pairs: Tensor, start: Tensor, stop: Tensor, keys: int) -> bool:
+    """Whether pairs ``[b|1, h|1, r|1, k|1]``, of which `start` and `stop` are the hulls, are known to have no gap."""
+    if not readable(pairs):
+        return False
+    in_hulls = int((stop - start).clamp(min=0).sum()) * pairs.shape[1]
+    return int(pairs.count_nonzero()) * (keys // pairs.shape[3]) == in_hulls
 
 
 def _narrow_form(extras: Sequence[Extra], geometry: Geometry, heads: int, base: Range) -> NormalForm | None:

@@ -136,7 +136,8 @@ INLINE auto with_invariant_unit(const Attention& a, F f) {
 bool runs_in_units(const Attention& a, int64_t kv_heads, bool in_memory) {
   if (kHasAmx) return false;
   if (a.batch_invariant) return true;
-  if (!in_memory || kLanes < 16 || kv_heads == 1 || a.format || a.q_len > 1 || (a.ranges && a.columns > 2))
+  if (!in_memory || kLanes < 16 || kv_heads == 1 || a.format || a.q_len > 1 || (a.ranges && a.columns > 2) ||
+      undivided::has_score_bias(a))
     return false;
   return with_mode(a.dtype, [&](auto mode) {
     typedef decltype(mode) Mode;

@@ -11,12 +11,14 @@
 #include "abi/level.h"
 #include "backward/rows.h"
 #include "gemm/small.h"
+#include "mask/row_bias.h"
 
 namespace {
 
 static_assert(kMaxSmallBackward <= kBlockKeys);
 constexpr int64_t kSmallWidth = (kMaxSmallBackward + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t limit = kMaxSmallBackward) {
+  if (a.softcap != 0 || g.bias || g.slopes) return false;
   constexpr int64_t others = kTuning.max_small_backward_bf16, intel = kTuning.max_small_backward_bf16_intel;
   if (a.dtype == kBFloat16) limit = smaller_of(limit, intel != others && undivided::is_intel() ? intel : others);
   return is_small(a, limit) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
@@ -35,6 +37,7 @@ INLINE bool is_small_faster(const Attention& a, const Gradients& g) {
 
 struct SmallSpace {
   float *kt, *vt, *s, *dp;  // of a panel of keys: [d][kPanel], [row][kPanel]
+  float* bias;              // of a row and a panel of keys
   float *weights, *scores;  // P and dS: [row][kSmallWidth]
   float *q, *grad, *k, *v;  // widened rows of 16-bit types
   int64_t bytes;
@@ -43,6 +46,7 @@ struct SmallSpace {
     const int64_t rows = rows_of_group(a), widened = a.dtype == kFloat32 ? 0 : 4;
     kt = (float*)arena.allocate(a.qk_dim * kPanel * 4), vt = (float*)arena.allocate(a.v_dim * kPanel * 4);
     s = (float*)arena.allocate(rows * kPanel * 4), dp = (float*)arena.allocate(rows * kPanel * 4);
+    bias = (float*)arena.allocate(kPanel * 4);
     weights = (float*)arena.allocate(rows * kSmallWidth * 4), scores = (float*)arena.allocate(rows * kSmallWidth * 4);
     q = (float*)arena.allocate(rows * a.qk_dim * widened), k = (float*)arena.allocate(a.kv_len * a.qk_dim * widened);
     grad = (float*)arena.allocate(rows * a.v_dim * widened), v = (float*)arena.allocate(a.kv_len * a.v_dim * widened);
@@ -55,6 +59,7 @@ template <class T>
 struct SmallHead {
   int64_t rows = 0, keys = 0, first_key = 0;
   int32_t start[2][kMaxSmallBackward], stop[2][kMaxSmallBackward];  // of each row
+  int32_t row[kMaxSmallBackward];                                   // its number in the block
   // the keys of each row, relative to first_key, and the rows of each key, or more
   Segment visible[kMaxSmallBackward], rows_of_key[kMaxSmallBackward];
   const float *q[kMaxSmallBackward], *grad[kMaxSmallBackward], *k[kMaxSmallBackward], *v[kMaxSmallBackward];
@@ -105,6 +110,7 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
     const auto [q, grad] = row_pointers<T>(p, block, r);
     h.q[n] = as_floats(q, a.qk_dim, n, w.q), h.grad[n] = as_floats(grad, a.v_dim, n, w.grad);
     for (int side = 0; side < 2; side++) h.start[side][n] = h.start[side][r], h.stop[side][n] = h.stop[side][r];
+    h.row[n] = (int32_t)r;
     const Segment own = h.visible[r];  // empty if the row sees none of these keys
     h.visible[n] = own.start < own.stop ? Segment{own.start - h.first_key, own.stop - h.first_key} : Segment{0, 0};
     h.rows++;
@@ -143,10 +149,11 @@ static Segment rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop)
 
 // Turns S and dP of the panel of keys from `first` on into P and dS. Unused lanes, and keys that a row does not see,
 // become 0.
-template <class T>
-static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t first, const Segment& rows,
-                          const SmallSpace& w) {
-  const float scale = (float)p.a.scale, scale2 = (float)(p.a.scale * (double)kLog2E);
+template <class T, bool kHasBias>
+static void dsoftmax_rows(const Backward& p, const RowBlock& block, const SmallHead<T>& h, int64_t first,
+                          const Segment& rows, const SmallSpace& w) {
+  const Attention& a = p.a;
+  const float scale = (float)a.scale, scale2 = (float)(a.scale * (double)kLog2E);
   IVec lane = {};
   for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)(h.first_key + first) + i;
   const int64_t keys = smaller_of(h.keys - first, kPanel);
@@ -157,11 +164,19 @@ static void dsoftmax_rows(const Backward& p, const SmallHead<T>& h, int64_t firs
       continue;
     }
     const bool large = fabsf(h.lse[n]) >= kLargeBase;
+    if (kHasBias)
+      fill_row_bias(a, block.batch, block.first_head + h.row[n] / a.q_len, h.row[n] % a.q_len, h.first_key + first,
+                    keys, w.bias);
     for (int64_t j = 0; j < keys; j += kLanes) {
       const IVec key = lane + (int32_t)j;
-      const IVec allowed = is_within(key, h.start[0][n], h.stop[0][n], h.start[1][n], h.stop[1][n]);
+      IVec allowed = is_within(key, h.start[0][n], h.stop[0][n], h.start[1][n], h.stop[1][n]);
       const Vec s = load(w.s + n * kPanel + j);
-      const Vec x = large ? smaller(Vec{}, rounded(s * scale) - h.lse[n]) * kLog2E : s * scale2 - h.base[n];
+      Vec score = rounded(s * scale), x = s * scale2 - h.base[n];
+      if (kHasBias) {
+        const Vec bias = load(w.bias + j);
+        allowed &= bias != -kInfinity, score += bias, x = score * kLog2E - h.base[n];
+      }
+      if (large) x = smaller(Vec{}, score - h.lse[n]) * kLog2E;
       const Vec weight = exp2_or_zero(allowed ? x : splat(-kInfinity)),
                 u = weight * (load(w.dp + n * kPanel + j) - h.delta[n]);
       store(w.weights + n * kSmallWidth + first + j, weight);
@@ -189,10 +204,10 @@ static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
     const int64_t at = rows.start, count = rows.stop - at;
     score_rows(h.q + at, count, h.k + first, keys, a.qk_dim, w.kt, w.s + at * kPanel);
     score_rows(h.grad + at, count, h.v + first, keys, a.v_dim, w.vt, w.dp + at * kPanel);
-    dsoftmax_rows(p, h, first, rows, w);
+    (undivided::has_score_bias(a) ? dsoftmax_rows<T, true> : dsoftmax_rows<T, false>)(p, block, h, first, rows, w);
     for (int64_t j = first; j < first + keys; j++) h.rows_of_key[j] = rows;
   }
-  Vec zero_or_nan = {}, *const found = a.ranges || a.band ? &zero_or_nan : nullptr;
+  Vec zero_or_nan = {}, *const found = may_hide_pairs(a) ? &zero_or_nan : nullptr;
   if (p.g.dq) add_rows(w.scores, kSmallWidth, 1, h.k, h.visible, a.qk_dim, h.rows, h.dq, found);
   if (p.g.dk) add_rows(w.scores, 1, kSmallWidth, h.q, h.rows_of_key, a.qk_dim, h.keys, h.dk, found);
   if (p.g.dv) add_rows(w.weights, 1, kSmallWidth, h.grad, h.rows_of_key, a.v_dim, h.keys, h.dv, found);

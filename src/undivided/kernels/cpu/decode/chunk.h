@@ -42,12 +42,23 @@ static DecodeSpace layout_decode(const Attention& a, int64_t kv_heads, char* bas
   return space;
 }
 
-// Iterates over the segments of a chunk in steps.
+// The query head and row of row r of the n-th head of a chunk.
+struct RowPlace {
+  int64_t head, row;
+};
+INLINE RowPlace row_place(const KeyChunk& chunk, int64_t n, int64_t r) {
+  const Attention& a = *chunk.problem;
+  return {(chunk.kv_head + n) * (a.heads / a.kv_heads) + r / a.q_len, r % a.q_len};
+}
+
+// Iterates over the segments of a chunk in steps, without those that the mask or the bias hides from every row.
 template <class T>
 struct Steps {
   const KeyChunk& chunk;
   const Panel& panel;
-  int64_t max_keys;  // keys per step
+  int64_t first, rows;  // of each head
+  bool alone;           // whether to leave out every key that the only row does not see
+  int64_t max_keys;     // keys per step
   int64_t key = chunk.key;
   int segment = 0;
 
@@ -67,14 +78,40 @@ struct Steps {
   }
   void next(Step<T>& step) {
     for (; segment < panel.segments; segment++) {
-      const int64_t from = larger_of(panel.segment[segment].start, key);
       const int64_t to = smaller_of(panel.segment[segment].stop, chunk.key + chunk.keys);
-      if (from >= to) continue;
-      find(chunk, from, smaller_of(max_keys - from % kStepAlignment, to - from), step);
-      key = from + step.keys;
-      return;
+      for (key = larger_of(panel.segment[segment].start, key); key < to;) {
+        const int64_t from = key, keys = seen_keys(from, smaller_of(max_keys - from % kStepAlignment, to - from));
+        key = from + (keys < 0 ? -keys : keys);
+        if (keys > 0) return find(chunk, from, keys, step);
+      }
     }
     step.keys = 0;
+  }
+
+ private:
+  // How many of the `count` keys from `from` on are the next step; negative: how many are hidden.
+  int64_t seen_keys(int64_t from, int64_t count) const {
+    const Attention& a = *chunk.problem;
+    if (!a.dense && !a.bias) return count;
+    if (!alone) return may_see(from, from + count) ? count : -count;
+    const RowPlace at = row_place(chunk, 0, first);
+    const auto is_seen = [&](int64_t j) { return sees(a, chunk.batch, at.head, at.row, j); };
+    const bool first_seen = is_seen(from);
+    int64_t alike = 1;
+    while (alike < count && is_seen(from + alike) == first_seen) alike++;
+    return first_seen ? alike : -alike;
+  }
+  // Whether some row may see keys [from, to); the mask and the bias are searched apart, as for a panel (may_see_keys).
+  bool may_see(int64_t from, int64_t to) const {
+    const Attention& a = *chunk.problem;
+    bool allowed = !a.dense, finite = !a.bias;
+    for (int64_t n = 0; n < chunk.kv_heads; n++)
+      for (int64_t r = 0; r < rows && !(allowed && finite); r++) {
+        const RowPlace at = row_place(chunk, n, first + r);
+        allowed = allowed || allows_keys(a, chunk.batch, at.head, at.row, from, to);
+        finite = finite || has_finite_bias(a, chunk.batch, at.head, at.row, from, to);
+      }
+    return allowed && finite;
   }
 };
 
@@ -90,14 +127,12 @@ template <class Engine>
 static void start_head(const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state, float* q) {
   typedef typename Engine::T T;
   const Attention& a = *chunk.problem;
-  const int64_t group = a.heads / a.kv_heads;
   auto load = [&](auto type) {
     typedef decltype(type) Row;
     Row row[kMaxDecodeRows];
     for (int64_t r = 0; r < state.rows; r++) {
-      const int64_t at = first + r;
-      row[r] =
-          (Row)a.q + chunk.batch * a.q_b + ((chunk.kv_head + n) * group + at / a.q_len) * a.q_h + at % a.q_len * a.q_s;
+      const RowPlace at = row_place(chunk, n, first + r);
+      row[r] = (Row)a.q + chunk.batch * a.q_b + at.head * a.q_h + at.row * a.q_s;
     }
     Engine::load_queries(a, row, state.rows, q);
   };
@@ -108,10 +143,10 @@ static void start_head(const KeyChunk& chunk, int64_t n, int64_t first, HeadStat
 }
 
 // Computes `rows` rows of each head of a chunk, from `first` on, and calls finish(state, n, r, row) for row r of the
-// n-th head, with room for its sums.
+// n-th head, with room for its sums. alone: there is one row, which meets no key that it does not see.
 template <class Engine, class Finish>
-static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first, int64_t rows, char* scratch,
-                      Finish finish) {
+static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t first, int64_t rows, bool alone,
+                      char* scratch, Finish finish) {
   typedef typename Engine::T T;
   const Attention& a = *chunk.problem;
   const DecodeSpace space = layout_decode<Engine>(a, chunk.kv_heads, scratch);
@@ -131,7 +166,7 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
       undivided::threshold(kTuning.decode_step_bytes, undivided::kZen5, kTuning.decode_step_bytes_zen5);
   const int64_t max_keys =
       larger_of(kStepAlignment, smaller_of(kDecodeStepKeys, max_bytes / key_bytes / kStepAlignment * kStepAlignment));
-  Steps<T> steps = {chunk, p, max_keys};
+  Steps<T> steps = {chunk, p, first, rows, alone, max_keys};
   Step<T>*previous = (Step<T>*)space.steps, *step = previous + 1, *next = previous + 2;
   float *scores = space.scores, *weights = scores + Engine::kScores;
   Engine engine;
@@ -140,6 +175,10 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
     HeadState state = state_of(n);
     float decay[kRowSlots];
     float* found = engine.to_scores(state, head_scores, current.keys);
+    for (int64_t r = 0; undivided::has_score_bias(a) && r < rows; r++) {
+      const RowPlace at = row_place(chunk, n, first + r);
+      add_row_bias(a, chunk.batch, at.head, at.row, current.key, current.keys, found + r * kDecodeStepKeys);
+    }
     for_each_pass(round_up_rows(rows), [&](auto count, int64_t r) {
       decode_softmax<decltype(count)::value>(a, p, state, r, current.key, current.keys, Engine::kBits,
                                              found + r * kDecodeStepKeys, decay);
@@ -178,12 +217,12 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
 // Whether the own values of row r of the n-th head of a chunk explain every NaN in its sums (see forward/own_values.h).
 static inline bool is_explained(const KeyChunk& chunk, int64_t n, int64_t r, const float* sums, char* scratch) {
   const Attention& a = *chunk.problem;
-  const int64_t kv_head = chunk.kv_head + n, head = kv_head * (a.heads / a.kv_heads) + r / a.q_len;
+  const RowPlace at = row_place(chunk, n, r);
   bool explained = false;
   with_number(a, [&](auto type) {
     typedef Pointee<decltype(type)> T;
-    explained =
-        explains_nan<T>(a, chunk.batch, kv_head, head, r % a.q_len, chunk.key, chunk.key + chunk.keys, sums, scratch);
+    explained = explains_nan<T>(a, chunk.batch, chunk.kv_head + n, at.head, at.row, chunk.key, chunk.key + chunk.keys,
+                                sums, scratch);
   });
   return explained;
 }
@@ -196,9 +235,9 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
   const int64_t rows = rows_of_group(a), size = partial_size(a);
   const float natural = score_unit<Direct>(a).natural;
-  const bool checks_finite = !independent_columns || ((a.ranges || a.band) && a.q_len > 1);
+  const bool checks_finite = !independent_columns || ((a.ranges || a.band) && a.q_len > 1) || a.dense || a.bias;
   bool non_finite = false;
-  sum_chunk<Engine>(chunk, next_chunk, 0, rows, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
+  sum_chunk<Engine>(chunk, next_chunk, 0, rows, false, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
     float* to = chunk.partials + (n * rows + r) * size;
     Engine::store_sums(a, state, r, to);
     for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unit;
@@ -210,7 +249,7 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
     if (!has_non_finite_sums(to, a.v_dim, to[a.v_dim + 1]) || is_explained(chunk, i / rows, i % rows, to, scratch))
       continue;
     const KeyChunk head = {&a, chunk.batch, chunk.kv_head + i / rows, 1, chunk.key, chunk.keys, nullptr};
-    sum_chunk<VectorEngine>(head, nullptr, i % rows, 1, scratch,
+    sum_chunk<VectorEngine>(head, nullptr, i % rows, 1, true, scratch,
                             [&](const HeadState& state, int64_t, int64_t r, float* row) {
                               VectorEngine::store_sums(a, state, r, row);
                               const float max_score = state.max_score[r] * natural,

@@ -4,6 +4,7 @@
 
 #include "abi/level.h"
 #include "forward/block.h"
+#include "mask/row_bias.h"
 #include "simd/quantized.h"
 
 namespace {
@@ -221,14 +222,14 @@ INLINE void store_first(float* to, Vec x) {
   memcpy(to, lanes, N * 4);
 }
 
-// Turns the scores [row][key] of R rows, from `first` on, into weights, scaled by 2^bits; decay is the factor of each
-// row's earlier sums.
+// Turns the products of Q and K [row][key] of R rows, from `first` on, or if there is a bias their scores, into weights,
+// scaled by 2^bits; decay is the factor of each row's earlier sums.
 template <int R>
 static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key,
                            int64_t keys, int bits, float* scores, float* decay) {
   const float factor = score_unit<Direct>(a).log2;
   const ScoreMap map(a);
-  const bool keeps_raw_scores = keeps_products(a);
+  const bool keeps = keeps_products(a) || undivided::has_score_bias(a);
   const bool covered = keys % kLanes == 0 && p.common[0][0] <= key && key + keys <= p.common[0][1];
   IVec lane;
   for (int i = 0; i < kLanes; i++) lane[i] = i;
@@ -239,7 +240,7 @@ static void decode_softmax(const Attention& a, const Panel& p, const HeadState& 
     high[r] = splat(-kInfinity);
     for (int64_t j = 0; j < keys; j += kLanes) {
       Vec x = load(s + j);
-      if (!keeps_raw_scores) x = map.cap != 0 ? tanh_of(x * map.inverse) * map.cap : x * map.scale;
+      if (!keeps) x = map.cap != 0 ? tanh_of(x * map.inverse) * map.cap : x * map.scale;
       if (!covered) {
         const int64_t row = first + r;
         IVec at = lane + (int32_t)(key + j);

@@ -6,6 +6,7 @@
 
 #include "forward/own_values.h"
 #include "gemm/small.h"
+#include "mask/row_bias.h"
 #include "simd/math.h"
 
 namespace {
@@ -55,12 +56,14 @@ static inline bool is_connected(const Attention& a, const RowBlock& block, const
   return true;
 }
 
-// Turns the scores of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
+// Turns the products of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
 // Returns false if the row sees nothing, not even NaN. Unused lanes and keys that the row does not see become 0.
 INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t batch, int64_t head, int64_t row,
                         int64_t first, int64_t keys, float* weights) {
   const ScoreUnit unit = score_unit<Direct>(a);
-  const float scale = keeps_products(a) ? 1 : (float)a.scale;
+  const bool has_bias = undivided::has_score_bias(a) || a.softcap != 0;
+  if (has_bias) add_row_bias(a, batch, head, row, first, keys, weights);
+  const float scale = keeps_products(a) || has_bias ? 1 : (float)a.scale;
   IVec lane = {};
   for (int i = 0; i < kLanes; i++) lane[i] = (int32_t)first + i;
   Vec high = splat(-kInfinity), total = {};
@@ -85,15 +88,13 @@ INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t b
 // Adds the values of a row again, those of its own keys only, if it met one that is not finite with a weight of 0. Its
 // weights and `v` begin at key `first`.
 template <class T>
-INLINE void add_own_values(const Attention& a, const Panel& panel, int r, int64_t first, const float* const* v,
-                           const Segment& own, float* weights, T* out) {
+INLINE void add_own_values(const Attention& a, int64_t batch, int64_t head, int64_t row, int64_t first,
+                           const float* const* v, const Segment& own, float* weights, T* out) {
   if (!has_non_finite(out, a.v_dim)) return;
   const float* values[kPanel];
   Segment some = {0, 0};
   for (int64_t j = own.start; j < own.stop; j++) {
-    const int32_t key = (int32_t)(first + j);
-    if ((key < panel.start[0][r] || key >= panel.stop[0][r]) && (key < panel.start[1][r] || key >= panel.stop[1][r]))
-      continue;
+    if (!sees(a, batch, head, row, first + j)) continue;
     values[some.stop] = v[j], weights[some.stop++] = weights[j];
   }
   add_rows(weights, kPanel, 1, values, &some, a.v_dim, 1, &out);
@@ -108,7 +109,7 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   const SmallForwardSpace w(a, scratch);
   const Segment visible = panel.segments ? panel.segment[0] : Segment{0, 0};
   const int64_t b = block.batch, n = block.kv_head, keys = visible.stop - visible.start;
-  const bool alike = panel.covers(visible.start, visible.stop);
+  const bool alike = panel.covers(visible.start, visible.stop), hides = !alike || a.dense || a.bias;
   const float *q[kPanel], *k[kPanel], *v[kPanel];
   T* out[kPanel];
   int64_t rows = 0, from[kPanel];
@@ -142,12 +143,15 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
     has_keys[i] = softmax_row(a, panel, (int)from[i], b, head, row, visible.start, keys, w.weights + i * kPanel);
   }
   Vec zero_or_nan = {};
-  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out, alike ? nullptr : &zero_or_nan);
+  add_rows(w.weights, kPanel, 1, v, own, a.v_dim, rows, out, hides ? &zero_or_nan : nullptr);
   const bool all_finite = !any(zero_or_nan != zero_or_nan);
   for (int64_t i = 0; i < rows; i++)
-    if (!has_keys[i]) clear(out[i]);  // 0 * NaN is NaN
-    else if (!all_finite)
-      add_own_values(a, panel, (int)from[i], visible.start, v, own[i], w.weights + i * kPanel, out[i]);
+    if (!has_keys[i]) {
+      clear(out[i]);  // 0 * NaN is NaN
+    } else if (!all_finite) {
+      const auto [head, row] = place(from[i]);
+      add_own_values(a, b, head, row, visible.start, v, own[i], w.weights + i * kPanel, out[i]);
+    }
   return true;
 }
 

@@ -18,10 +18,9 @@ constexpr int64_t kMinTransposedKeys = kLanes / 4;
 // 2 x 4 in 16.
 constexpr int kSmallRows = kLanes == 16 ? 6 : 2, kSmallColumns = 4;
 
-// Whether every head has at most `limit` rows and keys, and scores have no bias, mask, ALiBi, dropout or softcap.
+// Whether every head has at most `limit` rows and keys, and there is no dropout.
 INLINE bool is_small(const Attention& a, int64_t limit) {
-  const bool has_score_bias = undivided::has_score_bias(a) || a.dropout || a.softcap != 0;
-  return rows_of_group(a) <= limit && a.kv_len <= limit && !has_score_bias && a.qk_dim % kLanes == 0 &&
+  return rows_of_group(a) <= limit && a.kv_len <= limit && !a.dropout && a.qk_dim % kLanes == 0 &&
          a.v_dim % kLanes == 0;
 }
 

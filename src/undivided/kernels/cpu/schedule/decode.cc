@@ -21,7 +21,10 @@ bool are_side_by_side(const Attention& a) {
 
 }  // namespace
 
-bool is_decoding(const Attention& a) { return !has_score_bias(a) && !a.dropout && decode_kernels(a).can_decode(a); }
+bool is_decoding(const Attention& a) {
+  if (a.dropout || (a.batch_invariant && has_score_bias(a))) return false;
+  return decode_kernels(a).can_decode(a);
+}
 
 void Decoding::add(const Attention& a) {
   for (int64_t b = 0; b < a.batch; b++) sequences_.push_back({&a, b, key_extent(a, b), 0});

@@ -10,7 +10,7 @@
 
 namespace undivided {
 
-// Few query rows per sequence, and no score that depends on the pair.
+// Few query rows per sequence, without dropout, and with batch_invariant without bias.
 bool is_decoding(const Attention& a);
 
 // All problems have the same heads, head sizes, type and strides.

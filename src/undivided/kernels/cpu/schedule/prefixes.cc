@@ -11,7 +11,9 @@ namespace undivided {
 namespace {
 
 // Whether sequences may share work. Their results then depend on which sequences are in the batch, by rounding only.
-bool may_share(const Attention& a) { return a.pages && a.v_dim % 16 == 0 && !a.batch_invariant; }
+bool may_share(const Attention& a) {
+  return a.pages && a.v_dim % 16 == 0 && !a.batch_invariant && !has_score_bias(a);
+}
 
 // The number of keys from the first one on that every row of a sequence sees.
 int64_t common_keys(const Attention& a, int64_t batch) {
