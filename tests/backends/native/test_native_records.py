@@ -60,7 +60,7 @@ OUT_OF_8_COLUMNS = {"out_s": 8, "out_h": 8 << 21, "out_b": 8 << 21}
 GOOD: list[dict[str, Any]] = [
     {},
     {"ranges": "RANGES"},
-    {"band": 1, "first": -3, "last": 1},
+    {"band": 1, "band_start": -3, "band_stop": 1},
     ONE_PAGE,
     FIRST | {"first_key": "FIRST_[0, 1, 5]"},
     INT4,
@@ -68,7 +68,7 @@ GOOD: list[dict[str, Any]] = [
     TREE | {"dense_keys": 0},
     {"batch": 0, "q": 0},
     {"kv_len": 0, "k": 0, "v": 0, "slopes": "TABLE", "row_position": "TABLE"},
-    {"band": 1, "first": 1 << 31, "last": 1 << 31},  # no row sees a key
+    {"band": 1, "band_start": 1 << 31, "band_stop": 1 << 31},  # no row sees a key
     {"kv_len": 1, "k_s": 1 << 62, "v_s": 1 << 62},  # the stride of a single key is not used
     dict.fromkeys(("q_b", "k_b", "k_h", "v_b", "v_h", "out_b"), (1 << 63) - 1),  # nor those of one sequence or head
     DROPOUT | {"dropout_head": (1 << 32) - 3},
@@ -161,7 +161,7 @@ BAD: list[dict[str, Any]] = [
     FIRST | {"first_key": "FIRST_[0, 1, 5]", "ranges": 0},
     FIRST | {"first_key": "FIRST_[0, 1, 5]", "first_key_b": -1, "batch": 2},
     # strides of tensors that are absent
-    {"band": 1, "first": -3, "last": 1, "ranges_b": -(1 << 62)},
+    {"band": 1, "band_start": -3, "band_stop": 1, "ranges_b": -(1 << 62)},
     *({name: -1} for name in ("ranges_b", "first_key_b", "lse_b", "lse_h", "k_scale_s", "v_scale_h")),
 ]
 

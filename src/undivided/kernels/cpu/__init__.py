@@ -31,7 +31,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FIELDS = (
     "size dtype batch heads kv_heads q_len kv_len qk_dim v_dim threads scale softcap "
     "q q_b q_h q_s k k_b k_h k_s v v_b v_h v_s out out_b out_h out_s lse lse_b lse_h "
-    "ranges ranges_b columns band first last pages pages_b page_size page_count sinks "
+    "ranges ranges_b columns band band_start band_stop pages pages_b page_size page_count sinks "
     "bias bias_dtype bias_b bias_h bias_q bias_k dense dense_b dense_h dense_q dense_k "
     "dense_from dense_from_b dense_keys dense_origin "
     "slopes slopes_b slopes_h slopes_q row_position row_position_b key_position key_position_b "

@@ -30,8 +30,8 @@ struct Attention {
   // [B|1, Sq, columns]: [start, stop) pairs, columns 2 or 4, contiguous rows; null: every pair is allowed
   const int32_t* ranges;
   int64_t ranges_b, columns;
-  // if band is not 0: query row i sees keys [i + first, i + last) in every sequence; ranges is null then
-  int64_t band, first, last;
+  // if band is not 0: query row i sees keys [i + band_start, i + band_stop) in every sequence; ranges is null then
+  int64_t band, band_start, band_stop;
   // block table [B, pages]: key j is row j % page_size of page pages[j / page_size]; null: no pages. An entry for keys
   // that no row sees may hold anything; an entry outside the pool is read as page 0.
   const int32_t* pages;

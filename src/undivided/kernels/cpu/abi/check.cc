@@ -98,7 +98,7 @@ bool has_valid_tensors(const Attention& a) {
 // Reads the ranges: a key outside of the tensor must not be in any of them.
 bool has_valid_ranges(const Attention& a) {
   const auto is_end = [](int64_t key) { return -2 * kMaxSize <= key && key <= 2 * kMaxSize; };
-  if (a.band) return !a.ranges && is_end(a.first) && is_end(a.last);
+  if (a.band) return !a.ranges && is_end(a.band_start) && is_end(a.band_stop);
   if (!a.ranges) return true;
   if ((a.columns != 2 && a.columns != 4) || !Reach().axis(a.batch, a.ranges_b).axis(a.q_len, a.columns).fits())
     return false;

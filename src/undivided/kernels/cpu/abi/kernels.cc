@@ -5,7 +5,7 @@
 #include "append/tokens.h"
 #include "backward/driver.h"
 #include "backward/own_nan.h"
-#include "backward/pairs.h"
+#include "backward/pairwise.h"
 #include "decode/invariant.h"
 
 #if defined(UNDIVIDED_AMX)
@@ -133,10 +133,10 @@ INLINE auto with_invariant_unit(const Attention& a, F f) {
 }
 // Whether units of batch_invariant decode a problem; without it, because they are faster for keys from memory. Tables
 // with AMX run no problem with batch_invariant (see kernels(a) in level.h), and tiles are faster than units.
-bool runs_in_units(const Attention& a, int64_t kv_heads, bool in_memory) {
+bool runs_in_units(const Attention& a, int64_t kv_heads, bool exceeds_caches) {
   if (kHasAmx) return false;
   if (a.batch_invariant) return true;
-  if (!in_memory || kLanes < 16 || kv_heads == 1 || a.format || a.q_len > 1 || (a.ranges && a.columns > 2) ||
+  if (!exceeds_caches || kLanes < 16 || kv_heads == 1 || a.format || a.q_len > 1 || (a.ranges && a.columns > 2) ||
       undivided::has_score_bias(a))
     return false;
   return with_mode(a.dtype, [&](auto mode) {
@@ -181,7 +181,7 @@ int64_t chunk_scratch(const Attention& a, int64_t kv_heads) {
 template <class Half>
 void chunk(const KeyChunk& c, const KeyChunk* next_chunk, char* scratch) {
   const Attention& a = *c.problem;
-  if (runs_in_units(a, c.kv_heads, c.in_memory))
+  if (runs_in_units(a, c.kv_heads, c.exceeds_caches))
     return with_invariant_unit(
         a, [&](auto u) { typename decltype(u)::type(a, c.kv_heads, rows_of_group(a), scratch).run(c, next_chunk); });
   with_engine<Half>(a, [&](auto e) { run_chunk<typename decltype(e)::type>(c, next_chunk, scratch); });
@@ -200,7 +200,7 @@ int64_t layout_shared_rows(Backward& p, int64_t heads, char* base) {
   return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return layout_rows<decltype(mode)>(p, heads, base); });
 }
 template <class Half>
-int64_t key_scratch(const Backward& p) {
+int64_t key_unit_scratch(const Backward& p) {
   return with_block_mode<Half>(p.a.dtype, [&](auto mode) { return layout_backward<decltype(mode)>(p, nullptr).bytes; });
 }
 template <class Half>
@@ -246,13 +246,13 @@ const undivided::Kernels* amx_or_vectors(const Attention& a, bool use_amx, int a
   return &kernels_avx512_bf16;
 }
 template <class Half>
-const undivided::Kernels* prefill(const Attention& a, int attempt) {
+const undivided::Kernels* prefill_kernels(const Attention& a, int attempt) {
   if (is_small_forward(a)) return &kernels_avx512_bf16;
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) { return is_worth_splitting<decltype(mode)>(a); });
   return amx_or_vectors<Half>(a, use_amx, attempt);
 }
 template <class Half>
-const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
+const undivided::Kernels* backward_kernels(const Attention& a, const Gradients& g) {
   const bool use_amx = with_block_mode<Half>(a.dtype, [&](auto mode) {
     return are_gradients_worth_splitting<decltype(mode)>(a) && !is_small_faster<decltype(mode)>(a, g);
   });
@@ -260,11 +260,11 @@ const undivided::Kernels* gradients(const Attention& a, const Gradients& g) {
 }
 #else
 template <class>
-const undivided::Kernels* prefill(const Attention&, int) {
+const undivided::Kernels* prefill_kernels(const Attention&, int) {
   return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 template <class>
-const undivided::Kernels* gradients(const Attention&, const Gradients&) {
+const undivided::Kernels* backward_kernels(const Attention&, const Gradients&) {
   return &undivided::UNDIVIDED_JOIN(kernels_, UNDIVIDED_LEVEL);
 }
 #endif
@@ -274,7 +274,7 @@ template <class Half>
 constexpr undivided::Kernels make_kernels(const char* name) {
   undivided::Kernels k{};
   k.name = name;
-  k.prefill = prefill<Half>;
+  k.prefill_kernels = prefill_kernels<Half>;
   k.short_key_limit = short_key_limit;
   k.block_rows = block_rows;
   k.packing_rows = kTuning.packing_rows;
@@ -286,10 +286,10 @@ constexpr undivided::Kernels make_kernels(const char* name) {
   k.chunk_scratch = chunk_scratch<Half>;
   k.chunk = chunk<Half>;
   k.merge = merge;
-  k.gradients = gradients<Half>;
+  k.backward_kernels = backward_kernels<Half>;
   k.row_panels = row_panels<Half>;
   k.layout_shared_rows = layout_shared_rows<Half>;
-  k.key_scratch = key_scratch<Half>;
+  k.key_unit_scratch = key_unit_scratch<Half>;
   k.begin_rows = begin_rows<Half>;
   k.key_unit = key_unit<Half>;
   k.finish_rows = finish_rows<Half>;

@@ -45,8 +45,8 @@ static inline int64_t partial_size(const Attention& a) { return (a.v_dim + 2 + 1
 struct KeyChunk {
   const Attention* problem;
   int64_t batch, kv_head, kv_heads, key, keys;
-  float* partials;         // null: the chunk has all keys of its heads, or their only piece, and writes their results
-  bool in_memory = false;  // whether the keys of all chunks are too many for the caches
+  float* partials;  // null: the chunk has all keys of its heads, or their only piece, and writes their results
+  bool exceeds_caches = false;  // whether the keys of all chunks are too many for the caches
 };
 
 // Exponents of the powers of two that scale a block of rows: of its dO, of its Q in the product with dS, and the smallest
@@ -95,7 +95,7 @@ struct Kernels {
   const char* name;
   // the table that runs prefill: this one, or a lower level that is faster. If it fails on some numbers, the next
   // attempt takes a wider range of numbers; attempt 2 takes all.
-  const Kernels* (*prefill)(const Attention&, int attempt);
+  const Kernels* (*prefill_kernels)(const Attention&, int attempt);
   // documents whose rows see no more keys run apart from the others; 0: none do
   int64_t (*short_key_limit)(const Attention&);
   // the largest number of query rows of a block whose rows see this many keys (as in RowBlock)
@@ -113,11 +113,11 @@ struct Kernels {
   // merges the partial results of a row, which are at offset `offset` of each of `count` places, in order
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
                 int64_t offset);
-  const Kernels* (*gradients)(const Attention&, const Gradients&);  // as prefill, for gradients
-  int64_t (*row_panels)(int64_t dtype);                             // the largest number of panels of a row block
+  const Kernels* (*backward_kernels)(const Attention&, const Gradients&);  // as prefill, for gradients
+  int64_t (*row_panels)(int64_t dtype);  // the largest number of panels of a row block
   // places the arrays of rows that units share, and returns their bytes; base null: only counts
   int64_t (*layout_shared_rows)(Backward&, int64_t heads, char* base);
-  int64_t (*key_scratch)(const Backward&);
+  int64_t (*key_unit_scratch)(const Backward&);
   void (*begin_rows)(const Backward&, int64_t head, int64_t row_block);  // head: index in [B, N]
   void (*key_unit)(const Backward&, const KeyUnit&, char* scratch);
   void (*finish_rows)(const Backward&, int64_t head, int64_t row_block);

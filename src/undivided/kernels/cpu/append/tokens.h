@@ -35,7 +35,7 @@ void copy_tokens(const Append& p, const Appended& x, int64_t token, int64_t stop
 template <class T, class Number>
 void quantize_tokens(const Append& p, const Appended& x, int64_t token, int64_t stop) {
   for_each_head(p, x, token, stop, [&](const char* from, int64_t row) {
-    Number* to = (Number*)x.pool + row * stored<Number>(x.dim);
+    Number* to = (Number*)x.pool + row * element_count<Number>(x.dim);
     quantize_row((const T*)from, x.dim, to, x.scale + row * scales_of<Number>(x.dim));
   });
 }

@@ -62,7 +62,7 @@ static void row_block_step(RowPass<Mode>& s, int64_t row_block) {
   s.rows = p.packed ? p.packed + at * bytes : w.rows;
   for (int64_t i = 0; !p.packed && i < panels; i++)
     pack_panel<Mode>(p, s.head, s.block, i * kPanel, s.of_rows(p.base) + i * kPanel, s.rows + i * bytes);
-  if constexpr (kRowScaled<Mode>) s.unit = ldexpf(1, -weight_bits<Mode>(p.a) - s.scales().grad - kInputBits<Mode>);
+  if constexpr (kRowScaled<Mode>) s.unscale = ldexpf(1, -weight_bits<Mode>(p.a) - s.scales().grad - kInputBits<Mode>);
   s.next = row_prefetch<Mode>(p, s.head, row_block + 1);
   const int64_t stop = s.keys.first + s.keys.count;
   for (int64_t block_key = s.keys.first; block_key < stop; block_key += kBlockKeys)

@@ -22,15 +22,15 @@ struct DSoftmaxInputs {
   const float *st, *dpt;                         // [key of the key block][kPanel]
   float* score_bias;  // what is added to the scores; replaced by its gradients if writes_bias_gradient
   const LaneMask* keep;
-  int64_t first;  // first key of the key block
-  int vectors;    // vectors that hold rows
+  int64_t block_key;  // first key of the key block
+  int vectors;        // vectors that hold rows
   bool has_ranges, has_bias, writes_bias_gradient;
   bool has_large_base;    // whether some row's base is large, see kLargeBase
   double scale;           // of the raw scores
   ScoreMap map;           // with this scale
   const float* ds_scale;  // per row: dS of P * (dP - delta), all scales included
-  float unit;             // undoes the scales of P and dP
-  float bits;             // exponent of the power of two that scales P up
+  float unscale;          // undoes the scales of P and dP
+  float weight_bits;      // exponent of the power of two that scales P up
   int64_t* out_of_range;
 };
 // What the entries depend on beside the products: nothing, the ranges of rows, or more (see is_general).
@@ -48,7 +48,7 @@ INLINE Vec exponent(const DSoftmaxInputs& d, Vec product, Vec score, int v) {
   const bool plain = d.a.softcap == 0 && !d.has_bias;
   const Vec x = plain ? product * (float)(d.scale * (double)kLog2E) - base : score * kLog2E - base;
   if (!d.has_large_base) return x;
-  const Vec lse = load(d.lse + v * kLanes), far = smaller(Vec{}, score - lse) * kLog2E + d.bits;
+  const Vec lse = load(d.lse + v * kLanes), far = smaller(Vec{}, score - lse) * kLog2E + d.weight_bits;
   return is_large(lse) ? far : x;
 }
 
@@ -60,7 +60,7 @@ INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   IVec allowed = isplat(-1);
   if (kKind == kRanges || (kKind == kGeneral && d.has_ranges)) {
     const Panel& p = d.panel;
-    IVec key = isplat((int32_t)(d.first + j));
+    IVec key = isplat((int32_t)(d.block_key + j));
     auto bound = [&](const int32_t* bounds) { return *(const UnalignedIVec*)(bounds + v * kLanes); };
     allowed = is_within(key, bound(p.start[0]), bound(p.stop[0]), bound(p.start[1]), bound(p.stop[1]));
   }
@@ -88,7 +88,7 @@ INLINE DSoftmaxResult dsoftmax(const DSoftmaxInputs& d, int64_t j, int v) {
   }
   Vec u = p * (grad - load(d.delta + v * kLanes));
   if (kKind != kUnmasked) u = allowed ? u : Vec{};
-  if (kKind == kGeneral && d.writes_bias_gradient) store(d.score_bias + at, u * d.unit);
+  if (kKind == kGeneral && d.writes_bias_gradient) store(d.score_bias + at, u * d.unscale);
   score = u * ds_scale;
   if (kKind == kGeneral) score = allowed ? score : Vec{};  // softcap's derivative may be NaN there
   return {weight, score};

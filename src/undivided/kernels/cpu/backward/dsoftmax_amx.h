@@ -109,24 +109,24 @@ static void dsoftmax_blocks(const DSoftmaxInputs& d, int64_t first, Part<Mode>* 
   });
 }
 
-// to[i][lanes] += sums[i][lanes] * unit[lanes] for i < count.
-static void add_scaled(const float* sums, int64_t count, const Vec (&unit)[kVectors], float* to) {
+// to[i][lanes] += sums[i][lanes] * unscale[lanes] for i < count.
+static void add_scaled(const float* sums, int64_t count, const Vec (&unscale)[kVectors], float* to) {
   for (int64_t i = 0; i < count * kPanel; i += kPanel)
     for (int v = 0; v < kVectors; v++)
-      store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes) * unit[v]);
+      store(to + i + v * kLanes, load(to + i + v * kLanes) + load(sums + i + v * kLanes) * unscale[v]);
 }
 
 // multiply_key_gradients on AMX, for every column panel: out[key][kPanel] += A[slot][key] * B[slot], kSoftmaxKeys keys
-// at a time; in fp32 through `sums`, scaled by `unit`.
+// at a time; in fp32 through `sums`, multiplied by `unscale`.
 template <class Mode>
 static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mode>* a, int64_t a_slot, const float* b,
                                                                  int64_t b_panel, int64_t b_column, const Slots& slots,
                                                                  int64_t keys, int64_t columns, float* out,
-                                                                 int64_t out_column, float unit, float* sums) {
+                                                                 int64_t out_column, float unscale, float* sums) {
   typedef Part<Mode> Half;
   constexpr bool separate_sums = kIsFloat32<Mode>;
   constexpr int N = kProducts<Mode>;
-  const Vec units[kVectors] = {splat(unit), splat(unit)};
+  const Vec unscales[kVectors] = {splat(unscale), splat(unscale)};
   const AmxOperand rows = {nullptr, 64, 0, kTileBytes, kBlockKeys * kPanel * 2, b_column / kParts<Mode> * 4};
   char* done = nullptr;
   for (int64_t j = 0; j < keys; j += kSoftmaxKeys) {
@@ -141,14 +141,14 @@ static __attribute__((noinline)) void multiply_key_gradients_amx(const Weight<Mo
       char* to = (char*)(out + c * out_column + j * kPanel);
       multiply_first<Half, separate_sums, kVectors, N>(tiles[0], rows, pairs[0] + c * b_column * 4, to,
                                                        separate_sums && done ? (char*)sums : done);
-      if (separate_sums && done) add_scaled(sums, kSoftmaxKeys, units, (float*)done);
+      if (separate_sums && done) add_scaled(sums, kSoftmaxKeys, unscales, (float*)done);
       for (int n = 1; n < count; n++) multiply_step<Half, kVectors, N>(tiles[n], rows, pairs[n] + c * b_column * 4);
       done = to;
     }
   }
   if (!done) return;
   store_sums(separate_sums ? (char*)sums : done);
-  if (separate_sums) add_scaled(sums, kSoftmaxKeys, units, (float*)done);
+  if (separate_sums) add_scaled(sums, kSoftmaxKeys, unscales, (float*)done);
 }
 
 }  // namespace

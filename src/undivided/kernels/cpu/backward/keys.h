@@ -116,7 +116,7 @@ static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t r
 INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 INLINE bool is_finite(Float16 x) { return (x.bits & 0x7c00) != 0x7c00; }
 template <class Half>
-static bool zero_what_is_not_finite(Half* x, int64_t count) {
+static bool zero_non_finite(Half* x, int64_t count) {
   uint16_t some = 0;
   for (int64_t i = 0; i < count; i++) {
     const bool finite = is_finite(x[i]);
@@ -201,7 +201,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
     for (int64_t j = 0; j < count; j += kBlockKeys)
       transpose_v(k + j * a.k_s, a.k_s, smaller_of(kBlockKeys, count - j), a.qk_dim, every, p.unit_keys / kTileDepth,
                   w.k_pairs + j / kTileDepth * kTileBytes);
-    if (zero_what_is_not_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p))) mark_non_finite(p);
+    if (zero_non_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p))) mark_non_finite(p);
     return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
   } else
 #endif
@@ -223,7 +223,7 @@ static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t k
       if (a.qk_dim % 2) rows.k = even_copy(k, a.k_s, count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
       if (a.v_dim % 2) rows.v = even_copy(v, a.v_s, count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;
       interleave(k, a.k_s, 0, count, a.qk_dim, nullptr, (uint32_t*)w.k_pairs);
-      if (zero_what_is_not_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim)) mark_non_finite(p);
+      if (zero_non_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim)) mark_non_finite(p);
     }
 #endif
     return rows;
@@ -243,14 +243,14 @@ static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradi
                        int64_t dim, const float* sums, int bits) {
   typedef typename Mode::T T;
   const int64_t width = ColumnPanels(dim).width;
-  const float unit = ldexpf(1, -bits);
+  const float unscale = ldexpf(1, -bits);
   Vec zero_or_nan = {};
   if (!Mode::kAmx) touch_gradients<T>(p, gradient, at + keys.first * stride, stride, keys.count);
   for (int64_t j = 0; j < keys.count; j++) {
     const int64_t row = at + (keys.first + j) * stride;
     for (int64_t d = 0; d < dim; d += kLanes) {
       const Vec x = load(sums + (d / width * p.unit_keys + j) * kPanel + d % width);
-      store_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unit);
+      store_gradient(p, p.g.accumulate != 0, (T*)gradient + row, (float*)gradient + row, d, dim - d, x * unscale);
       zero_or_nan += x * 0;
     }
   }

@@ -1,7 +1,7 @@
 // Which NaN of the gradients come from pairs that the mask allows.
 //
 // driver.h multiplies hidden pairs with weights of 0, and 0 * NaN is NaN. If a head's gradients are not finite, it is
-// therefore computed again pair by pair (pairs.h), unless the allowed pairs explain every NaN:
+// therefore computed again pair by pair (pairwise.h), unless the allowed pairs explain every NaN:
 //
 //     a row of dQ     its log-sum-exp or its delta is NaN, so that all gradients of its scores are
 //     a row of dK     some row that sees the key has such gradients
@@ -41,7 +41,7 @@ class OwnNan {
   // Whether the allowed pairs explain every NaN that is left in the head's dQ, dK and dV.
   bool explains_all() {
     for (int64_t r = 0; r < p_.rows; r++) {
-      w_.rows[r] = kind_of(r);
+      w_.rows[r] = row_nan_of(r);
       if (g_.dq && !(w_.rows[r] & kNanScores) && has_nan(dq_row(r), a_.qk_dim)) return false;
     }
     find_live_keys();
@@ -63,14 +63,14 @@ class OwnNan {
     return (G*)base + batch_ * b + kv_head_ * h + j * s;
   }
 
-  uint8_t kind_of(int64_t r) const {
+  uint8_t row_nan_of(int64_t r) const {
     const RowTerms x = row_terms<T>(p_, batch_, head_of_row(r), r % a_.q_len);
     if (x.base == kInfinity) return 0;  // no keys: may hold anything
-    uint8_t kind = kHasKeys;
-    if (x.lse != x.lse || x.delta != x.delta) kind |= kNanScores;
-    if (x.lse != x.lse && !a_.dropout) kind |= kNanWeights;  // a dropped weight is 0
-    if (has_nan(grad_row(r), a_.v_dim)) kind |= kNanGrad;
-    return kind;
+    uint8_t bits = kHasKeys;
+    if (x.lse != x.lse || x.delta != x.delta) bits |= kNanScores;
+    if (x.lse != x.lse && !a_.dropout) bits |= kNanWeights;  // a dropped weight is 0
+    if (has_nan(grad_row(r), a_.v_dim)) bits |= kNanGrad;
+    return bits;
   }
 
   // From the first to the last key that a row with finite scores may see.
@@ -78,7 +78,7 @@ class OwnNan {
     for (int64_t r = 0; r < p_.rows; r++) {
       if (!(w_.rows[r] & kHasKeys) || w_.rows[r] & kNanScores) continue;
       const int64_t row = r % a_.q_len;
-      int64_t start = a_.band ? row + a_.first : 0, stop = a_.band ? row + a_.last : a_.kv_len;
+      int64_t start = a_.band ? row + a_.band_start : 0, stop = a_.band ? row + a_.band_stop : a_.kv_len;
       if (a_.ranges) {
         start = a_.kv_len, stop = 0;
         const int32_t* range = a_.ranges + batch_ * a_.ranges_b + row * a_.columns;

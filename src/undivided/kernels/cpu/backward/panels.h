@@ -47,8 +47,8 @@ struct RowPass {
   Head head;
   int64_t index;  // of the key unit
   RowBlock block;
-  char* rows;  // PackedRows of the block's first panel
-  float unit;  // see DSoftmaxInputs
+  char* rows;     // PackedRows of the block's first panel
+  float unscale;  // see DSoftmaxInputs
   bool has_turn;
   RowPrefetch next;
   alignas(64) float uniform_ds_scale[kPanel];  // see DSoftmaxInputs; if all rows have the same
@@ -117,7 +117,7 @@ static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t b
           dpt,
           s.w.score_bias,
           s.w.keep,
-          block_key,                    // first
+          block_key,
           panel.vectors(),              // vectors
           !has_score_bias && !covered,  // has_ranges
           has_score_bias,               // has_bias
@@ -126,8 +126,8 @@ static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t b
           scale,
           ScoreMap(a, scale),
           s.ds_scale(index),
-          s.unit,
-          (float)weight_bits<Mode>(a),  // bits
+          s.unscale,
+          (float)weight_bits<Mode>(a),
           s.p.out_of_range};
 }
 
@@ -228,9 +228,9 @@ static void amx_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t block
                                                              (stop - start) / kTileDepth, depth / kTileRows,
                                                              separate_sums ? w.sums : s.dqt(index));
   if constexpr (separate_sums) {
-    Vec unit[kVectors];
-    for (int v = 0; v < kVectors; v++) unit[v] = kRowScaled<Mode> ? load(s.dq_scale(index) + v * kLanes) : splat(1);
-    add_scaled(w.sums, depth, unit, s.dqt(index));
+    Vec unscale[kVectors];
+    for (int v = 0; v < kVectors; v++) unscale[v] = kRowScaled<Mode> ? load(s.dq_scale(index) + v * kLanes) : splat(1);
+    add_scaled(w.sums, depth, unscale, s.dqt(index));
   }
 }
 #endif

@@ -40,10 +40,10 @@ INLINE UVec load_bits(const Half* row, int64_t left) {
 }
 #endif
 
-// Packs rows with lanes along d, scaled by each row's `unit` if they are split; a null pointer is a row of zeros.
+// Packs rows with lanes along d, scaled by each row's `scale` if they are split; a null pointer is a row of zeros.
 template <class Mode>
-static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim, [[maybe_unused]] const float* unit,
-                      float* to) {
+static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim,
+                      [[maybe_unused]] const float* scale, float* to) {
   constexpr int step = Mode::Arith::kPairs ? 2 : 1;
   const int64_t width = ColumnPanels(dim).width;
   for (int64_t r = 0; r < rows; r += step)
@@ -52,7 +52,7 @@ static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t 
 #if defined(UNDIVIDED_AMX)
       if constexpr (kParts<Mode> > 1) {
         Vec parts[kParts<Mode>];
-        auto scaled = [&](int64_t i) { return row[i] ? load_partial(row[i] + d, dim - d) * unit[i] : Vec{}; };
+        auto scaled = [&](int64_t i) { return row[i] ? load_partial(row[i] + d, dim - d) * scale[i] : Vec{}; };
         split_pairs<Part<Mode>, kParts<Mode>>(scaled(r), scaled(r + 1), parts);
         for (int p = 0; p < kParts<Mode>; p++) store(at + p * PackedRows<Mode>::kPart, parts[p]);
         continue;
@@ -80,12 +80,12 @@ INLINE int64_t packed_lanes(int64_t rows) {
 // and the products of those, still have three parts; see RangeCheck.
 constexpr float kMinInput = 0x1p-20f;
 
-// Transposes kLanes rows into lanes, scaled by `unit` if they are split.
+// Transposes kLanes rows into lanes, multiplied by `scale` if they are split.
 template <class Mode>
-static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float unit,
+static void transpose_or_split(const typename Mode::T* const (&row)[kLanes], int64_t dim, [[maybe_unused]] float scale,
                                float* to, [[maybe_unused]] RangeCheck& range_check) {
 #if defined(UNDIVIDED_AMX)
-  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, range_check, unit);
+  if constexpr (kParts<Mode> > 1) split_rows<Mode>(row, dim, depth_of<Mode>(dim), to, range_check, scale);
   else
 #endif
     transpose_rows<Mode>(row, dim, depth_of<Mode>(dim), to);
@@ -117,7 +117,7 @@ static void pack_panel(const Backward& p, const Head& head, const RowBlock& bloc
   RangeCheck grad_check =
       kRowScaled<Mode> ? RangeCheck(kMinScaledGrad, kMaxFloat16, grad_scale[0]) : RangeCheck::of_mode<Mode>();
   for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, unit_input<Mode>(), to.qt + lane,
+    transpose_or_split<Mode>(*(const T* const(*)[kLanes])(q + lane), a.qk_dim, input_scale<Mode>(), to.qt + lane,
                              range_check);
     transpose_or_split<Mode>(*(const T* const(*)[kLanes])(grad + lane), a.v_dim, grad_scale[0], to.dot + lane,
                              grad_check);

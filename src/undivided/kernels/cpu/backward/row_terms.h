@@ -28,13 +28,13 @@ static RowTerms row_terms(const Backward& p, int64_t batch, int64_t head, int64_
   if (lse == -kInfinity) return {kInfinity, 0, 0, 0, 0};
   const T* out = out_row<T>(a, batch, head, row);
   const T* grad = (const T*)g.grad_out + batch * g.grad_out_b + head * g.grad_out_h + row * g.grad_out_s;
-  const float lost = dot_of(out, grad, a.v_dim);
-  RowTerms x = {0, lse, lost, 1, needs_norm ? sqrtf(dot_of(grad, grad, a.v_dim)) : 0};
+  const float grad_dot_out = dot_of(out, grad, a.v_dim);
+  RowTerms x = {0, lse, grad_dot_out, 1, needs_norm ? sqrtf(dot_of(grad, grad, a.v_dim)) : 0};
   if (a.sinks) {
     const float sink = a.sinks[head];
     const float total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
-    // an infinite sink leaves no weight for the row's values: `lost` is 0, and the difference NaN
-    if (g.sinks) g.sinks[at] = -lost * (lost == 0 ? 0 : expf(sink - total));
+    // an infinite sink leaves no weight for the row's values: `grad_dot_out` is 0, and the difference NaN
+    if (g.sinks) g.sinks[at] = -grad_dot_out * (grad_dot_out == 0 ? 0 : expf(sink - total));
     if (excludes_sinks(p)) x.sink_share = expf(lse - total), x.delta *= x.sink_share;
     else x.lse = total;
   }

@@ -178,7 +178,7 @@ static void finish_row_block(const Backward& p, const Head& head, int64_t row_bl
   const Gradients& g = p.g;
   const int64_t index = head.index;
   const RowBlock block = rows_of(p, head, row_block);
-  const float unit = ldexpf(1, -score_bits<Mode>(p, index));
+  const float unscale = ldexpf(1, -score_bits<Mode>(p, index));
   Vec zero_or_nan = {};
   if (!Mode::kAmx) {
     const int64_t head = block.first_head + block.row / a.q_len, row = block.row % a.q_len,
@@ -197,7 +197,7 @@ static void finish_row_block(const Backward& p, const Head& head, int64_t row_bl
       for (int i = 0; i < kLanes; i++) x[i] = d + i < a.qk_dim ? load(from + (d + i) * kPanel) : Vec{};
       transpose(x);
       for (int64_t i = 0; i < count; i++) {
-        store_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, x[i] * unit);
+        store_gradient(p, false, (T*)g.dq + offset[i], (float*)g.dq + offset[i], d, a.qk_dim - d, x[i] * unscale);
         zero_or_nan += x[i] * 0;
       }
     }

@@ -137,7 +137,7 @@ class DecodeAmx {
         if constexpr (kIsQuantized<T>) w *= load(scales + g * kGroup);
         UVec lower, upper;
         split_weights(w, lower, upper, Number());
-        float* pairs = pairs_ + g * kPairs + row_of_units(r, kSumBlock);
+        float* pairs = pairs_ + g * kPairFloats + row_of_units(r, kSumBlock);
         store(pairs, (Vec)lower), store(pairs + kUnitRows * kLanes, (Vec)upper);
       }
       if (decay[r] == 1.0f) continue;
@@ -168,7 +168,7 @@ class DecodeAmx {
 
  private:
   static constexpr int64_t kQueryBlock = kTileRows * kPassRows, kSumBlock = 2 * kUnitRows * kLanes,
-                           kPassScores = kDecodeStepKeys * kPassRows, kPairs = kUnits * kSumBlock;
+                           kPassScores = kDecodeStepKeys * kPassRows, kPairFloats = kUnits * kSumBlock;
   // Tiles 0 and 1 hold sums, 2 weights, 3 and 4 keys or values, 5 and 6 queries, 7 scores; during the second product of
   // 16 rows, 5 to 7 are the sums and weights of the second unit.
   static constexpr bool kTwoUnits = kPassRows == 2 * kUnitRows;
@@ -247,7 +247,7 @@ class DecodeAmx {
     if constexpr (Blocks > 1) tile_load<1>(first + kSumBlock * 4, 64);
     if constexpr (kTwoUnits) tile_load<5>(second, 64);
     if constexpr (kTwoUnits && Blocks > 1) tile_load<6>(second + kSumBlock * 4, 64);
-    for (int64_t g = 0; g < groups_of(v.keys); g++, pairs += kPairs) {
+    for (int64_t g = 0; g < groups_of(v.keys); g++, pairs += kPairFloats) {
       tile_load<2>((const char*)pairs, 64);
       if constexpr (kTwoUnits) tile_load<7>((const char*)(pairs + kSumBlock), 64);
       load_group<3, InPlace>(v, g, d), tile_multiply<0, 2, 3>(Number()), prefetch.step();
@@ -264,7 +264,7 @@ class DecodeAmx {
   }
 
   alignas(64) float scores_[Rows * kDecodeStepKeys];
-  alignas(64) float pairs_[kDecodeStepKeys / kGroup * kPairs] = {};  // unused rows stay 0
+  alignas(64) float pairs_[kDecodeStepKeys / kGroup * kPairFloats] = {};  // unused rows stay 0
   static constexpr int64_t kCopyBytes = 2 * kTileBytes;
   alignas(64) char copies_[kIsQuantized<T> ? kDecodeStepKeys / kGroup * kCopyBytes : kCopyBytes];
   TileSetup setup_{kShapes};

@@ -66,8 +66,8 @@ struct Steps {
     const Attention& a = *chunk.problem;
     step.key = from, step.keys = keys;
     const int64_t b = chunk.batch, h = chunk.kv_head, heads = chunk.kv_heads;
-    step.k.find(key_rows<T>(a, b, h), from, keys, stored<T>(a.qk_dim), heads, a.k_h);
-    step.v.find(value_rows<T>(a, b, h), from, keys, stored<T>(a.v_dim), heads, a.v_h);
+    step.k.find(key_rows<T>(a, b, h), from, keys, element_count<T>(a.qk_dim), heads, a.k_h);
+    step.v.find(value_rows<T>(a, b, h), from, keys, element_count<T>(a.v_dim), heads, a.v_h);
     if constexpr (kIsQuantized<T>) {
       step.k_scale.find(key_scales(a, b, h), from, keys, scales_of<T>(a.qk_dim), heads, a.k_scale_h);
       step.v_scale.find(value_scales(a, b, h), from, keys, scales_of<T>(a.v_dim), heads, a.v_scale_h);
@@ -161,7 +161,7 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
     HeadState state = state_of(n);
     start_head<Engine>(chunk, n, first, state, space.q + n * Engine::q_floats(a));
   }
-  const int64_t key_bytes = chunk.kv_heads * stored<T>(a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
+  const int64_t key_bytes = chunk.kv_heads * element_count<T>(a.qk_dim + a.v_dim) * (int64_t)sizeof(T);
   const int64_t max_bytes =
       undivided::threshold(kTuning.decode_step_bytes, undivided::kZen5, kTuning.decode_step_bytes_zen5);
   const int64_t max_keys =
@@ -232,7 +232,7 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   const Attention& a = *chunk.problem;
   typedef DecodeVectors<typename Engine::T> VectorEngine;  // computes each column on its own
   constexpr bool independent_columns = std::is_base_of<VectorEngine, Engine>::value;
-  constexpr float unit = 1.0f / (float)(1 << Engine::kBits);
+  constexpr float unscale = 1.0f / (float)(1 << Engine::kBits);
   const int64_t rows = rows_of_group(a), size = partial_size(a);
   const float natural = score_unit<Direct>(a).natural;
   const bool checks_finite = !independent_columns || ((a.ranges || a.band) && a.q_len > 1) || a.dense || a.bias;
@@ -240,8 +240,8 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   sum_chunk<Engine>(chunk, next_chunk, 0, rows, false, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
     float* to = chunk.partials + (n * rows + r) * size;
     Engine::store_sums(a, state, r, to);
-    for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unit;
-    to[a.v_dim] = state.max_score[r] * natural, to[a.v_dim + 1] = state.total[r] * unit;
+    for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unscale;
+    to[a.v_dim] = state.max_score[r] * natural, to[a.v_dim + 1] = state.total[r] * unscale;
     if (checks_finite) non_finite |= has_non_finite_sums(to, a.v_dim, state.total[r]);
   });
   for (int64_t i = 0; non_finite && i < chunk.kv_heads * rows; i++) {

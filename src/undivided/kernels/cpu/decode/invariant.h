@@ -45,7 +45,7 @@ class InvariantUnit {
     for (int64_t n = 0; n < heads_; n++) load_queries(n);
     for (int64_t i = 0; i < heads_ * padded_; i++) max_score_[i] = -kInfinity, total_[i] = 0;
     memset(sums_, 0, (size_t)(heads_ * padded_ * sum_stride_) * 4);
-    const int64_t bytes_of_key = heads_ * keys_.stored() * (int64_t)sizeof(Key);
+    const int64_t bytes_of_key = heads_ * keys_.max_element_count() * (int64_t)sizeof(Key);
     const auto keys_of_step = [&](int64_t bytes, int64_t min) {
       return larger_of(min, smaller_of(kDecodeStepKeys, bytes / bytes_of_key / min * min));
     };
@@ -61,10 +61,10 @@ class InvariantUnit {
       if (next.keys > 0) keys_.find(chunk, next, *following);
       else if (next_chunk && next_chunk->keys > 0)
         keys_.find(*next_chunk, {next_chunk->key, smaller_of(next_chunk->keys, score_keys), false, 0, 0}, *following);
-      if (step.values) add_values(step, *current, following->rows);
+      if (step.is_values) add_values(step, *current, following->rows);
       else multiply_scores(step, *current, following->rows);
-      if (!step.values && next.values) finish_scores(next.key, step.key + step.keys);
-      if (step.values && !next.values) add_block_sums();
+      if (!step.is_values && next.is_values) softmax(next.key, step.key + step.keys);
+      if (step.is_values && !next.is_values) add_block_sums();
       std::swap(current, following);
       step = next;
     }
@@ -171,7 +171,7 @@ class InvariantUnit {
 
   // Turns the scores of a key block into weights, and sets the factors of the earlier sums. [start, stop): from the
   // first to the last key of the block that some row sees.
-  void finish_scores(int64_t start, int64_t stop) {
+  void softmax(int64_t start, int64_t stop) {
     const int64_t block = KeySteps::block_of(start), from = start - block, to = stop - block;
     const int64_t first = from / kLanes * kLanes, last = round_up(to, kLanes);
     const float factor = score_unit<Products>(a_).log2;
@@ -179,9 +179,9 @@ class InvariantUnit {
     memset(block_sums_, 0, (size_t)(heads_ * padded_ * sum_stride_) * 4);
     for (int64_t i = 0; i < heads_ * padded_; i++) {
       float* s = scores_ + i * kScoreStride;
-      if (!keeps_products(a_)) to_units(s, first, last);
+      if (!keeps_products(a_)) scale_products(s, first, last);
       // last: a softcap would make them finite
-      if (!covered) hide(s, i % padded_, block, first, last);
+      if (!covered) apply_ranges(s, i % padded_, block, first, last);
       for (int64_t j = first; j < from; j++) s[j] = -kInfinity;
       for (int64_t j = to; j < last; j++) s[j] = -kInfinity;
       Vec high = splat(-kInfinity);
@@ -197,7 +197,7 @@ class InvariantUnit {
     for (int64_t i = 0; i < heads_ * padded_; i += 4) add_totals(i, smaller_of(heads_ * padded_ - i, 4), first, last);
   }
   // As scale_products.
-  void to_units(float* s, int64_t first, int64_t last) const {
+  void scale_products(float* s, int64_t first, int64_t last) const {
     const ScoreMap map(a_);
     for (int64_t j = first; j < last; j += kLanes) {
       const Vec x = load(s + j);
@@ -205,7 +205,7 @@ class InvariantUnit {
     }
   }
   // Masks the scores of a block outside of row r's ranges.
-  void hide(float* s, int64_t r, int64_t block, int64_t first, int64_t last) const {
+  void apply_ranges(float* s, int64_t r, int64_t block, int64_t first, int64_t last) const {
     const Panel& p = *panel_;
     IVec key = isplat((int32_t)(block + first));
     for (int i = 0; i < kLanes; i++) key[i] += i;

@@ -42,10 +42,10 @@ class InvariantKeys {
   void find(const KeyChunk& chunk, const KeyStep& step, KeyStepRows& to) const {
     const Attention& a = *chunk.problem;
     const int64_t b = chunk.batch, h = chunk.kv_head, heads = chunk.kv_heads;
-    const bool values = step.values;
+    const bool values = step.is_values;
     const int64_t dim = values ? a.v_dim : a.qk_dim;
-    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), step.key, step.keys, stored_of(dim), heads,
-                 values ? a.v_h : a.k_h);
+    to.rows.find(values ? value_rows<Key>(a, b, h) : key_rows<Key>(a, b, h), step.key, step.keys, element_count(dim),
+                 heads, values ? a.v_h : a.k_h);
     if constexpr (kQuantized) {
       to.scales.find(values ? value_scales(a, b, h) : key_scales(a, b, h), step.key, step.keys, scales_in(dim), heads,
                      values ? a.v_scale_h : a.k_scale_h);
@@ -54,7 +54,7 @@ class InvariantKeys {
     }
   }
   // Elements of type Key in a row of K or of V, the larger number; an element is a byte if they are quantised.
-  int64_t stored() const { return larger_of(stored_of(a_.qk_dim), stored_of(a_.v_dim)); }
+  int64_t max_element_count() const { return larger_of(element_count(a_.qk_dim), element_count(a_.v_dim)); }
 
   // `vectors` vectors of keys of the n-th head, from the j-th key of a step on: [Scalar][key].
   const float* transpose(const KeyStepRows& from, int64_t j, int64_t vectors, int64_t n, StepPrefetch& prefetch) {
@@ -78,7 +78,7 @@ class InvariantKeys {
   }
   // The same for numbers of 8 bits as they are in memory, if `reads_bytes`: four in a Scalar.
   const float* transpose_stored(const KeyStepRows& from, int64_t j, int64_t vectors, int64_t n) {
-    transpose_bytes(from.rows.row + j, n * a_.k_h, stored_of(a_.qk_dim), vectors, transposed_);
+    transpose_bytes(from.rows.row + j, n * a_.k_h, element_count(a_.qk_dim), vectors, transposed_);
     return transposed_;
   }
   // Scores of the n-th head with `vectors` vectors of keys of 4 bits, from the j-th key of a step on.
@@ -133,7 +133,7 @@ class InvariantKeys {
  private:
   int64_t depth() const { return a_.qk_dim / (Arith::kPairs ? 2 : 1); }
   // Elements of type Key in a row of `dim` numbers, and scales of such a row.
-  int64_t stored_of(int64_t dim) const { return a_.format == kInt4 ? dim / 2 : dim; }
+  int64_t element_count(int64_t dim) const { return a_.format == kInt4 ? dim / 2 : dim; }
   int64_t scales_in(int64_t dim) const { return a_.format == kInt4 ? dim / kGroupSize : 1; }
 
   NumberRows dequantized(const KeyStepRows& from, int64_t j, int64_t keys, int64_t offset, int64_t scale_offset,

@@ -9,7 +9,7 @@ namespace {
 // Some keys of a key block, or their values; no keys at the end.
 struct KeyStep {
   int64_t key, keys;
-  bool values;
+  bool is_values;
   int segment, first_segment;  // of the panel; first_segment: the first one of the key block
 };
 
@@ -27,10 +27,10 @@ class KeySteps {
   KeyStep after(const KeyStep& step) const {
     const int64_t key = step.key + step.keys, next_block = block_of(step.key) + kBlockKeys;
     const int s = step.segment;
-    if (key < smaller_of(stop_of(s), next_block)) return step_at(key, step.values, s, step.first_segment);
+    if (key < smaller_of(stop_of(s), next_block)) return step_at(key, step.is_values, s, step.first_segment);
     if (has(s + 1) && start_of(s + 1) < next_block)
-      return step_at(start_of(s + 1), step.values, s + 1, step.first_segment);
-    if (!step.values)
+      return step_at(start_of(s + 1), step.is_values, s + 1, step.first_segment);
+    if (!step.is_values)
       return step_at(larger_of(start_of(step.first_segment), block_of(step.key)), true, step.first_segment,
                      step.first_segment);
     if (stop_of(s) > next_block) return step_at(next_block, false, s, s);
@@ -43,10 +43,10 @@ class KeySteps {
   int64_t start_of(int s) const { return larger_of(panel_.segment[s].start, start_); }
   int64_t stop_of(int s) const { return smaller_of(panel_.segment[s].stop, stop_); }
   bool has(int s) const { return s < panel_.segments && start_of(s) < stop_of(s); }
-  KeyStep step_at(int64_t key, bool values, int segment, int first_segment) const {
-    const int64_t keys = values ? value_keys_ : score_keys_, step_end = (key / keys + 1) * keys,
+  KeyStep step_at(int64_t key, bool is_values, int segment, int first_segment) const {
+    const int64_t keys = is_values ? value_keys_ : score_keys_, step_end = (key / keys + 1) * keys,
                   stop = smaller_of(smaller_of(stop_of(segment), block_of(key) + kBlockKeys), step_end);
-    return {key, stop - key, values, segment, first_segment};
+    return {key, stop - key, is_values, segment, first_segment};
   }
 
   const Panel& panel_;

@@ -65,7 +65,8 @@ class Block {
  private:
   // One panel after another, each with all of its keys.
   void run_panels() {
-    for (int64_t t = first_block_key_; t < to_; t += kBlockKeys) key_block_at(t).start = kEmpty;
+    for (int64_t block_key = first_block_key_; block_key < to_; block_key += kBlockKeys)
+      key_block_at(block_key).start = kEmpty;
     if (panel_count_ > 0 && w_.panels[0].segments && !Mode::kAmx) {
       prefetched_to_ = smaller_of(smaller_of(keys_stop(w_.panels[0]), to_), first_block_key_ + kBlockKeys);
       prefetch_keys(from_, prefetched_to_, 1).step();
@@ -77,15 +78,15 @@ class Block {
       const PanelSums sums = w_.sums_of<Mode>(a_, 0);
       begin(p, sums);
       Prefetch prefetch = prefetch_for_panel(i);
-      for (int64_t t = first_block_key_; t < to_; t += kBlockKeys) {
-        const int64_t stop = smaller_of(t + kBlockKeys, to_);
-        if (!meets(p, t, stop)) continue;
-        KeyBlock<Mode>& key_block = key_block_at(t);
-        if (key_block.start == kEmpty) place_key_block(i, t, key_block);
+      for (int64_t block_key = first_block_key_; block_key < to_; block_key += kBlockKeys) {
+        const int64_t stop = smaller_of(block_key + kBlockKeys, to_);
+        if (!meets(p, block_key, stop)) continue;
+        KeyBlock<Mode>& key_block = key_block_at(block_key);
+        if (key_block.start == kEmpty) place_key_block(i, block_key, key_block);
         const int64_t needed_to = round_up(smaller_of(keys_stop(p), stop), kPackStep);
         if (key_block.packed_to < smaller_of(needed_to, key_block.stop))
           pack(key_block, smaller_of(needed_to, key_block.stop));
-        step(p, sums, key_block, t, stop, prefetch);
+        step(p, sums, key_block, block_key, stop, prefetch);
       }
       finish(p, sums);
     }
@@ -99,22 +100,22 @@ class Block {
       if (!Mode::kAmx) first.step();  // AMX packs K first, row by row, in the order of the hardware's prefetcher
       begin(w_.panels[i], w_.sums_of<Mode>(a_, i));
     }
-    for (int64_t t = first_block_key_; t < to_; t += kBlockKeys) {
-      const int64_t stop = smaller_of(t + kBlockKeys, to_);
+    for (int64_t block_key = first_block_key_; block_key < to_; block_key += kBlockKeys) {
+      const int64_t stop = smaller_of(block_key + kBlockKeys, to_);
       bool met = false;
-      for (int64_t i = 0; i < panel_count_; i++) met |= meets(w_.panels[i], t, stop);
+      for (int64_t i = 0; i < panel_count_; i++) met |= meets(w_.panels[i], block_key, stop);
       if (!met) continue;
       KeyBlock<Mode>& key_block = w_.key_blocks<Mode>()[0];
-      place_key_block(0, t, key_block);
+      place_key_block(0, block_key, key_block);
       pack(key_block, key_block.stop);
       Prefetch prefetch = prefetch_keys(stop, smaller_of(stop + kBlockKeys, to_), panel_count_ * work_of(kBlockKeys));
       if (stop == to_ && block_.next_block) {
         prefetch_next_block<T>(prefetch, a_, *block_.next_block, kBlockKeys);
-        prefetch.pace(panel_count_ * work_of(stop - t));
+        prefetch.pace(panel_count_ * work_of(stop - block_key));
       }
       if (!Mode::kAmx) prefetch.touch_far_rows();
       for (int64_t i = 0; i < panel_count_; i++)
-        step(w_.panels[i], w_.sums_of<Mode>(a_, i), key_block, t, stop, prefetch);
+        step(w_.panels[i], w_.sums_of<Mode>(a_, i), key_block, block_key, stop, prefetch);
     }
     for (int64_t i = 0; i < panel_count_; i++) finish(w_.panels[i], w_.sums_of<Mode>(a_, i));
   }
@@ -174,25 +175,27 @@ class Block {
   static int64_t keys_stop(const Panel& p) { return p.segment[p.segments - 1].stop; }
   KeyBlock<Mode>& key_block_at(int64_t start) { return w_.key_blocks<Mode>()[(start - first_block_key_) / kBlockKeys]; }
 
-  // Places the key block that starts at key t, for panels from `first` on.
-  void place_key_block(int64_t first, int64_t t, KeyBlock<Mode>& key_block) {
-    const int64_t block_stop = smaller_of(t + kBlockKeys, to_);
-    int64_t from = block_stop, to = t, reads = 0;  // reads: of keys, by panels
-    uint8_t visible[kBlockKeys] = {};              // a key in a gap may share a pair with a visible one
+  // Places the key block that starts at block_key, for panels from `first` on.
+  void place_key_block(int64_t first, int64_t block_key, KeyBlock<Mode>& key_block) {
+    const int64_t block_stop = smaller_of(block_key + kBlockKeys, to_);
+    int64_t from = block_stop, to = block_key, reads = 0;  // reads: of keys, by panels
+    uint8_t visible[kBlockKeys] = {};                      // a key in a gap may share a pair with a visible one
     for (int64_t i = first; i < panel_count_; i++) {
       const Panel& p = w_.panels[i];
       for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
-        const int64_t start = larger_of(p.segment[s].start, t), stop = smaller_of(p.segment[s].stop, block_stop);
+        const int64_t start = larger_of(p.segment[s].start, block_key),
+                      stop = smaller_of(p.segment[s].stop, block_stop);
         if (start >= stop) continue;
         from = smaller_of(from, start), to = larger_of(to, stop), reads += stop - start;
-        if (Mode::Arith::kPairs || a_.pages || a_.format) memset(visible + (start - t), 1, (size_t)(stop - start));
+        if (Mode::Arith::kPairs || a_.pages || a_.format)
+          memset(visible + (start - block_key), 1, (size_t)(stop - start));
       }
     }
     const int64_t panels = to > from ? (reads + (to - from) / 2) / (to - from) : 0;
     from = round_down(from, kKeyStep<Mode>), to = round_up(to, kKeyStep<Mode>);
-    const int64_t index = narrow_ ? (t - first_block_key_) / kBlockKeys : 0;
+    const int64_t index = narrow_ ? (block_key - first_block_key_) / kBlockKeys : 0;
     begin_key_block<Mode>(a_, block_, from, to, w_.key_block_space<Mode>(a_, index), panels, row_major_, key_block);
-    memcpy(key_block.visible, visible + (from - t), (size_t)(t + kBlockKeys - from));
+    memcpy(key_block.visible, visible + (from - block_key), (size_t)(block_key + kBlockKeys - from));
   }
 
   void pack(KeyBlock<Mode>& key_block, int64_t stop) {
@@ -221,11 +224,11 @@ class Block {
   }
 #endif
 
-  // One panel with the keys [t, block_stop) of a key block that it sees.
-  void step(Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t t, int64_t block_stop,
+  // One panel with the keys [block_key, block_stop) of a key block that it sees.
+  void step(Panel& p, const PanelSums& sums, const KeyBlock<Mode>& key_block, int64_t block_key, int64_t block_stop,
             Prefetch& prefetch) {
     for (int s = p.next_segment; s < p.segments && p.segment[s].start < block_stop; s++) {
-      const int64_t start = round_down(larger_of(p.segment[s].start, t), kKeyStep<Mode>);
+      const int64_t start = round_down(larger_of(p.segment[s].start, block_key), kKeyStep<Mode>);
       int64_t stop = round_up(smaller_of(p.segment[s].stop, block_stop), kKeyStep<Mode>);
       while (s + 1 < p.segments &&  // in the same step
              p.segment[s + 1].start < (fills_gaps(a_) ? block_stop : smaller_of(stop, block_stop)))
@@ -251,10 +254,10 @@ class Block {
     Prefetch prefetch;
     const Panel& p = w_.panels[i];
     if (!block_.partials)
-      add_rows(prefetch, (const T*)a_.out + block_.batch * a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
+      prefetch_rows(prefetch, (const T*)a_.out + block_.batch * a_.out_b, a_.out_h, a_.out_s, a_.v_dim, p);
     if (i + 1 < panel_count_) {
       const Panel& next = w_.panels[i + 1];
-      add_rows(prefetch, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
+      prefetch_rows(prefetch, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
     }
     const Panel& next = w_.panels[smaller_of(i + 1, panel_count_ - 1)];
     if (next.segments && !a_.format) {
@@ -281,7 +284,7 @@ class Block {
     return prefetch_steps(keys, q_depth<Mode>(a_)) + blocks * prefetch_steps(a_.v_dim, value_terms<Mode>(kBlockKeys)) +
            prefetch_steps(a_.v_dim, value_terms<Mode>(rest));
   }
-  void add_rows(Prefetch& prefetch, const T* base, int64_t h, int64_t s, int64_t columns, const Panel& p) {
+  void prefetch_rows(Prefetch& prefetch, const T* base, int64_t h, int64_t s, int64_t columns, const Panel& p) {
     int64_t row = block_.row + p.first, left = p.rows;
     while (left > 0) {
       const int64_t at = row % a_.q_len, some = smaller_of(left, a_.q_len - at);

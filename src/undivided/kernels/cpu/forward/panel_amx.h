@@ -115,19 +115,20 @@ class AmxStep {
   template <int V>
   bool weights(int64_t i, const float* scores, const LaneMask* visible, uint16_t* large) {
     bool done = false;
-    auto softmax = [&](const auto& score_bias) { done = weights_of<V>(i, scores, score_bias, visible, large); };
-    if (has_large(max_score_, factor_, vectors_)) score_bias_.template with_block<P == 1, true>(i, softmax);
-    else score_bias_.template with_block<P == 1, false>(i, softmax);
+    auto softmax = [&](const auto& exponents) { done = weights_of<V>(i, scores, exponents, visible, large); };
+    if (has_large(max_score_, factor_, vectors_)) score_bias_.template with_exponents<P == 1, true>(i, softmax);
+    else score_bias_.template with_exponents<P == 1, false>(i, softmax);
     return done;
   }
-  template <int V, class Extra>
-  bool weights_of(int64_t i, const float* scores, const Extra& score_bias, const LaneMask* visible, uint16_t* large) {
-    auto drops = visible ? softmax_block<Mode, true, true, V, Extra, PrefetchPair>
-                         : softmax_block<Mode, false, true, V, Extra, PrefetchPair>;
-    auto keeps = visible ? softmax_block<Mode, true, false, V, Extra, PrefetchPair>
-                         : softmax_block<Mode, false, false, V, Extra, PrefetchPair>;
+  template <int V, class Exponents>
+  bool weights_of(int64_t i, const float* scores, const Exponents& exponents, const LaneMask* visible,
+                  uint16_t* large) {
+    auto drops = visible ? softmax_block<Mode, true, true, V, Exponents, PrefetchPair>
+                         : softmax_block<Mode, false, true, V, Exponents, PrefetchPair>;
+    auto keeps = visible ? softmax_block<Mode, true, false, V, Exponents, PrefetchPair>
+                         : softmax_block<Mode, false, false, V, Exponents, PrefetchPair>;
     prefetch_.times = 0;
-    return (a_.dropout ? drops : keeps)(scores, score_bias, visible, max_score_, factor_, total_, keep_, pairs_of(i),
+    return (a_.dropout ? drops : keeps)(scores, exponents, visible, max_score_, factor_, total_, keep_, pairs_of(i),
                                         large, &prefetch_);
   }
 
@@ -136,8 +137,8 @@ class AmxStep {
     Vec decay[kVectors] = {splat(1), splat(1)}, rise[kVectors];
     for (int v = 0; v < kVectors; v++) rise[v] = score_bias_.rise(i, v, kMaxBaseRise<Half>);
     bool needs_rescale = false;
-    score_bias_.template with_block<P == 1, false>(i, [&](const auto& score_bias) {
-      needs_rescale = update_base<V>(scores, score_bias, visible, rebase_rows, rise, factor_, max_score_, decay);
+    score_bias_.template with_exponents<P == 1, false>(i, [&](const auto& exponents) {
+      needs_rescale = update_base<V>(scores, exponents, visible, rebase_rows, rise, factor_, max_score_, decay);
     });
     if (!needs_rescale) return;
     if (i + 1 < blocks_) store_scores(i + 1);

@@ -31,9 +31,9 @@ static void transpose_q(const Attention& a, const RowBlock& block, int64_t first
   }
 }
 
-// The factor that scales a weight of 1.
+// The factor by which weights are scaled up.
 template <class Mode>
-constexpr float unit_weight() {
+constexpr float weight_scale() {
 #if defined(UNDIVIDED_AMX)
   if (Mode::kAmx) return (float)(1 << kWeightBits<Part<Mode>>);
 #endif
@@ -55,10 +55,10 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
       row[i] = out_row<T>(a, block.batch, head, at);
       // rounded: as merge_row, which reads it from memory
       const float high = rounded(max_score[v * kLanes + i] * natural),
-                  sum = total[v * kLanes + i] / unit_weight<Mode>();
+                  sum = total[v * kLanes + i] / weight_scale<Mode>();
       inverse[i] = end_row(a, block.batch, head, at, high, sum);
     }
-    inverse *= (a.dropout ? (float)a.survivor_scale : 1.0f) / unit_weight<Mode>() / unit_input<Mode>();
+    inverse *= (a.dropout ? (float)a.survivor_scale : 1.0f) / weight_scale<Mode>() / input_scale<Mode>();
     IVec used = inverse != 0.0f;  // NaN is not 0
     const float* from = ot + v * kLanes;
     int64_t d = 0;
@@ -91,17 +91,17 @@ static void write_partials(const Attention& a, const RowBlock& block, int64_t fi
                            const float* max_score, const float* total) {
   const int64_t size = partial_size(a);
   float* to = block.partials + first * size;
-  const float unit = (a.dropout ? (float)a.survivor_scale : 1.0f) / unit_weight<Mode>() / unit_input<Mode>();
+  const float unscale = (a.dropout ? (float)a.survivor_scale : 1.0f) / weight_scale<Mode>() / input_scale<Mode>();
   for (int64_t r = 0; r < rows; r += kLanes)
     for (int64_t d = 0; d < a.v_dim; d += kLanes) {  // keys are split only if Dv is a multiple of 16
       Vec x[kLanes];
-      for (int i = 0; i < kLanes; i++) x[i] = load(ot + (d + i) * kPanel + r) * unit;
+      for (int i = 0; i < kLanes; i++) x[i] = load(ot + (d + i) * kPanel + r) * unscale;
       transpose(x);
       for (int i = 0; i < smaller_of(rows - r, kLanes); i++) store(to + (r + i) * size + d, x[i]);
     }
   for (int64_t r = 0; r < rows; r++)
     to[r * size + a.v_dim] = max_score[r] * score_unit<Mode>(a).natural,
-                  to[r * size + a.v_dim + 1] = total[r] / unit_weight<Mode>();
+                  to[r * size + a.v_dim + 1] = total[r] / weight_scale<Mode>();
 }
 
 // Whether the second product works row by row (gemm/row_product.h).

@@ -115,7 +115,7 @@ class ShortBlock {
   }
 
   Segment range_of(int64_t at) const {
-    if (a_.band) return {larger_of(0, at + a_.first), larger_of(0, smaller_of(a_.kv_len, at + a_.last))};
+    if (a_.band) return {larger_of(0, at + a_.band_start), larger_of(0, smaller_of(a_.kv_len, at + a_.band_stop))};
     if (!a_.ranges) return {0, a_.kv_len};
     const int32_t* range = a_.ranges + block_.batch * a_.ranges_b + at * 2;
     return {range[0], range[1]};
@@ -315,16 +315,16 @@ class ShortBlock {
   }
 
   void write(const ShortPanel& p, const float* max_score, const float* total) {
-    constexpr float unit = (float)(1 << kWeightBits<Half>);
+    constexpr float weight_scale = (float)(1 << kWeightBits<Half>);
     const float natural = score_unit<Mode>(a_).natural;
     alignas(64) float inverse[kShortRows], lse[kShortRows];
     for (int64_t r = 0; r < p.rows; r += kLanes) {
-      const Vec high = load(max_score + r), l = load(total + r) / unit;
+      const Vec high = load(max_score + r), l = load(total + r) / weight_scale;
       store(lse + r, ((high == -kInfinity) & (l == 0)) ? high : high * natural + log_of(l));
       Vec sink = {};
       for (int64_t i = 0; a_.sinks && i < kLanes && r + i < p.rows; i++)
         sink[i] = expf(a_.sinks[p.head[r + i]] - high[i] * natural);
-      store(inverse + r, 1.0f / unit / unit_input<Mode>() / (l + sink));
+      store(inverse + r, 1.0f / weight_scale / input_scale<Mode>() / (l + sink));
     }
     for (int64_t r = 0; r < p.rows; r++) {
       const int64_t head = p.head[r], at = p.at[r];

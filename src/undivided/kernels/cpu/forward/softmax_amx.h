@@ -38,19 +38,19 @@ INLINE void store_weights(Vec even, Vec odd, float* to) {
 // Turns scores into pairs of weights, 0 if not visible or dropped, and adds them to the totals, dropped ones included.
 // If `large` is given, it receives the rows whose sums are too large; the totals stay unchanged then, and the result is
 // false. factor converts scores to units of log 2.
-template <class Mode, bool kMasked, bool kDrops, int V, class Extra, class Prefetcher>
-static __attribute__((noinline)) bool softmax_block(const float* scores, const Extra& score_bias,
+template <class Mode, bool kMasked, bool kDrops, int V, class Exponents, class Prefetcher>
+static __attribute__((noinline)) bool softmax_block(const float* scores, const Exponents& exponents,
                                                     const LaneMask* visible, const float* max_score, float factor,
                                                     float* total, const LaneMask* keep, float* pairs, uint16_t* large,
                                                     Prefetcher* prefetch) {
   Vec sum[V] = {};
-  const Bases<V> bases = bases_of<V, Extra::kHasLarge>(max_score, factor, (float)kWeightBits<Part<Mode>>);
+  const Bases<V> bases = bases_of<V, Exponents::kHasLarge>(max_score, factor, (float)kWeightBits<Part<Mode>>);
   for (int64_t j = 0; j < kSoftmaxKeys; j += 2) {
     prefetch->step();
     Vec x[2 * V];
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
-    score_bias(j, bases, x);
+    exponents(j, bases, x);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
       const __mmask16 even_mask = kMasked ? visible[j * kVectors + v] : 0xffff,
@@ -76,8 +76,8 @@ static __attribute__((noinline)) bool softmax_block(const float* scores, const E
 // New bases for the rows in `rebase_rows`: at most kHeadroom below their largest scores, and above these by `rise`.
 // decay is the factor of the earlier sums. Returns whether some sums must be rescaled. A row's base depends on its own
 // scores only, so that its result does not depend on its neighbours.
-template <int V, class Extra>
-static bool update_base(const float* scores, const Extra& score_bias, const LaneMask* visible,
+template <int V, class Exponents>
+static bool update_base(const float* scores, const Exponents& exponents, const LaneMask* visible,
                         const uint16_t* rebase_rows, const Vec* rise, float factor, float* max_score, Vec* decay) {
   bool needs_rescale = false;
   Vec high[V];
@@ -85,7 +85,7 @@ static bool update_base(const float* scores, const Extra& score_bias, const Lane
   for (int64_t j = 0; j < kSoftmaxKeys; j += 2) {
     Vec x[2 * V];
     for (int i = 0; i < 2 * V; i++) x[i] = load(scores + (j + i % 2) * kPanel + i / 2 * kLanes);
-    score_bias.scores(j, x);
+    exponents.scores(j, x);
     for (int i = 0; i < 2 * V; i++) {
       const uint16_t where = visible ? visible[(j + i % 2) * kVectors + i / 2] : 0xffff;
       high[i / 2] = (Vec)_mm512_mask_max_ps((__m512)high[i / 2], where, (__m512)x[i], (__m512)high[i / 2]);

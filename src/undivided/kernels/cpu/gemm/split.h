@@ -29,9 +29,9 @@
 
 namespace {
 
-// The factor that scales the numbers of Q, K and V up.
+// The factor by which the numbers of Q, K and V are scaled up.
 template <class Mode>
-constexpr float unit_input() {
+constexpr float input_scale() {
   return (float)(1 << kInputBits<Mode>);
 }
 
@@ -82,12 +82,12 @@ class RangeCheck {
   // `low`.
   template <class Mode>
   static RangeCheck of_mode(float low = 0x1p-80f) {
-    return std::is_same<Part<Mode>, Float16>::value ? RangeCheck(0.5f, kMaxFloat16, unit_input<Mode>())
+    return std::is_same<Part<Mode>, Float16>::value ? RangeCheck(0.5f, kMaxFloat16, input_scale<Mode>())
                                                     : RangeCheck(low, 0x1p100f, 1);
   }
-  // low and high bound the largest number of a row after scaling by `unit`, unless it is 0.
+  // low and high bound the largest number of a row after multiplication by `scale`, unless it is 0.
 #if defined(UNDIVIDED_AMX)
-  RangeCheck(float low, float high, float unit) : low_(magnitude(low / unit)), high_(magnitude(high / unit)) {}
+  RangeCheck(float low, float high, float scale) : low_(magnitude(low / scale)), high_(magnitude(high / scale)) {}
   void add(UVec magnitudes) {  // of a row
     out_of_range_ |= !_mm512_cmpge_epu32_mask((__m512i)magnitudes, (__m512i)low_) &&
                      _mm512_test_epi32_mask((__m512i)magnitudes, (__m512i)magnitudes);
@@ -170,7 +170,7 @@ INLINE void split_pairs(Vec even, Vec odd, Vec (&pairs)[P]) {
 
 template <class Mode>
 INLINE Vec scaled_up(Vec x) {
-  return kInputBits<Mode> == 0 ? x : x * unit_input<Mode>();
+  return kInputBits<Mode> == 0 ? x : x * input_scale<Mode>();
 }
 
 // A row, scaled up, in order: kTileDepth numbers of each part, `part` bytes apart; the next kTileDepth numbers are
@@ -191,16 +191,16 @@ INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, in
   range_check.add(magnitudes);
 }
 
-// Transposes kLanes rows (a null pointer is a row of zeros), scaled by `unit`, into pairs: to[part][d / 2][lane], zeros
+// Transposes kLanes rows (a null pointer is a row of zeros), multiplied by `scale`, into pairs: to[part][d / 2][lane], zeros
 // up to `depth` pairs.
 template <class Mode>
 static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to,
-                       RangeCheck& range_check, float unit = unit_input<Mode>()) {
+                       RangeCheck& range_check, float scale = input_scale<Mode>()) {
   for (int i = 0; i < kLanes; i++)
     if (row[i]) range_check.add(row_magnitudes(row[i], dim));
   for (int64_t d = 0; d < 2 * depth; d += kLanes) {
     Vec x[kLanes], parts[kParts<Mode>];
-    for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_partial(row[i] + d, dim - d) * unit : Vec{};
+    for (int i = 0; i < kLanes; i++) x[i] = row[i] && d < dim ? load_partial(row[i] + d, dim - d) * scale : Vec{};
     transpose(x);
     for (int i = 0; i < kLanes; i += 2) {
       split_pairs<Part<Mode>, kParts<Mode>>(x[i], x[i + 1], parts);

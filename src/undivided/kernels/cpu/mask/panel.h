@@ -105,8 +105,8 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
     p.start[0][r] = p.start[1][r] = p.stop[1][r] = 0;
     p.stop[0][r] = (int32_t)a.kv_len;
     if (a.band) {
-      p.start[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.first));
-      p.stop[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.last));
+      p.start[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.band_start));
+      p.stop[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.band_stop));
     }
     if (a.ranges) {
       const int32_t* range = a.ranges + block.batch * a.ranges_b + row * a.columns;
@@ -172,7 +172,7 @@ static RowKeys keys_of_block(const Attention& a, const RowBlock& block) {
       if (start >= stop) return;
       seen = {smaller_of(seen.start, start), larger_of(seen.stop, stop)}, keys.pairs += stop - start;
     };
-    if (a.band) include(larger_of(0, row + a.first), smaller_of(a.kv_len, row + a.last));
+    if (a.band) include(larger_of(0, row + a.band_start), smaller_of(a.kv_len, row + a.band_stop));
     for (int64_t i = 0; !a.band && i < a.columns; i += 2)
       include(ranges[row * a.columns + i], ranges[row * a.columns + i + 1]);
     keys.extent = {smaller_of(keys.extent.start, seen.start), larger_of(keys.extent.stop, seen.stop)};

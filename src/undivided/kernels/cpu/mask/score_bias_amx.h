@@ -48,10 +48,10 @@ INLINE bool has_large(const float* max_score, float factor, int vectors) {
 
 // Converts the scores of two consecutive keys, V vectors each, to exponents of 2: x[2 v] and x[2 v + 1].
 template <bool kLarge>
-class ScaledScores {
+class ScaledExponents {
  public:
   static constexpr bool kHasLarge = kLarge;
-  explicit ScaledScores(float factor) : factor_(factor) {}
+  explicit ScaledExponents(float factor) : factor_(factor) {}
   template <int V>
   INLINE_MEMBER void operator()(int64_t, const Bases<V>& bases, Vec (&x)[2 * V]) const {
 #pragma GCC unroll 4
@@ -68,7 +68,7 @@ class ScaledScores {
 
 struct NoBias {};
 template <class B, bool kCapped, bool kApproximate, bool kLarge>
-class BiasedScores;
+class BiasedExponents;
 
 class AmxScoreBias {
  public:
@@ -106,12 +106,12 @@ class AmxScoreBias {
   // Calls `f` with the function object for step i. kApproximate: softcap with the accuracy of 16-bit types. kLarge:
   // some base is large.
   template <bool kApproximate, bool kLarge, class F>
-  void with_block(int64_t i, F f) const {
-    if (keeps_products(a_)) f(ScaledScores<kLarge>((float)(scale_ * (double)kLog2E)));
+  void with_exponents(int64_t i, F f) const {
+    if (keeps_products(a_)) f(ScaledExponents<kLarge>((float)(scale_ * (double)kLog2E)));
     else
       with_bias([&](auto b) {
-        if (a_.softcap != 0) f(BiasedScores<decltype(b), true, kApproximate, kLarge>(*this, i * kSoftmaxKeys));
-        else f(BiasedScores<decltype(b), false, kApproximate, kLarge>(*this, i * kSoftmaxKeys));
+        if (a_.softcap != 0) f(BiasedExponents<decltype(b), true, kApproximate, kLarge>(*this, i * kSoftmaxKeys));
+        else f(BiasedExponents<decltype(b), false, kApproximate, kLarge>(*this, i * kSoftmaxKeys));
         return true;
       });
   }
@@ -161,7 +161,7 @@ class AmxScoreBias {
   }
 
   template <class, bool, bool, bool>
-  friend class BiasedScores;
+  friend class BiasedExponents;
 
   const Attention& a_;
   const int64_t batch_, start_;
@@ -172,12 +172,12 @@ class AmxScoreBias {
   IVec position_[kVectors] = {};
 };
 
-// As ScaledScores, with a bias of type B, ALiBi and softcap.
+// As ScaledExponents, with a bias of type B, ALiBi and softcap.
 template <class B, bool kCapped, bool kApproximate, bool kLarge>
-class BiasedScores {
+class BiasedExponents {
  public:
   static constexpr bool kHasLarge = kLarge;
-  BiasedScores(const AmxScoreBias& source, int64_t first)
+  BiasedExponents(const AmxScoreBias& source, int64_t first)
       : positions_(source.a_.slopes != nullptr), map_(source.a_, source.scale_),
         factor_(kCapped ? map_.inverse : (float)(source.scale_ * (double)kLog2E)),
         cap_((float)(source.a_.softcap * (double)kLog2E)), words_(source.words_ + first / kPerWord * kPanel) {

@@ -76,13 +76,13 @@ bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
   const int64_t units = (int64_t)key_units(p).size(), rounds = divide_up(units, threads);
   const bool uniform = threads == 1 || p.a.batch == 1 || !p.a.ranges || p.a.ranges_b == 0;
   const bool even = 8 * units >= 7 * rounds * threads && (uniform || rounds >= kMinRounds);
-  return (even || p.key_unit_count == 1) && k.key_scratch(p) <= kMaxHeadBytes;
+  return (even || p.key_unit_count == 1) && k.key_unit_scratch(p) <= kMaxHeadBytes;
 }
 
 // Whether some row does not see some key.
 bool hides_pairs(const Attention& a) {
   if (a.dense || a.bias) return true;
-  if (a.band) return a.first + a.q_len - 1 > 0 || a.last < a.kv_len;
+  if (a.band) return a.band_start + a.q_len - 1 > 0 || a.band_stop < a.kv_len;
   for (int64_t b = 0; a.ranges && b < (a.ranges_b > 0 ? a.batch : 1); b++) {
     const int32_t* range = a.ranges + b * a.ranges_b;
     for (int64_t i = 0; i < a.q_len; i++, range += a.columns)
@@ -172,7 +172,7 @@ int run_problem(const Attention& a, const Gradients& g, const Kernels& k, const 
   const int64_t count = (int64_t)units.size();
   const Shares shares = p.whole_heads ? even_shares(count, threads) : one_share(count);  // taking turns needs one order
   if (status == kOk)
-    status = run_units(shares, k.key_scratch(p), threads,
+    status = run_units(shares, k.key_unit_scratch(p), threads,
                        [&](int64_t i, char* scratch) { k.key_unit(p, units[(size_t)i], scratch); });
   if (status == kOk && *p.out_of_range) return kOutOfRange;
   if (status == kOk && g.dq && !p.whole_heads)
@@ -222,12 +222,12 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
   problems.reserve(documents.size());
   std::vector<DocumentHead> heads;
   for (const Document& d : documents) {
-    const Kernels& k = *kernels(d.a).gradients(d.a, d.g);
+    const Kernels& k = *kernels(d.a).backward_kernels(d.a, d.g);
     const UnitSizes sizes = unit_sizes(pack, k);
     Backward p = make_backward(d.a, d.g, k, sizes);
     p.whole_heads = true, p.out_of_range = &out_of_range, p.non_finite = &non_finite;
     const bool small = threads == 1 || kDocumentRounds * threads * cost_of(d) <= total;
-    const int64_t bytes = k.key_scratch(p);
+    const int64_t bytes = k.key_unit_scratch(p);
     if (bytes > kMaxHeadBytes || !(small || p.key_unit_count == 1)) {
       if (const int status = run_problem(d.a, d.g, k, sizes); status != kOk) return status;
       continue;
@@ -252,7 +252,7 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
 }  // namespace
 
 int run_backward(const Attention& a, const Gradients& g) {
-  const Kernels& k = *kernels(a).gradients(a, g);
+  const Kernels& k = *kernels(a).backward_kernels(a, g);
   if (g.attempt == kPairwise) return run_pairwise(k, make_backward(a, g, k, unit_sizes(a, k)));
   std::vector<int32_t> ranges;
   const std::vector<Document> documents = find_documents(a, g, ranges);

@@ -53,14 +53,14 @@ void Decoding::cut(int64_t threads, int attempt) {
   const int64_t target =
       std::max({total_keys * (shape.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes, (int64_t)1});
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
-  const bool in_memory = total_keys * shape.kv_heads * bytes / heads_ >= kMinUnitBytes;
+  const bool exceeds_caches = total_keys * shape.kv_heads * bytes / heads_ >= kMinUnitBytes;
   chunks_.clear();
   for (Sequence& s : sequences_) {
     const auto [start, stop] = s.extent;
     s.chunks = stop > start ? (stop - start + keys - 1) / keys : 0;
     for (int64_t n = 0; n < shape.kv_heads; n += heads_)
       for (int64_t key = start; key < stop; key += keys)
-        chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr, in_memory});
+        chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr, exceeds_caches});
   }
 }
 

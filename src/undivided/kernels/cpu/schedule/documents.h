@@ -48,7 +48,7 @@ inline void ranges_to_band(Attention& a) {
     if (a.ranges[2 * i] != start || a.ranges[2 * i + 1] != stop) return;
   }
   a.ranges = nullptr, a.ranges_b = 0;
-  if (first > -far || last < far) a.band = 1, a.first = first, a.last = last;
+  if (first > -far || last < far) a.band = 1, a.band_start = first, a.band_stop = last;
 }
 
 // `ranges`: those of the document's rows, relative to its first key. With pages, the document starts at a page.

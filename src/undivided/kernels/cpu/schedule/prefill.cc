@@ -18,7 +18,8 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
   int64_t cost = 0;
   for (int64_t r = row; r < row + rows; r++) {
     if (a.band) {
-      int64_t i = r % a.q_len, start = std::max(i + a.first, (int64_t)0), stop = std::min(i + a.last, a.kv_len);
+      int64_t i = r % a.q_len, start = std::max(i + a.band_start, (int64_t)0),
+              stop = std::min(i + a.band_stop, a.kv_len);
       cost += std::max(stop - start, (int64_t)0);
       continue;
     }
@@ -82,7 +83,7 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
   const Span whole = {0, d.rows, 0};
   if (max_short_keys == 0 || d.has_partials) return {whole};
   if (!a.ranges) {
-    const int64_t longest = a.band ? std::min(std::max(a.last - a.first, (int64_t)0), a.kv_len) : a.kv_len;
+    const int64_t longest = a.band ? std::min(std::max(a.band_stop - a.band_start, (int64_t)0), a.kv_len) : a.kv_len;
     return {{0, d.rows, longest <= max_short_keys ? longest : 0}};
   }
   std::vector<Span> spans;
@@ -123,7 +124,7 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
 }  // namespace
 
 BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials)
-    : a_(a), k_(*kernels(a).prefill(a, attempt)), d_(divide(a, threads, has_partials)), threads_(threads) {}
+    : a_(a), k_(*kernels(a).prefill_kernels(a, attempt)), d_(divide(a, threads, has_partials)), threads_(threads) {}
 
 int64_t BlockProblem::partial_floats() const {
   return d_.has_partials ? a_.batch * d_.heads * d_.key_splits * d_.rows * partial_size(a_) : 0;

@@ -17,7 +17,7 @@ bool may_share(const Attention& a) {
 
 // The number of keys from the first one on that every row of a sequence sees.
 int64_t common_keys(const Attention& a, int64_t batch) {
-  if (a.band) return a.first + a.q_len - 1 <= 0 ? std::max(std::min(a.last, a.kv_len), (int64_t)0) : 0;
+  if (a.band) return a.band_start + a.q_len - 1 <= 0 ? std::max(std::min(a.band_stop, a.kv_len), (int64_t)0) : 0;
   if (!a.ranges) return a.kv_len;
   int64_t keys = a.kv_len;
   const int32_t* range = a.ranges + batch * a.ranges_b;

@@ -68,7 +68,8 @@ struct KeyExtent {
 };
 inline KeyExtent key_extent(const Attention& a, int64_t batch, int64_t row, int64_t row_stop) {
   if (a.band)
-    return {std::max((int64_t)0, row + a.first), std::max((int64_t)0, std::min(a.kv_len, row_stop - 1 + a.last))};
+    return {std::max((int64_t)0, row + a.band_start),
+            std::max((int64_t)0, std::min(a.kv_len, row_stop - 1 + a.band_stop))};
   if (!a.ranges) return {0, a.kv_len};
   KeyExtent extent = {a.kv_len, 0};
   for (int64_t i = row * a.columns; i < row_stop * a.columns; i += 2) {

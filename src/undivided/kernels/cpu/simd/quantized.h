@@ -40,9 +40,9 @@ template <class T>
 INLINE const T* number_at(const T* row, int64_t d) {
   return row + (kHasGroups<T> ? d / 2 : d);
 }
-// Elements of `dim` numbers.
+// Elements of memory that `dim` numbers take.
 template <class T>
-constexpr int64_t stored(int64_t dim) {
+constexpr int64_t element_count(int64_t dim) {
   return kHasGroups<T> ? dim / 2 : dim;
 }
 

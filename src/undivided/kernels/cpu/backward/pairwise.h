@@ -45,22 +45,25 @@ template <class T>
 class PairwiseHead {
  public:
   PairwiseHead(const Backward& p, int64_t batch, int64_t kv_head, char* scratch)
-      : p_(p), a_(p.a), g_(p.g), w_(p.a, scratch), dk_(round_up(p.a.qk_dim, kLanes)), dv_(round_up(p.a.v_dim, kLanes)),
+      : p_(p), a_(p.a), g_(p.g), w_(p.a, scratch), qk_stride_(round_up(p.a.qk_dim, kLanes)),
+        v_stride_(round_up(p.a.v_dim, kLanes)),
         block_{batch, kv_head * (p.a.heads / p.a.kv_heads), kv_head, 0, p.rows, 0} {}
 
   void run() {
     const T* k = (const T*)a_.k + block_.batch * a_.k_b + block_.kv_head * a_.k_h;
     const T* v = (const T*)a_.v + block_.batch * a_.v_b + block_.kv_head * a_.v_h;
     for (int64_t j = 0; j < a_.kv_len; j++)
-      widen_row(k + j * a_.k_s, a_.qk_dim, w_.k + j * dk_), widen_row(v + j * a_.v_s, a_.v_dim, w_.v + j * dv_);
-    memset(w_.dk, 0, (size_t)(a_.kv_len * dk_) * 4), memset(w_.dv, 0, (size_t)(a_.kv_len * dv_) * 4);
+      widen_row(k + j * a_.k_s, a_.qk_dim, w_.k + j * qk_stride_),
+          widen_row(v + j * a_.v_s, a_.v_dim, w_.v + j * v_stride_);
+    memset(w_.dk, 0, (size_t)(a_.kv_len * qk_stride_) * 4), memset(w_.dv, 0, (size_t)(a_.kv_len * v_stride_) * 4);
     for (int64_t first = 0; first < block_.rows; first += kPanel) run_panel(first);
     const int64_t b = block_.batch, n = block_.kv_head;
     for (int64_t j = 0; j < a_.kv_len; j++) {
       if (g_.dk)
-        store_row(g_.dk, b * g_.dk_b + n * g_.dk_h + j * g_.dk_s, w_.dk + j * dk_, a_.qk_dim, g_.accumulate != 0);
+        store_row(g_.dk, b * g_.dk_b + n * g_.dk_h + j * g_.dk_s, w_.dk + j * qk_stride_, a_.qk_dim,
+                  g_.accumulate != 0);
       if (g_.dv)
-        store_row(g_.dv, b * g_.dv_b + n * g_.dv_h + j * g_.dv_s, w_.dv + j * dv_, a_.v_dim, g_.accumulate != 0);
+        store_row(g_.dv, b * g_.dv_b + n * g_.dv_h + j * g_.dv_s, w_.dv + j * v_stride_, a_.v_dim, g_.accumulate != 0);
     }
   }
 
@@ -74,19 +77,20 @@ class PairwiseHead {
     Panel& panel = *w_.panel;
     read_ranges(a_, block_, first, panel);
     if (a_.dropout) read_dropout_rows(a_, block_, first, panel.rows, *w_.dropout_rows);
-    memset(w_.dq, 0, (size_t)(panel.rows * dk_) * 4);
+    memset(w_.dq, 0, (size_t)(panel.rows * qk_stride_) * 4);
     for (int64_t r = 0; r < panel.rows; r++) {
       const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
       row_terms_[r] = row_terms<T>(p_, block_.batch, head, row);
       const auto [q, grad] = row_pointers<T>(p_, block_, first + r);
-      widen_row(q, a_.qk_dim, w_.q + r * dk_), widen_row(grad, a_.v_dim, w_.grad + r * dv_);
+      widen_row(q, a_.qk_dim, w_.q + r * qk_stride_), widen_row(grad, a_.v_dim, w_.grad + r * v_stride_);
     }
     for (int s = 0; s < panel.segments; s++)
       for (int64_t key = panel.segment[s].start; key < panel.segment[s].stop; key += kBlockKeys)
         run_keys(first, key, smaller_of(key + kBlockKeys, panel.segment[s].stop));
     for (int64_t r = 0; g_.dq && r < panel.rows; r++) {
       const int64_t head = block_.first_head + (first + r) / a_.q_len, row = (first + r) % a_.q_len;
-      store_row(g_.dq, block_.batch * g_.dq_b + head * g_.dq_h + row * g_.dq_s, w_.dq + r * dk_, a_.qk_dim, false);
+      store_row(g_.dq, block_.batch * g_.dq_b + head * g_.dq_h + row * g_.dq_s, w_.dq + r * qk_stride_, a_.qk_dim,
+                false);
     }
   }
 
@@ -112,12 +116,13 @@ class PairwiseHead {
   // Returns the gradient of what is added to the score.
   float run_pair(int64_t r, int64_t j, int64_t start, float score_bias) {
     const RowTerms& row = row_terms_[r];
-    const float *q = w_.q + r * dk_, *grad = w_.grad + r * dv_, *k = w_.k + j * dk_, *v = w_.v + j * dv_;
+    const float *q = w_.q + r * qk_stride_, *grad = w_.grad + r * v_stride_, *k = w_.k + j * qk_stride_,
+                *v = w_.v + j * v_stride_;
     const ScoreMap map(a_);
-    const float product = dot_of(q, k, dk_), capped = map.cap != 0 ? tanhf(product * map.inverse) : 0;
+    const float product = dot_of(q, k, qk_stride_), capped = map.cap != 0 ? tanhf(product * map.inverse) : 0;
     const float above = (map.cap != 0 ? capped * map.cap : product * map.scale) + score_bias - row.lse;
     const float weight = expf(above > 0 ? 0 : above);
-    float used = weight * row.sink_share, d_weight = dot_of(grad, v, dv_) * row.sink_share;
+    float used = weight * row.sink_share, d_weight = dot_of(grad, v, v_stride_) * row.sink_share;
     if (a_.dropout) {
       const Vec keep = zero_unless(w_.keep[(j - start) * kVectors + r / kLanes], splat((float)a_.survivor_scale));
       const float survivor = keep[r % kLanes];
@@ -125,9 +130,9 @@ class PairwiseHead {
     }
     const float d_score = weight * (d_weight - row.delta),
                 d_product = d_score * (map.cap != 0 ? map.scale * (1 - capped * capped) : map.scale);
-    add_row_times(d_product, k, dk_, w_.dq + r * dk_);
-    add_row_times(d_product, q, dk_, w_.dk + j * dk_);
-    add_row_times(used, grad, dv_, w_.dv + j * dv_);
+    add_row_times(d_product, k, qk_stride_, w_.dq + r * qk_stride_);
+    add_row_times(d_product, q, qk_stride_, w_.dk + j * qk_stride_);
+    add_row_times(used, grad, v_stride_, w_.dv + j * v_stride_);
     return d_score;
   }
 
@@ -135,7 +140,7 @@ class PairwiseHead {
   const Attention& a_;
   const Gradients& g_;
   const PairwiseSpace w_;
-  const int64_t dk_, dv_;  // floats from row to row
+  const int64_t qk_stride_, v_stride_;  // floats from row to row
   const RowBlock block_;
   RowTerms row_terms_[kPanel];
 };
