@@ -111,10 +111,10 @@ static const BFloat16* even_copy(const BFloat16* from, int64_t stride, int64_t r
 }
 #endif
 
-// Sets infinities and NaN to 0: a row meets a key that it does not see with a weight of 0, and 0 * NaN is NaN. Returns
-// whether there were any: a row that sees such a key has it in its score, unless its weight is 0 (see own_nan.h).
 INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 INLINE bool is_finite(Float16 x) { return (x.bits & 0x7c00) != 0x7c00; }
+// Sets infinities and NaN to 0: a row meets a key that it does not see with a weight of 0, and 0 * NaN is NaN. Returns
+// whether there were any: a row that sees such a key has it in its score, unless its weight is 0 (see own_nan.h).
 template <class Half>
 static bool zero_non_finite(Half* x, int64_t count) {
   uint16_t some = 0;
@@ -127,8 +127,8 @@ static bool zero_non_finite(Half* x, int64_t count) {
 #endif
 
 #if defined(UNDIVIDED_AMX)
-// Calls `f` with each panel of a head that sees some of the keys [key, key + count), its row block, and its index in
-// that.
+// Calls f(panel, row block, first row of the panel in that block) for each panel of a head that sees some of the keys
+// [key, key + count).
 template <class F>
 INLINE void with_panels(const Backward& p, const Head& head, int64_t key, int64_t count, F f) {
   Panel panel;
@@ -167,67 +167,104 @@ static void clear_masked_keys(const Backward& p, const Head& head, int64_t key, 
 }
 #endif
 
+// The keys and values of a unit in the caller's memory: `count` from key `first` on.
+template <class T>
+struct UnitKeys {
+  const T *k, *v;
+  int64_t first, count;
+};
+
+#if defined(UNDIVIDED_AMX)
+// K and V as parts (see gemm/split.h). If some numbers do not fit, those of masked keys may be the cause: they are
+// cleared, and the keys are split again.
 template <class Mode>
-static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t key, const BackwardSpace& w) {
+static KeyRows<Mode> split_keys(const Backward& p, const Head& head, const UnitKeys<typename Mode::T>& keys,
+                                const BackwardSpace& w) {
+  const Attention& a = p.a;
+  const int64_t padded = round_up(keys.count, kSoftmaxKeys);
+  uint8_t* const visible = w.visible;
+  auto split = [&] {
+    RangeCheck range_check = RangeCheck::of_mode<Mode>(kMinInput);
+    split_k<Mode>(keys.k, a.k_s, keys.count, padded, a.qk_dim, visible, w.k, range_check);
+    split_k<Mode>(keys.v, a.v_s, keys.count, padded, a.v_dim, visible, w.v, range_check);
+    split_v<Mode>(keys.k, a.k_s, keys.count, a.qk_dim, visible, p.unit_keys / kTileDepth, w.k_pairs, range_check);
+    return !range_check.out_of_range();
+  };
+  find_visible_keys(p, head, keys.first, keys.count, visible);
+  bool fits = split();
+  if (!fits && (a.dense || a.bias)) {
+    clear_masked_keys(p, head, keys.first, keys.count, w.score_bias, visible);
+    fits = split();
+  }
+  if (!fits) report_out_of_range(p);
+  return {keys.first, keys.count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
+}
+
+// K and V as tiles, and K^T for dQ.
+template <class Mode>
+static KeyRows<Mode> pack_key_tiles(const Backward& p, const UnitKeys<typename Mode::T>& keys, const BackwardSpace& w) {
   typedef typename Mode::T T;
   const Attention& a = p.a;
-  const int64_t count = smaller_of(p.unit_keys, a.kv_len - key);
-  const T* k = (const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + key * a.k_s;
-  const T* v = (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + key * a.v_s;
-  [[maybe_unused]] const FarRows<T> far_k(k, a.k_s, count, a.qk_dim), far_v(v, a.v_s, count, a.v_dim);
-  if (!Mode::kAmx) far_k.touch(), far_v.touch();
-#if defined(UNDIVIDED_AMX)
-  if constexpr (kParts<Mode> > 1) {
-    uint8_t* const visible = w.visible;
-    const int64_t padded = round_up(count, kSoftmaxKeys);
-    auto split = [&] {
-      RangeCheck range_check = RangeCheck::of_mode<Mode>(kMinInput);
-      split_k<Mode>(k, a.k_s, count, padded, a.qk_dim, visible, w.k, range_check);
-      split_k<Mode>(v, a.v_s, count, padded, a.v_dim, visible, w.v, range_check);
-      split_v<Mode>(k, a.k_s, count, a.qk_dim, visible, p.unit_keys / kTileDepth, w.k_pairs, range_check);
-      return !range_check.out_of_range();
-    };
-    find_visible_keys(p, head, key, count, visible);
-    bool fits = split();
-    if (!fits && (a.dense || a.bias)) clear_masked_keys(p, head, key, count, w.score_bias, visible), fits = split();
-    if (!fits) report_out_of_range(p);
-    return {key, count, (const Part<Mode>*)w.k, (const Part<Mode>*)w.v, 0, 0};
-  } else if constexpr (Mode::kAmx) {
-    uint8_t every[kBlockKeys];
-    memset(every, 1, kBlockKeys);
-    const int64_t padded = round_up(count, kSoftmaxKeys);
-    pack_k(k, a.k_s, count, padded, a.qk_dim, w.k);
-    pack_k(v, a.v_s, count, padded, a.v_dim, w.v);
-    for (int64_t j = 0; j < count; j += kBlockKeys)
-      transpose_v(k + j * a.k_s, a.k_s, smaller_of(kBlockKeys, count - j), a.qk_dim, every, p.unit_keys / kTileDepth,
-                  w.k_pairs + j / kTileDepth * kTileBytes);
-    if (zero_non_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p))) mark_non_finite(p);
-    return {key, count, (const T*)w.k, (const T*)w.v, 0, 0};
-  } else
+  uint8_t every[kBlockKeys];
+  memset(every, 1, kBlockKeys);
+  const int64_t padded = round_up(keys.count, kSoftmaxKeys);
+  pack_k(keys.k, a.k_s, keys.count, padded, a.qk_dim, w.k);
+  pack_k(keys.v, a.v_s, keys.count, padded, a.v_dim, w.v);
+  for (int64_t j = 0; j < keys.count; j += kBlockKeys)
+    transpose_v(keys.k + j * a.k_s, a.k_s, smaller_of(kBlockKeys, keys.count - j), a.qk_dim, every,
+                p.unit_keys / kTileDepth, w.k_pairs + j / kTileDepth * kTileBytes);
+  if (zero_non_finite((T*)w.k_pairs, p.unit_keys * dq_depth<Mode>(p))) mark_non_finite(p);
+  return {keys.first, keys.count, (const T*)w.k, (const T*)w.v, 0, 0};
+}
+#elif defined(UNDIVIDED_BF16_DOT)
+// K and V in place, unless their columns are odd in number, and pairs of keys for dQ.
+template <class Mode>
+static KeyRows<Mode> pair_keys(const Backward& p, const UnitKeys<BFloat16>& keys, const BackwardSpace& w) {
+  const Attention& a = p.a;
+  FarRows<BFloat16>(keys.k, a.k_s, keys.count, a.qk_dim).touch();
+  FarRows<BFloat16>(keys.v, a.v_s, keys.count, a.v_dim).touch();
+  KeyRows<Mode> rows = {keys.first, keys.count, keys.k, keys.v, a.k_s, a.v_s};
+  if (a.qk_dim % 2) rows.k = even_copy(keys.k, a.k_s, keys.count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
+  if (a.v_dim % 2) rows.v = even_copy(keys.v, a.v_s, keys.count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;
+  interleave(keys.k, a.k_s, 0, keys.count, a.qk_dim, nullptr, (uint32_t*)w.k_pairs);
+  if (zero_non_finite((BFloat16*)w.k_pairs, (keys.count + 1) / 2 * 2 * a.qk_dim)) mark_non_finite(p);
+  return rows;
+}
 #endif
-      if constexpr (!Mode::Arith::kPairs) {
-    const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
-    for (int64_t j = 0; j < count; j++) {
-      far_k.prefetch(j + kRowsAhead);
-      widen(k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
-    }
-    for (int64_t j = 0; j < count; j++) {
-      far_v.prefetch(j + kRowsAhead);
-      widen(v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
-    }
-    return {key, count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
-  } else {
-    KeyRows<Mode> rows = {key, count, k, v, a.k_s, a.v_s};
-#if defined(UNDIVIDED_BF16_DOT) && !defined(UNDIVIDED_AMX)
-    if constexpr (Mode::Arith::kPairs) {
-      if (a.qk_dim % 2) rows.k = even_copy(k, a.k_s, count, a.qk_dim, w.k), rows.k_stride = a.qk_dim + 1;
-      if (a.v_dim % 2) rows.v = even_copy(v, a.v_s, count, a.v_dim, w.v), rows.v_stride = a.v_dim + 1;
-      interleave(k, a.k_s, 0, count, a.qk_dim, nullptr, (uint32_t*)w.k_pairs);
-      if (zero_non_finite((BFloat16*)w.k_pairs, (count + 1) / 2 * 2 * a.qk_dim)) mark_non_finite(p);
-    }
-#endif
-    return rows;
+
+// fp32 copies of K and V, with padded rows.
+template <class Mode>
+static KeyRows<Mode> widen_keys(const Backward& p, const UnitKeys<typename Mode::T>& keys, const BackwardSpace& w) {
+  const Attention& a = p.a;
+  const FarRows<typename Mode::T> far_k(keys.k, a.k_s, keys.count, a.qk_dim), far_v(keys.v, a.v_s, keys.count, a.v_dim);
+  far_k.touch(), far_v.touch();
+  const int64_t k_stride = padded_row(a.qk_dim), v_stride = padded_row(a.v_dim);
+  for (int64_t j = 0; j < keys.count; j++) {
+    far_k.prefetch(j + kRowsAhead);
+    widen(keys.k + j * a.k_s, 0, 1, a.qk_dim, nullptr, (float*)w.k + j * k_stride);
   }
+  for (int64_t j = 0; j < keys.count; j++) {
+    far_v.prefetch(j + kRowsAhead);
+    widen(keys.v + j * a.v_s, 0, 1, a.v_dim, nullptr, (float*)w.v + j * v_stride);
+  }
+  return {keys.first, keys.count, (const float*)w.k, (const float*)w.v, k_stride, v_stride};
+}
+
+// The keys of the unit that begins at key `first`, in the form that this mode's micro-kernels read.
+template <class Mode>
+static KeyRows<Mode> prepare_keys(const Backward& p, const Head& head, int64_t first, const BackwardSpace& w) {
+  typedef typename Mode::T T;
+  const Attention& a = p.a;
+  const UnitKeys<T> keys = {(const T*)a.k + head.batch * a.k_b + head.kv_head * a.k_h + first * a.k_s,
+                            (const T*)a.v + head.batch * a.v_b + head.kv_head * a.v_h + first * a.v_s, first,
+                            smaller_of(p.unit_keys, a.kv_len - first)};
+  if constexpr (!Mode::Arith::kPairs) return widen_keys<Mode>(p, keys, w);
+#if defined(UNDIVIDED_AMX)
+  else if constexpr (kParts<Mode> > 1) return split_keys<Mode>(p, head, keys, w);
+  else return pack_key_tiles<Mode>(p, keys, w);
+#elif defined(UNDIVIDED_BF16_DOT)
+  else return pair_keys<Mode>(p, keys, w);
+#endif
 }
 
 // Clears the sums of `count` keys, and of those that the micro-kernels compute in addition.

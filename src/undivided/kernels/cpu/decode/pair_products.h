@@ -38,8 +38,8 @@ INLINE void with_sums(const PairSums& to, int64_t at, F add) {
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) store(to.sums + r * to.stride + at + c * kLanes, acc[r][c]);
 }
-// Calls f(j, row j, row j + 1) for every pair of keys; a missing last row is null. Calls prefetch.step() once per `Keys`
-// keys.
+// Calls f(j, row j, row j + 1) for every pair of keys; a missing last row is null. Calls prefetch.step() once per
+// `Keys` keys.
 template <int Keys, class T, class F>
 INLINE void for_each_pair(const HeadRows<T>& v, int64_t keys, StepPrefetch& shared, F f) {
   StepPrefetch prefetch = shared;
@@ -61,15 +61,9 @@ INLINE void store_pairs(const float* weights, const float* scales, int64_t rows,
   }
 }
 
-// The scale of each key, for whole vectors of keys.
-template <class T>
-INLINE void read_scales(const HeadRows<T>& keys, int64_t count, float* scales) {
-  for (int64_t j = 0; j < round_up(count, kLanes); j++) scales[j] = keys.scale[j][keys.scale_offset];
-}
-
-// Scores of R rows and keys [first, first + kLanes). Lane 4 b + j of a vector belongs to line j of four and to quarter b
-// of it: K is transposed in 4 x 4 blocks only, and the quarters are added at the end. Eight lines at a time make enough
-// independent sums to hide the latency of a dot product. Queries are [block][vector][row], with constant
+// Scores of R rows and keys [first, first + kLanes). Lane 4 b + j of a vector belongs to line j of four and to quarter
+// b of it: K is transposed in 4 x 4 blocks only, and the quarters are added at the end. Eight lines at a time make
+// enough independent sums to hide the latency of a dot product. Queries are [block][vector][row], with constant
 // strides, so that one register addresses them.
 template <class Format, int R, class T>
 INLINE void pair_scores(const float* q, const HeadRows<T>& k, int64_t first, int64_t dim, StepPrefetch& prefetch,

@@ -84,11 +84,16 @@ INLINE HeadRows<T> values_of(const Attention& a, const Step<T>& step, int64_t n)
   else return {step.v.row, n * a.v_h, nullptr, 0};
 }
 
+// The scale of each key, for whole vectors of keys.
+template <class T>
+INLINE void read_scales(const HeadRows<T>& keys, int64_t count, float* scales) {
+  for (int64_t j = 0; j < round_up(count, kLanes); j++) scales[j] = keys.scale[j][keys.scale_offset];
+}
 // Multiplies numbers [row][key] by the scale of each key.
 template <class T>
 static void multiply_by_scales(const HeadRows<T>& of_keys, int64_t rows, int64_t keys, const float* from, float* to) {
   float scale[kDecodeStepKeys];
-  for (int64_t j = 0; j < round_up(keys, kLanes); j++) scale[j] = of_keys.scale[j][of_keys.scale_offset];
+  read_scales(of_keys, keys, scale);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < keys; j += kLanes) {
       const int64_t at = r * kDecodeStepKeys + j;
@@ -223,8 +228,8 @@ static void decode_value_step(const float* weights, const HeadRows<T>& v, int64_
       }
 }
 
-// Calls f(integral_constant R, row) so that each of `rows` rows is in one pass of 1, 2, 4 or 8 rows, at most Limit (4 or
-// 8).
+// Calls f(integral_constant R, row) so that each of `rows` rows is in one pass of 1, 2, 4 or 8 rows, at most Limit (4
+// or 8).
 template <int Limit = kRowsPerPass, class F>
 INLINE void for_each_pass(int64_t rows, F f) {
   for (int64_t r = 0; r < rows;) {
@@ -274,7 +279,7 @@ template <class Key>
 struct DecodeVectors {
   typedef Key T;  // of K and V
   static constexpr bool kScalesKeys = kIsQuantized<T> && !kHasGroups<T>;
-  static constexpr int kBits = 0;
+  static constexpr int kBits = 0;  // weights are scaled up by 2^kBits
   static constexpr int64_t kScores = kMaxVectorRows * kDecodeStepKeys;
   // Tables without AMX are faster for quantised keys (see decode_kernels in level.h).
   static int64_t max_rows(const Attention&) { return kHasAmx && kIsQuantized<T> ? 0 : kMaxVectorRows; }

@@ -70,8 +70,9 @@ std::vector<KeyUnit> key_units(const Backward& p) {
 }
 
 // Whether a unit takes all keys of a head, which keeps the arrays of its rows in one scratch and saves about an eighth
-// of the time: at least 7/8 of the threads must then be busy. The order of sums is the same either way.
-bool takes_whole_heads(Backward& p, const Kernels& k, int64_t threads) {
+// of the time: at least 7/8 of the threads must then be busy. The order of sums is the same either way. p: a copy,
+// because units and scratch are those of whole heads.
+bool takes_whole_heads(Backward p, const Kernels& k, int64_t threads) {
   p.whole_heads = true;
   const int64_t units = (int64_t)key_units(p).size(), rounds = divide_up(units, threads);
   const bool uniform = threads == 1 || p.a.batch == 1 || !p.a.ranges || p.a.ranges_b == 0;
@@ -105,8 +106,9 @@ struct ProblemHead {
   int64_t batch, kv_head;
 };
 
-// After a pass over these problems whose results are not all finite: computes the heads again, pair by pair, that have a
-// NaN which no allowed pair explains. What several heads or calls add to is left to a call of its own.
+// Runs after a pass over the heads in which some results were not finite. Heads with a NaN that no allowed pair
+// explains are computed again, pair by pair. If several heads or calls add to one buffer, that is left to the caller:
+// kNonFinite.
 int fix_hidden_nan(const std::vector<ProblemHead>& heads, int64_t threads) {
   int64_t check_bytes = 64, bytes = 64;
   for (const ProblemHead& head : heads) {
