@@ -42,8 +42,9 @@ struct Attention {
   int64_t bias_dtype, bias_b, bias_h, bias_q, bias_k;
   const uint8_t* dense;  // 0 masks; null, or any strides
   int64_t dense_b, dense_h, dense_q, dense_k;
-  // [B|1, Sq]: if it is not null, a row's entries in `dense` are those of dense_keys keys from dense_from - dense_origin
-  // on; it may attend to every earlier key, and to no later one
+  // [B|1, Sq]; null: `dense` has an entry for every key. Otherwise a row's entries in `dense` are those of dense_keys
+  // keys, the first of which is dense_from - dense_origin; the row may attend to every earlier key, and to no later
+  // one. dense_origin: the caller passes 0; schedule/documents.h sets it to the first key of a document
   const int32_t* dense_from;
   int64_t dense_from_b, dense_keys, dense_origin;
   // ALiBi: -slope * |row_position - key_position|; null, or all three are given
@@ -69,9 +70,9 @@ struct Attention {
   // and ranges. A row sees no earlier key
   const int32_t* first_key;
   int64_t first_key_b;
-  // If format is not 0, k and v hold numbers of a Format, strides of k and v are in bytes, and each number is multiplied
-  // by its scale: one per key and head, or one per kGroupSize numbers, contiguous, for kInt4. Strides of scales are in
-  // floats. With pages, scales are pools of pages too.
+  // If format is not 0, k and v hold numbers of a Format, strides of k and v are in bytes, and each number is
+  // multiplied by its scale: one per key and head, or one per kGroupSize numbers, contiguous, for kInt4. Strides of
+  // scales are in floats. With pages, scales are pools of pages too.
   int64_t format;
   const float* k_scale;
   int64_t k_scale_b, k_scale_h, k_scale_s;
@@ -104,8 +105,8 @@ struct Gradients {
 };
 
 // New tokens of a cache. Token s of sequence b is written to row rows[b * length + s] of the pools, whose rows are
-// contiguous [N, D], or without `rows` to row b * page_rows + first_row + s. Threads write tokens in any order, so no two
-// tokens may have the same row: the caller ensures that those of `rows` differ; without `rows` it is checked.
+// contiguous [N, D], or without `rows` to row b * page_rows + first_row + s. Threads write tokens in any order, so no
+// two tokens may have the same row: the caller ensures that those of `rows` differ; without `rows` it is checked.
 struct Append {
   int64_t size;    // sizeof(Append)
   int64_t dtype;   // of k and v: see Type
@@ -129,9 +130,9 @@ enum { kGroupSize = 32 };
 enum Type { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 // kOutOfRange (returned by the backward only): some numbers do not fit the number types of this attempt. The results,
 // buffers of sums included, are invalid, and the caller runs the problem again with the next attempt. kNonFinite
-// (backward only): some gradients are NaN, perhaps because of pairs that the mask hides, and several heads or calls add to
-// one buffer. The caller runs the problem again with the attempt kPairwise, which computes each row with its own keys
-// only.
+// (backward only): some gradients are NaN, perhaps because of pairs that the mask hides, and several heads or calls add
+// to one buffer. The caller runs the problem again with the attempt kPairwise, which computes each row with its own
+// keys only.
 enum Status { kOk = 0, kBadRecord = 1, kNoMemory = 2, kOutOfRange = 3, kNonFinite = 4 };
 enum { kPairwise = 3 };
 }

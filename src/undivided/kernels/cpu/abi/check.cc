@@ -20,7 +20,8 @@ bool is_head_size(int64_t n) { return 1 <= n && n <= 1 << 20; }
 bool is_type(int64_t type) { return kFloat32 <= type && type <= kFloat16; }
 bool fits_float(double x) { return fabs(x) <= FLT_MAX; }  // false for NaN
 
-// A tensor whose strides stay within 64-bit offsets.
+// The offset of a tensor's last element, axis by axis. fits() is false if it may overflow as a number of bytes, or if a
+// stride is negative.
 class Reach {
  public:
   Reach& axis(int64_t size, int64_t stride) {
@@ -39,8 +40,8 @@ bool fits(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, in
   return Reach().axis(batch, b).axis(heads, h).axis(length, s).axis(dim, 1).fits();
 }
 
-// The same for a tensor that is written, by threads in any order: each axis steps over all of those with smaller
-// strides, so that no two elements share an address.
+// The same for a tensor that threads write in any order: the stride of each axis must lead beyond the elements of all
+// axes with smaller strides, so that no two elements share an address.
 bool fits_written(int64_t batch, int64_t b, int64_t heads, int64_t h, int64_t length, int64_t s, int64_t dim) {
   struct Axis {
     int64_t size, stride;
@@ -95,7 +96,7 @@ bool has_valid_tensors(const Attention& a) {
          fits(outer, a.v_b, a.kv_heads, a.v_h, inner, a.v_s, a.v_dim) && has_valid_scales(a, outer, inner);
 }
 
-// Reads the ranges: a key outside of the tensor must not be in any of them.
+// Reads the ranges: none may contain a key outside of the tensor. The ends of a band may lie outside.
 bool has_valid_ranges(const Attention& a) {
   const auto is_end = [](int64_t key) { return -2 * kMaxSize <= key && key <= 2 * kMaxSize; };
   if (a.band) return !a.ranges && is_end(a.band_start) && is_end(a.band_stop);

@@ -9,7 +9,7 @@ namespace undivided {
 // pointer points to cannot be checked, except the ranges, which are read.
 bool is_valid(const Attention& a);
 bool is_valid(const Attention& a, const Gradients& g);
-// Reads the rows too: all must lie in the pools. Whether two tokens have the same row of `rows` is not checked.
+// Reads the rows too: all must lie in the pools. Whether `rows` gives two tokens the same row is not checked.
 bool is_valid(const Append& p);
 
 // Sets strides of a valid record to 0 that could overflow if a kernel multiplies them by the size of an element or by a

@@ -40,7 +40,8 @@ struct CpuFeatures {
   bool has_avx512_bf16() const { return has_avx512() && has(eax7_1, 1 << 5) && has(ecx7, 1 << 1); }
   bool has_amx_bf16() const { return has_avx512_bf16() && has(edx7, 1 << 22 | 1 << 24); }
   bool has_amx_fp16() const { return has_amx_bf16() && has(eax7_1, 1 << 21); }
-  // Whether the operating system does not save vector registers that the processor has, and so denies them.
+  // Whether the processor has vector registers that the operating system does not save, so that no process may use
+  // them.
   bool has_denied_vectors() const { return has_avx2() ? knows_avx512() && !has_avx512() : knows_avx2(); }
 
  private:

@@ -46,9 +46,9 @@ EXPORT int undivided_append(const Append* p) {
   }
 }
 
-// Finds the keys that a forward of this problem reads once for several sequences; null: that this thread's last forward
-// read so. Writes (sequences, first key, keys) for each of the first `limit` of these ranges of keys, and returns the
-// number of ranges, or -1 if the record is bad or there is not enough memory.
+// Finds the ranges of keys that a forward of this problem reads once for several sequences; if `a` is null, those that
+// the last forward on this thread has read so. Writes (number of sequences, first key, number of keys) for each of the
+// first `limit` ranges, and returns the number of ranges, or -1 if the record is bad or there is not enough memory.
 EXPORT int64_t undivided_shared_keys(const Attention* a, int64_t* found, int64_t limit) {
   if (a && !is_valid(*a)) return -1;
   try {
@@ -67,7 +67,7 @@ EXPORT int64_t undivided_shared_keys(const Attention* a, int64_t* found, int64_t
 
 EXPORT const char* undivided_level() { return kernels().name; }
 
-// The levels that can run here; see level.h.
+// The name of a level that can run here, or null; see level.h.
 EXPORT const char* undivided_level_name(int level) { return level_name(level); }
 
 EXPORT const char* undivided_lost_level() { return lost_level(); }

@@ -1,4 +1,4 @@
-// Fences of the scratch memory, in builds with AddressSanitizer only: an access between two arrays of it is an error.
+// Fences in the scratch memory, in builds with AddressSanitizer only: an access between two of its arrays is an error.
 #pragma once
 
 #include <stdint.h>
@@ -13,7 +13,7 @@ namespace {
 #if defined(UNDIVIDED_FENCES)
 constexpr int64_t kFenceBytes = 128;
 
-// Allows access to the array alone, of the memory from its start to `end`, and fills it with NaN.
+// Fills an array with NaN, and forbids access to the memory between its end and `end`.
 inline void fence(char* array, int64_t size, char* end) {
   __asan_unpoison_memory_region(array, (size_t)(end - array));
   memset(array, 0xff, (size_t)size);

@@ -131,8 +131,9 @@ INLINE auto with_invariant_unit(const Attention& a, F f) {
     return f(TypeTag<InvariantUnit<decltype(mode), false>>());
   });
 }
-// Whether units of batch_invariant decode a problem; without it, because they are faster for keys from memory. Tables
-// with AMX run no problem with batch_invariant (see kernels(a) in level.h), and tiles are faster than units.
+// Whether an InvariantUnit decodes a problem: always with batch_invariant, and otherwise where it is faster, for keys
+// from memory. Never in a table with AMX: problems with batch_invariant run on another one (see kernels(a) in level.h),
+// and tiles are faster.
 bool runs_in_units(const Attention& a, int64_t kv_heads, bool exceeds_caches) {
   if (kHasAmx) return false;
   if (a.batch_invariant) return true;
@@ -147,7 +148,7 @@ bool runs_in_units(const Attention& a, int64_t kv_heads, bool exceeds_caches) {
     return rows_of_group(a) <= max_rows && fits_invariant<Mode>(a);
   });
 }
-// Whether prefill is faster although there are few rows, because they fill a panel.
+// Whether the few rows of a problem fill a panel, so that prefill is faster than decoding.
 bool fills_panel(const Attention& a) {
   const int64_t rows = rows_of_group(a), splits = larger_of(1, a.kv_len / kMinKeysPerSplit);
   if (a.format || (a.dtype == kFloat32 && a.qk_dim <= kMaxDecodedPanel)) return false;

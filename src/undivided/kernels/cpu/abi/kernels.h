@@ -7,6 +7,7 @@
 //   key block  kBlockKeys keys, which are packed together
 //   split      the keys of one unit of split-KV, which is prefill that divides the keys too
 //   chunk      the keys of one unit of decoding
+//   engine     the class that has the two products of decoding: DecodeVectors, DecodePairs or DecodeAmx
 //   piece      kPieceKeys keys, which batch_invariant sums from zero; splits and chunks are pieces then
 //   key unit   the keys of one unit of the backward, several key blocks
 //   segment    consecutive keys that some row of a panel sees
@@ -33,7 +34,9 @@ struct RowBlock {
   int64_t cost;
   int64_t key = 0, key_stop = INT64_MAX;
   float* partials = nullptr;
-  int64_t short_keys = 0;                // no row sees more keys than this, at most `short_key_limit`; 0: no limit
+  // If not 0, the block takes the path of few keys: no row sees more keys than this, which is at most
+  // `short_key_limit`.
+  int64_t short_keys = 0;
   const RowBlock* next_block = nullptr;  // the block that this thread probably takes next
 };
 
@@ -46,11 +49,11 @@ struct KeyChunk {
   const Attention* problem;
   int64_t batch, kv_head, kv_heads, key, keys;
   float* partials;  // null: the chunk has all keys of its heads, or their only piece, and writes their results
-  bool exceeds_caches = false;  // whether the keys of all chunks are too many for the caches
+  bool exceeds_caches = false;  // the keys of all chunks are too many for the caches, so they come from memory
 };
 
-// Exponents of the powers of two that scale a block of rows: of its dO, of its Q in the product with dS, and the smallest
-// of those of its rows' dS.
+// Exponents of the powers of two that scale a block of rows: of its dO, of its Q in the product with dS, and the
+// smallest of those of its rows' dS.
 struct RowScales {
   int32_t grad, query, score;
 };
@@ -93,10 +96,10 @@ struct KeyUnit {
 // The functions of one instruction set.
 struct Kernels {
   const char* name;
-  // the table that runs prefill: this one, or a lower level that is faster. If it fails on some numbers, the next
-  // attempt takes a wider range of numbers; attempt 2 takes all.
+  // The table that runs prefill: this one, or that of a lower level if it is faster. Attempt 0 may be unable to
+  // represent some numbers; each further attempt has a wider range, and attempt 2 represents all.
   const Kernels* (*prefill_kernels)(const Attention&, int attempt);
-  // documents whose rows see no more keys run apart from the others; 0: none do
+  // documents whose rows see at most this many keys take a path of their own (forward/short_block.h); 0: none do
   int64_t (*short_key_limit)(const Attention&);
   // the largest number of query rows of a block whose rows see this many keys (as in RowBlock)
   int64_t (*block_rows)(const Attention&, int64_t short_keys);
@@ -106,14 +109,14 @@ struct Kernels {
   // is_short: no row sees more than short_key_limit keys
   int64_t (*block_scratch)(const Attention&, int64_t rows, bool is_short);
   bool (*block)(const Attention&, const RowBlock&, char* scratch);  // false: some numbers are out of range
-  bool (*can_decode)(const Attention&);  // few rows per key/value head, and head sizes that the engine takes
+  bool (*can_decode)(const Attention&);  // few rows per key/value head, and head sizes that the engine supports
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   // next_chunk: the chunk that this thread probably takes next, or null; its first keys are prefetched
   void (*chunk)(const KeyChunk&, const KeyChunk* next_chunk, char* scratch);
   // merges the partial results of a row, which are at offset `offset` of each of `count` places, in order
   void (*merge)(const Attention&, int64_t batch, int64_t head, int64_t row, float* const* partials, int64_t count,
                 int64_t offset);
-  const Kernels* (*backward_kernels)(const Attention&, const Gradients&);  // as prefill, for gradients
+  const Kernels* (*backward_kernels)(const Attention&, const Gradients&);  // as prefill_kernels, for gradients
   int64_t (*row_panels)(int64_t dtype);  // the largest number of panels of a row block
   // places the arrays of rows that units share, and returns their bytes; base null: only counts
   int64_t (*layout_shared_rows)(Backward&, int64_t heads, char* base);
@@ -121,7 +124,8 @@ struct Kernels {
   void (*begin_rows)(const Backward&, int64_t head, int64_t row_block);  // head: index in [B, N]
   void (*key_unit)(const Backward&, const KeyUnit&, char* scratch);
   void (*finish_rows)(const Backward&, int64_t head, int64_t row_block);
-  // whether the pairs that the mask allows explain every NaN of a head's dq, dk and dv (see backward/own_nan.h)
+  // Whether the pairs that the mask allows explain every NaN of a head's dq, dk and dv. Also clears NaN in the
+  // gradients of keys that no row sees. See backward/own_nan.h.
   int64_t (*own_nan_scratch)(const Attention&);
   bool (*explains_nan)(const Backward&, int64_t batch, int64_t kv_head, char* scratch);
   int64_t (*pairwise_scratch)(const Attention&);

@@ -104,7 +104,7 @@ int highest_level() {
   return highest;
 }
 
-// The level that runs unless UNDIVIDED_ISA names another: the highest, but for Intel's processors without usable AMX.
+// The level that runs unless UNDIVIDED_ISA names another: the highest, except on Intel's processors without usable AMX.
 // Their bf16 dot products have half the rate of multiply-adds: docs/decisions/2026-11-27-intel-without-amx.md.
 int default_level() {
   const int highest = highest_level();

@@ -5,15 +5,17 @@
 
 namespace undivided {
 
-// The table of the level that UNDIVIDED_ISA names, if the processor and the compiler allow it; else of the fastest that
-// they allow, which is the highest but for Intel's processors without AMX. Selected at the first call.
+// The table of the level that UNDIVIDED_ISA names, if the processor and the compiler allow it; otherwise that of the
+// fastest level that they allow, which is the highest except on Intel processors without AMX. Selected at the first
+// call.
 const Kernels& kernels();
-// The table that runs this problem: that of the level, but for two kinds of problems at a level with AMX. With
-// batch_invariant tiles would add in another order, and one batch element could make all repeat an attempt; prefill does
-// not make tiles of quantised keys. These run on avx512_bf16, or on avx512 if the processor is Intel's and the type bf16:
-// docs/decisions/2026-11-27-intel-without-amx.md.
+// The table that runs this problem: that of the selected level, with two exceptions at a level with AMX. With
+// batch_invariant, tiles would add in another order, and one batch element could make all of them repeat an attempt;
+// and prefill does not make tiles of quantised keys. Both run on avx512_bf16, or, with bf16 on Intel's processors, on
+// avx512: docs/decisions/2026-11-27-intel-without-amx.md.
 const Kernels& kernels(const Attention& a);
-// The table that decodes it: decoding makes tiles of quantised keys, if queries are bf16 and head sizes fit.
+// The table that decodes this problem: as above, but decoding does make tiles of quantised keys, if queries are bf16
+// and head sizes fit.
 const Kernels& decode_kernels(const Attention& a);
 
 // Whether the processor is Intel's: some thresholds differ between vendors at one level (see Tuning).

@@ -170,8 +170,8 @@ constexpr int64_t kMaxSmallBackward = 128;
 // tiles these fill. Time of the small backward / time on AMX:
 //   bf16, D = 32 to 256    tokens    1               4               8             16            24            32
 //                          ratio     0.06 to 0.25    0.15 to 0.25    0.3           0.5           0.8           1.1
-//   fp32 as two fp16       tokens    64              80              96            100           112           128
-//                          ratio     0.9 to 1.0      0.8 to 1.0      1.0 to 1.2    0.9 to 1.0    1.0 to 1.1    1.2 to 1.3
+//   fp32 as two fp16       tokens    64            80              96            100           112           128
+//                          ratio     0.9 to 1.0    0.8 to 1.0      1.0 to 1.2    0.9 to 1.0    1.0 to 1.1    1.2 to 1.3
 //   fp32 as three bf16     tokens    64              100             128
 //                          ratio     0.8 to 1.0      0.4 to 0.8      0.6 to 1.1
 //   fp16 as two bf16       tokens    48              64 to 128
@@ -242,8 +242,8 @@ constexpr int64_t kMinUnitBytes = 24 << 20;
 // set by: hand, docs/decisions/2026-11-23-packs-of-sequences.md
 constexpr int64_t kMinSharedRows = 12, kMinSharedKeys = 128;
 
-// Numbers of new tokens that a thread writes to a cache, at least: quantised in some 20 us, the time that threads take to
-// start.
+// Numbers of new tokens that a thread writes to a cache, at least: quantised in some 20 us, the time that threads take
+// to start.
 // set by: hand
 constexpr int64_t kMinAppendedNumbers = 64 << 10;
 

@@ -1,6 +1,6 @@
-// The thresholds that depend on the level or on the vendor, as fields of `Tuning`: its default values are those of vectors
-// without dot products, and the instances below it list what differs at the other levels. The comments are read as
-// those of tuning.h, which has the thresholds that hold everywhere.
+// The thresholds that depend on the level or on the vendor, as fields of `Tuning`: its default values are those of
+// vectors without dot products, and the instances below it list what differs at the other levels. The comments are read
+// as those of tuning.h, which has the thresholds that hold everywhere.
 #pragma once
 
 #include <stdint.h>
@@ -43,8 +43,8 @@ struct Tuning {
   //   Zen 3, AVX2      fp32       4 to 16 KiB       2, in the caches    0.95 to 1.0
   //   Zen 3, AVX2      V, fp32    4 to 16 KiB       3                   1.05 to 1.15
   //   Zen 3, AVX2      K, fp32    4 to 16 KiB       3, 4                0.95 to 1.0
-  // Zen 4, 4 to 16 KiB, 256 to 1024 tokens, causal: counting every panel as a whole 0.96 to 0.99; thresholds of 8 and 6,
-  // or 4 and 2, within 0.02.
+  // Zen 4, 4 to 16 KiB, 256 to 1024 tokens, causal: counting every panel as a whole 0.96 to 0.99; thresholds of 8 and
+  // 6, or 4 and 2, within 0.02.
   // tune-cpu: min_copy_panels, min_copy_panels_of_v, two_panel_bytes
   int64_t min_copy_panels = 6, min_copy_panels_of_v = 3, two_panel_bytes = 8 << 20;
   // fp32: the second product works row by row (gemm/row_product.h) if no row sees more keys than this. It exists with
@@ -106,14 +106,14 @@ struct Tuning {
   //   Zen 4, 1k keys, in L3                        1.2 to 1.3     1.5 to 1.6
   // tune-cpu: min_dot_rows, min_dot_rows_zen4
   int64_t min_dot_rows = 5, min_dot_rows_zen4 = 3;
-  // Bytes of K and V of all heads in a step, at most: this step and the next fit in L2. (256 KiB against 128, 8 heads of
-  // 128: Zen 5, fp32 and bf16 from memory 0.97 to 1.06, in L3 1.06 to 1.15, 8 bits 0.97 to 1.0, at AVX2 0.83
-  // to 1.19; Zen 4 within 5 %; Zen 3, whose L2 has 512 KiB, 0.77 to 1.0.)
+  // Bytes of K and V of all heads in a step, at most: this step and the next fit in L2. (256 KiB against 128, 8 heads
+  // of 128: Zen 5, fp32 and bf16 from memory 0.97 to 1.06, in L3 1.06 to 1.15, 8 bits 0.97 to 1.0, at AVX2 0.83 to
+  // 1.19; Zen 4 within 5 %; Zen 3, whose L2 has 512 KiB, 0.77 to 1.0.)
   // tune-cpu: decode_step_bytes, decode_step_bytes_zen5
   int64_t decode_step_bytes = 128 << 10, decode_step_bytes_zen5 = 128 << 10;
   // bf16 keys from memory (kMinUnitBytes): the most rows per key head that units of batch_invariant decode. (Units
-  // against steps, 16k keys of 8 heads: Zen 5, one row 1.1, two 0.84; Zen 4, one row 1.06 to 1.25, two rows not measured
-  // since steps prefetch line by line.)
+  // against steps, 16k keys of 8 heads: Zen 5, one row 1.1, two 0.84; Zen 4, one row 1.06 to 1.25, two rows not
+  // measured since steps prefetch line by line.)
   // tune-cpu: max_unit_rows, max_unit_rows_zen5
   int64_t max_unit_rows = 2, max_unit_rows_zen5 = 1;
 };

@@ -1,6 +1,6 @@
-// Rows of numbers in the formats of quantised caches, as `undivided.quantization` defines them: the largest magnitude of
-// a row, or of a group for kInt4, becomes the largest number of the format. The bits are those of that definition, for
-// NaN and infinity too.
+// Rows of numbers in the formats of quantised caches, as `undivided.quantization` defines them: the largest magnitude
+// of a row, or of a group for kInt4, becomes the largest number of the format. The bits are those of that definition,
+// for NaN and infinity too.
 #pragma once
 
 #include "simd/quantized.h"

@@ -22,7 +22,7 @@ struct DSoftmaxInputs {
   const float *st, *dpt;                         // [key of the key block][kPanel]
   float* score_bias;  // what is added to the scores; replaced by its gradients if writes_bias_gradient
   const LaneMask* keep;
-  int64_t block_key;  // first key of the key block
+  int64_t block_key;  // the first key of the key block
   int vectors;        // vectors that hold rows
   bool has_ranges, has_bias, writes_bias_gradient;
   bool has_large_base;    // whether some row's base is large, see kLargeBase

@@ -7,8 +7,8 @@
 //     a row of dK     some row that sees the key has such gradients
 //     a row of dV     some row that sees the key has NaN weights, or NaN in dO in each of the columns
 //
-// In a run that has diverged they do, so that it costs no second pass. A row of gradients without NaN needs no
-// explanation. NaN gradients of a key that no row sees become 0 here.
+// In a run that has diverged they do explain them, so that it costs no second pass. A row of gradients without NaN
+// needs no explanation. NaN gradients of a key that no row sees are set to 0 here.
 #pragma once
 
 #include "backward/row_terms.h"
@@ -16,7 +16,7 @@
 
 namespace {
 
-// What makes a row's gradients NaN, as bits.
+// What makes a row's gradients NaN, and whether the row has keys, as bits.
 enum RowNan : uint8_t { kNanScores = 1, kNanWeights = 2, kNanGrad = 4, kHasKeys = 8 };
 
 struct OwnNanSpace {
@@ -73,7 +73,7 @@ class OwnNan {
     return bits;
   }
 
-  // From the first to the last key that a row with finite scores may see.
+  // Finds the extent of the live keys: from the first to the last key that a row with finite scores may see.
   void find_live_keys() {
     for (int64_t r = 0; r < p_.rows; r++) {
       if (!(w_.rows[r] & kHasKeys) || w_.rows[r] & kNanScores) continue;
@@ -124,8 +124,8 @@ class OwnNan {
       if (w_.rows[r] & kHasKeys && !(w_.rows[r] & kNanScores) && sees_key(r, j)) return true;
     return false;
   }
-  // Whether a row that sees key j satisfies a condition, which is not asked of other rows. hint: the last one found; the
-  // next key's is mostly the same or a later one.
+  // Whether some row that sees key j satisfies a condition, which is evaluated for such rows only. hint: the row that
+  // was found last, where the search begins; for the next key it is mostly the same row or a later one.
   template <class Condition>
   bool find_row(int64_t j, int64_t& hint, Condition condition) const {
     for (int64_t n = 0, r = hint; n < p_.rows; n++, r = r + 1 < p_.rows ? r + 1 : 0)

@@ -1,9 +1,9 @@
 // Gradients pair by pair: each row meets only the keys that it sees.
 //
-// The blocks of driver.h multiply rows and keys that they do not see with weights of 0, and 0 * NaN is NaN. If a head has
-// gradients that its own pairs do not explain (own_nan.h), it is therefore computed again here, so that non-finite values
-// reach only the rows and keys that see them. Lanes lie along the head axis; a pair takes two
-// products of rows and adds to three rows.
+// The blocks of driver.h multiply rows and keys that they do not see with weights of 0, and 0 * NaN is NaN. If a head
+// has gradients that its own pairs do not explain (own_nan.h), it is therefore computed again here, so that non-finite
+// values reach only the rows and keys that see them. Lanes lie along the head axis; a pair takes two products of rows
+// and adds to three rows.
 #pragma once
 
 #include "backward/keys.h"

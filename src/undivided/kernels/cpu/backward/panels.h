@@ -7,6 +7,7 @@
 
 namespace {
 
+// Waits until the units of earlier keys have added to the dqt of a row block, or until the problem has to be repeated.
 static void wait_for_turn(const Backward& p, const int64_t* turn, int64_t index) {
   for (int64_t tries = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != index && !is_out_of_range(p); tries++) {
 #if defined(__x86_64__)
@@ -39,6 +40,8 @@ class RowPrefetch {
   int64_t left_[2] = {}, lines_per_step_ = 0;
 };
 
+// A unit of keys in its pass over the row blocks of a head; `block` and the members after it belong to the current
+// block.
 template <class Mode>
 struct RowPass {
   const Backward& p;
@@ -49,7 +52,7 @@ struct RowPass {
   RowBlock block;
   char* rows;     // PackedRows of the block's first panel
   float unscale;  // see DSoftmaxInputs
-  bool has_turn;
+  bool has_turn;  // whether this unit may add to the block's dqt, see wait_for_turn
   RowPrefetch next;
   alignas(64) float uniform_ds_scale[kPanel];  // see DSoftmaxInputs; if all rows have the same
 
@@ -138,6 +141,7 @@ static void clear_keys(Weight<Mode>* of_slot, int64_t from, int64_t to) {
     memset(of_slot + p * kBlockKeys * kPanel + from * kPanel, 0, (size_t)((to - from) * kPanel) * sizeof *of_slot);
 }
 
+// One panel with the keys [start, stop) of a key block, on vectors: P and dS of its slot, and its part of dQ.
 template <class Mode>
 static void vector_segment(RowPass<Mode>& s, int64_t index, int slot, int64_t block_key, int64_t start, int64_t stop) {
   typedef typename Mode::Arith Arith;

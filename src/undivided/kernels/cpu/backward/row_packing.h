@@ -40,7 +40,7 @@ INLINE UVec load_bits(const Half* row, int64_t left) {
 }
 #endif
 
-// Packs rows with lanes along d, scaled by each row's `scale` if they are split; a null pointer is a row of zeros.
+// Packs rows with lanes along d, multiplied by each row's `scale` if they are split; a null pointer is a row of zeros.
 template <class Mode>
 static void pack_rows(const typename Mode::T* const* row, int64_t rows, int64_t dim,
                       [[maybe_unused]] const float* scale, float* to) {

@@ -1,4 +1,4 @@
-// Per-row numbers of the backward that do not depend on the keys.
+// What the backward needs of each row, computed from its lse, out and dO.
 #pragma once
 
 #include <math.h>
@@ -33,7 +33,7 @@ static RowTerms row_terms(const Backward& p, int64_t batch, int64_t head, int64_
   if (a.sinks) {
     const float sink = a.sinks[head];
     const float total = lse > sink ? lse + log1pf(expf(sink - lse)) : sink + log1pf(expf(lse - sink));
-    // an infinite sink leaves no weight for the row's values: `grad_dot_out` is 0, and the difference NaN
+    // an infinite sink leaves no weight for the row's values: grad_dot_out is 0, and sink - total NaN
     if (g.sinks) g.sinks[at] = -grad_dot_out * (grad_dot_out == 0 ? 0 : expf(sink - total));
     if (excludes_sinks(p)) x.sink_share = expf(lse - total), x.delta *= x.sink_share;
     else x.lse = total;

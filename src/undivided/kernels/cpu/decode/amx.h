@@ -1,14 +1,14 @@
-// The two products of a decoding step on AMX, for 16-bit types, or 8-bit keys with bf16 queries, and head sizes of whole
-// tiles. K and V of 16 bits are read in place; quantised ones become tiles first (see amx_quantized.h):
+// The two products of a decoding step on AMX, for 16-bit types, or 8-bit keys with bf16 queries, and head sizes of
+// whole tiles. K and V of 16 bits are read in place; quantised ones become tiles first (see amx_quantized.h):
 //
 //     S[key][row] += K[key][d pair] * Q[d pair][row]         A: 16 keys of K, B: pairs of the queries, once per chunk
 //     O[row][d]   += P[row][key, 0] * V[key][d, d + 1]       A: weights, B: 16 keys of V
 //
 // The second product contracts pairs of neighbours along d, of which only one is wanted: a weight beside a zero gives
 // the even columns, a zero beside the weight the odd ones, in two rows of a tile for each row. That is half of AMX's
-// rate but needs no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 * NaN
-// is NaN), so non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one stride
-// (small pages of a cache, the end of a sequence) are copied first.
+// rate but needs no shuffle, and memory is slower still. An infinite or NaN value reaches its neighbour's column (0 *
+// NaN is NaN), so non-finite sums are recomputed on vectors (see run_chunk). Groups of 16 keys that are not at one
+// stride (small pages of a cache, the end of a sequence) are copied first.
 #pragma once
 
 #include "decode/amx_quantized.h"
@@ -49,10 +49,10 @@ INLINE void transpose_scores(const float* raw, float* scores) {
   store(scores + 3 * kDecodeStepKeys, (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d));
 }
 
-// For up to `Rows` rows: 4, 8, 16 or 32. A tile holds the queries of up to 16 rows, or the weights of a unit of up to 8;
-// 32 rows take two passes over the tiles of K and V, which are in L2 by then. Queries are pairs [pass][d block][d pair]
-// [row]; sums are [unit][d block][2 x row][16], the rows' even columns, then their odd ones. Tiles of four rows are as
-// fast as those of eight, but all of this must stay in L1 while K and V pass through it.
+// For up to `Rows` rows: 4, 8, 16 or 32. A tile holds the queries of up to 16 rows, or the weights of a unit of up to
+// 8; 32 rows take two passes over the tiles of K and V, which are in L2 by then. Queries are pairs [pass][d block][d
+// pair] [row]; sums are [unit][d block][2 x row][16], the rows' even columns, then their odd ones. Tiles of four rows
+// are as fast as those of eight, but all of this must stay in L1 while K and V pass through it.
 template <class Key, int Rows>
 class DecodeAmx {
   static constexpr int kPassRows = Rows < kTilePassRows ? Rows : kTilePassRows, kPasses = Rows / kPassRows;

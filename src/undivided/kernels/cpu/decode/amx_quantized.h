@@ -1,5 +1,5 @@
-// Rows of 8-bit keys and values as tiles of bf16, which is exact, and the order of their columns. Scales of rows multiply
-// scores and weights.
+// Rows of 8-bit keys and values as tiles of bf16, which is exact, and the order of their columns. Scales of rows
+// multiply scores and weights.
 #pragma once
 
 #include "decode/pair_products.h"
@@ -15,8 +15,8 @@ using TileNumber = std::conditional_t<kIsQuantized<T>, BFloat16, T>;
 // Rows per key head from which on tiles are faster than vectors.
 template <class T>
 constexpr int64_t kMinTileRows = std::is_same<T, Float8E4M3>::value ? kMinTileRowsE4M3 : kMinTileRowsQuantized;
-// Columns of the tiles that are filled together: two of quantised rows, of which the first one has the first 8 of each 16
-// columns, the second one the others.
+// Columns of the tiles that are filled together: two of quantised rows, of which the first one has the first 8 of each
+// 16 columns, the second one the others.
 template <class T>
 constexpr int64_t kTileColumns = kIsQuantized<T> ? 2 * kTileDepth : kTileDepth;
 

@@ -1,14 +1,14 @@
 // Decoding: a few query rows with a long cache.
 //
 // Memory traffic. Every key and value is read once and used for all rows of its group (query heads x query rows, at
-// most kMaxDecodeRows), 2 operations per element and row: with few rows, reading the cache is the whole cost. More than
-// 8 rows, on AMX 16, take turns at the keys of a step, which are in L2 by then. Lanes lie along the head axis, where K and V are
-// contiguous: a multiply-add computes kLanes elements of one row, whereas with rows in lanes most lanes would be idle.
-// The cache is cut into chunks of keys by sizes and lengths alone. A chunk is read in steps of kDecodeStepKeys keys, for
-// all heads at once if their rows are adjacent ("bshd"). During a step the next one is prefetched in the order of
-// memory, because the hardware's prefetcher stops at each 4 KiB page. Rows are found through a table of a step's
-// addresses, so that paged caches cost nothing extra. The partial results of the chunks (sums, largest score, total) are
-// merged in order.
+// most kMaxDecodeRows), 2 operations per element and row: with few rows, reading the cache is the whole cost. At most 8
+// rows, on AMX 16, are computed at a time; further rows read the keys of a step again, from L2. Lanes lie along the
+// head axis, where K and V are contiguous: a multiply-add computes kLanes elements of one row, whereas with rows in
+// lanes most lanes would be idle. The cache is cut into chunks of keys by sizes and lengths alone. A chunk is read in
+// steps of kDecodeStepKeys keys, for all heads at once if their rows are adjacent ("bshd"). During a step the next one
+// is prefetched in the order of memory, because the hardware's prefetcher stops at each 4 KiB page. Rows are found
+// through a table of a step's addresses, so that paged caches cost nothing extra. The partial results of the chunks
+// (sums, largest score, total) are merged in order.
 #pragma once
 
 #include "decode/amx.h"
@@ -123,6 +123,7 @@ INLINE void with_number(const Attention& a, F f) {
   else f((const float*)nullptr);
 }
 
+// Loads the queries of the n-th head of a chunk, and clears its sums.
 template <class Engine>
 static void start_head(const KeyChunk& chunk, int64_t n, int64_t first, HeadState& state, float* q) {
   typedef typename Engine::T T;
@@ -227,6 +228,8 @@ static inline bool is_explained(const KeyChunk& chunk, int64_t n, int64_t r, con
   return explained;
 }
 
+// Computes a chunk and writes its partial results. A row whose sums are not finite, though its own values do not
+// explain every NaN, is computed again by itself, by the engine that computes each column on its own.
 template <class Engine>
 static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* scratch) {
   const Attention& a = *chunk.problem;
@@ -260,7 +263,7 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   }
 }
 
-// Partial results that merge_row adds to a sum while it is in registers.
+// Partial results that merge_row adds to a sum while the sum is in registers.
 constexpr int kMergedChunks = 32;
 
 // Merges the partial results of one row, in order, into out and lse. They are at `offset` of each place of `partials`;
@@ -285,7 +288,7 @@ static void merge_row(const Attention& a, int64_t batch, int64_t head, int64_t r
   for (int64_t c = 0; c < count;) {  // in registers, some chunks at a time
     int merged = 0;
     for (; c < count && merged < kMergedChunks; c++) {
-      if (is_empty(max_score_of(c), total_of(c))) continue;  // as if the chunk were not there, to the sign of a zero
+      if (is_empty(max_score_of(c), total_of(c))) continue;  // adding its zeros could change the sign of a zero
       const float weight = expf(max_score_of(c) - max_score);
       total += total_of(c) * weight;
       from[merged] = partials[c] + offset, weights[merged] = weight, merged++;

@@ -6,8 +6,8 @@
 //     values    along the keys of a block, from zero, one column per lane
 //
 // Keys that a row does not see have a weight of 0 in it, which changes no sum. Quantised keys and values become the
-// numbers that prefill multiplies: 8 bits in registers, and their scales multiply scores and weights; 4 bits in registers
-// too on multiply-adds, else in L1, a few keys of a head at a time.
+// numbers that prefill multiplies: 8 bits in registers, and their scales multiply scores and weights; 4 bits in
+// registers too on multiply-adds, else in L1, a few keys of a head at a time.
 //
 // Memory traffic is that of decode/chunk.h: the keys of all heads of a unit are read in steps, in the order of memory,
 // K of a key block before its V, while the next step is prefetched. A unit has a piece of the keys of its heads.
@@ -196,7 +196,7 @@ class InvariantUnit {
     }
     for (int64_t i = 0; i < heads_ * padded_; i += 4) add_totals(i, smaller_of(heads_ * padded_ - i, 4), first, last);
   }
-  // As scale_products.
+  // As scale_products in forward/softmax.h, with one key per lane.
   void scale_products(float* s, int64_t first, int64_t last) const {
     const ScoreMap map(a_);
     for (int64_t j = first; j < last; j += kLanes) {
@@ -204,7 +204,7 @@ class InvariantUnit {
       store(s + j, rounded(map.cap != 0 ? tanh_of(x * map.inverse) * map.cap : x * map.scale));
     }
   }
-  // Masks the scores of a block outside of row r's ranges.
+  // As apply_ranges in forward/softmax.h, with one key per lane: masks the scores of a block outside of row r's ranges.
   void apply_ranges(float* s, int64_t r, int64_t block, int64_t first, int64_t last) const {
     const Panel& p = *panel_;
     IVec key = isplat((int32_t)(block + first));
@@ -214,8 +214,8 @@ class InvariantUnit {
       store(s + j, allowed ? load(s + j) : splat(-kInfinity));
     }
   }
-  // Adds the weights of up to four rows to their totals, key by key or pair by pair, and rounds pairs to bf16 unless they
-  // are multiplied by scales first.
+  // Adds the weights of up to four rows to their totals, key by key or pair by pair, and rounds pairs to bf16 unless
+  // they are multiplied by scales first.
   void add_totals(int64_t first_row, int64_t rows, int64_t first, int64_t last) {
     typedef float Four __attribute__((vector_size(16)));  // side by side: each is a chain of additions
     float* const s = scores_ + first_row * kScoreStride;
@@ -368,7 +368,7 @@ class InvariantUnit {
     if (sums != to) memcpy(to, sums, (size_t)a_.v_dim * 4);
     to[a_.v_dim] = max_score_[i] * score_unit<Products>(a_).natural, to[a_.v_dim + 1] = total_[i];
   }
-  // As write_rows.
+  // As write_rows in forward/query_rows.h.
   void write(int64_t n, int64_t r) {
     const int64_t i = n * padded_ + r, head = head_of(n, r), place = place_of(r);
     T* to = out_row<T>(a_, batch_, head, place);

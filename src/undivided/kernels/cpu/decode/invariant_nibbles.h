@@ -1,6 +1,6 @@
-// The scores of decoding with batch_invariant over numbers of 4 bits, on multiply-adds: numbers are widened and multiplied
-// by their scales in registers, to the fp32 numbers that prefill multiplies. Values are those of plain decoding
-// (decode_value_step in vectors.h), whose sums have the same order.
+// The scores of decoding with batch_invariant over numbers of 4 bits, on multiply-adds: numbers are widened and
+// multiplied by their scales in registers, to the fp32 numbers that prefill multiplies. Values are those of plain
+// decoding (decode_value_step in vectors.h), whose sums have the same order.
 #pragma once
 
 #include "decode/invariant_products.h"

@@ -32,8 +32,8 @@ INLINE void store_scores(const Vec (&sum)[K][R], float* scores, int64_t stride) 
     for (int k = 0; k < K; k++) store(scores + r * stride + k * kLanes, sum[k][r]);
 }
 
-// Calls f(c, k, x) with x[i] = Scalars c + i of the k-th of K vectors of keys, one key per lane, for all `count` Scalars
-// of a row; k is a constant.
+// Calls f(c, k, x) with x[i] = Scalars c + i of the k-th of K vectors of keys, one key per lane, for all `count`
+// Scalars of a row; k is a constant.
 template <class Mode, int K = 1, class F>
 INLINE void for_each_key_lanes(const typename Mode::T* const* row, int64_t offset, int64_t from, int64_t to,
                                StepPrefetch& prefetch, F f) {
@@ -118,8 +118,8 @@ static __attribute__((noinline)) void transpose_keys(const typename Mode::T* con
   shared = prefetch;
 }
 #endif
-// The same for numbers of 8 bits: transposes four of them per lane, to [four numbers][vector]. `count`: numbers of a row,
-// a multiple of 4 kLanes.
+// The same for numbers of 8 bits: transposes four of them per lane, to [four numbers][vector]. `count`: numbers of a
+// row, a multiple of 4 kLanes.
 [[maybe_unused]] static __attribute__((noinline)) void transpose_bytes(const Int8* const* row, int64_t offset,
                                                                        int64_t count, int64_t vectors, float* keys) {
   for (int64_t v = 0; v < vectors; v++, row += kLanes)
@@ -153,8 +153,8 @@ INLINE void widen_four(Vec four, Vec (&x)[kOfFour<Arith>]) {
       x[i] = widened_bytes((UVec)((IVec)((UVec)four << (24 - 8 * i)) >> 24), (const T*)nullptr);
   }
 }
-// As score_transposed, of numbers of 8 bits. Calls prefetch.step() once per kBytesPerPrefetch numbers of a row: with the
-// lines of a whole transposition at once, decoding from memory took 1.1 times as long.
+// As score_transposed, of numbers of 8 bits. Calls prefetch.step() once per kBytesPerPrefetch numbers of a row: with
+// the lines of a whole transposition at once, decoding from memory took 1.1 times as long.
 constexpr int64_t kBytesPerPrefetch = 16;
 template <class Arith, class T, int R, int K>
 static __attribute__((noinline)) void score_bytes(const float* q, const float* keys, int64_t count, float* scores,
@@ -201,8 +201,8 @@ static __attribute__((noinline)) void score_transposed(const float* q, const flo
   store_scores(sum, scores, stride);
 }
 
-// Vectors of columns whose sums fit registers together. Fewer rows take more: each sum is a chain of its own, which waits
-// for itself.
+// Vectors of columns whose sums fit registers together. Fewer rows take more: each sum is a chain of its own, which
+// waits for itself.
 constexpr int columns_at_once(int rows) { return kLanes < 16 ? 8 / rows : rows > 2 ? 4 : 8; }
 // Keys per prefetch step in the second product: as many numbers per step, whatever the number of columns.
 constexpr int64_t keys_per_prefetch(int rows) { return 4 * columns_at_once(4) / columns_at_once(rows); }

@@ -6,7 +6,7 @@
 
 namespace {
 
-// Some keys of a key block, or their values; no keys at the end.
+// Some keys of a key block, or their values (is_values); after the last step `keys` is 0.
 struct KeyStep {
   int64_t key, keys;
   bool is_values;

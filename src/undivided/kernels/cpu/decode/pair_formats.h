@@ -14,7 +14,7 @@ namespace {
 //   kWeightPairs, pack_weights      pairs of weights per row and pair of keys, for kWeightColumns columns
 //   add_values<R>                   adds these columns of a step to the sums of R rows; calls prefetch.step()
 //                                   value_passes<R>(dim) times per kKeysPerPrefetch keys
-//   kKeysPerLine, add_lines         keys of which a vector holds numbers, and the scores of all from the sums of its quarters
+//   kKeysPerLine, add_lines         keys that share a vector, and their scores from the sums of its quarters
 template <class T>
 struct PairFormat;
 

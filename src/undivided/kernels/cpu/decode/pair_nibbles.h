@@ -8,8 +8,8 @@
 namespace {
 
 // A vector of bytes, a line, has four groups in its quarters: those of one key, or of two keys with two groups each, so
-// that heads of 64 fill it. Numbers are multiplied as number + kInt4Bias, which is exact; the bias is subtracted from the
-// sums.
+// that heads of 64 fill it. Numbers are multiplied as number + kInt4Bias, which is exact; the bias is subtracted from
+// the sums.
 template <int Keys>
 struct NibblePairs {
   typedef Int4 T;
@@ -100,8 +100,8 @@ struct NibblePairs {
     pair_scores<NibblePairs, R>(q, k, first, dim, prefetch, found);
   }
 
-  // [row][pair of lines][quarter]: of each quarter, the weights of the two keys that a pair of lines has there. The last
-  // vector of a block's sums gets those of the bias.
+  // [row][pair of lines][quarter]: of each quarter, the weights of the two keys that a pair of lines has there. The
+  // last vector of a block's sums gets those of the bias.
   static void pack_weights(const HeadRows<T>& v, int64_t d, int64_t dim, const float* weights, int64_t rows,
                            int64_t keys, uint32_t* pairs, const PairSums& to) {
     const __m512i repeat = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),

@@ -16,10 +16,10 @@ static_assert(kMaxVectorRows <= kMaxDecodeRows && kMaxDecodeRows <= kPanel, "a p
 static_assert(kMaxDecodeRows % 4 == 0, "rows are rounded up to a multiple of 4 at most");
 // Places of one number per row; the numbers of any row may be loaded as a whole vector.
 constexpr int64_t kRowSlots = kMaxDecodeRows + kLanes;
-// steps start at multiples of it, except at the start of a segment; one tile of keys
+// Steps start at multiples of this many keys (one tile), except at the start of a segment.
 constexpr int64_t kStepAlignment = 16;
 
-// The table of a step's rows is padded to a multiple of it, so that any group of keys can be computed as a whole.
+// The table of a step's rows is padded to a multiple of this, so that any group of keys can be computed as a whole.
 constexpr int kKeyPadding = kLanes < 8 ? 8 : kLanes;
 
 // The state of the query rows of one key/value head: sums of V in the engine's layout, and each row's largest score (in
@@ -104,8 +104,8 @@ struct Step : StepScales<kIsQuantized<T>> {
 
 // Prefetches a step in the order of memory while the present one is computed: some lines per call of step(), or the
 // lines that take() returns. A core waits for some 10 to 24 lines at a time, and a load that needs one of these places
-// waits behind prefetches: evenly spread, as with take(), they delay it least. (Its place is stored at each take: kept in
-// registers it made fp32 1.03 to 1.12 times slower, Zen 3.)
+// waits behind prefetches: evenly spread, as with take(), they delay it least. (Its place is stored at each take: kept
+// in registers it made fp32 1.03 to 1.12 times slower, Zen 3.)
 class StepPrefetch {
  public:
   StepPrefetch() {}

@@ -4,14 +4,14 @@
 // at the edges of the key blocks; if only some vectors of rows see a key, only those (see panel_vector.h). A row's
 // result does not depend on which rows share its panel, so the order of every sum is a function of the problem alone.
 //
-// Memory traffic. Wide blocks take one key block after another, each for all panels: it is read from memory once, and
-// R / kPanel times from L2. A multiply-add is 2 operations, and a block of 128 keys has 128 * (Dk + Dv) elements, so R
-// rows do 2 * R operations per element read: 768 for R = 384, about ten times what a core needs to hide DRAM. Per
-// panel, Q^T (Dk rows of kPanel lanes: 24 KiB at Dk = 128) and the scores of a key block (24 KiB) share L1; the output
-// O^T passes through L1 once per key block, 1 / kBlockKeys of the multiply-adds. Narrow blocks (windows, documents,
-// short sequences) take one panel after another, each with all of its keys: Q^T and O^T stay in L1, and key blocks are
-// packed when a panel first needs them, and kept. The next key block, or the next panel's Q, keys and results, are
-// prefetched a few lines at a time.
+// Memory traffic. Wide blocks of R rows take one key block after another, each for all panels: a key block is read from
+// memory once, and R / kPanel times from L2. A multiply-add is 2 operations, and a block of 128 keys has 128 * (Dk +
+// Dv) elements, so R rows do 2 * R operations per element read: 768 for R = 384, about ten times what a core needs to
+// hide DRAM. Per panel, Q^T (Dk rows of kPanel lanes: 24 KiB at Dk = 128) and the scores of a key block (24 KiB) share
+// L1; the output O^T passes through L1 once per key block, 1 / kBlockKeys of the multiply-adds. Narrow blocks (windows,
+// documents, short sequences) take one panel after another, each with all of its keys: Q^T and O^T stay in L1, and key
+// blocks are packed when a panel first needs them, and kept. The next key block, or the next panel's Q, keys and
+// results, are prefetched a few lines at a time.
 #pragma once
 
 #include "forward/own_values.h"
@@ -23,6 +23,7 @@
 
 namespace {
 
+// The largest distance between the first and the last key of a narrow block; see kMaxNarrowBytes.
 template <class Mode>
 INLINE int64_t max_narrow_keys(const Attention& a) {
   return kMaxNarrowBytes / (2 * kParts<Mode> * larger_of(a.qk_dim + a.v_dim, 1)) / kBlockKeys * kBlockKeys;
@@ -143,7 +144,7 @@ class Block {
     for (int64_t r = 0; p.row_major && r < p.rows; r++)
       mark(p.first + r, has_non_finite_sums(sums.ot + r * a_.v_dim, a_.v_dim, sums.total[r]));
     for (int64_t r = 0; !p.row_major && r < p.rows; r += kLanes) {
-      Vec zero_or_nan[4] = {};  // four chains
+      Vec zero_or_nan[4] = {};  // four independent chains of additions
       const float* column = sums.ot + r;
       int64_t d = 0;
       for (; d + 4 <= a_.v_dim; d += 4, column += 4 * kPanel)
@@ -165,20 +166,20 @@ class Block {
     Block(a_, single_row, w_.rest).run();
   }
 
-  // Whether a panel sees some of the keys [start, stop), which come after those of the previous call.
+  // Whether a panel sees some of the keys [start, stop). Each call advances next_segment, so keys must come in order.
   static bool meets(Panel& p, int64_t start, int64_t stop) {
     while (p.next_segment < p.segments && p.segment[p.next_segment].stop <= start) p.next_segment++;
     return p.next_segment < p.segments && p.segment[p.next_segment].start < stop;
   }
 
-  // The end of the keys that a panel sees.
+  // One past the last key that a panel sees; the panel must have segments.
   static int64_t keys_stop(const Panel& p) { return p.segment[p.segments - 1].stop; }
   KeyBlock<Mode>& key_block_at(int64_t start) { return w_.key_blocks<Mode>()[(start - first_block_key_) / kBlockKeys]; }
 
   // Places the key block that starts at block_key, for panels from `first` on.
   void place_key_block(int64_t first, int64_t block_key, KeyBlock<Mode>& key_block) {
     const int64_t block_stop = smaller_of(block_key + kBlockKeys, to_);
-    int64_t from = block_stop, to = block_key, reads = 0;  // reads: of keys, by panels
+    int64_t from = block_stop, to = block_key, reads = 0;  // reads: how often panels read a key, in all
     uint8_t visible[kBlockKeys] = {};                      // a key in a gap may share a pair with a visible one
     for (int64_t i = first; i < panel_count_; i++) {
       const Panel& p = w_.panels[i];
@@ -198,6 +199,8 @@ class Block {
     memcpy(key_block.visible, visible + (from - block_key), (size_t)(block_key + kBlockKeys - from));
   }
 
+  // Packs the keys before `stop`. If some numbers do not fit the parts, those of masked keys may be the cause: they are
+  // cleared, and the keys are packed again.
   void pack(KeyBlock<Mode>& key_block, int64_t stop) {
     [[maybe_unused]] const int64_t start = key_block.packed_to;
     [[maybe_unused]] const RangeCheck previous = range_check_;

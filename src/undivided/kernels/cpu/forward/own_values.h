@@ -1,8 +1,8 @@
 // Which NaN of a row's result come from keys that it sees.
 //
-// A block multiplies all its rows with all its keys, hidden pairs with a weight of 0, and 0 * NaN is NaN. So a row whose
-// sums are not finite is computed again by itself, except if its own values explain every NaN: then nothing that it does
-// not see has changed a result. A run that has diverged takes this way out, so that it costs no second pass.
+// A block multiplies all its rows with all its keys, hidden pairs with a weight of 0, and 0 * NaN is NaN. So a row
+// whose sums are not finite is computed again by itself, except if its own values explain every NaN: then nothing that
+// it does not see has changed a result. A run that has diverged takes this way out, so that it costs no second pass.
 #pragma once
 
 #include "mask/mask_row.h"
@@ -47,8 +47,8 @@ INLINE bool has_nan(const T* row, int64_t dim) {
   return any(found);
 }
 
-// Adds what is not finite in a row to `sums`: a column of them becomes NaN with a NaN, or with both infinities. Returns
-// whether every column that is NaN in `result` is NaN in `sums` now.
+// Adds the non-finite numbers of a row to `sums`, whose columns become NaN with a NaN or with infinities of both signs.
+// Returns whether every column that is NaN in `result` is now NaN in `sums`.
 template <class T, class R>
 INLINE bool covers_nan(const T* row, const R* result, int64_t dim, float* sums) {
   IVec missing = {};

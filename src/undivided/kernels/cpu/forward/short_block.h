@@ -137,8 +137,9 @@ class ShortBlock {
     return phase_;
   }
 
-  // Takes rows from `first` on whose steps start at the same offset. A panel ends where a document ends (very short
-  // ones apart), and where a key between is seen by no row, since such a key may hold anything.
+  // Takes rows from `first` on whose steps start at the same offset. A panel ends where a document ends (unless
+  // documents are very short), and before a row whose keys leave a gap to those of the panel, since a key in a gap may
+  // hold anything.
   void find_panel(int64_t first, ShortPanel& p) {
     const int64_t limit = smaller_of(kShortRows, block_.rows - first);
     int64_t phase = 0, head = block_.first_head + (block_.row + first) / a_.q_len, at = (block_.row + first) % a_.q_len;
@@ -363,7 +364,8 @@ class ShortBlock {
   const int64_t depth_, k_part_, v_part_, k_bytes_, v_bytes_;  // sizes of a step in the ring, in bytes
   RangeCheck range_check_ = RangeCheck::of_mode<Mode>();
   const int64_t ring_, max_extent_;  // max_extent_: limit of the distance between the first and the last key of a panel
-  const bool streams_, checks_finite_;  // checks_finite_: whether sums may contain foreign values
+  // checks_finite_: whether sums may contain non-finite values of keys that their rows do not see
+  const bool streams_, checks_finite_;
   bool any_non_finite_ = false;
   int64_t previous_ = -1, phase_ = 0;                      // the last row that phase_of looked at
   int64_t origin_ = -1, packed_from_ = 0, packed_to_ = 0;  // the key of slot 0; the keys in the ring

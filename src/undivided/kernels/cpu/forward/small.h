@@ -18,8 +18,8 @@ INLINE int64_t max_small_forward(const Attention& a) {
                                               : kTuning.max_small_forward_32;
   return smaller_of(limit, kPanel);
 }
-// Whether the heads have so few rows and keys that neither AMX nor decoding pays off. A few rows with enough keys to need
-// a transposition are left to decoding, which reads K row by row.
+// Whether the heads have so few rows and keys that neither AMX nor decoding pays off. A few rows with enough keys to
+// need a transposition are left to decoding, which reads K row by row.
 INLINE bool is_small_forward(const Attention& a) {
   const int64_t rows = rows_of_group(a);
   return !a.pages && !a.batch_invariant && !a.format && is_small(a, max_small_forward(a)) &&
@@ -57,7 +57,7 @@ static inline bool is_connected(const Attention& a, const RowBlock& block, const
 }
 
 // Turns the products of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
-// Returns false if the row sees nothing, not even NaN. Unused lanes and keys that the row does not see become 0.
+// Returns false if the row sees no key. Unused lanes and keys that the row does not see become 0.
 INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t batch, int64_t head, int64_t row,
                         int64_t first, int64_t keys, float* weights) {
   const ScoreUnit unit = score_unit<Direct>(a);

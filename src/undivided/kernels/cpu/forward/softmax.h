@@ -83,9 +83,9 @@ static void shift_scores(const Run& run, const WeightMap<Arith>* map, float* st)
     }
 }
 
-// Turns scores of V vectors and some keys into weights (pairs of bf16 for Dot), 0 if dropped, and multiplies them by the
-// scale of each value, if there are scales; sums include dropped weights, and no scale. All pointers are those of the
-// first of the vectors and keys; `weights` may overwrite scores already read.
+// Turns scores of V vectors and some keys into weights (pairs of bf16 for Dot), 0 if dropped, and multiplies them by
+// the scale of each value, if there are scales; sums include dropped weights, and no scale. All pointers are those of
+// the first of the vectors and keys; `weights` may overwrite scores already read.
 template <class Arith, bool kDrops, bool kScales, int V>
 INLINE void exponentiate(const float* st, float* weights, int64_t keys, const LaneMask* keep, const float* scale,
                          const WeightMap<Arith>* map_of, Vec* sum_of) {

@@ -2,9 +2,9 @@
 // processors without AMX run the level. What the processor answers with an invalid-opcode exception (a tile that is not
 // configured, shapes that do not fit) ends the process here too.
 //
-// Source: Intel's Software Developer's Manual, volume 2, TILELOADD, TDPBF16PS and TDPFP16PS. Even and odd pairs have sums
-// of their own, each step is one fused multiply-add that rounds to nearest, subnormal fp32 results are 0 and so are
-// subnormal bf16 inputs.
+// Source: Intel's Software Developer's Manual, volume 2, TILELOADD, TDPBF16PS and TDPFP16PS. Even and odd pairs have
+// sums of their own, each step is one fused multiply-add that rounds to nearest, subnormal fp32 results are 0 and so
+// are subnormal bf16 inputs.
 #pragma once
 
 #include "simd/math.h"

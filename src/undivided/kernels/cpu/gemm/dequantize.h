@@ -1,6 +1,6 @@
-// Rows of quantised keys or values as numbers of another type, for the key blocks of prefill. If a row has one scale, it
-// is left out: scales of keys multiply scores, those of values multiply weights, which every order of decoding can do.
-// Numbers with a scale per group are multiplied by it.
+// Rows of quantised keys or values as numbers of another type, for the key blocks of prefill. If a row has one scale,
+// it is left out: scales of keys multiply scores, those of values multiply weights, which every order of decoding can
+// do. Numbers with a scale per group are multiplied by it.
 #pragma once
 
 #include <type_traits>

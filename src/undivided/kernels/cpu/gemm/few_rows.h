@@ -1,4 +1,5 @@
-// The products of a panel with few rows, whose other lanes would be idle in gemm/vector.h. Lanes are keys, then columns:
+// The products of a panel with few rows, whose other lanes would be idle in gemm/vector.h. Lanes are keys, then
+// columns:
 //
 //     S[row][keys] += Q[row][d] (broadcast) * K^T[d][keys]       K is transposed in registers
 //     O[row][d]    += P[row][key] (broadcast) * V[key][d]

@@ -69,10 +69,10 @@ constexpr bool kHasDot = true;  // of bf16
 constexpr bool kHasDot = false;
 #endif
 
-// Number of 16-bit parts per number of Q, K, V and the weights; the exponent of the power of two that scales Q, K and V
-// up; and the type of the parts.
+// 16-bit parts per number of Q, K, V and the weights (see gemm/split.h).
 template <class Mode>
 constexpr int kParts = 1;
+// Q, K and V are scaled up by 2^kInputBits.
 template <class Mode>
 constexpr int kInputBits = 0;
 // Products of parts per product of two numbers, and per product of Q and K.
@@ -80,6 +80,7 @@ template <class Mode>
 constexpr int kProducts = kParts<Mode> * (kParts<Mode> + 1) / 2;
 template <class Mode>
 constexpr int kScoreProducts = kProducts<Mode>;
+// The type of the parts: Part<Mode>.
 template <class Mode>
 struct PartOf {
   typedef typename Mode::T type;
@@ -105,7 +106,7 @@ constexpr bool kIsFloat32 = std::is_same<typename Mode::T, float>::value;
 template <class Mode>
 using Part = typename PartOf<Mode>::type;
 
-// Granularity of keys, and of both head sizes.
+// Multiples to which keys, the head size of Q and K, and that of V are padded.
 template <class Mode>
 constexpr int64_t kKeyStep = Mode::kAmx ? 32 : 1;
 template <class Mode>

@@ -1,8 +1,8 @@
 // The inner loops of the micro-kernels on NEON. One load takes four scalars, and a multiply-add reads one of its lanes,
 // where other instruction sets broadcast each scalar from memory.
 //
-// Every sum is added in the same order as in gemm/vector.h. BFMMLA adds the two products of four numbers in the order of
-// two BFDOT (Arm Architecture Reference Manual, BFMatMulAdd), so that both give the same bits.
+// Every sum is added in the same order as in gemm/vector.h. BFMMLA adds the two products of four numbers in the order
+// of two BFDOT (Arm Architecture Reference Manual, BFMatMulAdd), so that both give the same bits.
 #pragma once
 
 #include <utility>

@@ -14,8 +14,8 @@ namespace {
 
 // Up to this many keys a score is one dot product of rows: a transposition takes as long for one key as for kLanes.
 constexpr int64_t kMinTransposedKeys = kLanes / 4;
-// Tile of registers in add_rows, rows by vectors of columns: 6 x 4 sums, 4 operands and a broadcast in 32 registers;
-// 2 x 4 in 16.
+// Rows by vectors of columns that add_rows computes in registers: 6 x 4 sums, 4 operands and a broadcast in 32
+// registers; 2 x 4 in 16.
 constexpr int kSmallRows = kLanes == 16 ? 6 : 2, kSmallColumns = 4;
 
 // Whether every head has at most `limit` rows and keys, and there is no dropout.

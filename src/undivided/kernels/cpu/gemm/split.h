@@ -191,8 +191,8 @@ INLINE void split_row(const typename Mode::T* row, int64_t columns, char* to, in
   range_check.add(magnitudes);
 }
 
-// Transposes kLanes rows (a null pointer is a row of zeros), multiplied by `scale`, into pairs: to[part][d / 2][lane], zeros
-// up to `depth` pairs.
+// Transposes kLanes rows (a null pointer is a row of zeros), multiplied by `scale`, into pairs: to[part][d / 2][lane],
+// zeros up to `depth` pairs.
 template <class Mode>
 static void split_rows(const typename Mode::T* const (&row)[kLanes], int64_t dim, int64_t depth, float* to,
                        RangeCheck& range_check, float scale = input_scale<Mode>()) {

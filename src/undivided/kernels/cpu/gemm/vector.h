@@ -91,8 +91,9 @@ INLINE void with_run(const Run& run, F f) {
   else run.first == 0 ? call(I0(), I1()) : run.first == 1 ? call(I1(), I1()) : call(I2(), I1());
 }
 
-// Sets sums to 0 one by one: with `= {}` GCC clears memory too, and keeps flags of which sums are in registers. Clang must
-// not see that many sums are 0: it would make the zero anew where a loop may not run, and they would leave their registers.
+// Sets sums to 0 one by one: with `= {}` GCC clears memory too, and keeps flags of which sums are in registers. Clang
+// must not see that many sums are 0: it would make the zero anew where a loop may not run, and they would leave their
+// registers.
 template <int N, int V>
 INLINE void clear(Vec (&acc)[N][V]) {
 #if defined(__clang__)
@@ -150,8 +151,9 @@ INLINE void accumulate(Vec (&acc)[N][V], const T* a, int64_t row, int64_t next, 
   accumulate_some<Arith, 0, V>(acc, a, row, next, b, count);
 }
 
-// Products of a chain of additions, whose error grows with their number: the output of heads of 576 has an error of
-// 3.4e-7 with chains of 128, 5.9e-7 with 256. Plain attention on Intel's BLAS has 2.3e-7, and budgets allow twice that.
+// The largest number of products that are added in one chain, whose error grows with their number: the output of heads
+// of 576 has an error of 3.4e-7 with chains of 128, 5.9e-7 with 256. Plain attention on Intel's BLAS has 2.3e-7, and
+// budgets allow twice that.
 constexpr int64_t kMaxChain = 128;
 
 // A micro-kernel calls step() before every Prefetcher::kTerms terms of its kBroadcasts sums or fewer.

@@ -5,8 +5,8 @@
 
 namespace {
 
-// The entries of a row in the boolean mask, those of keys [from, to). It may attend to every earlier key, and to no later
-// one.
+// The entries of one row of the boolean mask, which are those of keys [from, to). The row may attend to every earlier
+// key, and to no later one.
 struct MaskRow {
   const uint8_t* entries;
   int64_t from = 0, to;

@@ -39,10 +39,11 @@ INLINE IVec is_within(IVec key, Bound start, Bound stop, Bound second_start, Bou
   return ((key >= start) & (key < stop)) | ((key >= second_start) & (key < second_stop));
 }
 
-// Whether the keys between the segments of a key block are computed too, with weights of 0: each row then adds its keys of
-// a block in one step, whatever the other rows of its panel see.
+// Whether the keys in gaps between the segments of a key block are computed too, with weights of 0. Each row then adds
+// its keys of a block in one step, so that its sums do not depend on what the other rows of its panel see.
 INLINE bool fills_gaps(const Attention& a) { return a.batch_invariant && a.columns == 4; }
 
+// The union of the ranges of all rows, as ascending segments that do not touch.
 static void find_segments(Panel& p) {
   p.segments = p.next_segment = 0;
   for (int side = 0; side < 2; side++)
@@ -98,6 +99,7 @@ static void find_common_keys(Panel& p, int sides) {
   for (int v = 0; v < p.vectors(); v++) p.some[1][v] = {0, 0};
 }
 
+// Makes p the panel of at most `rows` rows of a block from row `first` of the block on, with the ranges of these rows.
 static void read_ranges(const Attention& a, const RowBlock& block, int64_t first, Panel& p, int64_t rows = kPanel) {
   p.first = first, p.rows = smaller_of(block.rows - first, rows);
   int64_t row = (block.row + first) % a.q_len;

@@ -136,8 +136,8 @@ struct AddToScores {
   INLINE_MEMBER void add_or_hide(int64_t at, Vec x) const { store(scores + at, x == -kInfinity ? x : sum(at, x)); }
 };
 
-// Keys [start, stop) of the kLanes rows from `first` on; `visible` is set for keys that some row sees. B: the type of the
-// bias.
+// Keys [start, stop) of the kLanes rows from `first` on; `visible` is set for keys that some row sees. B: the type of
+// the bias.
 template <class B, class Scores>
 static void fill_lanes(const Attention& a, const undivided::RowBlock& block, int64_t panel_row, int64_t first,
                        const Panel& p, int64_t start, int64_t stop, const Scores scores, uint8_t* visible) {
@@ -289,7 +289,7 @@ static void prefetch_rows(Prefetch& prefetch, const undivided::RowBlock& block, 
   }
 }
 
-// The mask and the bias of the next step.
+// Prefetches the mask and the bias of the next step, within this many steps.
 static Prefetch prefetch_score_bias(const Attention& a, const undivided::RowBlock& block, const Panel& p, int64_t start,
                                     int64_t stop, int64_t steps) {
   Prefetch prefetch;

@@ -46,7 +46,8 @@ INLINE bool has_large(const float* max_score, float factor, int vectors) {
   return any(some);
 }
 
-// Converts the scores of two consecutive keys, V vectors each, to exponents of 2: x[2 v] and x[2 v + 1].
+// Converts the scores of two consecutive keys, V vectors each, to the exponents of their weights 2^x: x[2 v] and
+// x[2 v + 1].
 template <bool kLarge>
 class ScaledExponents {
  public:

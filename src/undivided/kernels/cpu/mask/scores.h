@@ -43,8 +43,8 @@ struct ScoreMap {
 constexpr float kLargeBase = 0x1p8f;
 INLINE IVec is_large(Vec base) { return (Vec)((UVec)base & 0x7fffffffu) >= kLargeBase; }
 
-// From scores to weights: 2^((score - base) * factor), with one multiply-add unless a base is large. Prefill and decoding
-// with batch_invariant share it, because their results have the same bits.
+// From scores to weights: 2^((score - base) * factor), with one multiply-add unless a base is large. Prefill and
+// decoding with batch_invariant share it, because their results have the same bits.
 template <class Arith>
 class WeightMap {
  public:
@@ -85,8 +85,8 @@ INLINE float end_row(const Attention& a, int64_t batch, int64_t head, int64_t ro
   return empty ? 0.0f : 1.0f / (total + sink);
 }
 
-// Whether a row's sums may contain foreign values: infinite and NaN values of keys that the row does not see, which it
-// meets with a weight of 0, and on AMX of other columns. A row with a NaN score is NaN throughout.
+// Whether a row's sums are not finite, so that they may contain infinite and NaN values of keys that the row does not
+// see, which are multiplied by a weight of 0, and on AMX of other columns. A row with a NaN score is NaN throughout.
 INLINE bool has_non_finite_sums(const float* sums, int64_t count, float total) {
   Vec zero_or_nan = {}, others = {};  // two chains
   int64_t d = 0;

@@ -10,7 +10,7 @@
 namespace undivided {
 namespace {
 
-// Whether the heads of a key lie within its row of memory and fill most of it; then all heads are read at every step.
+// Whether all heads of a key are in one row of memory and fill at least half of it; then a step reads all heads.
 bool are_side_by_side(const Attention& a) {
   const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
     if (a.format == kInt4) dim /= 2;  // strides are in bytes
@@ -64,8 +64,8 @@ void Decoding::cut(int64_t threads, int attempt) {
   }
 }
 
-// A piece of the keys of some heads is a chunk; if it is the only one, it writes the results. More threads get fewer heads
-// at a time, which changes no result.
+// A piece of the keys of some heads is a chunk; if it is the only one, it writes the results. More threads get fewer
+// heads at a time, which changes no result.
 void Decoding::cut_pieces(int64_t threads) {
   const Attention& shape = *sequences_[0].problem;  // that of all
   int64_t count = 0;
@@ -86,7 +86,7 @@ void Decoding::cut_pieces(int64_t threads) {
   }
 }
 
-// 0: it writes results.
+// Floats of a chunk's partial results; 0 if it writes results.
 int64_t Decoding::chunk_floats(const KeyChunk& chunk, const Sequence& s) const {
   const Attention& a = *chunk.problem;
   return is_invariant() && s.chunks == 1 ? 0 : heads_ * rows_of_group(a) * partial_size(a);
@@ -127,7 +127,7 @@ bool Decoding::is_out_of_range() const {
                      [](const SharedProblem& shared) { return shared.blocks().is_out_of_range(); });
 }
 
-// Each head of a sequence by itself, so that threads share them.
+// A unit of work is one head of a sequence, so that several threads can merge.
 int Decoding::merge(int64_t threads) {
   if (is_empty() || (is_invariant() && floats() == 0)) return kOk;
   // the shared keys of each sequence, and its first row there

@@ -19,7 +19,7 @@ class Decoding {
   void add(const Attention& a);  // all sequences of a problem
   // Makes the chunks, and blocks of the keys that sequences share. threads, attempt: see BlockProblem.
   void cut(int64_t threads, int attempt);
-  int64_t floats();  // of memory
+  int64_t floats();  // how many set_memory needs
   void set_memory(float* memory);
   int64_t scratch_bytes() const;
   bool is_out_of_range() const;

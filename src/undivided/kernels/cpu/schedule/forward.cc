@@ -1,9 +1,9 @@
-// Runs a forward: a problem as chunks of keys if it is decoding, otherwise as blocks of rows; a pack with each document
-// as it would run alone.
+// Runs a forward. A problem is decoded (chunks of keys) or prefilled (blocks of rows); each document of a pack runs as
+// it would run alone.
 //
-// With batch_invariant every row takes its sequence's keys in blocks that start at the first of them, in a block of rows
-// or, if there is one, by itself (decode/invariant.h), and in pieces of some thousand keys that are merged in order: its
-// sums then have the same order whatever the number of rows and threads, the batch, the pack, or the pages.
+// With batch_invariant the sums of a row have the same order whatever the number of rows and threads, the batch, the
+// pack, or the pages: key blocks start at the first key of the row's sequence, both in prefill and in decoding
+// (decode/invariant.h), and pieces of some thousand keys are merged in order.
 #include <stdint.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 thread_local std::vector<SharedKeys> last_shared;
 
-// A chunk if `blocks` is null.
+// Block `index` of a problem; if `blocks` is null, chunk `index` of the sequences that are decoded.
 struct Unit {
   BlockProblem* blocks;
   int64_t index, cost;

@@ -13,6 +13,7 @@
 namespace undivided {
 namespace {
 
+// The number of (row, key) pairs in the ranges of some rows.
 int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
   if (!a.ranges && !a.band) return rows * a.kv_len;
   int64_t cost = 0;
@@ -106,7 +107,7 @@ std::vector<Span> spans_of(const Attention& a, const Division& d, int64_t batch,
 // of the thread that ends last: more blocks balance better, but pack the keys more often.
 int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int64_t short_keys, int64_t threads) {
   auto whole_panels = [&](int64_t rows) { return std::max(divide_up(rows, k.panel), (int64_t)1) * k.panel; };
-  // blocks of unequal cost
+  // with ranges, blocks have unequal costs
   const int64_t max_rows = whole_panels(k.block_rows(a, short_keys)), min_rounds = a.ranges || a.band ? 2 : 1;
   int64_t best = max_rows, best_time = INT64_MAX;
   for (int64_t row_blocks = std::max(divide_up(d.rows, max_rows), (int64_t)1), rows = max_rows, rounds = 0;
@@ -176,7 +177,7 @@ int64_t BlockProblem::scratch_bytes() const {
   return bytes + piece_bytes(std::max(rows[0], rows[1]));
 }
 
-// Of the partial results of the pieces of a block and the list of them, if one thread computes them all.
+// Bytes of the partial results of a block's pieces, and of the list of them, if one thread computes all pieces.
 int64_t BlockProblem::piece_bytes(int64_t rows) const {
   const int64_t pieces = d_.has_partials ? 0 : pieces_of(a_, {0, a_.kv_len}).count;
   return pieces > 1 ? list_bytes(pieces) + pieces * rows * partial_size(a_) * 4 + kFenceBytes : 0;
@@ -189,7 +190,7 @@ void BlockProblem::run(int64_t index, char* scratch) {
     is_out_of_range_ = true;
 }
 
-// All pieces of some rows, and their merge.
+// Computes all pieces of some rows, and merges them.
 bool BlockProblem::run_pieces(const RowBlock& block, const KeySplits& pieces, char* scratch) {
   char* const rest = scratch + piece_bytes(block.rows);
   fence(scratch, rest - scratch - kFenceBytes, rest);
@@ -216,7 +217,7 @@ float** BlockProblem::list_partials(int64_t batch, int64_t head, int64_t row, fl
   return to;
 }
 
-// Rows of a head by themselves, so that threads share them.
+// A unit of work is some rows of a head, so that several threads can merge.
 int BlockProblem::merge(int64_t threads) {
   if (!d_.has_partials) return kOk;
   const int64_t group = a_.heads / a_.kv_heads, head_units = divide_up(d_.rows, kMergedRows);

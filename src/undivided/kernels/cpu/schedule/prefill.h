@@ -21,8 +21,7 @@ struct Division {
 class BlockProblem {
  public:
   // threads: how many the blocks have to keep busy. attempt: see Kernels::prefill_kernels. has_partials: whether the
-  // results are
-  // partial even if the keys are not split; they are then merged elsewhere.
+  // results are partial even if the keys are not split; they are then merged elsewhere.
   BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials = false);
 
   int64_t partial_floats() const;

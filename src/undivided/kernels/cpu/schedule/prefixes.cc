@@ -32,7 +32,7 @@ struct PageTable {
   int64_t count;
 };
 
-// Looks for pages that the tables of several sequences begin with, and for those that follow in some of them.
+// Searches the pages with which the tables of several sequences begin, then those with which some of these continue.
 class PrefixSearch {
  public:
   explicit PrefixSearch(const std::vector<Sequence>& sequences) : sequences_(sequences) {
@@ -66,7 +66,7 @@ class PrefixSearch {
  private:
   int64_t page_size() const { return sequences_[0].problem->page_size; }
 
-  // Where the pages of these sequences begin to differ, which are equal up to `page`.
+  // The first page that is not the same in all of these sequences, which are equal before `page`.
   int64_t equal_pages(const std::vector<int64_t>& sequences, int64_t page) const {
     const PageTable& first = tables_[(size_t)sequences[0]];
     int64_t stop = first.count;
@@ -88,6 +88,7 @@ class PrefixSearch {
   std::vector<PageTable> tables_;
 };
 
+// The problem of the rows of all sequences with their shared keys. SharedProblem::cut sets q.
 Attention problem_of(const SharedKeys& shared, const std::vector<Sequence>& sequences) {
   const Sequence& first = sequences[(size_t)shared.sequences[0]];
   Attention a = *first.problem;

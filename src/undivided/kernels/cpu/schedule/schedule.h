@@ -1,5 +1,5 @@
-// Cuts problems into units of work and runs them. forward.cc gives each sequence the better of prefill.cc and decode.cc;
-// backward.cc has the gradients, append.cc the new tokens of a cache.
+// Cuts problems into units of work and runs them. forward.cc gives each sequence the better of prefill.cc and
+// decode.cc; backward.cc has the gradients, append.cc the new tokens of a cache.
 #pragma once
 
 #include <stdint.h>
@@ -28,23 +28,24 @@ struct SharedKeys {
 };
 // The keys that a forward reads once for several sequences.
 std::vector<SharedKeys> shared_keys(const Attention& a);
-// Those of this thread's last forward.
+// Those that the last forward on this thread read so.
 const std::vector<SharedKeys>& last_shared_keys();
 
 // n / step, rounded up.
 inline int64_t divide_up(int64_t n, int64_t step) { return (n + step - 1) / step; }
 
-// How many threads a problem is worth.
+// The number of threads that a problem runs on: one if it is too small to share.
 inline int64_t threads_for(const Attention& a) {
   const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kHeadWork);
   return work < kMinParallelWork ? 1 : a.threads;
 }
 
-// Bytes of a list of the places of partial results, a multiple of a cache line.
+// Bytes of a list of addresses of partial results, a multiple of a cache line.
 inline int64_t list_bytes(int64_t places) { return (places * (int64_t)sizeof(float*) + 63) / 64 * 64; }
 
-// Runs merge(unit, partials) for units of partial results that have `floats` floats in all, with memory for a list of `places`
-// of them; returns a Status. Alone if they are few: the other threads would take longer to start.
+// Runs merge(unit, partials) for every unit; `partials` has room for the addresses of `places` partial results. Returns
+// a Status. floats: of all partial results; if they are few, one thread merges them, since the others would take longer
+// to start.
 template <class Merge>
 int merge_units(int64_t units, int64_t floats, int64_t places, int64_t threads, Merge merge) {
   if (units == 0) return kOk;
@@ -82,8 +83,9 @@ inline KeyExtent key_extent(const Attention& a, int64_t batch, int64_t row, int6
 }
 inline KeyExtent key_extent(const Attention& a, int64_t batch) { return key_extent(a, batch, 0, a.q_len); }
 
-// With batch_invariant a row's keys are computed in pieces of piece_keys keys, from key 0 on. Each is summed from zero, and the
-// pieces are merged in order, so that threads can share them and no result depends on the threads.
+// With batch_invariant the keys of a row are cut into pieces of this many keys, from key 0 on. Each piece is summed
+// from zero, and pieces are merged in order, so that several threads can share a row and no result depends on their
+// number.
 inline int64_t piece_keys(const Attention& a) {
   return a.batch_invariant && a.v_dim % 16 == 0 && !a.dropout ? kPieceKeys : INT64_MAX;
 }

@@ -1,8 +1,8 @@
 // Threads and their scratch memory.
 //
-// The threads are those of the OpenMP runtime that PyTorch has loaded, so that no second team competes for the cores. In
-// a process without such a runtime, and in a library that is built without OpenMP, they are the library's own. The result
-// of a unit does not depend on the thread that computes it.
+// The threads are those of the OpenMP runtime that PyTorch has loaded, so that no second team competes for the cores.
+// In a process without such a runtime, and in a library that is built without OpenMP, they are the library's own. The
+// result of a unit does not depend on the thread that computes it.
 #pragma once
 
 #include <stdint.h>
@@ -97,7 +97,8 @@ class FloatModeScope {
   const bool changes_;
 };
 
-// Runs body(data), which must not throw, on `threads` threads, or on fewer. thread_team.cc says what changes after a fork.
+// Runs body(data), which must not throw, on `threads` threads, or on fewer. thread_team.cc says what changes after a
+// fork.
 void run_team(void (*body)(void*), void* data, int64_t threads);
 int64_t thread_number();  // of this thread in its team
 bool has_openmp();        // whether the threads are those of the process's OpenMP runtime
@@ -120,8 +121,8 @@ inline Shares even_shares(int64_t units, int64_t threads) {
 
 // Runs body(unit, scratch) for every unit of the shares, with `bytes` of scratch per thread. All threads compute in the
 // float mode of the caller, so that results do not depend on their number. A body should not allocate memory: if it
-// throws, the units that have not started are left out, and the team has failed. Units that wait for each other must not
-// throw.
+// throws, the units that have not started are left out, and the team has failed. Units that wait for each other must
+// not throw.
 template <class Body>
 class Team {
  public:

@@ -1,4 +1,4 @@
-// Arithmetic of sizes, and a scratch buffer cut into arrays.
+// Arithmetic of sizes, and Arena, which cuts a scratch buffer into arrays.
 #pragma once
 
 #include "abi/fence.h"

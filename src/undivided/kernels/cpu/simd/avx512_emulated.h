@@ -1,5 +1,5 @@
-// The AVX-512 instructions in C++ (UNDIVIDED_AVX512_IN_CPP; 2: BF16 and VBMI too): a processor with AVX2 runs the levels
-// above, those of AMX too with the tiles of gemm/amx_emulated.h. For tests; its speed says nothing.
+// The AVX-512 instructions in C++ (UNDIVIDED_AVX512_IN_CPP; 2: BF16 and VBMI too): a processor with AVX2 runs the
+// levels above, those of AMX too with the tiles of gemm/amx_emulated.h. For tests; its speed says nothing.
 //
 // A function of the kernels' unnamed namespace hides the compiler's intrinsic of the same name. An intrinsic that is
 // used but not defined here does not compile, because the build lacks its instruction set.

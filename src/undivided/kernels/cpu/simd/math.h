@@ -5,11 +5,11 @@
 
 namespace {
 
-// The smallest power of two that is not 0. Products of smaller weights with values may be subnormal numbers, each of
-// which costs 150 cycles and more; beside the largest weight of a row, which is 1, they are far below rounding.
+// Powers of two below 2^kMinExponent become 0. The products of such weights and values may be subnormal numbers, each
+// of which costs 150 cycles and more; beside the largest weight of a row, which is 1, they are far below rounding.
 constexpr float kMinExponent = -100;
-// 2^x for x < 127, exactly 0 below 2^kMinExponent; NaN stays NaN. Minimax polynomials, relative error 7.5e-8. (Degree 3,
-// 7.5e-5, is enough for weights that are rounded to bf16, but not for the log-sum-exp.)
+// 2^x for x < 127, exactly 0 below 2^kMinExponent; NaN stays NaN. Minimax polynomials, relative error 7.5e-8. (Degree
+// 3, 7.5e-5, is enough for weights that are rounded to bf16, but not for the log-sum-exp.)
 #if defined(__AVX512DQ__)
 INLINE Vec exp2_or_zero(Vec x, __mmask16 where = 0xffff) {                              // 0 in the other lanes
   Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 for -inf

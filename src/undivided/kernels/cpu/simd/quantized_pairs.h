@@ -1,6 +1,6 @@
-// Numbers of 8 and 4 bits as pairs of bf16 for its dot products, and the transpositions that go with them. 8 bits become
-// bf16 exactly, by tables of the 128 magnitudes. 4 bits become 16 to 31: the number in the upper bits of the fraction
-// of 16.
+// Numbers of 8 and 4 bits as pairs of bf16 for its dot products, and the transpositions that go with them. 8 bits
+// become bf16 exactly, by tables of the 128 magnitudes. 4 bits become 16 to 31: the number in the upper bits of the
+// fraction of 16.
 #pragma once
 
 #include <type_traits>

@@ -17,9 +17,13 @@ INLINE Vec shuffle(Vec a, Vec b) {
 }
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
-// The lower two of each four lanes of `a` and of `b`, and the upper two, in turns of `Step` lanes: a0 b0 a1 b1 and
-// a2 b2 a3 b3, or a0 a1 b0 b1 and a2 a3 b2 b3. These are the cheapest shuffles: on Zen 4 they run beside multiply-adds, of
-// which a shuffle with indices in a register takes the place.
+// The lower two of each four lanes of `a` and of `b`, and the upper two, in turns of `Step` lanes:
+//
+//     Step 1    a0 b0 a1 b1    a2 b2 a3 b3
+//     Step 2    a0 a1 b0 b1    a2 a3 b2 b3
+//
+// These are the cheapest shuffles: on Zen 4 they run beside multiply-adds, while a shuffle with indices in a register
+// takes the place of one.
 template <int Step, int... I>
 INLINE Vec zip_low(Vec a, Vec b, std::integer_sequence<int, I...>) {
   return shuffle<(I / 4 * 4 + I % 4 / (2 * Step) * Step + I % Step + (I & Step ? kLanes : 0))...>(a, b);
@@ -54,7 +58,8 @@ INLINE void transpose_groups(Vec* x) {
   x[0] = zip_low<2>(a, c, Lanes{}), x[1] = zip_high<2>(a, c, Lanes{});
   x[2] = zip_low<2>(b, d, Lanes{}), x[3] = zip_high<2>(b, d, Lanes{});
 }
-// Four numbers of every fourth row, those from `column` on, side by side: the loads of a transposition by transpose_groups.
+// Four numbers of every fourth row, those from `column` on, side by side: the loads of a transposition by
+// transpose_groups.
 INLINE Vec load_groups(const float* const* row, int64_t column) {
 #if defined(__AVX512F__)
   auto four = [&](int r) { return _mm_loadu_ps(row[r] + column); };
