@@ -144,7 +144,7 @@ def piece_tensors(
 
 
 def piece_problem(problem: Problem, piece: Piece) -> Problem:
-    """The problem of one piece, from that of the whole."""
+    """The problem of one piece, from the problem over the tokens of all ranks."""
     heads, kv_heads = count(piece.heads), count(piece.kv_heads)
     dropped = {"sinks", "sinks_grad", "gqa"}
     added = {

@@ -96,8 +96,8 @@ def build_pieces(
 ) -> tuple[Piece, ...]:
     """One piece for every share that may attend to some of these keys, trimmed to the rows and keys that take part.
 
-    form: the mask of the whole. keys: global positions. with_positions: ALiBi or dropout depend on positions, so that
-    the mask of a piece must keep them.
+    form: the mask of the whole sequence. keys: global positions. with_positions: ALiBi or dropout depend on positions,
+    so that the mask of a piece must keep them.
     """
     pieces = []
     for number, share in enumerate(shares):

@@ -80,7 +80,7 @@ def select_backend(problem: Problem, machine: Machine, policy: Policy) -> PieceB
 def build_global_request(
     request: Request, strategy: Strategy, mesh: Mesh, placement: Placement, device: str | None = None
 ) -> GlobalRequest:
-    """This rank's request, validated as part of the whole; `check_local` has validated the tensors themselves.
+    """This rank's request, validated as part of the whole sequence; `check_local` has validated the tensors themselves.
 
     `device` replaces the device of the tensors, which may then be on the meta device.
 

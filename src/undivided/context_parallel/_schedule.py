@@ -138,7 +138,7 @@ def build(
 ) -> Schedule:
     """The schedule of one rank.
 
-    form: of the mask of the whole. with_positions: ALiBi or dropout depend on positions.
+    form: of the mask of the whole sequence. with_positions: ALiBi or dropout depend on positions.
     """
     ranks = MeshRanks(form, placement, (mesh.ring_world, mesh.heads_world), heads, kv_heads)
     members = range(mesh.heads_world)

@@ -148,12 +148,12 @@ def merge_ranks(
     """
     dtype = lse_dtype(problem.dtype)
     merged = torch.cat([partial.out.to(dtype), partial.lse.transpose(1, 2).unsqueeze(-1)], -1)
-    larger = [comm for comm in axes if comm.world > 1]
-    if rows is not None and len(larger) == 1:
-        merged = _merge_own_rows(larger[0], [merged.index_select(1, own) for own in rows])
+    divided_axes = [comm for comm in axes if comm.world > 1]
+    if rows is not None and len(divided_axes) == 1:
+        merged = _merge_own_rows(divided_axes[0], [merged.index_select(1, own) for own in rows])
     else:
         for comm in reversed(axes):
-            merged = _merge_ranks(comm, merged.flatten(0, 2), by).view(merged.shape)
+            merged = _merge_axis(comm, merged.flatten(0, 2), by).view(merged.shape)
         if rows is not None:
             ring, heads = axes
             merged = merged.index_select(1, rows[ring.rank * heads.world + heads.rank])
@@ -164,8 +164,8 @@ def merge_ranks(
     return out, lse.squeeze(0) if problem.packed else lse
 
 
-def _merge_ranks(comm: Communicator, partial: Tensor, by: MergeMethod) -> Tensor:
-    """The rows [n, Dv + 1] merged over all ranks; the last column is the log-sum-exp."""
+def _merge_axis(comm: Communicator, partial: Tensor, by: MergeMethod) -> Tensor:
+    """The rows [n, Dv + 1] merged over the ranks of one axis of the mesh; the last column is the log-sum-exp."""
     if comm.world == 1:
         return partial
     if by == "all_gather":
@@ -177,15 +177,15 @@ def _merge_ranks(comm: Communicator, partial: Tensor, by: MergeMethod) -> Tensor
 def _merge_own_rows(comm: Communicator, chunks: Sequence[Tensor]) -> Tensor:
     """This rank's chunk of [.., Dv + 1], merged over all ranks; chunk r goes to rank r."""
     own = chunks[comm.rank]
-    packed = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
-    swap(comm, chunks, packed, "the exchange of partial results")
-    return _merge([result.flatten(0, -2) for result in packed]).view(own.shape)
+    results = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.world)]
+    swap(comm, chunks, results, "the exchange of partial results")
+    return _merge([result.flatten(0, -2) for result in results]).view(own.shape)
 
 
-def _merge(packed: Sequence[Tensor]) -> Tensor:
+def _merge(results: Sequence[Tensor]) -> Tensor:
     """Results over disjoint keys, merged in order; `merge_into` sees each (row, head) as a sequence of one row."""
-    total = packed[0].clone()
-    for partial in packed[1:]:
+    total = results[0].clone()
+    for partial in results[1:]:
         merge_into(_as_result(total), _as_result(partial))
     return total
 

@@ -84,7 +84,7 @@ class Placement:
             q_len: number of queries of all ranks together.
             kv_len: number of keys; None if keys are the same tokens as queries.
             mask: its documents are what "zigzag" cuts.
-            form: the normal form of the mask of the whole, which "balanced" needs.
+            form: the normal form of the mask of the whole sequence, which "balanced" needs.
 
         Returns:
             The owner of every token.
@@ -267,7 +267,7 @@ def row_pairs(form: NormalForm) -> Tensor:
     """The allowed pairs of every row, summed over batch elements and heads, int64 [Sq]; O(S) if the mask is ranges.
 
     Args:
-        form: of the mask of the whole, `mask.normal_form(batch, heads, q_len, kv_len, "cpu")`.
+        form: of the mask of the whole sequence, `mask.normal_form(batch, heads, q_len, kv_len, "cpu")`.
 
     >>> from undivided import masks
     >>> row_pairs(masks.causal().normal_form(1, 2, 4, 4, "cpu")).tolist()

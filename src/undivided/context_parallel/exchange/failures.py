@@ -65,7 +65,7 @@ class rank_errors:  # a context manager that reads as a phrase, like contextlib.
 
 
 def is_communication_error(error: RuntimeError) -> bool:
-    """Whether PyTorch or gloo has raised it for a collective that failed.
+    """Whether PyTorch or gloo raised the error because a collective failed.
 
     >>> is_communication_error(RuntimeError("a matrix of another size"))
     False

@@ -5,8 +5,8 @@ All processes make a group or a mesh together, and those that are not in it cann
 Contexts and layers may still hold a group that `torch.distributed.destroy_process_group` has ended. PyTorch's
 collectives raise an error about registration for it, or return without doing anything.
 
-The rank of a process in the group of a mesh's axis follows its number, not its place in the mesh. Where the numbers do
-not ascend, the two differ: parts of a tensor would be exchanged, without an error.
+In the group of a mesh's axis, the ranks of processes follow their numbers, not their places in the mesh. If the numbers
+do not ascend, the two orders differ, and parts of a tensor would change places without an error.
 """
 
 from __future__ import annotations

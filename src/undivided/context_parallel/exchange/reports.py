@@ -1,7 +1,7 @@
 """Reports of failed exchanges: each rank follows them to the rank that the others wait for.
 
-A rank that waits for a rank that waits for a third one would name the wrong one. So every rank writes the peer of its
-failed exchange to the store of the group, and reads what that peer has written.
+If rank 0 waits for rank 1, and rank 1 for rank 2, rank 0 alone would name rank 1, which has not failed. So every rank
+writes the peer of its failed exchange to the store of the group, and reads what that peer has written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The timeout of a process group, which the groups of a mesh do not get from `init_process_group`.
 
 `init_device_mesh` and `new_group` give their groups PyTorch's default, 30 minutes on gloo, whatever the timeout of the
-default group is (torch 2.13). And the timeout that gloo's sends and receives wait by themselves is fixed when the group
-is created; collectives read it at every call.
+default group is (torch 2.13). The timeout of gloo's sends and receives is fixed when the group is created, while
+collectives read it at every call.
 """
 
 from __future__ import annotations

@@ -44,6 +44,15 @@ RING_BYTES = 1 << 18
 """Partial results of this size or more are merged by "ring" unless the caller chooses: two exchanges, fewer bytes."""
 
 
+def default_merge_method(size: int) -> MergeMethod:
+    """How partial results of `size` bytes are merged if the caller does not choose.
+
+    >>> default_merge_method(1 << 10), default_merge_method(1 << 20)
+    ('all_gather', 'ring')
+    """
+    return "ring" if size >= RING_BYTES else "all_gather"
+
+
 class _PagedStep(NamedTuple):
     """This rank's part of a step: attention over its own pages, and what the merge needs."""
 
@@ -137,8 +146,7 @@ def _prepare(call: CachedCall, rank: int, world: int) -> tuple[_PagedStep, Share
     decision, local, tensors = prepare_call(request, policy)
     problem = local.problem
     if by is None:
-        partial = problem.batch * q_len * heads * (problem.v_dim + 1) * 4
-        by = "ring" if partial >= RING_BYTES else "all_gather"
+        by = default_merge_method(problem.batch * q_len * heads * (problem.v_dim + 1) * 4)  # results and lse in fp32
     shared: SharedArguments = {
         CALL: "attention over a cache",
         "q": describe_queries(problem),

@@ -11,7 +11,7 @@ import torch
 
 from undivided.arguments.checks import check_type, checked_flag
 from undivided.context_parallel.decode import MergeMethod, check_merge_method
-from undivided.context_parallel.pages.attend import RING_BYTES, held_tokens
+from undivided.context_parallel.pages.attend import default_merge_method, held_tokens
 from undivided.context_parallel.sharding import MAX_LENGTH, Placement
 from undivided.errors import InputError
 from undivided.request.result import lse_dtype
@@ -108,7 +108,7 @@ def _merge_bytes(size: int, rows: int, world: int, by: MergeMethod | None) -> in
     if world == 1:
         return 0
     if by is None:
-        by = "ring" if size >= RING_BYTES else "all_gather"
+        by = default_merge_method(size)
     if by == "all_gather":
         return (world - 1) * size
     # rank 0, which merges the most rows, sends the other rows to the ranks that merge them, and its own to all of them

@@ -43,6 +43,7 @@ class PlanSizes:
 class Work:
     """What every rank of a mesh computes and exchanges in the all-to-all; the same for every strategy on that mesh.
 
+    per_head: the allowed pairs of every head and row, int64 [H|1, Sq]; see `head_pairs`.
     pairs: allowed pairs, summed over batch elements and heads.
     shares, entries, largest: number of shares, rows x heads of all shares, and of the largest one.
     rows_sent, rows_received, rows_kept: rows x heads that a rank sends to its group, receives from it, and keeps.

@@ -33,7 +33,7 @@ def rounds(
     """One round for every rank of the ring, the rank's own keys first.
 
     Args:
-        form: the mask of the whole.
+        form: the mask of the whole sequence.
         rank: this rank's position on the ring.
         shares, keys: of every rank on the ring: what it computes, and the global positions of its keys.
         kv_heads: the key heads that are sent.
