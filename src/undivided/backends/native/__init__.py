@@ -87,6 +87,7 @@ class Native(Backend):
         if isinstance(library, str) or not _has_readable_pages(call, tensors):
             return restrictions
         views = _kernel_views(call, tensors)
+        # nothing is computed: q stands for the output
         records = Records(call, tensors, (*views, views[0], UNREAD), takes_pages=True)
         return restrictions + _shared_notes(library.shared_keys(records.record(slice(0, call.problem.q_len))))
 

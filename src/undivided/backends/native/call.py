@@ -29,7 +29,7 @@ from undivided.request.result import UNREAD
 
 _SIZE = cpu.RECORD.size
 _PACK = cpu.RECORD.pack
-# in groups: tensors; ranges and pages; the optional fields, which are 0 in plain problems
+# the record in groups of fields: tensors; ranges; pages; and the optional ones, which are 0 in plain problems
 _FORMAT = cpu.RECORD.format
 _RANGES, _PAGES, _REST = map(cpu.FIELDS.index, ("ranges", "pages", "sinks"))
 _TENSORS = struct.Struct("=72s q 2d q 24s q 24s q 24s q 24s q 16s")  # sizes; threads; scale, softcap; pointers, strides
@@ -269,7 +269,7 @@ class Records:
         self.views = tuple([require_memory(view) for view in views])
         self.table, self.pages = page_fields(call, tensors) if takes_pages else (None, NO_PAGES)
         self.sinks = self.bias = self.slopes = self.row_position = self.key_position = None
-        self.drop_row = self.drop_sequence = None
+        self.dropout_row = self.dropout_sequence = None
         self.mask_memory: tuple[Tensor | None, ...] = ()
         """The pairs of the mask, and the first keys, that the last record points to."""
         if tensors.sinks is not None:
@@ -286,7 +286,7 @@ class Records:
             self.key_position = call.normal_form(tensors.q).kv_position.contiguous()
         if call.dropout_p:
             form = call.normal_form(tensors.q)
-            self.drop_row, self.drop_sequence = form.q_position.contiguous(), form.sequence_number.contiguous()
+            self.dropout_row, self.dropout_sequence = form.q_position.contiguous(), form.sequence_number.contiguous()
 
     def slices(self) -> list[slice]:
         """The query rows of each kernel call: all at once, unless the mask must be evaluated in blocks."""
@@ -386,8 +386,8 @@ class Records:
 
     def _dropout(self, rows: slice) -> tuple[float, ...]:
         """The record's fields from `dropout` on."""
-        assert self.drop_row is not None and self.drop_sequence is not None and self.call.dropout_seed is not None
-        p, position, sequence = self.call.dropout_p, self.drop_row[:, rows], self.drop_sequence[:, rows]
+        assert self.dropout_row is not None and self.dropout_sequence is not None and self.call.dropout_seed is not None
+        p, position, sequence = self.call.dropout_p, self.dropout_row[:, rows], self.dropout_sequence[:, rows]
         return (
             philox.threshold(p),
             int(self.call.dropout_seed),

@@ -1,7 +1,7 @@
 """Masks that neither ranges nor one boolean tensor express: their pairs are evaluated for blocks of query rows.
 
-Of a block they are evaluated for the keys that the ranges of its rows reach, so that the work is proportional to the
-ranges.
+For each block they are evaluated only over the keys that the ranges of its rows reach, so that the work is proportional
+to the ranges.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ order: the order of `torch.sum` depends on the number of threads, that of `cumsu
 
 The kernel may request another attempt, in two cases:
 
-- On AMX, gradients of fp16 scores are rounded to fp16 after scaling by a power of two per head. If one overflows (rows
-  of V with unusually large norms), the next attempt has fp32 intermediates.
+- On AMX, products are those of 16-bit numbers: fp32 and its gradients are sums of several, and gradients of fp16 scores
+  are rounded to fp16. If some numbers do not fit (for example rows of V with unusually large norms), the next attempt
+  takes a type with a wider range.
 - Gradients are NaN although no allowed pair is. The kernel computes such heads again, pair by pair; if several calls or
   heads add to one buffer, it does so for all of them, in one more attempt.
 """

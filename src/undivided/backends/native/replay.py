@@ -47,7 +47,7 @@ class KernelReplay:
 
     Args:
         library: the loaded kernel.
-        record: of the call. What it points to need not be kept alive, but for the call's mask.
+        record: of the call. Of what it points to, only the call's mask is kept alive.
         call: the call.
         mask_memory: what the record points to besides the tensors of a call and of its normal form.
         is_plain: whether the record has no optional fields, as `plain_record` makes it.
@@ -109,7 +109,7 @@ class KernelReplay:
     ) -> Tensor:
         out = new_output(self._problem, q)
         constant = self._constants
-        record = self._pack(  # a loop costs two microseconds
+        record = self._pack(  # written out, because a loop costs two microseconds
             constant[0],
             torch.get_num_threads(),
             constant[1],

@@ -55,7 +55,7 @@ APPEND_FIELDS = (
     "k k_b k_h k_s v v_b v_h v_s k_pool v_pool k_scale v_scale"
 ).split()
 APPEND_RECORD = struct.Struct("q" * len(APPEND_FIELDS))
-_OUT_OF_RANGE, _NON_FINITE = 3, 4
+_OUT_OF_RANGE, _NON_FINITE = 3, 4  # of enum Status in abi/attention.h
 _PAIRWISE = 3
 """The attempt at gradients that computes each row with its own keys only."""
 STATUS = {
@@ -65,8 +65,8 @@ STATUS = {
 
 
 def _load_before_a_fork() -> None:
-    """The library registers a fork handler when it is loaded. Without it, a child would wait forever for the OpenMP
-    threads of its parent, PyTorch's included."""
+    """Load the library, which then registers a fork handler. Without the handler, a child would wait forever for the
+    OpenMP threads of its parent, PyTorch's included."""
     with contextlib.suppress(OSError):
         share_runtime()
         ctypes.CDLL(str(path()))
@@ -121,8 +121,8 @@ class Library:
         """Run one attempt at the gradients of one problem. Returns the number of the attempt to make next, into fresh
         buffers if gradients accumulate, or None if the gradients are valid.
 
-        If numbers do not fit the range of this attempt, the next one has a wider range. If gradients of a problem with
-        several documents are not finite, the next attempt computes the documents apart.
+        If numbers do not fit the range of this attempt, the next one has a wider range. If gradients are NaN, perhaps
+        because of pairs that the mask hides, the next attempt computes each row with its own keys only.
 
         Raises:
             RuntimeError: the kernel failed, for example because there was not enough memory.
