@@ -17,9 +17,9 @@ from undivided.backends.triton.launches import ALIGNMENT, Launch, launch
 from undivided.backends.triton.rows import Rows
 from undivided.masks import NormalForm
 
-MOST_ROWS_OF_WORDS = 32
+MAX_ROWS_OF_WORDS = 32
 """Rows of a block for which words of quantised numbers are read."""
-FEWEST_WORDS = 16
+MIN_WORDS = 16
 """Words per row, at least: Triton multiplies no smaller tiles."""
 MAX_TOGETHER = 8
 """Pieces of a row that the merge loads at once."""
@@ -163,9 +163,9 @@ class _Forward:
         inputs, problem, blocks = self.inputs, self.problem, self.blocks
         if problem.quantized is None or problem.dtype.itemsize != 2 or problem.batch_invariant:
             return 0
-        many = blocks.tile.block_m > MOST_ROWS_OF_WORDS or blocks.steps.first < problem.qk_dim
+        many = blocks.tile.block_m > MAX_ROWS_OF_WORDS or blocks.steps.first < problem.qk_dim
         numbers = 4 if problem.quantized == "int4" else 2
-        few_columns = min(blocks.steps.first, blocks.steps.values) < FEWEST_WORDS * numbers
+        few_columns = min(blocks.steps.first, blocks.steps.values) < MIN_WORDS * numbers
         return 0 if many or few_columns or not all(map(_has_words, (inputs.k, inputs.v))) else numbers
 
     def _tree(self, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -273,7 +273,7 @@ class KernelInputs:
             "softcap": call.softcap or 0.0,
             "threshold": philox.threshold(call.dropout_p),
             "survivor": philox.survivor_scale(call.dropout_p),
-            "drop_head": 0 if self.form is None else self.form.first_head,
+            "dropout_head": 0 if self.form is None else self.form.first_head,
             "HEADS_PER_KV": problem.heads // problem.kv_heads,
             "QK_DIM": problem.qk_dim,
             "V_DIM": problem.v_dim,

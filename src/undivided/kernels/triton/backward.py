@@ -74,7 +74,7 @@ def rows_kernel(
     position, seed,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dq_b, dq_h, dq_s, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
-    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, drop_head,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, dropout_head,
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
@@ -83,7 +83,8 @@ def rows_kernel(
     """dq of one block of rows of one head, DIM_STEP columns; with WITH_SLOPES also the row sums of the slopes' gradient.
 
     The grid is (blocks of rows * steps, heads, batch). lse, factor, delta, grad_lse and dslope are contiguous
-    [B, H, row_values]; `first_row` is where this call's rows begin in them and in the mask's tables.
+    [B, H, row_values]; `first_row` is where this call's rows begin in them and in the mask's tables. CLEAN, TMA and DROPOUT
+    are as in `forward.forward_kernel`.
     """
     block, step = tl.program_id(0) // steps, tl.program_id(0) % steps
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -121,7 +122,7 @@ def rows_kernel(
     edges, whole = count_tiles(runs)
     acc = tl.zeros([BLOCK_M, DIM_STEP], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
-    h_m = o_m * 0 + h + drop_head
+    h_m = o_m * 0 + h + dropout_head
     q_tile = load_first(q_rows, QK_DIM, DIM_STEP, True)
     g_tile = load_first(g_rows, V_DIM, VALUE_STEP, True)
 
@@ -179,7 +180,8 @@ def rows_kernel(
 
 @triton.jit
 def _sees(run, tile, MASKED: tl.constexpr):
-    """Whether a block of rows needs the tile without a mask; with MASKED, whether it needs it with one."""
+    """Whether a block of rows needs the tile, and every pair of it is allowed; with MASKED, whether it needs the tile, and
+    some pairs must be masked."""
     runs = load_runs(run)
     whole = (tile >= runs.full_first) & (tile < runs.full_last)
     whole |= (tile >= runs.full_first2) & (tile < runs.full_last2)
@@ -205,7 +207,7 @@ def keys_kernel(
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
     columns_b, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
-    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, drop_head,
+    sequence_b, position_b, q_len, kv_len, heads, steps, first_row, row_values, scale, softcap, threshold, survivor, dropout_head,
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr,
     ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr,
@@ -293,7 +295,7 @@ def keys_kernel(
                             allowed = allowed_pairs(o_n[:, None], kv_len, ok_m[None, :], key_ranges, COLUMNS)
                         keep = True
                         if DROPOUT:
-                            h_m = o_m * 0 + h + drop_head
+                            h_m = o_m * 0 + h + dropout_head
                             keep = dropout_keep(o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold,
                                                 DROPOUT == 2, BLOCK_N)
                             keep = tl.trans(keep)
@@ -333,7 +335,7 @@ def pairs_kernel(
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, dbias_b, dbias_h, dbias_q, tiles_b, ranges_b,
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
     sequence_b, position_b, q_len, kv_len, heads, own_batch, own_heads, batches, first_row, row_values, scale, softcap,
-    threshold, survivor, drop_head,
+    threshold, survivor, dropout_head,
     HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DENSE: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -380,7 +382,7 @@ def pairs_kernel(
             key_positions = key_at + b * key_at_b
             keep = True
             if DROPOUT:
-                h_m = o_m * 0 + h + drop_head
+                h_m = o_m * 0 + h + dropout_head
                 keep = dropout_keep(
                     o_n, kv_len, key_positions, i_m, h_m, b_m, seed_value, threshold, DROPOUT == 2, BLOCK_N
                 )

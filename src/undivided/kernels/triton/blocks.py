@@ -6,8 +6,7 @@
 import triton
 import triton.language as tl
 
-FAR = tl.constexpr(2**31 - 1)
-"""Beyond every key."""
+from undivided.kernels.triton.key_ranges import FAR
 
 
 @triton.jit

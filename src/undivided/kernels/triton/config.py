@@ -133,19 +133,20 @@ WIDTHS = (64, 128, 256, 512)
 """The tables have an entry for head sizes up to each of these; the last also serves larger heads."""
 WIDEST = 256
 """Head sizes up to this are contracted in one step, larger ones STEP columns at a time."""
-STEP = 128
 WIDEST_DECODING = 512
-"""The same for 16-bit types in decoding, whose tiles have few rows."""
+"""As WIDEST, for 16-bit types in decoding, whose tiles have few rows."""
+STEP = 128
 
-MOST_ROWS = 64
+MAX_DECODE_ROWS = 64
 """Rows of a block of decoding, at most."""
 _WIDE_ROWS = {"sm90": Config(64, 32, 8, 3)}
 """Tiles of decoding for many rows of heads above `WIDEST`. On an H200 128 heads of latents, two blocks of 64 rows, took 654
 us, and eight blocks of 16 took 990: so 32 rows stay two blocks of 16. Other architectures were not measured."""
-LIGHT = 32
-"""Keys (or rows) per iteration under dropout, a bias or a dense mask."""
+MAX_KEYS_WITH_TERMS = 32
+"""Keys per iteration, at most (rows in the pass over keys), if a pair has more values: dropout, a bias or a dense mask."""
 ROWS_PER_WARP = 16
-"""Rows of a warp there: with as many, nothing spills on sm80 and sm90; with fewer, warps compute the same rows twice."""
+"""Rows of a warp in such problems, at most: with as many, nothing spills on sm80 and sm90; with fewer, warps compute the
+same rows twice."""
 
 CANDIDATES = tuple(
     Config(m, n, warps, stages, descriptors)
@@ -230,7 +231,9 @@ def with_fewer_pairs(tile: Config) -> Config:
     """Tile sizes with fewer pairs per thread, for problems with more values per pair, which would spill otherwise."""
     if tile.block_m < 64:
         return tile
-    return tile._replace(block_n=min(tile.block_n, LIGHT), warps=max(tile.warps, tile.block_m // ROWS_PER_WARP))
+    return tile._replace(
+        block_n=min(tile.block_n, MAX_KEYS_WITH_TERMS), warps=max(tile.warps, tile.block_m // ROWS_PER_WARP)
+    )
 
 
 def for_rows(tile: Config, rows: int, dim: int, architecture: str) -> Config:
@@ -244,7 +247,7 @@ def for_rows(tile: Config, rows: int, dim: int, architecture: str) -> Config:
         return tile
     if dim > WIDEST:
         return _WIDE_ROWS.get(architecture, tile) if rows > 2 * tile.block_m and "decode" not in _trials else tile
-    return tile._replace(block_m=max(tile.block_m, min(MOST_ROWS, 1 << (rows - 1).bit_length())))
+    return tile._replace(block_m=max(tile.block_m, min(MAX_DECODE_ROWS, 1 << (rows - 1).bit_length())))
 
 
 def candidates(name: str, architecture: str) -> tuple[Config, ...]:

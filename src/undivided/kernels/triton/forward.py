@@ -107,7 +107,7 @@ def forward_kernel(
     bias_b, bias_h, bias_q, bias_k, dense_b, dense_h, dense_q, dense_k, slopes_b, slopes_h, slopes_q, row_at_b, key_at_b,
     sequence_b, position_b, places, places_b, pages_b, k_page, v_page, num_pages, k_scale_b, k_scale_h, k_scale_s, k_scale_page,
     v_scale_b, v_scale_h, v_scale_s, v_scale_page, ancestors_b, ancestors_q, tree_first_b, nodes, q_len, kv_len, value_steps, first_row,
-    pieces, scale, softcap, threshold, survivor, drop_head,
+    pieces, scale, softcap, threshold, survivor, dropout_head,
     GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     DENSE: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -133,6 +133,7 @@ def forward_kernel(
     WORDS: k and v are 16-bit words of so many numbers each; 0 for numbers as they are. Columns 0, WORDS, 2 WORDS, ... are
         multiplied apart from columns 1, WORDS + 1, ..., and so on.
     TREE: rows are nodes of a draft tree; ancestors [B|1, rows, nodes] bytes, and tree_first [B|1, rows], the key of node 0.
+    DROPOUT: 0 for none; 2 if the position of every key is its index (ALIGNED in `tile.dropout_keep`), otherwise 1.
     PLAIN: scores are just ``scale * qk`` with scale > 0, so that the maximum is found before the scale is applied.
 
     The grid is (blocks of rows * value_steps * SPLITS, heads / GROUP, batch). q, out, lse, bias and dense
@@ -260,7 +261,7 @@ def forward_kernel(
                     p, shrink, m, total = next_weights(s, m, total, unit, masked)
                     if DROPOUT:
                         keep = dropout_keep(
-                            o_n, kv_len, key_positions, i_m, heads + drop_head, b_m, seed_value, threshold,
+                            o_n, kv_len, key_positions, i_m, heads + dropout_head, b_m, seed_value, threshold,
                             DROPOUT == 2, BLOCK_N,
                         )
                         p = tl.where(keep, p * survivor, 0.0)

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+FAR = tl.constexpr(2**31 - 1)
+"""Beyond every key."""
+
 
 class KeyRanges(NamedTuple):
     """The two ranges [start, stop) of keys of each row; the second is empty if there is only one."""
@@ -57,10 +60,10 @@ def horizontal(ranges):
 @triton.jit
 def hull(ranges, COLUMNS: tl.constexpr):
     """The smallest [first, last) that contains the ranges of all rows; [0, 0) if no row has a key."""
-    first = tl.min(tl.where(ranges.stop > ranges.start, ranges.start, 2147483647), 0)
+    first = tl.min(tl.where(ranges.stop > ranges.start, ranges.start, FAR), 0)
     last = tl.max(ranges.stop, 0)
     if COLUMNS == 4:
-        first = tl.minimum(first, tl.min(tl.where(ranges.stop2 > ranges.start2, ranges.start2, 2147483647), 0))
+        first = tl.minimum(first, tl.min(tl.where(ranges.stop2 > ranges.start2, ranges.start2, FAR), 0))
         last = tl.maximum(last, tl.max(ranges.stop2, 0))
     return first, last
 

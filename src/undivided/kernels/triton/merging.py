@@ -17,8 +17,11 @@ from undivided.kernels.triton.tile import LN2
 
 @triton.jit
 def merge(top, total, piece_top, piece_total):
-    """The largest score of some rows, in units of log2, and their sum of weights, with those of the next piece. Returns
-    them, which rows have keys there, and by what the earlier and the added output are multiplied."""
+    """The largest scores of some rows, in units of log 2, and their sums of weights, merged with those of the next piece.
+
+    Returns (largest scores, sums of weights, which rows have keys in the piece, the factor of the earlier output, the
+    factor of the piece's output).
+    """
     some = piece_total != 0
     new_top = tl.where(some, tl.maximum(top, piece_top), top)
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -29,7 +32,8 @@ def merge(top, total, piece_top, piece_total):
 
 @triton.jit
 def normalised(top, total):
-    """The log-sum-exp of rows and what their outputs are divided by."""
+    """(the log-sum-exp of rows, what their outputs are divided by), from their largest scores in units of log 2 and their
+    sums of weights."""
     some = total != 0  # NaN is not 0: a row without keys has a total of 0, one with a NaN score does not
     divisor = tl.where(some, total, 1.0)
     return tl.where(some, (top + tl.log2(divisor)) * LN2, float("-inf")), divisor

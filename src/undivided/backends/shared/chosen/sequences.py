@@ -30,7 +30,7 @@ from undivided.request.request import Tensors
 GATHERED_BYTES = 1 << 26
 """Keys, values and their gradients that the backward copies at a time: 64 MiB."""
 
-MOST_KEYS_OF_A_TILE = 256
+MAX_KEYS_OF_A_TILE = 256
 """Keys that a kernel on a GPU reads at a time."""
 
 
@@ -362,7 +362,7 @@ class VirtualSequences:
 
 def _with_slack(table: Tensor) -> Tensor:
     """The table in memory that goes on for a tile: kernels read entries of a whole tile, and use those of its keys."""
-    memory = table.new_zeros(table.numel() + MOST_KEYS_OF_A_TILE)
+    memory = table.new_zeros(table.numel() + MAX_KEYS_OF_A_TILE)
     memory[: table.numel()] = table.flatten()
     return memory[: table.numel()].view(table.shape)
 
