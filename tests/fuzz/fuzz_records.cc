@@ -102,7 +102,7 @@ Attention small_problem(FuzzedDataProvider& data) {
   a.q_s = a.qk_dim, a.q_h = a.q_s * a.q_len, a.q_b = a.q_h * a.heads;
   a.out_s = a.v_dim, a.out_h = a.out_s * a.q_len, a.out_b = a.out_h * a.heads;
   a.lse_h = a.q_len, a.lse_b = a.lse_h * a.heads, a.columns = 2 * size(1, 2);
-  if (data.ConsumeBool()) a.band = 1, a.first = size(-200, 50), a.last = size(-50, 200);
+  if (data.ConsumeBool()) a.band = 1, a.band_start = size(-200, 50), a.band_stop = size(-50, 200);
   if (data.ConsumeBool()) a.ranges_b = a.q_len * a.columns;
   a.page_size = size(1, 40), a.page_count = size(1, 6), a.pages_b = a.kv_len / a.page_size + 1;
   const int64_t length = data.ConsumeBool() ? a.kv_len : a.page_size;  // of pages, or of a tensor
