@@ -204,12 +204,12 @@ def range_fields(call: Call, tensors: Tensors) -> tuple[int, ...]:
 
 
 def _band(problem: Problem) -> tuple[int, int]:
-    """(first, last): query row i sees keys [i + first, i + last)."""
+    """(start, stop): query row i sees keys [i + start, i + stop)."""
     left, right, far = problem.mask.left, problem.mask.right, problem.q_len + problem.kv_len
     shift = problem.kv_len - problem.q_len if problem.align == "bottom_right" else 0
-    first = shift - (far if left is None else min(left, far))
-    last = shift + 1 + (far if right is None else min(right, far))
-    return first, last
+    start = shift - (far if left is None else min(left, far))
+    stop = shift + 1 + (far if right is None else min(right, far))
+    return start, stop
 
 
 def _tree_fields(tree: TreePairs, rows: slice) -> tuple[int, ...]:
