@@ -1,8 +1,8 @@
 // Fuzzes the C ABI of the native library: records of random numbers are refused with a status or run without a fault.
 //
 // libFuzzer draws a small problem and replaces some of its fields. Every tensor gets exactly the memory that its sizes
-// and strides span, so that AddressSanitizer reports any access beyond it; ThreadSanitizer sees the team of threads that
-// is defined here in place of OpenMP's. scripts/sanitize builds and runs this file.
+// and strides span, so that AddressSanitizer reports any access beyond it; ThreadSanitizer sees the team of threads
+// that is defined here in place of OpenMP's. scripts/sanitize builds and runs this file.
 #include <fuzzer/FuzzedDataProvider.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -2,10 +2,11 @@
 //
 //     driver libundivided_cpu.so < problems > results
 //
-// A problem is a list of 8-byte numbers and of bytes: which call (0: level, 1: forward, 2: backward, 3: shared keys, 4: append); the
-// number of memory blocks, and for each its size and content; the number of records, and for each its size and bytes,
-// the number of its pointers, and for each its offset in the record, its block, and its offset in the block. A result is
-// the status, the content of every block, and the numbers of the shared keys. emulated.py writes and reads them.
+// A problem is a list of 8-byte numbers and of bytes: which call (0: level, 1: forward, 2: backward, 3: shared keys, 4:
+// append); the number of memory blocks, and for each its size and content; the number of records, and for each its size
+// and bytes, the number of its pointers, and for each its offset in the record, its block, and its offset in the block.
+// A result is the status, the content of every block, and the numbers of the shared keys. emulated.py writes and reads
+// them.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>

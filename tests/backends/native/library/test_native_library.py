@@ -43,7 +43,10 @@ def fields_of(struct: str) -> list[tuple[str, str]]:
     return [(kind, name.split()[-1]) for kind, name in fields if name]
 
 
-@pytest.mark.parametrize(("struct", "names"), [("Attention", cpu.FIELDS), ("Gradients", cpu.GRADIENT_FIELDS)])
+STRUCTS = [("Attention", cpu.FIELDS), ("Gradients", cpu.GRADIENT_FIELDS), ("Append", cpu.APPEND_FIELDS)]
+
+
+@pytest.mark.parametrize(("struct", "names"), STRUCTS)
 def test_the_records_have_the_fields_of_the_c_structs(struct: str, names: list[str]) -> None:
     fields = fields_of(struct)
     assert [name for _, name in fields] == names
@@ -93,6 +96,19 @@ def test_a_build_for_this_machine_leaves_out_what_it_cannot_run_and_the_rest_com
         command = [*levels[""][level], "-fsyntax-only"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert (done.returncode, done.stderr) == (0, ""), level
+
+
+def test_no_line_is_wider_than_the_column_limit_of_clang_format() -> None:
+    """clang-format leaves comments as they are (ReflowComments: false)."""
+    (limit,) = map(int, re.findall(r"^ColumnLimit: (\d+)", (ROOT / ".clang-format").read_text("utf-8"), re.MULTILINE))
+    paths = [path for folder in (SOURCES, ROOT / "tests") for kind in ("h", "cc") for path in folder.rglob(f"*.{kind}")]
+    lines = [
+        (path.name, number, line)
+        for path in paths
+        for number, line in enumerate(path.read_text("utf-8").split("\n"), 1)
+    ]
+    assert len(lines) > 10_000
+    assert [line for line in lines if len(line[2]) > limit] == []
 
 
 def test_every_instruction_of_avx512_has_an_emulation() -> None:
