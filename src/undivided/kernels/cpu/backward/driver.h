@@ -28,6 +28,7 @@ namespace {
 
 using undivided::KeyUnit;
 
+// The prefetch of a row block's packed rows and sums, spread over the steps of the row block before it.
 template <class Mode>
 static RowPrefetch row_prefetch(const Backward& p, const Head& head, int64_t row_block) {
   if (!p.packed || row_block >= p.row_blocks) return {};
@@ -38,6 +39,7 @@ static RowPrefetch row_prefetch(const Backward& p, const Head& head, int64_t row
   return {p.packed + at * rows, panels * rows, p.dqt + at * sums, panels * sums * 4, steps * kBlockKeys / kBroadcasts};
 }
 
+// One unit of keys with one row block, if some panel of the block sees some of these keys.
 template <class Mode>
 static void row_block_step(RowPass<Mode>& s, int64_t row_block) {
   const Backward& p = s.p;
@@ -93,6 +95,7 @@ static void run_unit(const Backward& p, const Head& head, int64_t index, const B
     write_keys<Mode>(p, keys, g.dv, b * g.dv_b + n * g.dv_h, g.dv_s, a.v_dim, w.dv, kHeadScaled<Mode> ? weights : 0);
 }
 
+// All keys of one head, with the arrays of its rows in scratch.
 template <class Mode>
 static void run_head(const Backward& p, const Head& head, const BackwardSpace& w) {
   if constexpr (!Mode::kAmx)

@@ -275,6 +275,7 @@ INLINE void clear_sums(const Backward& p, int64_t dim, int64_t count, float* sum
     memset(sums + c * p.unit_keys * kPanel, 0, (size_t)(keys * kPanel) * 4);
 }
 
+// Writes dK or dV of a unit's keys, divided by 2^bits.
 template <class Mode>
 static void write_keys(const Backward& p, const KeyRows<Mode>& keys, void* gradient, int64_t at, int64_t stride,
                        int64_t dim, const float* sums, int bits) {

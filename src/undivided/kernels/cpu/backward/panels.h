@@ -100,6 +100,7 @@ static bool read_segment(const RowPass<Mode>& s, int64_t index, int64_t block_ke
   return true;
 }
 
+// What the elementwise step needs for a panel and the keys [start, stop) of a key block.
 template <class Mode>
 static DSoftmaxInputs inputs_of(const RowPass<Mode>& s, int64_t index, int64_t block_key, int64_t start, int64_t stop,
                                 const float* st, const float* dpt) {
@@ -296,6 +297,7 @@ static void add_key_gradients(RowPass<Mode>& s, const Slots& slots, int64_t bloc
                                                    columns.used(c), sums + c * out_column, &s.next);
 }
 
+// All panels of a row block with one key block: dQ, then dV and dK.
 template <class Mode>
 static void key_block_step(RowPass<Mode>& s, int64_t block_key, int64_t block_stop) {
   const Slots slots = panel_segments(s, block_key, block_stop - block_key);

@@ -96,6 +96,8 @@ struct FarBlockRows {
   }
 };
 
+// Prepares a row block: the keys that its panels see, the terms and scales of its rows, cleared sums of dQ, whose turn
+// it is, and packed rows.
 template <class Mode>
 static void begin_row_block(const Backward& p, const Head& head, int64_t row_block) {
   const Attention& a = p.a;
@@ -171,6 +173,7 @@ INLINE void touch_gradients(const Backward& p, const void* gradient, int64_t at,
   else FarRows<T, true>((const T*)gradient + at, stride, rows, 0).touch();
 }
 
+// Writes dQ of a row block.
 template <class Mode>
 static void finish_row_block(const Backward& p, const Head& head, int64_t row_block) {
   typedef typename Mode::T T;

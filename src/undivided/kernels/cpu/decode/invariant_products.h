@@ -274,7 +274,7 @@ static __attribute__((noinline)) void add_all_values(const float* weights, int64
   for (; d < columns; d += narrow * kLanes)
     add_step_values<Mode, R, narrow>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
 }
-// How often it reads all keys. narrow: the vectors of columns that are left.
+// How often add_all_values reads all keys. narrow: vectors of columns per pass, after the wide passes.
 INLINE int64_t passes_of_values(int64_t rows, int64_t columns, int64_t narrow) {
   const int64_t wide = columns_at_once((int)smaller_of(rows, 4)) * kLanes;
   return (columns / wide + columns % wide / (narrow * kLanes)) * (rows > 4 ? 2 : 1);

@@ -9,7 +9,8 @@
 
 namespace {
 
-// Query rows of a key/value head, at most, on vectors, which compute up to 8 at a time (see for_each_pass), and in all.
+// The largest number of query rows per key/value head: on vectors, which compute up to 8 at a time (see for_each_pass),
+// and on any engine.
 constexpr int64_t kMaxVectorRows = kPanel < kTuning.max_decode_rows ? kPanel : kTuning.max_decode_rows;
 constexpr int64_t kMaxDecodeRows = kHasAmx ? kMaxTileRows : kMaxVectorRows;
 static_assert(kMaxVectorRows <= kMaxDecodeRows && kMaxDecodeRows <= kPanel, "a panel holds the ranges of all rows");
@@ -230,7 +231,7 @@ static void decode_softmax(const Attention& a, const Panel& p, const HeadState& 
   const float factor = score_unit<Direct>(a).log2;
   const ScoreMap map(a);
   const bool keeps = keeps_products(a) || undivided::has_score_bias(a);
-  const bool covered = keys % kLanes == 0 && p.common[0][0] <= key && key + keys <= p.common[0][1];
+  const bool covered = keys % kLanes == 0 && p.common[0].start <= key && key + keys <= p.common[0].stop;
   IVec lane;
   for (int i = 0; i < kLanes; i++) lane[i] = i;
   Vec high[R], total[R];

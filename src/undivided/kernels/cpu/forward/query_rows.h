@@ -11,6 +11,7 @@
 
 namespace {
 
+// The queries of a panel, as qt[d][rows], or pairs of 16-bit numbers [part][d / 2][rows].
 template <class Mode>
 static void transpose_q(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, float* qt,
                         [[maybe_unused]] RangeCheck& range_check) {
@@ -40,6 +41,7 @@ constexpr float weight_scale() {
   return 1;
 }
 
+// Writes the results of a panel: its sums, divided by their totals, and the log-sum-exp.
 template <class Mode>
 static void write_rows(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                        const float* max_score, const float* total) {
@@ -84,8 +86,8 @@ static void write_rows(const Attention& a, const RowBlock& block, int64_t first,
   }
 }
 
-// The same without the division, if other blocks have the other keys: Dv sums, the largest score in natural units, the
-// total.
+// Writes partial results of a panel, if other blocks have the other keys: Dv sums, the largest score in natural units,
+// and the total.
 template <class Mode>
 static void write_partials(const Attention& a, const RowBlock& block, int64_t first, int64_t rows, const float* ot,
                            const float* max_score, const float* total) {

@@ -11,7 +11,7 @@
 
 namespace {
 
-// Rows and keys, at most.
+// The largest number of rows, and of keys, of a small head.
 INLINE int64_t max_small_forward(const Attention& a) {
   const int64_t limit = a.dtype == kBFloat16  ? kTuning.max_small_forward_bf16
                         : a.dtype == kFloat16 ? kTuning.max_small_forward_fp16

@@ -37,8 +37,8 @@ namespace {
       const Run& run = runs.run[i];
       if (v < run.first || v >= run.first + run.vectors) continue;
       // keys that all rows see through their first ranges are left out
-      const int64_t from = larger_of(run.start, smaller_of(run.stop, p.every[v].start - start)),
-                    to = larger_of(from, smaller_of(run.stop, p.every[v].stop - start));
+      const int64_t from = larger_of(run.start, smaller_of(run.stop, p.vector_common[v].start - start)),
+                    to = larger_of(from, smaller_of(run.stop, p.vector_common[v].stop - start));
       mask(run.start, from), mask(to, run.stop);
     }
   }

@@ -12,7 +12,7 @@
 
 namespace {
 
-// Rows of such a panel, at most: transposing kLanes rows of K costs log2(kLanes) products.
+// The largest number of rows of such a panel: transposing kLanes rows of K costs log2(kLanes) products.
 constexpr int64_t kMaxFewRows = kLanes < 8 ? 0 : kLanes / 2;
 // Vectors of columns at once, so that the sums of R rows stay in registers.
 template <int R>

@@ -35,6 +35,7 @@ class FarRows {
 };
 constexpr int64_t kRowsAhead = 4;  // how many rows before its own a loop prefetches
 
+// Regions of memory to prefetch, some lines or rows per step.
 class Prefetch {
  public:
   // Rows of `bytes` each, `stride` bytes apart.

@@ -15,13 +15,13 @@ constexpr int kMaxSegments = 2 * kPanel;
 // The keys that a panel of at most kPanel rows sees.
 struct Panel {
   int32_t start[2][kPanel], stop[2][kPanel];
-  int64_t first, rows;   // first: index in the row block
-  bool has_sums;         // whether its sums have been written
-  bool row_major;        // whether its sums are stored row by row; see gemm/row_product.h
-  int64_t common[2][2];  // keys that every row sees through its first range, and through its second
+  int64_t first, rows;  // first: index in the row block
+  bool has_sums;        // whether its sums have been written
+  bool row_major;       // whether its sums are stored row by row; see gemm/row_product.h
+  Segment common[2];    // keys that every row sees through its first range, and through its second
   // Of each vector of rows: from the first to the last key that some row sees through a range, and the keys that every
   // row sees through its first range.
-  Segment some[2][kVectors], every[kVectors];
+  Segment vector_extent[2][kVectors], vector_common[kVectors];
   int segments, next_segment;  // next_segment: the first one that later key blocks may touch
   Segment segment[kMaxSegments];
 
@@ -29,7 +29,7 @@ struct Panel {
   int vectors() const { return (int)((rows + kLanes - 1) / kLanes); }
   // Whether every row sees keys [from, to) through the same one of its ranges.
   bool covers(int64_t from, int64_t to) const {
-    return (common[0][0] <= from && to <= common[0][1]) || (common[1][0] <= from && to <= common[1][1]);
+    return (common[0].start <= from && to <= common[0].stop) || (common[1].start <= from && to <= common[1].stop);
   }
 };
 
@@ -88,15 +88,15 @@ static void find_common_keys(Panel& p, int sides) {
         first = from < to && from < first ? from : first, last = from < to && to > last ? to : last;
         start = from > start ? from : start, stop = to < stop ? to : stop;
       }
-      p.some[side][v] = {first, last};
-      if (side == 0) p.every[v] = {start, stop};
+      p.vector_extent[side][v] = {first, last};
+      if (side == 0) p.vector_common[v] = {start, stop};
       common_start = larger_of(common_start, start), common_stop = smaller_of(common_stop, stop);
     }
-    p.common[side][0] = common_start, p.common[side][1] = common_stop;
+    p.common[side] = {common_start, common_stop};
   }
   if (sides == 2) return;
-  p.common[1][0] = p.common[1][1] = 0;
-  for (int v = 0; v < p.vectors(); v++) p.some[1][v] = {0, 0};
+  p.common[1] = {0, 0};
+  for (int v = 0; v < p.vectors(); v++) p.vector_extent[1][v] = {0, 0};
 }
 
 // Makes p the panel of at most `rows` rows of a block from row `first` of the block on, with the ranges of these rows.
@@ -192,7 +192,8 @@ static RowKeys keys_of_block(const Attention& a, const RowBlock& block) {
   for (int v = 0; v < p.vectors(); v++) {
     start[v] = to, stop[v] = from;
     for (int side = 0; side < 2; side++) {
-      const int64_t first = larger_of(p.some[side][v].start, from), last = smaller_of(p.some[side][v].stop, to);
+      const Segment& extent = p.vector_extent[side][v];
+      const int64_t first = larger_of(extent.start, from), last = smaller_of(extent.stop, to);
       if (first < last) start[v] = smaller_of(start[v], first), stop[v] = larger_of(stop[v], last);
     }
   }
