@@ -240,13 +240,14 @@ static void run_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, char* s
   const float natural = score_unit<Direct>(a).natural;
   const bool checks_finite = !independent_columns || ((a.ranges || a.band) && a.q_len > 1) || a.dense || a.bias;
   bool non_finite = false;
-  sum_chunk<Engine>(chunk, next_chunk, 0, rows, false, scratch, [&](const HeadState& state, int64_t n, int64_t r, float*) {
-    float* to = chunk.partials + (n * rows + r) * size;
-    Engine::store_sums(a, state, r, to);
-    for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unscale;
-    to[a.v_dim] = state.max_score[r] * natural, to[a.v_dim + 1] = state.total[r] * unscale;
-    if (checks_finite) non_finite |= has_non_finite_sums(to, a.v_dim, state.total[r]);
-  });
+  sum_chunk<Engine>(chunk, next_chunk, 0, rows, false, scratch,
+                    [&](const HeadState& state, int64_t n, int64_t r, float*) {
+                      float* to = chunk.partials + (n * rows + r) * size;
+                      Engine::store_sums(a, state, r, to);
+                      for (int64_t d = 0; Engine::kBits > 0 && d < a.v_dim; d++) to[d] *= unscale;
+                      to[a.v_dim] = state.max_score[r] * natural, to[a.v_dim + 1] = state.total[r] * unscale;
+                      if (checks_finite) non_finite |= has_non_finite_sums(to, a.v_dim, state.total[r]);
+                    });
   for (int64_t i = 0; non_finite && i < chunk.kv_heads * rows; i++) {
     float* to = chunk.partials + i * size;
     if (!has_non_finite_sums(to, a.v_dim, to[a.v_dim + 1]) || is_explained(chunk, i / rows, i % rows, to, scratch))

@@ -223,8 +223,8 @@ INLINE void store_first(float* to, Vec x) {
   memcpy(to, lanes, N * 4);
 }
 
-// Turns the products of Q and K [row][key] of R rows, from `first` on, or if there is a bias their scores, into weights,
-// scaled by 2^bits; decay is the factor of each row's earlier sums.
+// Turns the products [row][key] of R rows, from `first` on, or their scores if there is a bias (see mask/row_bias.h),
+// into weights, scaled by 2^bits; decay is the factor of each row's earlier sums.
 template <int R>
 static void decode_softmax(const Attention& a, const Panel& p, const HeadState& state, int64_t first, int64_t key,
                            int64_t keys, int bits, float* scores, float* decay) {

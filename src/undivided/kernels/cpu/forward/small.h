@@ -56,8 +56,8 @@ static inline bool is_connected(const Attention& a, const RowBlock& block, const
   return true;
 }
 
-// Turns the products of the keys from `first` on into normalised weights, which add up to less than 1 if there is a sink.
-// Returns false if the row sees no key. Unused lanes and keys that the row does not see become 0.
+// Turns the products of the keys from `first` on into normalised weights, which add up to less than 1 if there is a
+// sink. Returns false if the row sees no key. Unused lanes and keys that the row does not see become 0.
 INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t batch, int64_t head, int64_t row,
                         int64_t first, int64_t keys, float* weights) {
   const ScoreUnit unit = score_unit<Direct>(a);
