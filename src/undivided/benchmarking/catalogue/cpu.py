@@ -124,7 +124,7 @@ def mask() -> Iterator[Benchmark]:
         for name, changes in (
             ("dense-mask", {"mask": _padded_keys}),
             ("bias", {"bias": "bhqk"}),
-            ("alibi", {"alibi": "h"}),
+            ("alibi", {"alibi": "h", "mask": lambda: masks.causal("bottom_right")}),
         ):
             case = replace(decoded, name=f"decode-{name}", **changes)
             yield Benchmark("mask", case, dtype, without=decoded, goal=Goal(within=1.15))
