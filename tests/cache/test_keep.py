@@ -57,8 +57,8 @@ def test_kept_tokens_are_those_of_a_list(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_the_first_tokens_of_a_chain_are_not_moved(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[object] = []
-    move = Storage.move
-    monkeypatch.setattr(Storage, "move", lambda storage, *rows: moved.append(rows[0]) or move(storage, *rows))
+    move = Storage.prepared_move
+    monkeypatch.setattr(Storage, "prepared_move", lambda storage, *rows: moved.append(rows[0]) or move(storage, *rows))
     cache = caches()[kind]
     cache.append(tokens(3), tokens(3))
     for chain, expected in (([0, 1], []), ([0, 2], [2])):

@@ -57,10 +57,13 @@ class Batch:
         """The tokens of each sequence, in the order of the last step."""
         return OrderedDict(zip(self.slots, map(self.ledger.lengths.__getitem__, self.slots.values()), strict=True))
 
-    def step(self, step_dict: object, storages: Iterable[Storage]) -> Step:
-        """The step of these new tokens, after freeing finished sequences and copying shared pages in each storage."""
+    def step(self, step_dict: object, storages: Iterable[Storage], begin: Callable[[Step], None]) -> Step:
+        """The step of these new tokens, after freeing finished sequences and copying shared pages in each storage.
+        begin: called before the ledger has the new tokens."""
         counts = self._check_counts(step_dict)
-        ended = [slot for name, slot in self.slots.items() if name not in counts]
+        own = {slot for name, slot in self.slots.items() if name in counts}
+        # besides those of sequences that have ended, those of an interrupted call, which gave no sequence its slot
+        ended = [slot for slot, length in enumerate(self.ledger.lengths) if length and slot not in own]
         # a copy replaces the ledger only after everything fits
         ledger = self.ledger.copy() if ended else self.ledger
         for slot in ended:
@@ -73,11 +76,13 @@ class Batch:
         plan = ledger.plan(tuple(new))
         for storage in storages:
             storage.copy(plan.copies, storage.k.shape[1])
+        after = tuple([plan.lengths[slot] for slot in slots.values()])
+        rows = [row for slot in slots.values() for row in ledger.rows(plan, slot, new[slot])]
+        step = Step(tuple(slots.values()), tuple(counts.values()), before, after, rows)
+        begin(step)
         ledger.commit(plan)
         self.ledger, self.slots = ledger, slots
-        after = tuple([ledger.lengths[slot] for slot in slots.values()])
-        rows = [row for slot in slots.values() for row in ledger.rows(plan, slot, new[slot])]
-        return Step(tuple(slots.values()), tuple(counts.values()), before, after, rows)
+        return step
 
     @property
     def changes(self) -> int:
@@ -127,7 +132,7 @@ class Batch:
     def fork(self, src: Hashable, dst: Hashable, storages: Iterable[Storage]) -> None:
         """Start sequence dst as a copy of src."""
         slot = self._slot("src", src)
-        slots = self._slots_with("dst", dst)
+        slots = self._slots_with("dst", dst)  # `Pages.fork` releases what an interrupted call left in the slot
         pairs = [(slot, slots[dst])]
         for storage in storages:
             storage.copy(*self.ledger.fork_copies(pairs))
@@ -149,6 +154,8 @@ class Batch:
     def match(self, tokens: list[int], name: Hashable) -> int:
         """The number of a prompt's first tokens that are in indexed pages; the new sequence starts with these pages."""
         ledger, slots = self.paged_ledger("share the pages of a prompt"), self._slots_with("seq_id", name)
+        if ledger.lengths[slots[name]]:  # what an interrupted call left in the slot
+            ledger.free(slots[name])
         count = ledger.match(slots[name], tokens[:-1])
         self.slots = slots
         return count

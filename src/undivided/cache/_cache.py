@@ -140,8 +140,8 @@ class Cache(ABC):
         """
         pairs = self._pairs(src, dst)
         self._storage.copy(*self._ledger.fork_copies(pairs))
-        self._ledger.fork(pairs)
         self._note_change()
+        self._ledger.fork(pairs)
 
     def free(self, i: int) -> None:
         """Drop sequence i; a new sequence may start in its place.
@@ -181,8 +181,7 @@ class Cache(ABC):
         return None if counts.count(q_len) == self.batch else counts
 
     def _sequence(self, name: str, value: object) -> int:
-        number = as_integer(name, value, 0)
-        if number >= self.batch:
+        if (number := as_integer(name, value, 0)) >= self.batch:
             raise InputError(name, f"be a sequence of the cache, 0 to {self.batch - 1}", number)
         return number
 
@@ -226,6 +225,7 @@ class Cache(ABC):
             storage.copy(plan.copies, storage.k.shape[1])
             rows = [row for n, count in enumerate(new.counts) for row in self._ledger.rows(plan, n, count)]
             storage.write(storage.rows(rows), new)
+        self._note_change()
         self._ledger.commit(plan)
         self._last = LastAppend(new.counts, new.k.shape[1])
 
@@ -368,8 +368,10 @@ class Cache(ABC):
         ((3,), [0.0, 2.0, 3.0])
         """
         compaction = compact_on_all_ranks(self._ranks, lambda: self._compaction(indices))
-        self._ledger = compaction.run([self._storage])
+        writes = compaction.read([self._storage])
         self._note_change()
+        self._ledger = compaction.ledger
+        compaction.write(writes)
 
     def _compaction(self, indices: Sequence[Sequence[int] | Tensor]) -> Compaction[Ledger]:
         if self._last is None or not self._last.is_current:

@@ -49,7 +49,8 @@ class LayerCaches(ABC):
     _batch: Batch
     _ranks: PageRanks | None
     _step: Step | None
-    _sequences: OrderedDict[Hashable, int] | None  # `sequences`, if they were read since the last change
+    _sequences: OrderedDict[Hashable, int] | None
+    """`sequences`, if they were read since the last change; dropped before one, which an interrupt may end."""
     _noted: tuple[Step | None, StepNotes] | None = None  # the last step that layers have called, and their notes
 
     def __init__(self, spec: TokenSpec) -> None:
@@ -108,12 +109,13 @@ class LayerCaches(ABC):
         return self._step
 
     def _start_receiving(self, step: Step | None) -> None:
-        """Note which layers the last step has not called. step: the next one."""
+        """End the last step, and note which layers it has not called. step: the next one."""
         new, lengths = {}, self._batch.ledger.lengths
         if step is not None:
             before = dict(zip(step.slots, step.before, strict=True))
             new = {slot: before[slot] for slot, count in zip(step.slots, step.counts, strict=True) if count}
             lengths = tuple([before.get(slot, 0) for slot in range(len(lengths))])
+        self._step = self._sequences = None
         self._missing_tokens.start(self._storages, new, lengths)
 
     def _check_received(self, layer_number: int) -> None:
@@ -190,6 +192,7 @@ class LayerCaches(ABC):
         >>> params.match([5, 3, 8, 8, 9], "a")
         0
         """
+        self._sequences = None
         count = self._batch.match(checked_token_ids(tokens), seq_id)
         self._set_step(None)
         return count
@@ -204,6 +207,7 @@ class LayerCaches(ABC):
         Raises:
             InputError: src does not exist, dst exists, or there are max_batch_size sequences. Nothing changes.
         """
+        self._sequences = None
         self._batch.fork(src, dst, self._storages.values())
         self._set_step(None)
         self._missing_tokens.fork(self._batch.slots[src], self._batch.slots[dst])
@@ -218,6 +222,7 @@ class LayerCaches(ABC):
         Raises:
             InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
         """
+        self._sequences = None
         self._batch.truncate(seq_id, length)
         self._set_step(None)
 
@@ -232,6 +237,7 @@ class LayerCaches(ABC):
         Raises:
             InputError: the sequence does not exist.
         """
+        self._sequences = None
         self._batch.free(seq_id)
         self._set_step(None)
 
@@ -268,7 +274,11 @@ class LayerCaches(ABC):
             counts = dict(zip(self._batch.slots, self._current_step().counts, strict=False))
             return self._batch.compaction(indices, counts)
 
-        self._batch.ledger = compact_on_all_ranks(self._ranks, compaction).run(self._storages.values())
+        kept = compact_on_all_ranks(self._ranks, compaction)
+        writes = kept.read(self._storages.values())
+        self._step = self._sequences = None
+        self._batch.ledger = kept.ledger
+        kept.write(writes)
         self._set_step(None)
 
 

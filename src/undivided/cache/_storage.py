@@ -265,19 +265,39 @@ class Storage:
 
     def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
         """Copy the first rows of a page to another page for each pair (from, to), all at once."""
-        if not pages or not rows:
-            return
-        source, target = torch.tensor(pages, dtype=torch.int64, device=self.k.device).unbind(1)
-        for pool in self._checked_pools:
-            pool[target, :rows] = pool[source, :rows]
+        self.prepared_copy(pages, rows)()
 
-    def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """Write the tokens of some rows of the flattened pools to others, after `copy` of whole pages."""
-        read, write = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
-        tokens = [pool.index_select(0, read) for pool in self._rows]
-        self.copy(copies, self.k.shape[1])
-        for pool, pool_tokens in zip(self._rows, tokens, strict=True):
-            pool.index_copy_(0, write, pool_tokens)
+    def prepared_copy(self, pages: Sequence[tuple[int, int]], rows: int) -> Callable[[], None]:
+        """The writes of `copy`, after everything was read.
+
+        Reading takes memory, so it may fail; then no pool has changed, and the caller can repeat the copy.
+        """
+        if not pages or not rows:
+            return lambda: None
+        source, target = torch.tensor(pages, dtype=torch.int64, device=self.k.device).unbind(1)
+        copied = [pool[source, :rows] for pool in self._checked_pools]
+
+        def write() -> None:
+            for pool, tokens in zip(self._all_pools, copied, strict=True):
+                pool[target, :rows] = tokens
+
+        return write
+
+    def prepared_move(
+        self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]
+    ) -> Callable[[], None]:
+        """The writes of the tokens of some rows of the flattened pools to others, after those of `copy` of whole pages;
+        everything was read, as in `prepared_copy`."""
+        read, write_to = (torch.tensor(rows, dtype=torch.int64, device=self.k.device) for rows in (source, target))
+        pools, write_pages = self._rows, self.prepared_copy(copies, self.k.shape[1])
+        moved = [pool.index_select(0, read) for pool in pools]
+
+        def write() -> None:
+            write_pages()
+            for pool, tokens in zip(pools, moved, strict=True):
+                pool.index_copy_(0, write_to, tokens)
+
+        return write
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of these pages, int [.., n], as k and v [.., n, R, N, D] in the dtype of the tokens."""

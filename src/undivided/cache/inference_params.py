@@ -196,7 +196,7 @@ class InferenceParams(ShardedSteps):
         """
         if not isinstance(sharded, bool) or (sharded and self._ranks is None):
             raise InputError("sharded", "be True or False, and False without context_parallel", repr(sharded))
-        step = self._batch.step(step_dict, self._storages.values())
+        step = self._batch.step(step_dict, self._storages.values(), self._start_receiving)
         length = None
         if sharded:
             length = sum(step.counts) if self.qkv_format == "thd" else max(step.counts, default=0)
@@ -326,10 +326,10 @@ class InferenceParams(ShardedSteps):
 
     def _set_step(self, step: Step | None, sharded: int | None = None) -> None:
         """Set the step, and compute once what every layer needs of it. sharded: the tokens that ranks divide."""
-        self._sharded = sharded
-        self._start_receiving(step)
+        if step is None:
+            self._start_receiving(None)
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
-        self._step, self._rows = step, None
+        self._sharded, self._step, self._rows = sharded, step, None
         self._sequences = None if step is None else self._batch.sequences
         self.sequences_pre_step = OrderedDict(zip(self._batch.slots, before, strict=False))
         self._seqlens_pre_step = padded(before, self.max_batch_size, self.device)

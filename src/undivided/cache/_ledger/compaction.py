@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
 from typing import Generic, NamedTuple, TypeVar
 
@@ -42,12 +42,17 @@ class Compaction(NamedTuple, Generic[L]):
     source: list[int]
     target: list[int]
 
-    def run(self, storages: Iterable[Storage]) -> L:
-        """Move the tokens in every storage; the ledger afterwards."""
-        for storage in storages:
-            storage.move(self.source, self.target, self.plan.copies)
+    def read(self, storages: Iterable[Storage]) -> list[Callable[[], None]]:
+        """The writes of the moved tokens in every storage. Everything is read before the first one writes: if memory
+        does not suffice, nothing has changed."""
+        return [storage.prepared_move(self.source, self.target, self.plan.copies) for storage in storages]
+
+    def write(self, writes: Iterable[Callable[[], None]]) -> None:
+        """Write what was read, then add the moved tokens to the ledger, which the caller uses from before on: if an
+        interrupt ends this, the ledger has none of them."""
+        for write in writes:
+            write()
         self.ledger.commit(self.plan)
-        return self.ledger
 
 
 def compact(ledger: L, kept: Mapping[int, tuple[int, Sequence[int]]]) -> Compaction[L]:

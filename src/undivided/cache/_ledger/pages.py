@@ -38,6 +38,10 @@ class Pages:
     With several ranks, each has `num_pages`, and page p of every sequence is on rank ``p % ranks``: page 3 of rank 1 of
     4 has the number 3 * 4 + 1. Every rank keeps this ledger of all ranks, so that all refuse the same requests without
     a message. `argument` and `hint` are the argument and the fix in the error for too few pages.
+
+    An exception may come between any two lines, from the handler of a signal such as Ctrl-C. So a change replaces the
+    tables and what belongs to them in one line, between taking new pages and releasing old ones: the ledger is as
+    before or as after, and at worst a page is lost.
     """
 
     argument = "k"
@@ -108,8 +112,7 @@ class Pages:
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
         """Index the full pages that hold these tokens, the first ones of a sequence."""
-        for page in self._followed_prefixes().add(tokens, self.tables[sequence]):
-            self.references[page] += 1
+        self._followed_prefixes().add(tokens, self.tables[sequence], self.references)
 
     def forget(self) -> None:
         """Give up all pages of the index of prefixes; sequences keep theirs."""
@@ -124,9 +127,10 @@ class Pages:
         if pages:
             self.prefixes.use(pages[-1])
         count = len(pages) * self.page_size
-        self.tables[sequence] = pages
-        self.lengths = (*self.lengths[:sequence], count, *self.lengths[sequence + 1 :])
-        self.changes += 1
+        tables = list(self.tables)
+        tables[sequence] = pages
+        lengths = _with_entry(self.lengths, sequence, count)
+        self.tables, self.lengths, self.changes = tables, lengths, self.changes + 1
         return count
 
     def _needs(self, lengths: Counts, counts: Counts) -> list[PageNeed]:
@@ -149,18 +153,19 @@ class Pages:
         return needs
 
     def commit(self, plan: MemoryPlan) -> None:
-        self.lengths = plan.lengths
         if not plan.tables:
+            self.lengths = plan.lengths
             return
         self.prefixes.remove(plan.forgotten)
         self._release([node.page for node in plan.forgotten])
         for page in plan.fresh:
             self.unused[page % self.ranks].pop()
             self.references[page] = 1
-        self._release([source for source, _ in plan.copies])
+        tables = list(self.tables)
         for n, pages in plan.tables.items():
-            self.tables[n] = pages
-        self.changes += 1
+            tables[n] = pages
+        self.tables, self.lengths, self.changes = tables, plan.lengths, self.changes + 1
+        self._release([source for source, _ in plan.copies])
 
     def digest(self) -> int:
         """A number from 0 to 2**64 - 1 that differs between ledgers with different pages; the same in every process."""
@@ -202,14 +207,15 @@ class Pages:
         """Release the pages at some of the held places of a sequence."""
         if not places:
             return
-        pages = self.tables[sequence]
-        self._release([pages[place] for place in places])
-        self.tables[sequence] = pages = list(pages)
+        tables, evicted, evicted_places = list(self.tables), list(self.evicted), list(self.evicted_places)
+        before = tables[sequence]
+        tables[sequence] = pages = list(before)
         for place in places:
             pages[place] = EVICTED
-        self.evicted[sequence] = self.lengths[sequence]
-        self.evicted_places[sequence] = _with_places(self.evicted_places[sequence], places)
-        self.changes += 1
+        evicted[sequence] = self.lengths[sequence]
+        evicted_places[sequence] = _with_places(evicted_places[sequence], places)
+        self._replace(tables, self.lengths, evicted, evicted_places)
+        self._release([before[place] for place in places])
 
     def truncate(self, lengths: Counts) -> None:
         shorter = [n for n, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)) if old != new]
@@ -218,16 +224,20 @@ class Pages:
                 must = f"be 0 or at least the {self.evicted[n]} tokens that sequence {n} had when pages were evicted"
                 hint = "evict after the rejected tokens were truncated"
                 raise InputError(f"lengths[{n}]", must, lengths[n], hint=hint)
+        if not shorter:
+            return
+        tables, evicted, evicted_places = list(self.tables), list(self.evicted), list(self.evicted_places)
+        released: list[list[int]] = []
         for n in shorter:
             if not lengths[n]:
-                self.evicted[n], self.evicted_places[n] = 0, ()
+                evicted[n], evicted_places[n] = 0, ()
             keep = -(-lengths[n] // self.page_size)
-            pages = self.tables[n]
-            if keep < len(pages):
-                self._release(pages[keep:])
-                self.tables[n] = pages[:keep]
-                self.changes += 1
-        self.lengths = lengths
+            if keep < len(tables[n]):
+                released.append(tables[n][keep:])
+                tables[n] = tables[n][:keep]
+        self._replace(tables, lengths, evicted, evicted_places)
+        for pages in released:
+            self._release(pages)
 
     def fork_copies(self, pairs: Sequence[tuple[int, int]]) -> tuple[Sequence[tuple[int, int]], int]:
         return (), 0
@@ -241,17 +251,24 @@ class Pages:
                     self._retain(page)
             tables[target], lengths[target] = self.tables[source], self.lengths[source]
             evicted[target], evicted_places[target] = self.evicted[source], self.evicted_places[source]
-        for _, target in pairs:
-            self._release(self.tables[target])
-        self.tables, self.lengths = tables, tuple(lengths)
-        self.evicted, self.evicted_places = evicted, evicted_places
-        self.changes += 1
+        released = [self.tables[target] for _, target in pairs]
+        self._replace(tables, tuple(lengths), evicted, evicted_places)
+        for pages in released:
+            self._release(pages)
 
     def free(self, sequence: int) -> None:
-        self._release(self.tables[sequence])
-        self.tables[sequence], self.evicted[sequence], self.evicted_places[sequence] = [], 0, ()
-        self.lengths = (*self.lengths[:sequence], 0, *self.lengths[sequence + 1 :])
-        self.changes += 1
+        tables, evicted, evicted_places = list(self.tables), list(self.evicted), list(self.evicted_places)
+        pages = tables[sequence]
+        tables[sequence], evicted[sequence], evicted_places[sequence] = [], 0, ()
+        self._replace(tables, _with_entry(self.lengths, sequence, 0), evicted, evicted_places)
+        self._release(pages)
+
+    def _replace(
+        self, tables: list[list[int]], lengths: Counts, evicted: list[int], evicted_places: list[Places]
+    ) -> None:
+        """Replace all of them at once, before the pages that are no longer in the tables are released."""
+        state = tables, lengths, evicted, evicted_places, self.changes + 1
+        self.tables, self.lengths, self.evicted, self.evicted_places, self.changes = state
 
     def _release(self, pages: Sequence[int]) -> None:
         for page in reversed(pages):
@@ -264,9 +281,9 @@ class Pages:
                 self.unused[page % self.ranks].append(page)
 
     def _retain(self, page: int) -> None:
-        self.references[page] += 1
-        if self.references[page] == 2 and self.prefixes:
+        if self.references[page] == 1 and self.prefixes:
             self._followed_prefixes().set_used(page, True)
+        self.references[page] += 1
 
     def _followed_prefixes(self) -> PrefixIndex:
         """The index of prefixes, which follows this ledger; it may have followed a copy that was dropped."""
@@ -285,6 +302,11 @@ class Pages:
         twin.prefixes = self._followed_prefixes()
         twin.prefixes.ledger = twin._identity
         return twin
+
+
+def _with_entry(counts: Counts, sequence: int, count: int) -> Counts:
+    """The counts, with `count` for this sequence."""
+    return (*counts[:sequence], count, *counts[sequence + 1 :])
 
 
 def _with_places(ranges: Places, places: Sequence[int]) -> Places:

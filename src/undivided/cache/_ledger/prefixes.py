@@ -7,7 +7,7 @@ ones when the pool has no free page.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 
 Tokens = tuple[int, ...]
@@ -40,7 +40,8 @@ class PrefixIndex:
     """Pages by their tokens and those before them.
 
     Which pages can be given up is kept up to date, so that to take one, or to count them, does not read the index. It
-    follows the references of one ledger, `ledger`; another one calls `follow` first.
+    follows the references of one ledger, `ledger`; another one calls `follow` first. While a method changes the index,
+    `ledger` is None: if an exception from the handler of a signal ends it, the next method is called after `follow`.
     """
 
     def __init__(self, page_size: int, ranks: int) -> None:
@@ -52,8 +53,9 @@ class PrefixIndex:
         self.ledger: object = None
         self.unused = [0] * ranks
         """The number of pages of each rank that can be given up: no sequence uses them, nor a page after them."""
-        self._nodes = {(node.parent, node.tokens): node for node in nodes}
-        self._by_page = {node.page: node for node in nodes}
+        by_tokens = {(node.parent, node.tokens): node for node in nodes}
+        by_page = {node.page: node for node in nodes}
+        self._nodes, self._by_page = by_tokens, by_page
         self._queue: list[tuple[int, Node]] = []  # a heap; entries that no longer count are dropped when they come up
         self._uses = len(nodes)
 
@@ -84,7 +86,7 @@ class PrefixIndex:
 
     def follow(self, ledger: object, references: Sequence[int]) -> None:
         """Follow the references of a ledger from now on. references: the number of each page."""
-        self.ledger, self.unused, self._queue = ledger, [0] * len(self.unused), []
+        self.ledger, self.unused, self._queue = None, [0] * len(self.unused), []
         for node in self._nodes.values():
             node.is_used, node.users, node.queued_as = references[node.page] > 1, 0, -1
         for node in self:
@@ -93,24 +95,28 @@ class PrefixIndex:
                 self._offer(node, 1)
             elif node.parent is not None:
                 node.parent.users += 1
+        self.ledger = ledger
 
     def set_used(self, page: int, is_used: bool) -> None:
         """Note whether a sequence uses a page; without effect for a page that is not in the index."""
         node = self._by_page.get(page)
         if node is None or node.is_used == is_used:
             return
+        ledger, self.ledger = self.ledger, None
         node.is_used = is_used
         self._change_users(node, 1 if is_used else -1)
+        self.ledger = ledger
 
-    def add(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
-        """Index the full pages of a sequence, which uses them; the pages that were not indexed before.
+    def add(self, tokens: Sequence[int], pages: Sequence[int], references: MutableSequence[int]) -> None:
+        """Index the full pages of a sequence, which uses them.
 
         Args:
             tokens: the token ids of the sequence from its start.
             pages: its pages. A negative entry, an evicted page, ends what can be indexed, and so does a page that is
                 indexed with other tokens.
+            references: the number of each page; each that was not indexed before gets one more.
         """
-        added: list[int] = []
+        ledger, self.ledger = self.ledger, None
         parent: Node | None = None
         for page_tokens, page in zip(self._page_tokens(tokens), pages, strict=False):
             if page < 0:
@@ -119,12 +125,13 @@ class PrefixIndex:
             if node is None:
                 if page in self._by_page:
                     break
-                node = self._nodes[parent, page_tokens] = self._by_page[page] = Node(parent, page_tokens, page, True, 1)
+                node = Node(parent, page_tokens, page, True, 1)
+                references[page] += 1
+                self._nodes[parent, page_tokens] = self._by_page[page] = node
                 self._change_users(parent, 1)
-                added.append(page)
             parent = node
         self._use(parent)
-        return added
+        self.ledger = ledger
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The pages of the longest indexed prefix; `use` them."""
@@ -140,7 +147,9 @@ class PrefixIndex:
 
     def use(self, page: int) -> None:
         """Mark a page of the index, and those before it, as used last."""
+        ledger, self.ledger = self.ledger, None
         self._use(self._by_page[page])
+        self.ledger = ledger
 
     def select(self, missing: Sequence[int]) -> list[Node]:
         """The least recently used nodes whose removal frees enough pages, as far as there are such; each after its
@@ -149,6 +158,7 @@ class PrefixIndex:
         Args:
             missing: how many pages are needed of each rank, which is the page modulo the number of ranks.
         """
+        ledger, self.ledger = self.ledger, None
         selected: list[Node] = []
         missing = list(missing)
         while self._queue and max(missing) > 0:
@@ -161,14 +171,17 @@ class PrefixIndex:
                 missing[node.page % len(missing)] -= 1
         for node in selected:  # they stay until `remove`
             self._enqueue(node)
+        self.ledger = ledger
         return selected
 
     def remove(self, nodes: Sequence[Node]) -> None:
         """Forget these nodes, which have no users, each after its children."""
+        ledger, self.ledger = self.ledger, None
         for node in nodes:
             del self._nodes[node.parent, node.tokens], self._by_page[node.page]
             self.unused[node.page % len(self.unused)] -= 1
             node.queued_as = -1
+        self.ledger = ledger
 
     def clear(self) -> list[int]:
         """Forget all; the pages that were indexed."""
@@ -208,9 +221,12 @@ class PrefixIndex:
 
     def _use(self, node: Node | None) -> None:
         """Mark a node and those before it as used last, the first page as the latest of all."""
+        chain: list[Node] = []
         while node is not None:
-            self._uses += 1
-            node.last_use = self._uses
+            chain.append(node)
+            node = node.parent
+        self._uses += len(chain)
+        for n, node in enumerate(reversed(chain)):  # a page before those after it, whose number is smaller
+            node.last_use = self._uses - n
             if not node.users:
                 self._enqueue(node)
-            node = node.parent

@@ -6,7 +6,7 @@ that. A request names the pages of all ranks, the same on every rank, and each r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,23 +37,35 @@ class RankStorage(Storage):
         own = (owners == self._rank).nonzero().squeeze(1)
         return TargetRows(local[own].to(self.k.device), own.to(self.k.device))
 
-    def copy(self, pages: Sequence[tuple[int, int]], rows: int) -> None:
-        """`Storage.copy` of this rank's pages; both pages of a pair are on the same rank."""
+    def prepared_copy(self, pages: Sequence[tuple[int, int]], rows: int) -> Callable[[], None]:
+        """`Storage.prepared_copy` of this rank's pages; both pages of a pair are on the same rank."""
         world = self._world
-        super().copy([(a // world, b // world) for a, b in pages if a % world == self._rank], rows)
+        own = [(a // world, b // world) for a, b in pages if a % world == self._rank]
+        return super().prepared_copy(own, rows)
 
-    def move(self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """`Storage.move`. Tokens are sent if some of them move between ranks, so all ranks must call it."""
+    def prepared_move(
+        self, source: Sequence[int], target: Sequence[int], copies: Sequence[tuple[int, int]]
+    ) -> Callable[[], None]:
+        """`Storage.prepared_move`. Tokens are sent if some of them move between ranks, so all ranks must call it."""
         (owners, read), (to, write) = self._split(source), self._split(target)
         if not torch.equal(owners, to):
             tokens = self._tokens(owners, read)[to == self._rank]
         else:
             tokens = self._bytes(read[owners == self._rank])
-        self.copy(copies, self.k.shape[1])
+        pools, write_pages = self._rows, self.prepared_copy(copies, self.k.shape[1])
         rows = write[to == self._rank].to(self.k.device)
-        sizes = [pool[0].numel() * pool.itemsize for pool in self._rows]
-        for pool, packed in zip(self._rows, tokens.split(sizes, 1), strict=True):
-            pool.index_copy_(0, rows, packed.contiguous().view(pool.dtype).view(-1, *pool.shape[1:]))
+        parts = tokens.split([pool[0].numel() * pool.itemsize for pool in pools], 1)
+        moved = [
+            part.contiguous().view(pool.dtype).view(-1, *pool.shape[1:])
+            for pool, part in zip(pools, parts, strict=True)
+        ]
+
+        def write_all() -> None:
+            write_pages()
+            for pool, pool_tokens in zip(pools, moved, strict=True):
+                pool.index_copy_(0, rows, pool_tokens)
+
+        return write_all
 
     def _split(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The rank of each row, and its number there, int64 on the host."""
