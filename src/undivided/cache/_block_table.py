@@ -41,14 +41,15 @@ class BlockTable:
         if values_are_traced():  # a fake tensor cannot serve the next call
             return _rows(read(), device)
         before, last, lists = self._lists, self._tensor, read()
+        table = last
         changed = [n for n, (old, new) in enumerate(zip(before, lists, strict=False)) if old is not new]
         is_similar = self._made_from is not None and self._made_from[1] == device and len(before) == len(lists)
         if not is_similar or 2 * len(changed) > len(lists):
-            self._tensor = _rows(lists, device)
+            table = _rows(lists, device)
         elif changed or _width(lists) != last.shape[1]:
-            self._tensor = _with_rows(last, lists, changed)
-        self._made_from, self._lists = (state, device), lists
-        return self._tensor
+            table = _with_rows(last, lists, changed)
+        self._tensor, self._made_from, self._lists = table, (state, device), lists  # at once: see Pages
+        return table
 
 
 def _width(lists: Sequence[list[int]]) -> int:
@@ -58,12 +59,11 @@ def _width(lists: Sequence[list[int]]) -> int:
 def _rows(lists: Sequence[list[int]], device: torch.device, width: int | None = None) -> Tensor:
     """The rows of these lists, with this many pages or those of the longest."""
     width = width or _width(lists)
-    rows = [
-        [*(pages if min(pages, default=0) >= 0 else [max(page, 0) for page in pages]), *[0] * (width - len(pages))]
-        for pages in lists
-    ]
+    rows = [pages if len(pages) == width else [*pages, *[0] * (width - len(pages))] for pages in lists]
     with torch.inference_mode(False):  # its version counter says whether it was checked
-        return torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(lists), width)
+        # evicted pages are negative; a Python loop over all pages would take twice as long as the tensor
+        table = torch.tensor(rows, dtype=torch.int32, device="cpu").clamp(min=0)
+        return table.to(device).reshape(len(lists), width)
 
 
 def _with_rows(table: Tensor, lists: Sequence[list[int]], changed: Sequence[int]) -> Tensor:
