@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: RankCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         (out, lse), saved = _forward(call, inputs)
         ctx.save_for_backward(*saved)
-        ctx.call, ctx.state = call, autograd.unsaved_state(call.whole)
+        ctx.prepared = call, autograd.unsaved_state(call.whole)
         ctx.shapes = [None if t is None else torch.empty_like(t, device="meta") for t in inputs]
         ctx.set_materialize_grads(False)
         if "lse" not in call.problem.features:
@@ -66,13 +66,17 @@ class _Attention(torch.autograd.Function):
             hint = "attention without context_parallel has second derivatives"
             must = "be False under context parallelism, whose gradients have no derivative"
             raise InputError("create_graph", must, True, hint=hint)
-        autograd.check_unchanged(ctx.call.whole, ctx.state)
+        saved = ctx.saved_tensors  # raises PyTorch's error if the graph was freed
+        call, before = ctx.prepared
+        autograd.check_unchanged(call.whole, before)
 
         def gradients(*upstream: Tensor | None) -> Sequence[Tensor | None]:
-            with _counted(ctx.call, ctx.shapes[0], is_backward=True):
-                return Backward(ctx.call, ctx.saved_tensors, ctx.shapes).run(*upstream)
+            with _counted(call, ctx.shapes[0], is_backward=True):
+                return Backward(call, saved, ctx.shapes).run(*upstream)
 
-        return (None, *map_hidden_batch(gradients, grad_out, grad_lse))
+        found = map_hidden_batch(gradients, grad_out, grad_lse)
+        autograd.free_prepared(ctx)
+        return (None, *found)
 
 
 def _counted(call: RankCall, q: Tensor, is_backward: bool = False) -> AbstractContextManager[None]:

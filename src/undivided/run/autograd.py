@@ -190,18 +190,31 @@ class _Attention(torch.autograd.Function):
                 _Attention.backward, (ctx, grad_out, grad_lse), {}
             )
             return derivatives
+        *inputs, out, lse = ctx.saved_tensors  # raises PyTorch's error if the graph was freed
         backend, call, before = ctx.prepared
-        *inputs, out, lse = ctx.saved_tensors
         inputs[:3], out = _as_saved(call.problem, *inputs[:3]), out.contiguous()
         count, lse = len(inputs), lse.contiguous()
         if grad_out is None and grad_lse is None:
+            free_prepared(ctx)
             return (None,) * (1 + count)
         inputs += [None] * (_TENSOR_COUNT - count)
         check_unchanged(call, before)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         arguments = (backend, call, out, lse, grad_out, grad_lse, *inputs)
-        return (None, *map_hidden_batch(_gradients_to_derive(), *arguments)[:count])
+        found = map_hidden_batch(_gradients_to_derive(), *arguments)[:count]
+        free_prepared(ctx)
+        return (None, *found)
+
+
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def free_prepared(ctx: Any) -> None:
+    """Free `ctx.prepared`, which holds the mask and the pages, where PyTorch frees the saved tensors: at the end of a
+    backward without ``retain_graph``. The output and the loss may live longer."""
+    if not _keeps_graph():
+        ctx.prepared = None
 
 
 def _as_saved(problem: Problem, *operands: Tensor) -> list[Tensor]:
@@ -281,15 +294,18 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        _, ctx.call, _, _, grad_out, grad_lse, *tensors = inputs
+        _, call, _, _, grad_out, grad_lse, *tensors = inputs
         ctx.save_for_backward(*tensors, grad_out, grad_lse)
-        ctx.state = unsaved_state(ctx.call)
+        ctx.prepared = call, unsaved_state(call)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        check_unchanged(ctx.call, ctx.state)
-        derivatives = double_backward(ctx.call, *ctx.saved_tensors, *grad_gradients)
+        saved = ctx.saved_tensors
+        call, before = ctx.prepared
+        check_unchanged(call, before)
+        derivatives = double_backward(call, *saved, *grad_gradients)
+        free_prepared(ctx)
         return (None,) * 4 + derivatives
 
     @staticmethod
