@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -192,6 +192,18 @@ class MaskFields(DerivedValues):
         if len(entries) > RESULTS_PER_MASK:
             _remove_one(entries)
         return result
+
+    def take_use(self, key: Hashable) -> bool:
+        """Whether the cached result under a key was used since it was last considered for removal."""
+        entry: _Entry | None = self.__dict__.get("_entries", {}).get(key)
+        if entry is None:
+            return False
+        is_used, entry.is_used = entry.is_used, False
+        return is_used
+
+    def drop(self, key: Hashable) -> None:
+        """Drop the cached result under a key; the next call builds it anew."""
+        self.__dict__.get("_entries", {}).pop(key, None)
 
     def _is_on_host(self) -> bool:
         """Whether the mask has tensors and all are on the CPU."""

@@ -26,6 +26,7 @@ from undivided.masks._fields import MaskFields
 from undivided.masks._parts import Blocks, CallSizes, Chunk, Dense, Documents, GlobalBand, Origin, find_part
 from undivided.masks._predicate import Predicate
 from undivided.masks.normal_form import NormalForm, ranges
+from undivided.masks.normal_form.large_forms import LARGE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -216,9 +217,11 @@ class Mask(MaskFields):
                 return ranges.build(self.parts, self.band, bottom_right, sizes, device)
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
-        if static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced():
-            return ranges.shared_form((self.flatten()[0], bottom_right, sizes, device), build)
-        return build()
+        is_shared = static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced()
+        key = (self.flatten()[0], bottom_right, sizes, device) if is_shared else ()
+        form = ranges.shared_form(key, build) if is_shared else build()
+        LARGE.hold(form, self, ("form", sizes, device))
+        return form
 
     def intervals(self, q_len: int, kv_len: int, *, batch: int = 1, device: torch.device | str = "cpu") -> Tensor:
         """The keys of each row as ranges ``[start, stop)``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from undivided.arguments.layout import Strides, from_canonical
 from undivided.masks import Mask
 from undivided.masks.normal_form import NormalForm
+from undivided.masks.normal_form.large_forms import LARGE
 from undivided.quantization import unchecked_dequantize
 from undivided.request.problem import Problem
 from undivided.request.request import Tensors, gather_pages
@@ -26,7 +28,7 @@ class CheckedMask:
     form: NormalForm | None = None
     """Set once, by `keep`."""
 
-    def __init__(self, mask: Mask | None, problem: Problem, key: object = None) -> None:
+    def __init__(self, mask: Mask | None, problem: Problem, key: object = None, given: Mask | None = None) -> None:
         self.mask = mask
         """None: the mask that keeps this object. A reference to it would keep both alive until the garbage collector
         runs, and the memory of their tensors."""
@@ -38,14 +40,29 @@ class CheckedMask:
         self.derived_earlier: dict[Hashable, Any] = {}
         """As `derived`, of an earlier step, whose mask has the same structure: `triton` takes over its launches."""
         self.key = key
-        """The cache key, kept alive so that no other object gets its id."""
+        """The object whose id is the cache key, kept alive so that no other object gets it."""
+        self._holder = None if given is None else weakref.ref(given)
+        """The mask that keeps this object."""
         self.checked_pages: tuple[Tensor, object, int] | None = None
         """The block table that was checked last, its `versions`, and the number of pages of the pool."""
 
     def keep(self, form: NormalForm) -> NormalForm:
         """The form that was kept first: another thread may have built one too, and records hold addresses of it."""
         kept: NormalForm = self.__dict__.setdefault("form", form)
+        if self._holder is not None:
+            LARGE.hold(kept, self, None)
         return kept
+
+    def take_use(self, _: Hashable) -> bool:
+        """Whether this object was used since the last call, as a holder of a large form."""
+        mask = None if self._holder is None else self._holder()
+        return mask is not None and mask.take_use(id(self.key))
+
+    def drop(self, _: Hashable) -> None:
+        """Let the mask drop this object and with it the form, which calls that are running still hold."""
+        mask = None if self._holder is None else self._holder()
+        if mask is not None:
+            mask.drop(id(self.key))
 
 
 @dataclass(eq=False, slots=True)

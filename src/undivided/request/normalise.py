@@ -365,7 +365,8 @@ def _with_mask(
     if "dropout" in problem.features and any(origin.head for origin in mask.take("origin")[0] or ()):
         problem = problem._replace(features=problem.features | {"some_heads"})
     problem = problem._replace(mask=mask.structure, align=align, documents=documents)
-    return CheckedMask(None if mask is given else mask, problem, cached)
+    holder = None if torch.compiler.is_compiling() else given
+    return CheckedMask(None if mask is given else mask, problem, cached, holder)
 
 
 def _paged_mask(mask: Mask, problem: Problem, pages: Tensor) -> Mask:

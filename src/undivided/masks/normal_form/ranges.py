@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,6 +35,7 @@ from undivided.masks.normal_form.block_pairs import BlockPairs
 from undivided.masks.normal_form.bounds import row_hull, tidy
 from undivided.masks.normal_form.copies import int64_copy, on_device
 from undivided.masks.normal_form.intervals import NormalForm
+from undivided.masks.normal_form.large_forms import LARGE
 from undivided.masks.normal_form.pairs import BLOCK_PAIRS, DensePairs, Extra, IdPairs, RangePairs, all_pairs, row_blocks
 from undivided.masks.normal_form.positions import Geometry, private_copy
 from undivided.masks.normal_form.predicate_pairs import PredicatePairs
@@ -42,10 +43,24 @@ from undivided.masks.normal_form.row_blocks import reached_keys, row_blocks_by_r
 from undivided.masks.normal_form.tree_pairs import TreePairs
 
 # Forms of masks without tensors, shared by all equal masks: each layer of a model may build its own masks.causal().
-# 64 forms of at most 2 x 64 Ki tokens take less than 100 MB, and usually 1 MB.
+# Usually they take 1 MB. `LARGE` limits the memory of large ones: 64 of 2 x 64 Ki tokens could take 160 MB.
 SHARED_FORMS = 64
 SHARED_TOKENS = 1 << 17
-_shared_forms: OrderedDict[object, NormalForm] = OrderedDict()
+
+
+class _SharedForms(OrderedDict[Hashable, NormalForm]):
+    """The shared forms as a `Holder` of large ones; the least recently used is the first."""
+
+    def take_use(self, key: Hashable) -> bool:
+        """False: what uses a form is a mask, which holds it too."""
+        return False
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a form."""
+        self.pop(key, None)
+
+
+_shared_forms = _SharedForms()
 _MANY_PAIRS = 1 << 20
 """Pairs from which on functions are evaluated for the keys that the other parts of a mask allow, instead of all."""
 
@@ -71,7 +86,7 @@ class Ranges(Part):
         return (self.form.ranges,)
 
 
-def shared_form(key: object, build: Callable[[], NormalForm]) -> NormalForm:
+def shared_form(key: Hashable, build: Callable[[], NormalForm]) -> NormalForm:
     """The form of a mask without tensors, from the bounded cache of all such masks."""
     form = _shared_forms.get(key)
     if form is not None:
@@ -81,6 +96,7 @@ def shared_form(key: object, build: Callable[[], NormalForm]) -> NormalForm:
         if type(form.ranges) is not Tensor:  # a fake tensor cannot serve the next call
             return form
         _shared_forms[key] = form
+        LARGE.hold(form, _shared_forms, key)
         if len(_shared_forms) > SHARED_FORMS:
             _shared_forms.popitem(last=False)
     return form
