@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
@@ -53,6 +55,58 @@ def test_handles_may_be_restored_in_any_order(order: tuple[int, ...]) -> None:
         handles[n].restore()
     assert [handles[n].calls for n in order] == [1, 2, 3]
     assert F.scaled_dot_product_attention is PYTORCHS
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def is_interrupted(operation: Callable[[], object], line: int) -> bool:
+    """Run the operation and end it before the n-th line that installs or removes; False if it has fewer."""
+    names = {"_install", "_remove"}
+    count, before = 0, sys.gettrace()
+
+    def in_line(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        if event == "line" and count == line:
+            raise Interrupt
+        return in_line
+
+    def in_call(frame: FrameType, event: str, argument: object) -> Any:
+        is_ours = frame.f_code.co_filename == torch_sdpa.__file__ and frame.f_code.co_name in names
+        return in_line if is_ours else None
+
+    sys.settrace(in_call)
+    try:
+        operation()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_interrupt_at_any_line_restores(enabled: bool) -> None:
+    def replace() -> None:
+        with undivided.replace_sdpa():
+            pass
+
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        line = 1
+        while is_interrupted(replace, line):
+            assert F.scaled_dot_product_attention is PYTORCHS
+            assert torch.backends.mha.get_fastpath_enabled() == enabled
+            assert not torch_sdpa._active
+            replace()
+            assert F.scaled_dot_product_attention is PYTORCHS
+            assert torch.backends.mha.get_fastpath_enabled() == enabled
+            line += 1
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert line > 12
 
 
 def test_an_exception_restores() -> None:

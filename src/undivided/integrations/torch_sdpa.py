@@ -42,8 +42,12 @@ class Replacement:
 
     def __init__(self) -> None:
         self.calls = 0
-        with _lock:
-            _install(self)
+        try:
+            with _lock:
+                _install(self)
+        except BaseException:  # such as that of Ctrl-C: the caller gets no handle
+            self.restore()
+            raise
 
     @property
     def active(self) -> bool:
@@ -66,8 +70,7 @@ class Replacement:
     def restore(self) -> None:
         """End the replacement. Others stay active; a second call does nothing."""
         with _lock:
-            if self.active:
-                _remove(self)
+            _remove(self)
 
     def __enter__(self) -> Replacement:
         return self
@@ -75,7 +78,11 @@ class Replacement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.restore()
+        try:
+            self.restore()
+        except BaseException:  # such as that of Ctrl-C
+            self.restore()
+            raise
 
     def __repr__(self) -> str:
         return f"<replace_sdpa: {'active' if self.active else 'restored'}, {self.calls} calls>"
@@ -122,30 +129,33 @@ _pytorch_sdpa: Any = functional.scaled_dot_product_attention
 """PyTorch's function, for calls that are not ours. Read once, because a later replacement may call ours."""
 _previous: Any = None
 """The function in ``torch.nn.functional`` before the first active handle, which the last one restores."""
-_previous_fast_path = True
-"""Whether the fast path of ``nn.MultiheadAttention`` was enabled then."""
+_previous_fast_path: bool | None = None
+"""Whether the fast path of ``nn.MultiheadAttention`` was enabled then; None if there is nothing to restore."""
 
 
 def _install(handle: Replacement) -> None:
     global _previous, _previous_fast_path
-    if not _active:
+    _active.append(handle)
+    if _previous_fast_path is None:
         _previous_fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)
     if functional.scaled_dot_product_attention is not _replacement:
         _previous = functional.scaled_dot_product_attention
         functional.scaled_dot_product_attention = _replacement
     _builtins._register_builtin(_replacement, "aten::scaled_dot_product_attention")  # for torch.jit.script
-    _active.append(handle)
 
 
 def _remove(handle: Replacement) -> None:
+    """Without the last handle, restore what was replaced. Repeated calls complete one that was interrupted."""
+    global _previous_fast_path
     _active[:] = [other for other in _active if other is not handle]
-    if _active:
+    if _active or _previous_fast_path is None:
         return
-    torch.backends.mha.set_fastpath_enabled(_previous_fast_path)
-    _builtins._get_builtin_table().pop(id(_replacement))
+    _builtins._get_builtin_table().pop(id(_replacement), None)
     if functional.scaled_dot_product_attention is _replacement:
         functional.scaled_dot_product_attention = _previous
+    torch.backends.mha.set_fastpath_enabled(_previous_fast_path)
+    _previous_fast_path = None
 
 
 def _replacement(
