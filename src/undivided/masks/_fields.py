@@ -193,7 +193,7 @@ class MaskFields(DerivedValues):
             _remove_one(entries)
         return result
 
-    def take_use(self, key: Hashable) -> bool:
+    def _take_use(self, key: Hashable) -> bool:
         """Whether the cached result under a key was used since it was last considered for removal."""
         entry: _Entry | None = self.__dict__.get("_entries", {}).get(key)
         if entry is None:
@@ -201,7 +201,7 @@ class MaskFields(DerivedValues):
         is_used, entry.is_used = entry.is_used, False
         return is_used
 
-    def drop(self, key: Hashable) -> None:
+    def _drop(self, key: Hashable) -> None:
         """Drop the cached result under a key; the next call builds it anew."""
         self.__dict__.get("_entries", {}).pop(key, None)
 

@@ -53,16 +53,16 @@ class CheckedMask:
             LARGE.hold(kept, self, None)
         return kept
 
-    def take_use(self, _: Hashable) -> bool:
+    def _take_use(self, _: Hashable) -> bool:
         """Whether this object was used since the last call, as a holder of a large form."""
         mask = None if self._holder is None else self._holder()
-        return mask is not None and mask.take_use(id(self.key))
+        return mask is not None and mask._take_use(id(self.key))
 
-    def drop(self, _: Hashable) -> None:
+    def _drop(self, _: Hashable) -> None:
         """Let the mask drop this object and with it the form, which calls that are running still hold."""
         mask = None if self._holder is None else self._holder()
         if mask is not None:
-            mask.drop(id(self.key))
+            mask._drop(id(self.key))
 
 
 @dataclass(eq=False, slots=True)

@@ -18,10 +18,10 @@ from undivided.masks.normal_form.intervals import NormalForm
 class Holder(Protocol):
     """What keeps forms under keys: a mask, what a mask keeps for its calls, or the forms that masks share."""
 
-    def take_use(self, key: Hashable) -> bool:
+    def _take_use(self, key: Hashable) -> bool:
         """Whether what is under the key was used since the last call."""
 
-    def drop(self, key: Hashable) -> None:
+    def _drop(self, key: Hashable) -> None:
         """Drop what is under the key."""
 
 
@@ -76,12 +76,12 @@ class LargeForms:
                 continue
             holders = [(holder, key) for (_, key), ref in list(record.holders.items()) if (holder := ref()) is not None]
             self._records.pop(number, None)
-            if sum(holder.take_use(key) for holder, key in holders):  # each one, unlike `any`
+            if sum(holder._take_use(key) for holder, key in holders):  # each one, unlike `any`
                 self._records[number] = record
                 continue
             size -= record.size
             for holder, key in holders:
-                holder.drop(key)
+                holder._drop(key)
 
 
 LARGE = LargeForms(smallest=256 << 10, most=128 << 20)

@@ -51,11 +51,11 @@ SHARED_TOKENS = 1 << 17
 class _SharedForms(OrderedDict[Hashable, NormalForm]):
     """The shared forms as a `Holder` of large ones; the least recently used is the first."""
 
-    def take_use(self, key: Hashable) -> bool:
+    def _take_use(self, key: Hashable) -> bool:
         """False: what uses a form is a mask, which holds it too."""
         return False
 
-    def drop(self, key: Hashable) -> None:
+    def _drop(self, key: Hashable) -> None:
         """Forget a form."""
         self.pop(key, None)
 
