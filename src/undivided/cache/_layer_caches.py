@@ -49,8 +49,8 @@ class LayerCaches(ABC):
     _batch: Batch
     _ranks: PageRanks | None
     _step: Step | None
-    _sequences: OrderedDict[Hashable, int] | None
-    """`sequences`, if they were read since the last change; dropped before one, which an interrupt may end."""
+    _sequences: tuple[object, object, OrderedDict[Hashable, int]] | None = None
+    """`sequences` when they were last read, after the lengths and the slots, of which a change replaces one."""
     _noted: tuple[Step | None, StepNotes] | None = None  # the last step that layers have called, and their notes
 
     def __init__(self, spec: TokenSpec) -> None:
@@ -92,9 +92,10 @@ class LayerCaches(ABC):
     @property
     def sequences(self) -> OrderedDict[Hashable, int]:
         """The cached tokens of each sequence, those of the step included, in the order of the batch."""
-        if self._sequences is None:
-            self._sequences = self._batch.sequences
-        return self._sequences
+        lengths, slots, read = self._batch.ledger.lengths, self._batch.slots, self._sequences
+        if read is None or read[0] is not lengths or read[1] is not slots:
+            read = self._sequences = lengths, slots, self._batch.sequences
+        return read[2]
 
     @abstractmethod
     def _set_step(self, step: Step | None) -> None:
@@ -115,7 +116,7 @@ class LayerCaches(ABC):
             before = dict(zip(step.slots, step.before, strict=True))
             new = {slot: before[slot] for slot, count in zip(step.slots, step.counts, strict=True) if count}
             lengths = tuple([before.get(slot, 0) for slot in range(len(lengths))])
-        self._step = self._sequences = None
+        self._step = None
         self._missing_tokens.start(self._storages, new, lengths)
 
     def _check_received(self, layer_number: int) -> None:
@@ -192,7 +193,6 @@ class LayerCaches(ABC):
         >>> params.match([5, 3, 8, 8, 9], "a")
         0
         """
-        self._sequences = None
         count = self._batch.match(checked_token_ids(tokens), seq_id)
         self._set_step(None)
         return count
@@ -207,7 +207,6 @@ class LayerCaches(ABC):
         Raises:
             InputError: src does not exist, dst exists, or there are max_batch_size sequences. Nothing changes.
         """
-        self._sequences = None
         self._batch.fork(src, dst, self._storages.values())
         self._set_step(None)
         self._missing_tokens.fork(self._batch.slots[src], self._batch.slots[dst])
@@ -222,7 +221,6 @@ class LayerCaches(ABC):
         Raises:
             InputError: the sequence does not exist, or has fewer tokens. Nothing changes.
         """
-        self._sequences = None
         self._batch.truncate(seq_id, length)
         self._set_step(None)
 
@@ -237,7 +235,6 @@ class LayerCaches(ABC):
         Raises:
             InputError: the sequence does not exist.
         """
-        self._sequences = None
         self._batch.free(seq_id)
         self._set_step(None)
 
@@ -276,7 +273,7 @@ class LayerCaches(ABC):
 
         kept = compact_on_all_ranks(self._ranks, compaction)
         writes = kept.read(self._storages.values())
-        self._step = self._sequences = None
+        self._step = None
         self._batch.ledger = kept.ledger
         kept.write(writes)
         self._set_step(None)

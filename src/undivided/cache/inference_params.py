@@ -329,9 +329,9 @@ class InferenceParams(ShardedSteps):
         if step is None:
             self._start_receiving(None)
         before, counts, after = ((), (), ()) if step is None else (step.before, step.counts, step.after)
-        self._sharded, self._step, self._rows = sharded, step, None
-        self._sequences = None if step is None else self._batch.sequences
-        self.sequences_pre_step = OrderedDict(zip(self._batch.slots, before, strict=False))
+        self._sharded, self._step, self._rows, batch = sharded, step, None, self._batch
+        self._sequences = None if step is None else (batch.ledger.lengths, batch.slots, batch.sequences)
+        self.sequences_pre_step = OrderedDict(zip(batch.slots, before, strict=False))
         self._seqlens_pre_step = padded(before, self.max_batch_size, self.device)
         self.cu_seqlens_q = cumulative(counts, self.max_batch_size, self.device)
         self.cu_seqlens_kv = cumulative(after, self.max_batch_size, self.device)
