@@ -7,6 +7,7 @@ query, and never show a hidden one again. So the next query of a sequence decide
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from undivided.cache._masks import align
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import Chunk
+from undivided.masks._parts import Chunk, GlobalBand
 from undivided.request.foreign import mask_hint
 
 _EVICTABLE = frozenset({"causal", "window", "prefix", "global", "chunks"})
@@ -39,6 +40,12 @@ def evict(ledger: Pages, mask: Mask, sequences: Sequence[int]) -> int:
     check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
     lengths = tuple([ledger.lengths[n] for n in sequences])
+    if (band := _Band.of_mask(mask)) is not None:
+        for n, length in zip(sequences, lengths, strict=True):
+            hidden = _held_between(ledger.evicted_places[n], *band.hidden_places(length, ledger.page_size))
+            ledger.evict(n, hidden)
+            count += len(hidden)
+        return count
     for n, (ranges,) in zip(sequences, visible(mask, lengths) if lengths else (), strict=True):
         hidden = [p for p in ledger.held_places(n) if _first_seen(ranges, (p, p + 1), ledger.page_size) is None]
         ledger.evict(n, hidden)
@@ -56,12 +63,14 @@ def check_evictable(mask: Mask, must: str) -> None:
 def check_hidden(mask: Mask, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> None:
     """InputError if a query of the last `counts` tokens of each sequence sees a key on one of its evicted pages."""
     evicted = tuple(evicted)
+    if (band := _Band.of_mask(mask)) is not None and _hides_all(band, evicted, lengths, counts, page_size):
+        return
     key = "evicted", evicted, lengths, counts, page_size
     mask.cached(key, lambda: _check_hidden(mask, evicted, lengths, counts, page_size))
 
 
 def _check_hidden(mask: Mask, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> bool:
-    must = "hide the keys that were evicted"
+    must = "hide the evicted keys"
     check_evictable(mask, must)
     # of more queries than tokens, the first ones see no key
     before = tuple([max(0, length - count) for length, count in zip(lengths, counts, strict=True)])
@@ -86,6 +95,55 @@ def visible(mask: Mask, lengths: Counts, queries: int = 1) -> list[list[Ranges]]
         mask = align(mask) & masks.lengths(with_next)
         table = mask.intervals(queries, max(lengths) + queries, batch=len(lengths))
     return [[list(zip(row[::2], row[1::2], strict=True)) for row in sequence] for sequence in table.tolist()]
+
+
+class _Band(NamedTuple):
+    """A window, or one joined to the first keys: its hidden keys are known without the ranges of any row.
+
+    left: keys before the query's own that the window allows; None: all.
+    first_keys: their number.
+    """
+
+    left: int | None
+    first_keys: int
+
+    @staticmethod
+    def of_mask(mask: Mask) -> _Band | None:
+        """The band that the mask consists of, aligned bottom-right; None if it is another mask."""
+        if mask.align == "top_left" or mask.right != 0:
+            return None
+        if not mask.parts:
+            return _Band(mask.left, 0)
+        first = mask.parts[0]
+        if len(mask.parts) > 1 or mask.left is not None or not isinstance(first, GlobalBand) or first.right != 0:
+            return None
+        return _Band(first.left, first.prefix) if type(first.prefix) is int else None
+
+    def hidden_places(self, query: int, page_size: int) -> tuple[int, int]:
+        """The places (first, stop) of the full pages whose keys are hidden from a query at this position and from
+        all later ones."""
+        if self.left is None:
+            return 0, 0
+        return -(-self.first_keys // page_size), (query - self.left) // page_size
+
+
+def _hides_all(band: _Band, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> bool:
+    """Whether a band hides the evicted pages of each sequence from its last `counts` tokens."""
+    for places, length, count in zip(evicted, lengths, counts, strict=True):
+        if places:
+            first, stop = band.hidden_places(max(0, length - count), page_size)
+            if places[0][0] < first or places[-1][1] > stop:
+                return False
+    return True
+
+
+def _held_between(evicted: Places, first: int, stop: int) -> list[int]:
+    """The places from first to stop that are not evicted."""
+    held: list[int] = []
+    for start, end in evicted:
+        held += range(first, min(start, stop))
+        first = max(first, end)
+    return [*held, *range(first, stop)]
 
 
 def _first_seen(ranges: Ranges, places: tuple[int, int], page_size: int) -> int | None:
