@@ -136,6 +136,8 @@ def test_refused_and_nothing_changed(kind: str, case: str) -> None:
     step(cache, new_sequences((1, 2, 3)), Kind(None))  # the cache still works
 
 
+PACKED_MASKS = "consist of causal, window, sinks, chunks, prefix, tree, blocks and pages in layout 'thd'"
+
 REFUSED_PACKED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "lengths-missing": (lambda c: c.append(K[0], V[0]), "lengths must be given in layout 'thd'"),
     "lengths-of-fewer-tokens": (
@@ -145,8 +147,8 @@ REFUSED_PACKED: dict[str, tuple[Callable[[Cache], object], str]] = {
     "a-row-too-many": (lambda c: c.append(K, V, lengths=[1, 1, 0]), r"k must have shape \[tokens, 2, 8\] in 'thd'"),
     "queries-of-no-sequence": (lambda c: c.attend(Q[0, :1]), "q_lengths must sum to the 1 packed tokens"),
     "bias": (lambda c: c.attend(Q[0], bias=torch.zeros(HEADS, 2, 16)), "bias must be None in layout 'thd'"),
-    "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), "mask must consist of causal"),
-    "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), "mask must consist of causal"),
+    "pairs": (lambda c: c.attend(Q[0], masks.dense(torch.ones(2, 16) > 0)), f"mask must {PACKED_MASKS}"),
+    "predicate": (lambda c: c.attend(Q[0], masks.predicate(lambda b, h, q, k: q > k)), f"mask must {PACKED_MASKS}"),
 }
 
 

@@ -46,7 +46,7 @@ def cache(dtype: torch.dtype = torch.float32, format: str = "bshd") -> Inference
     ("mask_type", "call", "expected"),
     [
         ("padding_causal", BIAS, "core_attention_bias must be None in {0} 'thd', got a tensor"),
-        ("arbitrary", PAIRS, "attention_mask must consist of causal, window, sinks, chunks and prefix in {0} 'thd', got dense(<bool [1, 1, 5, 3]>)"),  # noqa: E501
+        ("arbitrary", PAIRS, "attention_mask must consist of causal, window, sinks, chunks, prefix, tree, blocks and pages in {0} 'thd', got dense(<bool [1, 1, 5, 3]>)"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_packed_tokens_with_a_cache_refuse_what_depends_on_pairs(

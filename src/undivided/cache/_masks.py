@@ -82,7 +82,7 @@ def check_mask(mask: Mask, layout: Layout) -> None:
         hint = "q_lengths is the number of real queries"
         raise InputError("mask", "leave the lengths to the cache", repr(mask), hint=hint)
     if layout == "thd" and mask.kinds & _PER_PAIR:
-        must = "consist of causal, window, sinks, chunks and prefix in layout 'thd'"
+        must = "consist of causal, window, sinks, chunks, prefix, tree, blocks and pages in layout 'thd'"
         raise InputError("mask", must, repr(mask), hint=PADDED)
 
 

@@ -257,8 +257,8 @@ class InferenceParams(ShardedSteps):
         Args:
             layer_number, new_k, new_v, qkv_format: as in `step`. A second call in one step replaces the tokens of the
                 first; the layers of this library refuse it.
-            q: queries of the same tokens, [.., h, d]; in a sharded step all three are those of this rank.
-            mask: as in `KVCache.attend`: causal if None, aligned bottom-right by default, without lengths.
+            q: their queries, [.., h, d]; in a sharded step all three are those of this rank.
+            mask: as in `KVCache.attend`, where predicate, blocks and dense count the rows of this call. None: causal.
             options: bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, batch_invariant and return_lse,
                 as in `undivided.attention`.
 

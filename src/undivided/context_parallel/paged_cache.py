@@ -118,7 +118,8 @@ class ContextPagedKVCache(SequencesOnPages):
         Args:
             q: queries in the cache's layout, the same on every rank; the last tokens of their sequence.
             mask, q_lengths, bias, scale, softcap, alibi_slopes, sinks, backend, deterministic, return_lse: as
-                `PagedKVCache.attend`, of the whole sequences, the same on every rank.
+                `PagedKVCache.attend`, of the whole sequences, the same on every rank. The query index of predicate,
+                blocks and dense counts the rows of this call.
             batch_invariant: must not be True: results are merged in the order of the ranks.
             by: how partial results are merged, as in `ContextParallel.decode`.
 
