@@ -64,7 +64,16 @@ def test_generation_with_every_arrangement_of_a_layer(options: dict[str, Any], f
     generate(options, STEPS["chunks"], format, paged)
 
 
-def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged: bool) -> None:
+@pytest.mark.parametrize("offsets", ["of-the-cache", "none"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_decoder_takes_the_offsets_of_its_queries_from_the_cache(format: str, offsets: str) -> None:
+    """The cache's own offsets have an entry for each sequence that it may hold, here one more than there are."""
+    generate(OPTIONS["decoder"], STEPS["chunks"], format, True, offsets)
+
+
+def generate(
+    options: dict[str, Any], steps: tuple[int, ...], format: str, paged: bool, offsets: str = "of-the-call"
+) -> None:
     """Two layers share one InferenceParams; rotary positions continue after the cached tokens."""
     options = {"self_attn_mask_type": "padding_causal"} | options
     layers = [layer(format, **(options | {"layer_number": n})).eval() for n in (1, 2)]
@@ -86,7 +95,8 @@ def generate(options: dict[str, Any], steps: tuple[int, ...], format: str, paged
 
     def model(x: Tensor, counts: tuple[int, ...], **call: Any) -> Tensor:
         if encoder or not call:
-            call["cu_seqlens_q"] = cu(counts)
+            given = {"of-the-call": cu(counts), "of-the-cache": params.cu_seqlens_q, "none": None}
+            call["cu_seqlens_q"] = given[offsets if "inference_params" in call else "of-the-call"]
         for module in layers:
             x = module(x, rotary_pos_emb=rope, **call, **encoder)
         return x

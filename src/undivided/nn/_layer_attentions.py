@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from undivided.cache import InferenceParams
@@ -105,7 +106,9 @@ def attention_arguments(
         )
         own_mask = MaskOfCall(self_attention, self_only["attn_mask_type"], self_only["attention_mask"])
         cross_mask = MaskOfCall(cross_attention, mask_type, mask)
-        own_offsets, cross_offsets = offsets_of_queries(cu_seqlens_q, own_mask, cross_mask, params)
+        own_offsets, cross_offsets = offsets_of_queries(
+            cu_seqlens_q, own_mask, cross_mask, params, hidden_states.device
+        )
         self_only = {**self_only, "cu_seqlens_q": own_offsets}
         cross_only = {**cross_only, "cu_seqlens_q": cross_offsets}
     return AttentionArguments(shared, self_only, cross_only, cu_seqlens_q if padded is None else padded)
@@ -125,16 +128,23 @@ class MaskOfCall(NamedTuple):
 
 
 def offsets_of_queries(
-    cu_seqlens_q: Tensor | None, own_mask: MaskOfCall, cross_mask: MaskOfCall, params: InferenceParams | None
+    cu_seqlens_q: Tensor | None,
+    own_mask: MaskOfCall,
+    cross_mask: MaskOfCall,
+    params: InferenceParams | None,
+    device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
     """cu_seqlens_q for the self-attention and the cross-attention of a decoder.
 
     An attention whose mask needs no lengths refuses them. So it gets None if only the other attention needs them. If
-    neither does, both get them and refuse them. With a cache the self-attention needs them: it compares them with the
-    step.
+    neither does, both get them and refuse them. With a cache the self-attention compares them with the step, and the
+    cross-attention gets those of the step, which the caller may omit: the cache's have an entry for each sequence that
+    it may hold.
     """
     self_needs = call_with_names(SELF_ATTENTION, own_mask.needs_offsets) or params is not None
     cross_needs = call_with_names(CROSS_ATTENTION, cross_mask.needs_offsets)
+    if params is not None and cross_needs:
+        return cu_seqlens_q, params.cu_seqlens_q[: params.batch_size + 1].to(device)
     if self_needs == cross_needs:
         return cu_seqlens_q, cu_seqlens_q
     return (cu_seqlens_q, None) if self_needs else (None, cu_seqlens_q)

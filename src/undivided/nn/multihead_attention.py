@@ -58,7 +58,7 @@ class MultiheadAttention(DividedModule):
         input_layernorm: whether to normalise hidden_states first.
         attention_type: "self", or "cross" for keys and values from encoder_output.
         fuse_qkv_params: whether q, k and v share one weight.
-        zero_centered_gamma: whether normalisations multiply by 1 + weight.
+        zero_centered_gamma: whether normalisations of hidden states multiply by 1 + weight; q_norm, k_norm: weight.
         qkv_weight_interleaved: whether the rows of a fused weight are grouped by key/value head (q, k, v of a head
             together), or by q, k and v.
         rotary_pos_interleaved: see `apply_rotary_pos_emb`.
