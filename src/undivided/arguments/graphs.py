@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -20,11 +21,11 @@ def traces_each_function() -> bool:
     return callable(_callback())
 
 
-def outside_of_graphs(function: F) -> F:
+def outside_of_graphs(function: F, other_names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> F:
     """The function with a graph break: it decides on the host, or reads lengths, each of which would get a graph.
-    A call that does not fit the signature raises InputError, as in `checked_call`."""
+    A call that does not fit the signature raises InputError, as in `checked_call`, which takes the same arguments."""
 
-    checked = checked_call(function)
+    checked = checked_call(function, other_names)
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:

@@ -31,8 +31,8 @@ def checked_call(target: T, other_names: Mapping[str, Sequence[str]] = MappingPr
 
     Args:
         target: the function or class.
-        other_names: hints for keywords of other libraries; the first one that begins with an argument of the function,
-            or with none, applies.
+        other_names: hints for keywords of other libraries; the first one that begins with an argument of the function
+            (``argument=``), or with none, applies.
 
     >>> @checked_call
     ... def window(left, right):
@@ -149,7 +149,7 @@ def _hint_of_other_names(
         name: hint
         for name in unknown
         for hint in reversed(other_names.get(name, ()))  # the first one remains
-        if "=" not in hint or hint.partition("=")[0] in named
+        if (argument := re.match(r"(\w+)=", hint)) is None or argument[1] in named
     }
     if len(hints) > 1:
         return "; ".join(f"{name}: {hint}" for name, hint in hints.items())

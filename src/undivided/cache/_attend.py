@@ -35,12 +35,13 @@ from undivided.cache._masks import (
     with_documents,
 )
 from undivided.cache._storage import Counts, Pools, TokenSpec
-from undivided.errors import InputError, did_you_mean
+from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
 from undivided.masks._parts import GlobalBand, Part
 from undivided.masks.normal_form.ranges import last_query_form
 from undivided.request.checks import checked_mask
+from undivided.request.foreign import CACHE_HINTS, keyword_hint
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
 from undivided.request.result import Output
 from undivided.run.autograd import any_autocast
@@ -313,7 +314,7 @@ def check_options(options: dict[str, Any]) -> None:
     if not OPTIONS.issuperset(options):
         unknown = sorted(options.keys() - OPTIONS)
         known = ("layer_number", "q", "new_k", "new_v", "qkv_format", "mask", *sorted(OPTIONS))
-        hint = did_you_mean(unknown[0], known)
+        hint = keyword_hint(unknown, known, CACHE_HINTS)
         raise unknown_arguments("InferenceParams.attend", unknown, known, hint).as_also(TypeError)
 
 

@@ -15,7 +15,7 @@ from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_methods
 from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
-from undivided.cache._checks import as_list, checked_counts, checked_tokens, packed_counts
+from undivided.cache._checks import as_list, attends, checked_counts, checked_tokens, packed_counts
 from undivided.cache._ledger.compaction import Compaction, checked_indices, compact
 from undivided.cache._ledger.ledger import Ledger
 from undivided.cache._ledger.slots import Slots
@@ -283,7 +283,7 @@ class Cache(ABC):
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
-    @outside_of_graphs
+    @attends
     def attend(
         self,
         q: Tensor,

@@ -5,18 +5,49 @@ Legend: B sequences, T new tokens of all sequences, N key/value heads, D head si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from undivided.arguments import layout as _layout
 from undivided.arguments.checks import INT64_MAX, as_integer, check_tensor
+from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.tensors import has_dispatch, is_autocast, is_batched
 from undivided.cache._storage import Counts, NewTokens, TokenSpec
 from undivided.errors import InputError
+from undivided.request.foreign import CACHE_HINTS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HEADS = ("kv_heads=", "num_heads_kv=")
+_BATCH = ("batch=", "max_batch_size=")
+_LONGEST = ("max_len=", "max_sequence_length=")
+_POOL = ("num_pages=", "total_num_pages=")
+
+SIZE_NAMES = {
+    **dict.fromkeys(("num_kv_heads", "num_key_value_heads", "num_heads_kv", "kv_heads", "num_gqa_groups"), _HEADS),
+    **dict.fromkeys(("max_batch_size", "batch_size", "batch"), _BATCH),
+    **dict.fromkeys(("max_seq_len", "max_seqlen", "max_length", "max_cache_len", "max_len"), _LONGEST),
+    **dict.fromkeys(("num_blocks", "num_gpu_blocks", "num_pages"), _POOL),
+    "max_sequence_length": ("max_len=",),
+    "total_num_pages": ("num_pages=",),
+    "block_size": ("page_size=",),
+    "head_size": ("head_dim=", "head_dim_k="),
+    "head_dim": ("head_dim_k=",),
+    "layout": ("qkv_format=",),
+    "qkv_format": ("layout=",),
+}
+"""The hints of `checked_call` for the constructors of caches."""
+
+_ATTEND_NAMES = {name: (hint,) for name, hint in CACHE_HINTS.items()}
+
+
+def attends(attend: F) -> F:
+    """`attend` of a cache, outside of graphs, with hints for keywords of other libraries."""
+    return outside_of_graphs(attend, _ATTEND_NAMES)
 
 
 class TokenNames(NamedTuple):

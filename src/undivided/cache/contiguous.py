@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache._attend import CachedSequences
 from undivided.cache._cache import Cache
+from undivided.cache._checks import SIZE_NAMES
 from undivided.cache._ledger.slots import Slots
 from undivided.cache._storage import Storage, TokenSpec
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@checked_call
+@functools.partial(checked_call, other_names=SIZE_NAMES)
 class KVCache(Cache):
     """A contiguous cache of keys and values for a batch of sequences of up to `max_len` tokens each.
 

@@ -17,7 +17,7 @@ from undivided.cache import _attend
 from undivided.cache._attend import CachedCall, CachedSequences
 from undivided.cache._batch import Batch, BatchPages, Step, checked_format, cumulative, padded, pool_sizes
 from undivided.cache._block_table import BlockTable
-from undivided.cache._checks import TokenNames, checked_tokens
+from undivided.cache._checks import SIZE_NAMES, TokenNames, checked_tokens
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._ledger.slots import Slots
 from undivided.cache._ranks import checked_ranks
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _TOKEN_NAMES = TokenNames("new_k", "new_v", "qkv_format", "num_heads_kv", "InferenceParams")
 
 
-@checked_methods("__init__", "allocate_memory", "evict", "fork", "free", "has_memory", "keep", "truncate")
+@checked_methods("__init__", other_names=SIZE_NAMES)
+@checked_methods("allocate_memory", "evict", "fork", "free", "has_memory", "keep", "truncate")
 class InferenceParams(ShardedSteps):
     """The key/value caches of all layers of a model, and the sequences of the batch.
 
@@ -113,8 +114,7 @@ class InferenceParams(ShardedSteps):
     ) -> None:
         for name, value in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("dtype", dtype)):
             if value is None:
-                hint = "num_heads_kv, head_dim_k and dtype are those of the layers' keys"
-                raise InputError(name, "be given", None, hint)
+                raise InputError(name, "be given", None, "num_heads_kv, head_dim_k and dtype are those of the keys")
         if custom_cache_manager is not None:
             raise InputError("custom_cache_manager", "be None", type(custom_cache_manager).__name__)
         assert num_heads_kv is not None and head_dim_k is not None

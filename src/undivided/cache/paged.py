@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from undivided.arguments.signature import checked_call
 from undivided.cache._attend import CachedSequences
 from undivided.cache._block_table import BlockTable
 from undivided.cache._cache import Cache
-from undivided.cache._checks import checked_token_ids
+from undivided.cache._checks import SIZE_NAMES, checked_token_ids
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.pages import Pages
 from undivided.cache._storage import Storage, TokenSpec
@@ -155,7 +156,7 @@ class SequencesOnPages(Cache):
         return CachedSequences(self._storage.pools, ledger.lengths, self.block_table, evicted, digest)
 
 
-@checked_call
+@functools.partial(checked_call, other_names=SIZE_NAMES)
 class PagedKVCache(SequencesOnPages):
     """A cache whose sequences take pages from one pool as they grow, and share the pages of a common prefix.
 

@@ -7,16 +7,17 @@ are sent.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from undivided.arguments.checks import check_type
-from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.cache._cache import Lengths
+from undivided.cache._checks import SIZE_NAMES, attends
 from undivided.cache._storage import TokenSpec
 from undivided.cache.paged import SequencesOnPages
 from undivided.context_parallel.context import ContextParallel
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@checked_call
+@functools.partial(checked_call, other_names=SIZE_NAMES)
 class ContextPagedKVCache(SequencesOnPages):
     """A paged cache of one layer whose pages are spread over the ranks of a context, for generation.
 
@@ -95,7 +96,7 @@ class ContextPagedKVCache(SequencesOnPages):
         """The number of unused pages of each rank."""
         return self._ledger.free_pages
 
-    @outside_of_graphs
+    @attends
     def attend(  # type: ignore[override]  # `by`
         self,
         q: Tensor,

@@ -19,6 +19,17 @@ from undivided.masks._predicate import PredicateFunction, check_signature, regis
 
 Ints = Tensor | Sequence[int]
 
+_NAMES_OF_WINDOW = {"window_size": ("left= and right=, as masks.window(*window_size)",)}
+_KV = ("kv=",)
+_NAMES_OF_LENGTHS = dict.fromkeys(("lengths", "seqlens", "kv_lengths", "cache_seqlens", "seqused_k"), _KV)
+_NAMES_OF_DOCUMENTS = {
+    "max_seqlen_q": ("max_q=",),
+    **dict.fromkeys(("max_seqlen_k", "max_seqlen_kv"), ("max_kv=",)),
+    "cu_seqlens_k": ("cu_seqlens_kv=",),
+    "lengths": ("cu_seqlens_q= holds offsets, [0, *lengths] added up; masks.lengths(lengths) is for padded tokens",),
+}
+"""Hints for keywords of other libraries."""
+
 FULL = Mask()
 """Every pair: the meaning of ``mask=None``."""
 
@@ -44,7 +55,7 @@ def causal(align: Align | None = None) -> Mask:
     return _band(checked_align(align), None, 0)
 
 
-@checked_call
+@functools.partial(checked_call, other_names=_NAMES_OF_WINDOW)
 def window(left: int | None, right: int | None, align: Align | None = None) -> Mask:
     """The pairs of a query and a key near the query's own key: ``i' + d - left <= j' <= i' + d + right``.
 
@@ -69,7 +80,7 @@ def window(left: int | None, right: int | None, align: Align | None = None) -> M
 
 
 @kept
-@checked_call
+@functools.partial(checked_call, other_names=_NAMES_OF_LENGTHS)
 def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_start: Ints | None = None) -> Mask:
     """The pairs of real tokens of each batch element: ``0 <= j' < kv[b]`` and ``0 <= i' < q[b]``.
 
@@ -104,7 +115,7 @@ def lengths(kv: Ints, q: Ints | None = None, kv_start: Ints | None = None, q_sta
 
 
 @kept
-@checked_call
+@functools.partial(checked_call, other_names=_NAMES_OF_DOCUMENTS)
 def documents(
     cu_seqlens_q: Ints,
     cu_seqlens_kv: Ints | None = None,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from undivided import masks
-from undivided.errors import nearest_name
 
 _CAUSAL = 'mask=masks.causal(); with "top_left" (PyTorch) or "bottom_right" (flash-attn) if the lengths differ'
 _DENSE = "mask=masks.dense(tensor) for booleans (True = attend), bias=tensor for numbers that are added to the scores"
 _PACKED = 'layout="thd" and mask=masks.documents(cu_seqlens_q, cu_seqlens_k)'
 _WINDOW = "mask=masks.window(left, right)"
+_CACHED = 'mask=masks.lengths(cache_seqlens) & masks.causal("bottom_right"); KVCache and PagedKVCache count for you'
+_LENGTHS = "mask=masks.lengths(lengths)"
+_SINKS = "sinks="
+_SPLITS = "leave it out: kernels choose how to split work"
 
 _KEYWORD_HINTS = {
     "query": "q=",
@@ -23,8 +26,15 @@ _KEYWORD_HINTS = {
     "causal": _CAUSAL,
     "attn_mask": _DENSE,
     "attention_mask": _DENSE,
-    "key_padding_mask": "mask=masks.lengths(lengths)",
-    "seqlens_k": "mask=masks.lengths(lengths)",
+    "key_padding_mask": _LENGTHS,
+    "head_mask": "leave it out: not supported; multiply the output of a head instead",
+    "seqlens_k": _LENGTHS,
+    "seqused_k": _LENGTHS,
+    "kv_lens": _LENGTHS,
+    "seqused_q": "mask=masks.lengths(kv, q), or masks.documents(cu_seqlens_q, cu_seqlens_k, padded_q=, padded_kv=)",
+    "cache_seqlens": _CACHED,
+    "cache_leftpad": "mask=masks.lengths(cache_seqlens - leftpad, kv_start=leftpad)",
+    "cache_batch_idx": "leave it out: index the keys, k[cache_batch_idx]; InferenceParams takes any of its sequences",
     "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
@@ -33,7 +43,10 @@ _KEYWORD_HINTS = {
     "max_seqlen_k": _PACKED,
     "max_seqlen_kv": _PACKED,
     "window_size": _WINDOW,
+    "window": _WINDOW,
     "sliding_window": _WINDOW,
+    "attention_chunk": "mask=masks.chunks(size)",
+    "gather_kv_indices": "mask=masks.blocks(1, 1, indices)",
     "softmax_scale": "scale=",
     "sm_scale": "scale=",
     "scaling": "scale=",
@@ -47,17 +60,31 @@ _KEYWORD_HINTS = {
     "need_weights": "no backend returns weights; v = identity gives them: docs/troubleshooting.md#hf-output-attentions",
     "return_attn_probs": "return_lse=True gives the log-sum-exp; no backend computes the probabilities",
     "return_softmax_lse": "return_lse=True",
+    "softmax_lse": "return_lse=True",
     "attn_bias": "bias=tensor for numbers that are added to the scores, mask= for a structured mask",
     "score_mod": "bias=, alibi_slopes= or softcap=",
     "mask_mod": "mask=masks.predicate(mask_mod)",
     "block_mask": "mask=masks.predicate(block_mask.mask_mod)",
-    "s_aux": "sinks=",
-    "softmax_offset": "sinks=",
+    "s_aux": _SINKS,
+    "softmax_offset": _SINKS,
+    "softmax_type": _SINKS,
+    "learnable_sink": _SINKS,
+    "alibi": "alibi_slopes=undivided.alibi_slopes(heads)",
+    "seed": "dropout_seed=",
+    "op": "backend=",
+    "num_splits": _SPLITS,
+    "pack_gqa": _SPLITS,
+    "output_dtype": "leave it out: the output has the dtype of q",
+    "qv": "leave it out: torch.cat((q, qv), -1) and torch.cat((k, v), -1) are q and k",
+    "rotary_cos": "leave it out: undivided.apply_rotary_pos_emb before the call",
+    "rotary_sin": "leave it out: undivided.apply_rotary_pos_emb before the call",
+    "rotary_interleaved": "leave it out: undivided.apply_rotary_pos_emb(interleaved=) before the call",
     "q_descale": "leave it out: queries are not quantised",
     "k_descale": "k_scale=, fp32, one per token and head",
     "v_descale": "v_scale=, fp32, one per token and head",
     "block_table": "pages=",
     "block_tables": "pages=",
+    "page_table": "pages=",
     "qkv_format": "layout=",
     "qkv_layout": "layout=",
     "tensor_format": "layout=",
@@ -65,15 +92,61 @@ _KEYWORD_HINTS = {
 }
 """Hints for keywords of PyTorch's SDPA and FlexAttention, flash-attn, TransformerEngine, xFormers and Hugging Face."""
 
+_OWN_LENGTHS = "leave it out: the cache counts its tokens, cache.lengths"
+_OWN_QUERIES = "leave it out: append(lengths=) or pre_step received the new tokens of each sequence"
+_OWN_PAGES = "leave it out: the cache keeps its block table"
+_OWN_CAUSAL = "leave it out: a cache is causal by default; mask=masks.window(None, None) shows every key"
+_OWN_DROPOUT = "leave it out: attention over a cache has no dropout"
 
-def keyword_hint(unknown: Iterable[str], known: Iterable[str]) -> str | None:
+CACHE_HINTS = {
+    **_KEYWORD_HINTS,
+    **dict.fromkeys(("causal", "is_causal"), _OWN_CAUSAL),
+    **dict.fromkeys(("cache_seqlens", "seqused_k", "seqlens_k", "kv_lens", "key_padding_mask"), _OWN_LENGTHS),
+    **dict.fromkeys(("seqused_q", "cu_seqlens", "cu_seqlens_q", "max_seqlen_q"), _OWN_QUERIES),
+    **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_k", "max_seqlen_kv"), _OWN_LENGTHS),
+    **dict.fromkeys(("block_table", "block_tables", "page_table", "pages"), _OWN_PAGES),
+    **dict.fromkeys(
+        ("dropout", "p", "attention_dropout", "training", "dropout_p", "dropout_seed", "seed"), _OWN_DROPOUT
+    ),
+    "cache_leftpad": "leave it out: a sequence begins at its first token",
+    "k_descale": "leave it out: the cache keeps its scales",
+    "v_descale": "leave it out: the cache keeps its scales",
+}
+"""The same for `attend` of the caches."""
+
+
+def keyword_hint(unknown: Iterable[str], known: Iterable[str], hints: Mapping[str, str] = _KEYWORD_HINTS) -> str | None:
     """A hint for the first of these keywords; None if it is not similar to any known one.
+
+    Args:
+        unknown: the keywords.
+        known: the arguments of the function.
+        hints: by keywords of other libraries.
 
     >>> keyword_hint(["softmax_scale"], ["scale"]), keyword_hint(["softcapp"], ["scale", "softcap"])
     ('scale=', 'softcap=')
     """
-    near = nearest_name(min(unknown, default=""), [*known, *_KEYWORD_HINTS])
-    return None if near is None else _KEYWORD_HINTS.get(near, f"{near}=")
+    name, names = min(unknown, default="").lower(), [*known, *hints]
+    if name not in names:
+        near = {other: _edits(name, other.lower()) for other in names} if len(name) >= _SHORTEST_SIMILAR else {}
+        name = min(near, key=near.__getitem__, default="")
+        if near.get(name, _MOST_EDITS + 1) > _MOST_EDITS:
+            return None
+    return hints.get(name, f"{name}=")
+
+
+_SHORTEST_SIMILAR, _MOST_EDITS = 4, 2
+"""Letters of a misspelt keyword, at least, and edits that lead to the one that was meant, at most."""
+
+
+def _edits(a: str, b: str) -> int:
+    """The number of letters to insert, delete or replace that make one name of the other."""
+    row: list[int] = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(b, 1):
+            before, row[j] = row[j], min(before + (letter != other), row[j] + 1, row[j - 1] + 1)
+    return row[-1]
 
 
 def tensor_hint(argument: str, value: object) -> str | None:

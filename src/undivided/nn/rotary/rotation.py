@@ -8,6 +8,7 @@ Axes: b batch, s sequence, t packed tokens, h heads, d head size, d2 <= d rotate
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from undivided.arguments.checks import checked_flag
 from undivided.arguments.layout import Layout
 from undivided.arguments.signature import checked_call
 from undivided.nn.arguments.formats import checked_format
+from undivided.nn.arguments.other_names import NAMES_OF_ROTATION
 from undivided.nn.rotary import checks
 
 
@@ -29,7 +31,7 @@ class Rotation(NamedTuple):
     interleaved: bool
 
 
-@checked_call
+@functools.partial(checked_call, other_names=NAMES_OF_ROTATION)
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
