@@ -1,9 +1,10 @@
 """64 requests served from one paged cache: mixed steps, shared prompts, and the tokens that each would get alone.
 
 Every step packs the new tokens of all running requests: some read a piece of their prompt, most decode one token. A
-prompt's pages are indexed when it has been read, so that later requests with the same beginning start behind it. The
-model is a small decoder with random weights; the scheduler does not depend on it. Requires `pip install ".[cli]"` in
-a checkout, for the progress bar.
+prompt's pages are indexed when it has been read, so that later requests with the same beginning start behind it. If
+the pages do not suffice for a step, the request that came last gives its own up and starts again later. The model is a
+small decoder with random weights; the scheduler does not depend on it. Requires `pip install ".[cli]"` in a checkout,
+for the progress bar.
 """
 
 import time
@@ -14,7 +15,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from undivided import InferenceParams, RotaryPositionEmbedding, TransformerLayer
+from undivided import CacheFullError, InferenceParams, RotaryPositionEmbedding, TransformerLayer
 
 VOCABULARY, WIDTH, HEADS, GROUPS, LAYERS, PAGE = 512, 256, 8, 2, 2, 16
 SLOTS, STEP_TOKENS = 12, 96  # requests that run at once, and new tokens per step
@@ -52,19 +53,19 @@ class Decoder(nn.Module):
 def new_cache(quantize: str | None = None) -> InferenceParams:
     return InferenceParams(
         SLOTS, 512, GROUPS, WIDTH // HEADS, dtype=torch.float32, is_paged=True, page_size=PAGE, qkv_format="thd",
-        total_num_pages=200, quantize=quantize, device="cpu",
+        total_num_pages=48, quantize=quantize, device="cpu",
     )  # fmt: skip
 
 
-def serve(model: Decoder, requests: list[Request], quantize: str | None, show: Progress) -> tuple[int, int, str]:
-    """Runs all requests; the number of steps, of prompt tokens that were found in the cache, and the memory."""
-    cache, waiting, steps, reused = new_cache(quantize), deque(requests), 0, 0
+def serve(model: Decoder, requests: list[Request], quantize: str | None, show: Progress) -> tuple[int, int, int, str]:
+    """Runs all requests; the numbers of steps, of cached tokens that were found, of restarts, and the memory."""
+    cache, waiting, steps, reused, restarts = new_cache(quantize), deque(requests), 0, 0, 0
     running: dict[int, tuple[Request, int]] = {}  # by name: the request, and its tokens in the cache
     task = show.add_task(f"cache {quantize or 'fp32'}", total=sum(request.count for request in requests))
     while waiting or running:
-        while waiting and len(running) < SLOTS:
+        while waiting and len(running) < SLOTS and cache.free_pages > len(running):
             request = waiting.popleft()
-            known = cache.match(request.prompt, request.name)
+            known = cache.match(request.prompt + request.new, request.name)
             running[request.name] = request, known
             reused += known
         pieces: OrderedDict[int, list[int]] = OrderedDict()
@@ -73,7 +74,14 @@ def serve(model: Decoder, requests: list[Request], quantize: str | None, show: P
             text = request.prompt + request.new
             pieces[name] = text[done : done + max(1, min(left, len(text) - done))]
             left -= len(pieces[name])
-        cache.pre_step(OrderedDict((name, len(piece)) for name, piece in pieces.items()))
+        try:
+            cache.pre_step(OrderedDict((name, len(piece)) for name, piece in pieces.items()))
+        except CacheFullError:  # nothing has changed
+            name, (request, _) = running.popitem()
+            cache.free(name)
+            waiting.appendleft(request)
+            restarts += 1
+            continue
         lengths = torch.tensor([len(piece) for piece in pieces.values()])
         tokens = torch.tensor([token for piece in pieces.values() for token in piece])
         following = model(tokens, cache, lengths.cumsum(0) - 1).argmax(-1).tolist()
@@ -90,7 +98,7 @@ def serve(model: Decoder, requests: list[Request], quantize: str | None, show: P
                 del running[name]
                 cache.free(name)
         steps += 1
-    return steps, reused, str(cache.memory)
+    return steps, reused, restarts, str(cache.memory)
 
 
 def alone(model: Decoder, request: Request) -> list[int]:
@@ -123,11 +131,12 @@ with torch.inference_mode(), Progress(transient=True) as progress:
     for quantize in (None, "int8"):
         batch = requests()
         start = time.perf_counter()
-        steps, reused, memory = serve(model, batch, quantize, progress)
+        steps, reused, restarts, memory = serve(model, batch, quantize, progress)
         rate = sum(request.count for request in batch) / (time.perf_counter() - start)
         equal = sum(request.new == tokens for request, tokens in zip(batch, expected, strict=True))
-        prompt = sum(len(request.prompt) for request in batch)
         progress.console.print(f"cache {quantize or 'fp32'}: {steps} steps, {rate:.0f} tokens/s; {memory}")
-        progress.console.print(f"  {reused} of {prompt} prompt tokens reused; {equal} of 64 texts equal to those alone")
+        progress.console.print(
+            f"  {reused} cached tokens reused, {restarts} restarts; {equal} of 64 texts equal to those alone"
+        )
         if quantize is None:
             assert equal >= 60, "only tokens whose logits tie within rounding may differ"

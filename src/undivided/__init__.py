@@ -7,7 +7,7 @@ from undivided import _interpreter as _interpreter  # isort: skip  (first: it ra
 from undivided import _lazy, _vector_math, masks
 from undivided._version import __version__ as __version__
 from undivided.backends._table import backends
-from undivided.errors import InputError, NoBackendError
+from undivided.errors import CacheFullError, InputError, NoBackendError
 from undivided.functional import attention, explain, scaled_dot_product_attention
 from undivided.machine import Machine
 from undivided.request.result import merge
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from undivided.verification import verify
 
 __all__ = [
+    "CacheFullError",
     "ContextParallel",
     "Decision",
     "DotProductAttention",

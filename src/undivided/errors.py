@@ -4,6 +4,7 @@
       InputError          an argument is wrong; the message has argument, value, limit and hint. From
                           scaled_dot_product_attention it is also of the type that PyTorch raises (mostly RuntimeError),
                           for a missing or unknown argument also a TypeError
+        CacheFullError    a cache has no room for new tokens or sequences until others end
     RuntimeError
       NoBackendError      no allowed backend can run the problem; has the Decision with every reason
 
@@ -17,7 +18,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-__all__ = ["InputError", "NoBackendError"]
+__all__ = ["CacheFullError", "InputError", "NoBackendError"]
 
 
 class Refusal(Protocol):
@@ -62,15 +63,42 @@ class InputError(ValueError):
         first, newline, hint = self.args[0].partition("\n")
         if message is not None:
             first += f"\n  PYTORCH: {message}"
-        return _rebuild_input_error(first + newline + hint, self.argument, self.hint, kind)
+        return _rebuild_input_error(first + newline + hint, self.argument, self.hint, kind, self._own_type())
 
     def __reduce__(self) -> tuple[object, ...]:
-        kind = type(self).__bases__[-1]
-        return (_rebuild_input_error, (self.args[0], self.argument, self.hint, kind))
+        own, bases = self._own_type(), type(self).__bases__
+        kind = ValueError if type(self) is own else bases[-1]
+        return (_rebuild_input_error, (self.args[0], self.argument, self.hint, kind, own))
+
+    def _own_type(self) -> type[InputError]:
+        return CacheFullError if isinstance(self, CacheFullError) else InputError
 
 
-def _rebuild_input_error(message: str, argument: str, hint: str | None, kind: Any = ValueError) -> InputError:
-    combined: type[InputError] = _input_error_and(kind)
+class CacheFullError(InputError):
+    """A cache has no room for new tokens or a new sequence, and is unchanged. There may be room when others have ended.
+
+    Raised for pages (`PagedKVCache.append`, `InferenceParams.pre_step`) and for the sequences of a batch
+    (`max_batch_size`). A sequence that is too long by itself (`max_len`, `max_sequence_length`) is an `InputError`.
+
+    Args:
+        argument, must, got, hint: as in `InputError`.
+
+    >>> import torch, undivided
+    >>> cache = undivided.PagedKVCache(2, page_size=4, kv_heads=1, head_dim=8, batch=2, dtype=torch.float32)
+    >>> new = torch.randn(2, 6, 1, 8)
+    >>> try:
+    ...     cache.append(new, new)
+    ... except undivided.CacheFullError:
+    ...     cache.append(new, new, lengths=[6, 0])              # the second sequence waits
+    >>> cache.lengths, cache.free_pages
+    ((6, 0), 0)
+    """
+
+
+def _rebuild_input_error(
+    message: str, argument: str, hint: str | None, kind: Any = ValueError, own: type[InputError] = InputError
+) -> InputError:
+    combined: type[InputError] = own if kind is ValueError else _input_error_and(kind, own)
     error = combined.__new__(combined)
     error.args = (message,)
     error.argument, error.hint = argument, hint
@@ -78,9 +106,9 @@ def _rebuild_input_error(message: str, argument: str, hint: str | None, kind: An
 
 
 @functools.cache
-def _input_error_and(kind: Any) -> Any:
-    """A class that derives from InputError and from `kind`."""
-    return InputError if kind is ValueError else type("InputError", (InputError, kind), {"__module__": __name__})
+def _input_error_and(kind: Any, own: type[InputError]) -> Any:
+    """A class that derives from InputError, or its own type, and from `kind`."""
+    return type(own.__name__, (own, kind), {"__module__": __name__})
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str | None:

@@ -16,7 +16,7 @@ from undivided.cache._ledger.compaction import Compaction, checked_indices, comp
 from undivided.cache._ledger.pages import Pages, Places
 from undivided.cache._ledger.slots import Slots
 from undivided.cache._storage import Counts, Storage
-from undivided.errors import InputError, did_you_mean
+from undivided.errors import CacheFullError, InputError, did_you_mean
 
 FORMATS = tuple(layout for layout in LAYOUTS if layout != "bhsd")
 
@@ -115,7 +115,7 @@ class Batch:
                 raise InputError("step_dict", must, repr(name), hint="OrderedDict(zip(seq_ids.tolist(), new_tokens))")
         if len(counts) > self.max_sequences:
             must = f"hold at most max_batch_size={self.max_sequences} sequences"
-            raise InputError("step_dict", must, len(counts))
+            raise CacheFullError("step_dict", must, len(counts))
         for name, count in counts.items():
             cached = self.ledger.lengths[self.slots[name]] if name in self.slots else 0
             if cached + count > self.max_len:
@@ -203,7 +203,7 @@ class Batch:
             raise InputError(argument, "not be the id of a sequence in the batch", repr(name))
         if len(self.slots) == self.max_sequences:
             must = f"be one of at most max_batch_size={self.max_sequences} sequences"
-            raise InputError(argument, must, repr(name), hint="free(seq_id) a sequence that has ended")
+            raise CacheFullError(argument, must, repr(name), hint="free(seq_id) a sequence that has ended")
         return {**self.slots, name: min(set(range(self.max_sequences)) - set(self.slots.values()))}
 
     def _slot(self, argument: str, name: Hashable) -> int:

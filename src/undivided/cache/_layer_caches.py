@@ -90,6 +90,17 @@ class LayerCaches(ABC):
         return Memory(*map(sum, zip((0, 0, 0), *by_layer, strict=True)))
 
     @property
+    def batch_size(self) -> int:
+        """The number of sequences in the step."""
+        return 0 if self._step is None else len(self._step.slots)
+
+    @property
+    def free_pages(self) -> int | None:
+        """The number of pages that no sequence uses; over ranks, of the rank with the fewest. None if not paged."""
+        ledger = self._batch.ledger
+        return min(ledger.free_pages) if isinstance(ledger, Pages) else None
+
+    @property
     def sequences(self) -> OrderedDict[Hashable, int]:
         """The cached tokens of each sequence, those of the step included, in the order of the batch."""
         lengths, slots, read = self._batch.ledger.lengths, self._batch.slots, self._sequences
@@ -242,8 +253,8 @@ class LayerCaches(ABC):
         """As `PagedKVCache.evict`, between two steps.
 
         Args:
-            mask: the mask of all layers, or the union of their masks. Tensors per sequence, such as that of a prefix,
-                are in the order of `sequences`.
+            mask: the mask of all layers, or one that allows at least what the mask of each allows. Tensors per
+                sequence, such as that of a prefix, are in the order of `sequences`.
 
         Returns:
             The number of released pages, counted for each sequence.

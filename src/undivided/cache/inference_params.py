@@ -192,7 +192,8 @@ class InferenceParams(ShardedSteps):
                 prompt. Otherwise every rank has all of them, as for decoding.
 
         Raises:
-            InputError: there are too many sequences, one is too long, or the pages do not suffice. Nothing changes.
+            CacheFullError: there are too many sequences, or too few pages. Nothing changes.
+            InputError: a sequence is too long, or an argument is wrong. Nothing changes.
         """
         if not isinstance(sharded, bool) or (sharded and self._ranks is None):
             raise InputError("sharded", "be True or False, and False without context_parallel", repr(sharded))
@@ -356,11 +357,6 @@ class InferenceParams(ShardedSteps):
         state, device = (slots, self._batch.changes), self.device or torch.device("cpu")
         return self._table.updated(state, lambda: self._batch.tables(slots, rank), device)
 
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences in the step."""
-        return 0 if self._step is None else len(self._step.slots)
-
     def get_seqlens_pre_step(self) -> Tensor:
         """The cached tokens of each sequence before the step, which is the position of its first new token.
 
@@ -391,7 +387,8 @@ class InferenceParams(ShardedSteps):
         return k.flatten(1, 2), v.flatten(1, 2)
 
     def __repr__(self) -> str:
-        paged = f", total_num_pages={self.total_num_pages}, page_size={self.page_size}" if self.is_paged else ""
+        sizes = f", total_num_pages={self.total_num_pages}, page_size={self.page_size}, free_pages={self.free_pages}"
+        paged = sizes if self.is_paged else ""
         quantized = f", quantize={self.quantize!r}, memory={self.memory}" if self.quantize else ""
         return (
             f"InferenceParams(max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}, "

@@ -126,7 +126,7 @@ class SequencesOnPages(Cache):
 
         Args:
             mask: causal, window, sinks, prefix and chunks (without offset), joined by ``&`` and ``|``, aligned
-                bottom-right. If layers have different masks, their union.
+                bottom-right. If layers have different masks, one that allows at least what each of them allows.
 
         Returns:
             The number of released pages, counted for each sequence; pages that another sequence shares stay in use.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from undivided.cache._ledger.ledger import MemoryPlan
 from undivided.cache._ledger.prefixes import Node, PrefixIndex
 from undivided.cache._storage import Counts
-from undivided.errors import InputError
+from undivided.errors import CacheFullError, InputError
 
 EVICTED = -1
 """The entry of an evicted page in the list of a sequence's pages."""
@@ -107,7 +107,7 @@ class Pages:
                 where, of_rank = (f" on rank {rank}", ", the pages of each rank") if self.ranks > 1 else ("", "")
                 free = self.free_pages[rank]
                 must = f"fit into the {free} free pages of {self.num_pages}{where} (page_size {self.page_size})"
-                raise InputError(self.argument, must, f"tokens that need {needed[rank]}", hint=self.hint + of_rank)
+                raise CacheFullError(self.argument, must, f"tokens that need {needed[rank]}", hint=self.hint + of_rank)
         return selected
 
     def remember(self, sequence: int, tokens: Sequence[int]) -> None:
