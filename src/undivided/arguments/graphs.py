@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -12,6 +13,9 @@ import torch
 from undivided.arguments.signature import checked_call
 
 F = TypeVar("F", bound=Callable[..., Any])
+waiting: list[tuple[Callable[..., Any], list[Callable[..., Any]]]] = []
+"""Functions that run outside of graphs, and for each the list that gets its wrapper when the first call is traced."""
+
 _callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -26,13 +30,18 @@ def outside_of_graphs(function: F, other_names: Mapping[str, Sequence[str]] = Ma
     A call that does not fit the signature raises InputError, as in `checked_call`, which takes the same arguments."""
 
     checked = checked_call(function, other_names)
+    outside: list[Callable[..., Any]] = []
+    if (loaded := sys.modules.get("undivided.arguments._graph_break")) is None:
+        waiting.append((function, outside))
+    else:
+        outside.append(loaded.outside(function))
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            from undivided.arguments import _graph_break
+            from undivided.arguments import _graph_break  # noqa: F401  # its import fills `outside`
 
-            return _graph_break.call(function, arguments, options)
+            return outside[0](*arguments, **options)
         return checked(*arguments, **options)
 
     return call  # type: ignore[return-value]

@@ -121,3 +121,13 @@ def test_an_explicit_backend_that_cannot_run_raises_with_its_reasons() -> None:
     )
     with pytest.raises(undivided.NoBackendError, match="no support for softcap"):
         layer(*qkv(6, grad=False))
+
+
+def test_the_reason_of_a_graph_break_names_the_method_that_runs_outside() -> None:
+    """It named a function of the library's own, the same for every method."""
+    cache, x = undivided.KVCache(1, 8, 1, 8, dtype=torch.float32), torch.zeros(1, 1, 1, 8)
+    for name, call in (("Cache.append", lambda: cache.append(x, x)), ("Cache.attend", lambda: cache.attend(x))):
+        with pytest.raises(
+            RuntimeError, match=rf"reason: {name} reads numbers, decides or raises an error on the host"
+        ):
+            torch.compile(call, backend="eager", fullgraph=True)()
