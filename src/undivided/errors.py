@@ -96,7 +96,7 @@ class CacheFullError(InputError):
 
 
 def _rebuild_input_error(
-    message: str, argument: str, hint: str | None, kind: Any = ValueError, own: type[InputError] = InputError
+    message: str, argument: str, hint: str | None, kind: Any = ValueError, own: Any = InputError
 ) -> InputError:
     combined: type[InputError] = own if kind is ValueError else _input_error_and(kind, own)
     error = combined.__new__(combined)
@@ -106,7 +106,7 @@ def _rebuild_input_error(
 
 
 @functools.cache
-def _input_error_and(kind: Any, own: type[InputError]) -> Any:
+def _input_error_and(kind: Any, own: Any) -> Any:
     """A class that derives from InputError, or its own type, and from `kind`."""
     return type(own.__name__, (own, kind), {"__module__": __name__})
 

@@ -52,6 +52,21 @@ def test_backends_that_were_not_measured_share_one_sentence() -> None:
     assert text.rstrip().endswith("Default ranks: no measurement near this problem on sm80.")
 
 
+def test_the_answer_for_another_machine_says_that_its_packages_are_unknown() -> None:
+    """The table read as if the machine had no Triton."""
+    said = "its packages are unknown and count as not installed; name them: --package triton=3.6.0"
+    h100 = ("explain", "--q", "1x8x2x16", "--device", "h100")
+
+    def shown(*arguments: str) -> str:
+        return " ".join(run(*arguments).stdout.split())
+
+    assert f"{said} --cudnn 9.19.0 backend" in shown(*h100)
+    assert f"{said} backend" in shown(*h100, "--cudnn", "9.10.2")
+    assert said not in shown(*h100, "--package", "triton=3.6.0")
+    assert said not in shown("explain", "--q", "1x8x2x16", "--device", "cpu")
+    assert said not in shown("explain", "--q", "1x8x2x16")
+
+
 def test_a_verification_ends_with_its_counts_and_its_time() -> None:
     lines = run("verify", "--q", "1x8x2x16", "--no-gradients").stdout.splitlines()
     refusals = sum(" refused: " in line for line in lines)

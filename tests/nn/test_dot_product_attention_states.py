@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from undivided import DotProductAttention
+from undivided import DotProductAttention, TransformerLayer
 from undivided.nn.arguments import sequences
 
 Q = torch.randn(2, 6, 4, 8)
@@ -66,6 +66,15 @@ def test_a_checkpoint_of_transformer_engine_loads() -> None:
     assert "0._extra_state" in saved, "the caller's dictionary is left as it is"
     with pytest.raises(RuntimeError, match="softmax_offset"):
         DotProductAttention(4, 8).load_state_dict({"softmax_offset": offset})
+
+
+def test_a_layer_has_no_extra_state_and_says_so_without_an_error() -> None:
+    """PyTorch's own method raises an error that asks to file an issue with PyTorch."""
+    for module in (learnable(), TransformerLayer(16, 32, 2, attn_input_format="bshd")):
+        assert module.get_extra_state() is None
+        assert not [name for name in module.state_dict() if "extra_state" in name]
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+        assert copied.get_extra_state() is None
 
 
 def test_a_module_created_on_the_meta_device_is_initialised_by_reset_parameters() -> None:

@@ -236,6 +236,13 @@ class MachineFlags:
             raise InputError("--cudnn", "describe a GPU", "--device cpu", hint="--device a100")
         return Machine.named(self.device, self.cudnn, dict(map(_package, self.package or [])))
 
+    def unknown_packages(self) -> str:
+        """A line that asks for the packages of a described GPU machine if none is given, otherwise nothing."""
+        if self.device in (None, "cpu") or self.package:
+            return ""
+        flags = "--package triton=3.6.0" + (" --cudnn 9.19.0" if self.cudnn is None else "")
+        return f"its packages are unknown and count as not installed; name them: {flags}\n"
+
 
 def shape(flag: str, text: str, layout: str) -> list[int]:
     """The sizes in a text: ``"48x16534x18x128"`` is ``[48, 16534, 18, 128]``."""

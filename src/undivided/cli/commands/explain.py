@@ -31,7 +31,7 @@ def explain(
         screen = console()
         head = f"{decision.chosen.name} runs" if decision.chosen else "no backend can run this problem"
         screen.print(Text(head, "bold green" if decision.chosen else "bold red"))
-        print_text(screen, f"{decision.problem}\non {decision.machine}\n")
+        print_text(screen, f"{decision.problem}\non {decision.machine}\n{where.unknown_packages()}")
         print_decision(screen, decision)
         if decision.chosen is None and problem.backend is not None:
             screen.print("\nHINT: a requested backend never falls back; leave --backend out to let selection choose")

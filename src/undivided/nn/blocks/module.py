@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,15 @@ from undivided.nn.blocks.tensor_ranks import TensorRanks
 _EXTRA_STATE = "_extra_state"
 
 
+class _NoExtraState:
+    """`get_extra_state` of a module without one. The class itself lacks it, so that state dicts have no entry."""
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[[], None]:
+        if module is None:
+            raise AttributeError("get_extra_state")
+        return lambda: None
+
+
 class Module(torch.nn.Module):
     """A module that ignores `_extra_state` in checkpoints, in which TransformerEngine stores FP8 scales, unless a class
     defines `set_extra_state`.
@@ -27,6 +37,7 @@ class Module(torch.nn.Module):
     """
 
     ranks: TensorRanks | None = None
+    get_extra_state = _NoExtraState()  # PyTorch's raises "please file an issue"
 
     def whole_on_ranks(self, *names: str) -> list[Any]:
         """Parameters that every rank has: their gradients are sums over ranks if tokens are divided.
