@@ -312,7 +312,7 @@ class Cache(ABC):
                 None: causal. ``masks.window(None, None)`` masks only missing tokens. The cache adds the lengths; the
                 default alignment is bottom-right, for at most as many queries as cached tokens. Key j is the j-th token
                 of its sequence. The query index of predicate, blocks and dense counts the rows of this call: the
-                position of row i is i + length - rows.
+                position of row i is i + length - rows, which ``predicate(fn, positions=True)`` passes.
             q_lengths: number of real queries of each sequence, which come first, as `lengths` of `append`; other rows
                 give 0. None: the lengths of the last append if it had any, otherwise all. Required if sequences have
                 changed between that append and its queries.

@@ -16,6 +16,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.masks._predicate import Predicate
 
 CAUSAL = masks.causal(align="bottom_right")
 """The meaning of `mask=None`. It is one object, so that caches with the same lengths share its cached results."""
@@ -81,9 +82,15 @@ def check_mask(mask: Mask, layout: Layout) -> None:
     if mask.kinds & _WITH_LENGTHS:
         hint = "q_lengths is the number of real queries"
         raise InputError("mask", "leave the lengths to the cache", repr(mask), hint=hint)
-    if layout == "thd" and mask.kinds & _PER_PAIR:
+    if layout == "thd" and mask.kinds & _PER_PAIR and not _has_positions(mask):
         must = "consist of causal, window, sinks, chunks, prefix, tree, blocks and pages in layout 'thd'"
-        raise InputError("mask", must, repr(mask), hint=PADDED)
+        hint = PADDED if mask.kinds & PER_KEY else "masks.predicate(fn, positions=True)"
+        raise InputError("mask", must, repr(mask), hint=hint)
+
+
+def _has_positions(mask: Mask) -> bool:
+    """Whether what is evaluated for single pairs are functions of positions."""
+    return not mask.kinds & PER_KEY and all(part.positions for part in mask.parts if isinstance(part, Predicate))
 
 
 def extend_mask(mask: Mask, longest: int, extent: int) -> Mask:

@@ -32,7 +32,7 @@ def resolve(align: Align | None, parts: Sequence[Part], q_len: int, kv_len: int,
     if align is not None:
         return align
     sizes = f"query length {q_len}, key length {kv_len}"
-    hint = "write align='top_left' or align='bottom_right' in causal, window or chunks"
+    hint = "write align='top_left' or align='bottom_right' in causal, window, chunks or predicate"
     if full:
         hint = "for ALiBi without a mask: masks.window(None, None, align='top_left' or 'bottom_right')"
     for part in parts:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_tensor, ids_tensor
+from undivided.arguments.checks import INT32_MAX, as_integer, as_vector, check_tensor, checked_flag, ids_tensor
 from undivided.arguments.signature import checked_call
 from undivided.errors import InputError
 from undivided.masks._alignment import Align, checked_align, checked_side
@@ -26,7 +26,6 @@ _NAMES_OF_DOCUMENTS = {
     "max_seqlen_q": ("max_q=",),
     **dict.fromkeys(("max_seqlen_k", "max_seqlen_kv"), ("max_kv=",)),
     "cu_seqlens_k": ("cu_seqlens_kv=",),
-    "lengths": ("cu_seqlens_q= holds offsets, [0, *lengths] added up; masks.lengths(lengths) is for padded tokens",),
 }
 """Hints for keywords of other libraries."""
 
@@ -325,7 +324,7 @@ def dense(tensor: Tensor) -> Mask:
 
 
 @checked_call
-def predicate(fn: PredicateFunction) -> Mask:
+def predicate(fn: PredicateFunction, positions: bool = False, align: Align | None = None) -> Mask:
     """The pairs for which a function of the indices is True: ``fn(b, h, i, j)``, evaluated block by block.
 
     Args:
@@ -335,17 +334,22 @@ def predicate(fn: PredicateFunction) -> Mask:
             change in place between calls. It may be evaluated for any real query with any real key, including pairs
             that other parts of the mask hide, and never for padding described by ``lengths`` or ``documents``: the
             tensors that it captures need not cover padding.
+        positions: whether ``fn`` gets positions ``i' + d`` and ``j'`` within a sequence in place of raw indices, so
+            that ``q_idx >= kv_idx`` is `causal`, also in a cache and for documents.
+        align: "top_left" or "bottom_right", for positions; as in `causal`.
 
     Returns:
         The pairs for which ``fn`` is True.
 
     Raises:
-        InputError: ``fn`` cannot be called with four arguments, or the predicate is built inside torch.compile.
+        InputError: an argument is wrong, or the predicate is built inside torch.compile.
 
     Source: ``mask_mod`` in PyTorch's documentation of ``torch.nn.attention.flex_attention``.
 
     >>> predicate(lambda b, h, q, k: (q + k) % 2 == 0).intervals(2, 4).tolist()
     [[[0, 3], [1, 4]]]
+    >>> predicate(lambda b, h, q, k: q >= k, positions=True, align="bottom_right").intervals(2, 4).tolist()
+    [[[0, 3], [0, 4]]]
     """
     if not callable(fn):
         hint = "masks.dense(tensor), for a boolean tensor" if isinstance(fn, Tensor) else None
@@ -358,7 +362,9 @@ def predicate(fn: PredicateFunction) -> Mask:
             "build the mask before the compiled function and pass it in",
         )
     check_signature(fn)
-    return from_part(register_predicate(fn))
+    if not checked_flag("positions", positions) and align is not None:
+        raise InputError("align", "be None without positions=True: indices have no alignment", repr(align))
+    return from_part(register_predicate(fn, positions), checked_align(align))
 
 
 def _band(align: Align | None, left: int | None, right: int | None) -> Mask:

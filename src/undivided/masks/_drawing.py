@@ -159,7 +159,8 @@ def _describe_part(part: Part, align: str) -> str:
                 return _call("pages", _value(part.table), str(part.kv_block))
             return _call("blocks", str(part.q_block), str(part.kv_block), _value(part.table))
         case Predicate():
-            return _call("predicate", getattr(part.fn, "__name__", type(part.fn).__name__))
+            name = getattr(part.fn, "__name__", type(part.fn).__name__)
+            return _call("predicate", name, *["positions=True"] * part.positions)
     return part.name
 
 

@@ -182,7 +182,8 @@ class Mask(MaskFields):
             InputError: the two differ, or cannot be compared without waiting for a GPU, and ``align`` is None.
         """
         shaped = (self.left, self.right) != (None, None) or any(
-            isinstance(part, Chunk | GlobalBand) for part in self.parts
+            isinstance(part, Chunk | GlobalBand) or (isinstance(part, Predicate) and part.positions)
+            for part in self.parts
         )
         if not shaped and not needed:
             return None

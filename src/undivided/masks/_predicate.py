@@ -27,7 +27,7 @@ PredicateFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Predicate(Part):
-    """A function of the indices. An opaque operator receives its handle and finds the function by it.
+    """A function of the indices, or of positions. An opaque operator receives its handle and finds the part by it.
 
     Graphs of torch.compile have small handles, which are the same in the next run, so that the compiler's cache finds
     them. Programs that may be saved (torch.export, torch.jit.trace) have handles that no other process has.
@@ -36,6 +36,7 @@ class Predicate(Part):
     name: ClassVar[str] = "predicate"
     fn: PredicateFunction
     handle: int
+    positions: bool = False
 
     def fields(self) -> tuple[Field, ...]:
         stays_here = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
@@ -50,7 +51,7 @@ class Predicate(Part):
         return captured_tensors(self.fn)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (register_predicate, (self.fn,))
+        return (register_predicate, (self.fn, self.positions))
 
 
 _predicates: weakref.WeakValueDictionary[int, Predicate] = weakref.WeakValueDictionary()
@@ -59,9 +60,9 @@ _PROCESS = (1 + secrets.randbits(30)) << 32
 """Added to the handles of programs that may be saved."""
 
 
-def register_predicate(fn: PredicateFunction) -> Predicate:
+def register_predicate(fn: PredicateFunction, positions: bool = False) -> Predicate:
     """A part for the function, with a new handle."""
-    part = Predicate(fn, next(_handles))
+    part = Predicate(fn, next(_handles), positions)
     _predicates[part.handle] = part
     return part
 

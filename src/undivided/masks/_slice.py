@@ -63,7 +63,7 @@ def _select(part: Part, kept: CallSlice) -> Part:
     """A part of the mask for the slice. A pack of documents has a batch of one, and its documents stay together."""
     start, stop = kept.sequences
     if isinstance(part, Predicate):
-        return register_predicate(_with_offsets(part.fn, start, kept.own_heads[0]))
+        return register_predicate(_with_offsets(part.fn, start, kept.own_heads[0]), part.positions)
     if isinstance(part, Dense):
         dense = _rows(part.tensor, kept)
         return Dense(dense if dense.shape[1] == 1 else dense[:, slice(*kept.own_heads)])

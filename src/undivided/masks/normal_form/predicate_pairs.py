@@ -25,20 +25,26 @@ class PredicatePairs:
     Args:
         fn: the function.
         device: device of the index tensors.
-        rows, keys: the raw index at which each row and key is evaluated, int64 ``[B|1, Sq]`` and ``[B|1, Sk]``; -1 if
-            its batch element has no real token. None: all tokens are real.
+        rows, keys: the raw index, or the position, at which each row and key is evaluated, int64 ``[B|1, Sq]`` and
+            ``[B|1, Sk]``; the index is -1 if its batch element has no real token. None: the own index of each.
+        positions: whether they are positions, of which those of queries before the first key are negative.
     """
 
     fn: PredicateFunction
     device: torch.device
     rows: Tensor | None = None
     keys: Tensor | None = None
+    positions: bool = False
 
     @staticmethod
-    def for_call(fn: PredicateFunction, geometry: Geometry) -> PredicatePairs:
+    def for_call(fn: PredicateFunction, geometry: Geometry, positions: bool = False) -> PredicatePairs:
         """The pairs of a function for a call with this geometry."""
         if not geometry.batch:
             return PredicatePairs(fn, geometry.device)
+        if positions:
+            own = _evaluated_positions(geometry.anchor, geometry.real_rows)
+            of_keys = _evaluated_positions(geometry.kv_position, geometry.real_keys)
+            return PredicatePairs(fn, geometry.device, own, of_keys, positions)
         rows, keys = _evaluated_indices(geometry.real_rows), _evaluated_indices(geometry.real_keys)
         return PredicatePairs(fn, geometry.device, rows, keys)
 
@@ -56,7 +62,8 @@ class PredicatePairs:
         return torch.cat(torch.broadcast_tensors(*blocks))
 
     def _block(self, batch: slice, heads: slice, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if any(bool((index[:1] < 0).any()) for index in (q_idx, kv_idx) if readable(index)):  # no real token
+        indices = () if self.positions else (q_idx, kv_idx)
+        if any(bool((index[:1] < 0).any()) for index in indices if readable(index)):  # no real token
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         b, h = (index_tensor(index, self.device) for index in (batch, heads))
         b, h, q_idx = b[:, None, None, None], h[None, :, None, None], q_idx[None, None, :, None]
@@ -89,9 +96,22 @@ def _evaluated_indices(real: Tensor | None) -> Tensor | None:
         return None
     index = torch.arange(real.shape[1], device=real.device)
     first = torch.where(real, index, real.shape[1]).amin(1, keepdim=True)
-    positions = torch.where(real, index, torch.where(first < real.shape[1], first, -1))
-    same = readable(positions) and bool((positions == positions[:1]).all())
-    return positions[:1] if same else positions
+    return _shared(torch.where(real, index, torch.where(first < real.shape[1], first, -1)))
+
+
+def _evaluated_positions(positions: Tensor, real: Tensor | None) -> Tensor:
+    """Per token its own position if it is real, otherwise that of the first real token or 0, int64 ``[B|1, S]``."""
+    if (first := _evaluated_indices(real)) is None:
+        return _shared(positions)
+    own = positions.expand(first.shape[0], -1) if positions.shape[0] == 1 else positions
+    first = first.expand(own.shape[0], -1)
+    return _shared(torch.where(first < 0, 0, own.gather(1, first.clamp(min=0))))
+
+
+def _shared(table: Tensor) -> Tensor:
+    """The table, with one row if all are equal."""
+    same = readable(table) and bool((table == table[:1]).all())
+    return table[:1] if same else table
 
 
 def _index_at(table: Tensor | None, n: int, index: Tensor) -> Tensor:

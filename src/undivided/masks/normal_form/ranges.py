@@ -273,7 +273,7 @@ def _evaluated_parts(parts: Sequence[Part], geometry: Geometry) -> list[Extra]:
         if isinstance(part, Dense):
             extras.append(DensePairs(on_device(part.tensor, geometry.device)))
         elif isinstance(part, Predicate):
-            extras.append(PredicatePairs.for_call(part.fn, geometry))
+            extras.append(PredicatePairs.for_call(part.fn, geometry, part.positions))
     return extras
 
 
