@@ -37,7 +37,7 @@ def test_lengths_of_keys_alone_leave_every_query_row_real(backend: str) -> None:
 
 AMBIGUOUS = {
     "unequal-lengths": (4, 6, masks.causal(), "query length 4, key length 6", "write align='top_left'"),
-    "window": (4, 6, masks.window(2, 0), "query length 4, key length 6", "in causal, window or chunks"),
+    "window": (4, 6, masks.window(2, 0), "query length 4, key length 6", "in causal, window, chunks or predicate"),
     "chunks": (4, 6, masks.chunks(2), "query length 4, key length 6", "write align='top_left'"),
     "padded-keys-only": (5, 5, masks.causal() & masks.lengths([5, 3]), "lengths with q=None", r"lengths\(n, n\)"),
     "unequal-real-lengths": (

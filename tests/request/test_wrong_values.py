@@ -56,7 +56,7 @@ RESULTS = {
     *("Decision", "Placement", "Plan", "benchmarking.Plan", "Traffic", "parallel.Checkpoint", "quantization.Quantized"),
     *("Report", "Row", "Diagnosis", "Entry", "Finding", "Replacement", "masks.Mask", "masks.NormalForm"),
     *("masks.Structure", "Axis", "Bytes", "MeshOption", "TrainingPlan", "InputError", "NoBackendError", "RankError"),
-    "quantization.Format",
+    *("quantization.Format", "CacheFullError"),
 }
 """What the library returns or raises; nobody builds one by hand."""
 INTERNAL = {
@@ -69,6 +69,7 @@ INTERNAL = {
     *(f"NormalForm.{name}" for name in "allowed counts covers hull shard tiles".split()),
     # arithmetic of `plan_training`, and results that are read
     *("Cluster.seconds", "Model.layer_parameters", "Entry.find", "InputError.as_also", "Report.of"),
+    "CacheFullError.as_also",
 }
 """Methods without an underscore that callers of the library do not need."""
 

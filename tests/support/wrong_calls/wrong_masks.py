@@ -226,7 +226,7 @@ MASKS: WrongCalls = {
             "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for query length 5, key length 7"
         ),
-        "write align='top_left' or align='bottom_right' in causal, window or chunks",
+        "write align='top_left' or align='bottom_right' in causal, window, chunks or predicate",
     ),
     "window-ambiguous": (
         lambda: att(mask=masks.window(3, 0)),
@@ -234,7 +234,7 @@ MASKS: WrongCalls = {
             "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for query length 5, key length 7"
         ),
-        "write align='top_left' or align='bottom_right' in causal, window or chunks",
+        "write align='top_left' or align='bottom_right' in causal, window, chunks or predicate",
     ),
     "lengths-ambiguous": (
         lambda: square(mask=masks.causal() & masks.lengths([5, 4])),
@@ -243,7 +243,7 @@ MASKS: WrongCalls = {
             " None for lengths with q=None at query length 5, key length 5"
         ),
         (
-            "write align='top_left' or align='bottom_right' in causal, window or chunks; for a padded "
+            "write align='top_left' or align='bottom_right' in causal, window, chunks or predicate; for a padded "
             "self-attention batch pass the lengths of the queries too: lengths(n, n)"
         ),
     ),
@@ -253,7 +253,7 @@ MASKS: WrongCalls = {
             "align must be given if top-left and bottom-right differ (queries and keys of unequal length), got"
             " None for documents whose cu_seqlens_q and cu_seqlens_kv are different"
         ),
-        "write align='top_left' or align='bottom_right' in causal, window or chunks",
+        "write align='top_left' or align='bottom_right' in causal, window, chunks or predicate",
     ),
     "alibi-ambiguous": (
         lambda: att(alibi_slopes=t(4)),

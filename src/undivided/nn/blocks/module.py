@@ -19,12 +19,10 @@ _EXTRA_STATE = "_extra_state"
 
 
 class _NoExtraState:
-    """`get_extra_state` of a module without one. The class itself lacks it, so that state dicts have no entry."""
+    """`get_extra_state` of a module without one. Its class has PyTorch's, so that state dicts have no entry."""
 
-    def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[[], None]:
-        if module is None:
-            raise AttributeError("get_extra_state")
-        return lambda: None
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., object]:
+        return torch.nn.Module.get_extra_state if module is None else lambda: None
 
 
 class Module(torch.nn.Module):
