@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from undivided.arguments.graphs import waiting
+from undivided.arguments._outside import waiting
 
 _REASON = "{} reads numbers, decides or raises an error on the host; call it outside of what fullgraph=True compiles"
 

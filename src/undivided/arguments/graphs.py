@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from undivided.arguments._outside import waiting
 from undivided.arguments.signature import checked_call
 
 F = TypeVar("F", bound=Callable[..., Any])
-waiting: list[tuple[Callable[..., Any], list[Callable[..., Any]]]] = []
-"""Functions that run outside of graphs, and for each the list that gets its wrapper when the first call is traced."""
-
 _callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 

@@ -212,10 +212,8 @@ class Cache(ABC):
             InputError: the tokens have another shape, dtype or device, require gradients, or do not fit. The cache is
                 unchanged.
         """
-        storage = self._storage
-        new = checked_tokens(
-            k, v, lengths, layout=self.layout, batch=self.batch, spec=storage.spec, device=storage.k.device
-        )
+        storage, batch, layout = self._storage, self.batch, self.layout
+        new = checked_tokens(k, v, lengths, layout=layout, batch=batch, spec=storage.spec, device=storage.k.device)
         plan = self._ledger.plan(new.counts)
         before, count = self._ledger.lengths, new.counts[0]
         if isinstance(self._ledger, Slots) and new.all_real and _equal(new.counts) and _equal(before):

@@ -219,8 +219,7 @@ class Mask(MaskFields):
 
         static = not any(part.tensors or isinstance(part, Predicate) for part in self.parts)
         is_shared = static and q_len + kv_len <= ranges.SHARED_TOKENS and not is_traced()
-        key = (self.flatten()[0], bottom_right, sizes, device) if is_shared else ()
-        form = ranges.shared_form(key, build) if is_shared else build()
+        form = ranges.shared_form((self.flatten()[0], bottom_right, sizes, device), build) if is_shared else build()
         LARGE.hold(form, self, ("form", sizes, device))
         return form
 

@@ -121,11 +121,7 @@ def mask() -> Iterator[Benchmark]:
                 quick=index == 1 and name in ("dense-mask", "dropout"),
             )
         decoded = decoding("decode", 8, 4096, layout="bhsd")
-        for name, changes in (
-            ("dense-mask", {"mask": _padded_keys}),
-            ("bias", {"bias": "bhqk"}),
-            ("alibi", {"alibi": "h", "mask": lambda: masks.causal("bottom_right")}),
-        ):
+        for name, changes in (("dense-mask", {"mask": _padded_keys}), ("bias", {"bias": "bhqk"})):
             case = replace(decoded, name=f"decode-{name}", **changes)
             yield Benchmark("mask", case, dtype, without=decoded, goal=Goal(within=1.15))
 

@@ -19,6 +19,8 @@ static_assert(kMaxSmallBackward <= kBlockKeys);
 constexpr int64_t kSmallWidth = (kMaxSmallBackward + kPanel - 1) / kPanel * kPanel;  // of a row of P or dS
 INLINE bool is_small(const Attention& a, const Gradients& g, int64_t limit = kMaxSmallBackward) {
   if (a.softcap != 0 || g.bias || g.slopes) return false;
+  // rounded as beside the gradients of the bias and the slopes, which are computed with 16-bit products
+  if (a.dtype != kFloat32 && (a.bias || a.slopes)) return false;
   constexpr int64_t others = kTuning.max_small_backward_bf16, intel = kTuning.max_small_backward_bf16_intel;
   if (a.dtype == kBFloat16) limit = smaller_of(limit, intel != others && undivided::is_intel() ? intel : others);
   return is_small(a, limit) && g.type == a.dtype && !g.accumulate && !(a.sinks && g.grad_lse);
