@@ -121,10 +121,13 @@ def did_you_mean(name: object, known: Iterable[str]) -> str | None:
     return None if near is None else f"did you mean {near!r}?"
 
 
-def nearest_name(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to a wrong one, whatever their case; None if no name is similar."""
+def nearest_name(name: object, known: Iterable[str], least: float = 0.6) -> str | None:
+    """The known name that is most similar to a wrong one, whatever their case; None if no name is similar.
+
+    least: the similarity from 0 to 1 (of `difflib`) that it must have.
+    """
     in_lower_case = {other.lower(): other for other in known}
-    near = difflib.get_close_matches(str(name).lower(), in_lower_case, n=1)
+    near = difflib.get_close_matches(str(name).lower(), in_lower_case, n=1, cutoff=least)
     return in_lower_case[near[0]] if near else None
 
 

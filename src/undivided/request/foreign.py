@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from undivided import masks
+from undivided.errors import nearest_name
 
 _CAUSAL = 'mask=masks.causal(); with "top_left" (PyTorch) or "bottom_right" (flash-attn) if the lengths differ'
 _DENSE = "mask=masks.dense(tensor) for booleans (True = attend), bias=tensor for numbers that are added to the scores"
@@ -126,27 +127,14 @@ def keyword_hint(unknown: Iterable[str], known: Iterable[str], hints: Mapping[st
     >>> keyword_hint(["softmax_scale"], ["scale"]), keyword_hint(["softcapp"], ["scale", "softcap"])
     ('scale=', 'softcap=')
     """
-    name, names = min(unknown, default="").lower(), [*known, *hints]
-    if name not in names:
-        near = {other: _edits(name, other.lower()) for other in names} if len(name) >= _SHORTEST_SIMILAR else {}
-        name = min(near, key=near.__getitem__, default="")
-        if near.get(name, _MOST_EDITS + 1) > _MOST_EDITS:
-            return None
-    return hints.get(name, f"{name}=")
+    name, names = min(unknown, default=""), [*known, *hints]
+    if name not in names:  # names that are merely alike mean something else: "op" is not "p"
+        name = nearest_name(name, names, _LEAST_SIMILARITY) or "" if len(name) >= _SHORTEST_SIMILAR else ""
+    return hints.get(name, f"{name}=") if name else None
 
 
-_SHORTEST_SIMILAR, _MOST_EDITS = 4, 2
-"""Letters of a misspelt keyword, at least, and edits that lead to the one that was meant, at most."""
-
-
-def _edits(a: str, b: str) -> int:
-    """The number of letters to insert, delete or replace that make one name of the other."""
-    row: list[int] = list(range(len(b) + 1))
-    for i, letter in enumerate(a, 1):
-        before, row[0] = row[0], i
-        for j, other in enumerate(b, 1):
-            before, row[j] = row[j], min(before + (letter != other), row[j] + 1, row[j - 1] + 1)
-    return row[-1]
+_SHORTEST_SIMILAR, _LEAST_SIMILARITY = 4, 0.75
+"""What a misspelt keyword has at least: letters, and similarity to the one that was meant."""
 
 
 def tensor_hint(argument: str, value: object) -> str | None:

@@ -56,9 +56,9 @@ template <class T>
 struct Steps {
   const KeyChunk& chunk;
   const Panel& panel;
-  int64_t first, rows;  // of each head
-  bool alone;           // whether to leave out every key that the only row does not see
-  int64_t max_keys;     // keys per step
+  int64_t first;     // row of each head
+  bool alone;        // whether to leave out every key that the only row does not see
+  int64_t max_keys;  // keys per step
   int64_t key = chunk.key;
   int segment = 0;
 
@@ -101,17 +101,15 @@ struct Steps {
     while (alike < count && is_seen(from + alike) == first_seen) alike++;
     return first_seen ? alike : -alike;
   }
-  // Whether some row may see keys [from, to); the mask and the bias are searched apart, as for a panel (may_see_keys).
+  // Whether some row may see keys [from, to).
   bool may_see(int64_t from, int64_t to) const {
-    const Attention& a = *chunk.problem;
-    bool allowed = !a.dense, finite = !a.bias;
-    for (int64_t n = 0; n < chunk.kv_heads; n++)
-      for (int64_t r = 0; r < rows && !(allowed && finite); r++) {
-        const RowPlace at = row_place(chunk, n, first + r);
-        allowed = allowed || allows_keys(a, chunk.batch, at.head, at.row, from, to);
-        finite = finite || has_finite_bias(a, chunk.batch, at.head, at.row, from, to);
-      }
-    return allowed && finite;
+    const int64_t group = chunk.problem->heads / chunk.problem->kv_heads;
+    for (int64_t n = 0; n < chunk.kv_heads; n++) {
+      const int64_t kv_head = chunk.kv_head + n;
+      const RowBlock block = {chunk.batch, kv_head * group, kv_head, first, panel.rows, 0};
+      if (may_see_keys(*chunk.problem, block, panel, from, to)) return true;
+    }
+    return false;
   }
 };
 
@@ -167,7 +165,7 @@ static void sum_chunk(const KeyChunk& chunk, const KeyChunk* next_chunk, int64_t
       undivided::threshold(kTuning.decode_step_bytes, undivided::kZen5, kTuning.decode_step_bytes_zen5);
   const int64_t max_keys =
       larger_of(kStepAlignment, smaller_of(kDecodeStepKeys, max_bytes / key_bytes / kStepAlignment * kStepAlignment));
-  Steps<T> steps = {chunk, p, first, rows, alone, max_keys};
+  Steps<T> steps = {chunk, p, first, alone, max_keys};
   Step<T>*previous = (Step<T>*)space.steps, *step = previous + 1, *next = previous + 2;
   float *scores = space.scores, *weights = scores + Engine::kScores;
   Engine engine;
