@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import pickle
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from interrupts import is_interrupted
 from sdpa_models import PYTORCHS, LanguageModel, encoder, q, results
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -57,34 +57,8 @@ def test_handles_may_be_restored_in_any_order(order: tuple[int, ...]) -> None:
     assert F.scaled_dot_product_attention is PYTORCHS
 
 
-class Interrupt(BaseException):
-    pass
-
-
-def is_interrupted(operation: Callable[[], object], line: int) -> bool:
-    """Run the operation and end it before the n-th line that installs or removes; False if it has fewer."""
-    names = {"_install", "_remove"}
-    count, before = 0, sys.gettrace()
-
-    def in_line(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        if event == "line" and count == line:
-            raise Interrupt
-        return in_line
-
-    def in_call(frame: FrameType, event: str, argument: object) -> Any:
-        is_ours = frame.f_code.co_filename == torch_sdpa.__file__ and frame.f_code.co_name in names
-        return in_line if is_ours else None
-
-    sys.settrace(in_call)
-    try:
-        operation()
-    except Interrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def installs_or_removes(code: CodeType) -> bool:
+    return code.co_filename == torch_sdpa.__file__ and code.co_name in {"_install", "_remove"}
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -96,7 +70,7 @@ def test_an_interrupt_at_any_line_restores(enabled: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
         line = 1
-        while is_interrupted(replace, line):
+        while is_interrupted(replace, line, installs_or_removes):
             assert F.scaled_dot_product_attention is PYTORCHS
             assert torch.backends.mha.get_fastpath_enabled() == enabled
             assert not torch_sdpa._active

@@ -3,15 +3,16 @@ page is free and in use at once, and a repeated call gives the result of one tha
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
 import torch
+from interrupts import is_interrupted
 from torch import Tensor
 
 import undivided
@@ -23,29 +24,8 @@ STREAMING = masks.window(2, 0)
 PAGE_SIZE, PAGES, BATCH = 4, 24, 4
 
 
-class Interrupt(BaseException):
-    pass
-
-
-def is_interrupted(operation: Callable[[], object], line: int) -> bool:
-    """Run the operation and end it before the n-th line of the cache's code; False if it has fewer."""
-    count, before = 0, sys.gettrace()
-
-    def in_line(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        if event == "line" and count == line:
-            raise Interrupt
-        return in_line
-
-    sys.settrace(lambda frame, event, argument: in_line if frame.f_code.co_filename.startswith(CACHE) else None)
-    try:
-        operation()
-    except Interrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def is_cache(code: CodeType) -> bool:
+    return code.co_filename.startswith(CACHE)
 
 
 def new_tokens(batch: int, count: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +91,7 @@ def test_no_page_is_free_and_in_use_wherever_a_call_ends(name: str) -> None:
     while True:
         cache = make()
         check_ledger(cache._ledger)
-        if not is_interrupted(lambda: call(cache), line):  # noqa: B023
+        if not is_interrupted(functools.partial(call, cache), line, is_cache):
             break
         check_ledger(cache._ledger)
         for n in range(BATCH):  # the index of prefixes is as consistent
@@ -175,7 +155,7 @@ def test_a_repeated_call_of_inference_params_is_right_or_refused(name: str, page
     line = 1
     while True:
         params = inference_params(paged)
-        if not is_interrupted(lambda: call(params), line):  # noqa: B023
+        if not is_interrupted(functools.partial(call, params), line, is_cache):
             break
         line += 1
         if isinstance(params._batch.ledger, Pages):
