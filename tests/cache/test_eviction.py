@@ -16,6 +16,7 @@ import undivided
 from undivided import InferenceParams, InputError, PagedKVCache, masks
 from undivided.cache._ledger import eviction
 from undivided.cache._ledger.pages import Pages
+from undivided.cache._masks import CausalBand
 from undivided.masks import Mask
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
@@ -132,7 +133,7 @@ def test_a_window_with_sinks_evicts_without_the_ranges_of_any_row(name: str, mon
 @pytest.mark.parametrize("name", BANDS)
 def test_a_window_with_sinks_evicts_and_hides_what_its_ranges_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, chance = BANDS[name], random.Random(name)
-    of_mask = eviction._Band.of_mask
+    of_mask = CausalBand.of_mask
     for _ in range(30):
         ledgers = [Pages(100, PAGE, 3), Pages(100, PAGE, 3)]
         for _ in range(4):
@@ -140,7 +141,7 @@ def test_a_window_with_sinks_evicts_and_hides_what_its_ranges_say(name: str, mon
             later = chance.choice([*BANDS.values()])
             found: list[list[object]] = []
             for ledger, rule in zip(ledgers, (of_mask, lambda mask: None), strict=True):
-                monkeypatch.setattr(eviction._Band, "of_mask", rule)
+                monkeypatch.setattr(CausalBand, "of_mask", rule)
                 ledger.commit(ledger.plan(counts))
                 try:
                     eviction.check_hidden(replace(later), ledger.evicted_places, ledger.lengths, counts, PAGE)

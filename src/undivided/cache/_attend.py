@@ -26,6 +26,7 @@ from undivided.cache._masks import (
     NEVER_RANGES,
     PADDED,
     PER_KEY,
+    CausalBand,
     align,
     check_mask,
     extend,
@@ -38,7 +39,6 @@ from undivided.cache._storage import Counts, Pools, TokenSpec
 from undivided.errors import InputError
 from undivided.functional import attention
 from undivided.masks import Mask
-from undivided.masks._parts import GlobalBand, Part
 from undivided.masks.normal_form.ranges import last_query_form
 from undivided.request.checks import checked_mask
 from undivided.request.foreign import CACHE_HINTS, keyword_hint
@@ -184,21 +184,13 @@ def _is_paged_decoding(call: CachedCall, mask: Mask) -> bool:
     """Whether each sequence has one query, its last token, and keys in pages, under a causal mask or a window, perhaps
     with sinks: then nothing but the ranges of keys depends on the lengths."""
     q, (_, lengths, pages, *_), layout, q_counts, _, _ = call
-    if pages is None or mask.right != 0 or mask.align == "top_left":
-        return False
-    if mask.parts and (mask.left is not None or not _are_sinks(mask.parts)):
+    if pages is None or CausalBand.of_mask(mask) is None:
         return False
     if max(lengths) == 1:  # the two alignments agree, which selection reads
         return False
     if layout == "thd":
         return q_counts is not None and q_counts.count(1) == len(lengths)
     return q_counts is None and q.shape[SEQUENCE_AXIS[layout]] == 1
-
-
-def _are_sinks(parts: Sequence[Part]) -> bool:
-    """Whether the parts are a window joined to a number of first keys."""
-    first = parts[0]
-    return len(parts) == 1 and isinstance(first, GlobalBand) and first.right == 0 and type(first.prefix) is int
 
 
 def _with_lengths(prepared: PreparedCall, call: CachedCall, mask: Mask) -> PreparedCall | None:
@@ -209,11 +201,8 @@ def _with_lengths(prepared: PreparedCall, call: CachedCall, mask: Mask) -> Prepa
         q = q.unflatten(0, (len(lengths), 1))
     heads = q.shape[1 if layout == "bhsd" else 2]
     kv_len = pages.shape[1] * pools.k.shape[1]
-    left, sinks = mask.left, 0
-    if mask.parts:
-        window = cast(GlobalBand, mask.parts[0])
-        left, sinks = window.left, cast(int, window.prefix)
-    form = last_query_form(lengths, left, kv_len, heads, pools.k.device, sinks)
+    left, first_keys = cast(CausalBand, CausalBand.of_mask(mask))
+    form = last_query_form(lengths, left, kv_len, heads, pools.k.device, first_keys)
     return prepared.with_form(form, q, pools.k, pools.v, pages, pools.scales)
 
 

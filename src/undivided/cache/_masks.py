@@ -6,6 +6,7 @@ Legend: B sequences, Sk keys of the longest sequence.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from undivided.arguments.layout import Layout
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 from undivided.masks import Mask
+from undivided.masks._parts import GlobalBand
 from undivided.masks._predicate import Predicate
 
 CAUSAL = masks.causal(align="bottom_right")
@@ -70,6 +72,29 @@ def align(mask: Mask) -> Mask:
     if mask.align is not None:
         return mask
     return mask.cached("cache", lambda: mask & masks.window(None, None, align="bottom_right"))
+
+
+class CausalBand(NamedTuple):
+    """A causal mask, a window that ends at the query, or either joined to the first keys: then ranges are numbers.
+
+    left: keys before the query's own that it sees; None: all.
+    first_keys: the number of first keys that every query sees besides.
+    """
+
+    left: int | None
+    first_keys: int
+
+    @staticmethod
+    def of_mask(mask: Mask) -> CausalBand | None:
+        """The band that the mask consists of, aligned bottom-right or not at all; None if it is another mask."""
+        if mask.align == "top_left" or mask.right != 0:
+            return None
+        if not mask.parts:
+            return CausalBand(mask.left, 0)
+        first = mask.parts[0]
+        if len(mask.parts) > 1 or mask.left is not None or not isinstance(first, GlobalBand) or first.right != 0:
+            return None
+        return CausalBand(first.left, first.prefix) if type(first.prefix) is int else None
 
 
 def is_causal(mask: Mask) -> bool:

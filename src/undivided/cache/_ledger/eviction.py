@@ -7,17 +7,16 @@ query, and never show a hidden one again. So the next query of a sequence decide
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from undivided import masks
 from undivided.cache._ledger.pages import Pages, Places
-from undivided.cache._masks import align
+from undivided.cache._masks import CausalBand, align
 from undivided.cache._storage import Counts
 from undivided.errors import InputError
 from undivided.masks import Mask
-from undivided.masks._parts import Chunk, GlobalBand
+from undivided.masks._parts import Chunk
 from undivided.request.foreign import mask_hint
 
 _EVICTABLE = frozenset({"causal", "window", "prefix", "global", "chunks"})
@@ -40,9 +39,9 @@ def evict(ledger: Pages, mask: Mask, sequences: Sequence[int]) -> int:
     check_evictable(mask, "consist of causal, window, sinks, prefix and chunks, bottom-right, to evict pages")
     count = 0
     lengths = tuple([ledger.lengths[n] for n in sequences])
-    if (band := _Band.of_mask(mask)) is not None:
+    if (band := CausalBand.of_mask(mask)) is not None:
         for n, length in zip(sequences, lengths, strict=True):
-            hidden = _held_between(ledger.evicted_places[n], *band.hidden_places(length, ledger.page_size))
+            hidden = _held_between(ledger.evicted_places[n], *_hidden_places(band, length, ledger.page_size))
             ledger.evict(n, hidden)
             count += len(hidden)
         return count
@@ -63,7 +62,7 @@ def check_evictable(mask: Mask, must: str) -> None:
 def check_hidden(mask: Mask, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> None:
     """InputError if a query of the last `counts` tokens of each sequence sees a key on one of its evicted pages."""
     evicted = tuple(evicted)
-    if (band := _Band.of_mask(mask)) is not None and _hides_all(band, evicted, lengths, counts, page_size):
+    if (band := CausalBand.of_mask(mask)) is not None and _hides_all(band, evicted, lengths, counts, page_size):
         return
     key = "evicted", evicted, lengths, counts, page_size
     mask.cached(key, lambda: _check_hidden(mask, evicted, lengths, counts, page_size))
@@ -97,41 +96,19 @@ def visible(mask: Mask, lengths: Counts, queries: int = 1) -> list[list[Ranges]]
     return [[list(zip(row[::2], row[1::2], strict=True)) for row in sequence] for sequence in table.tolist()]
 
 
-class _Band(NamedTuple):
-    """A window, or one joined to the first keys: its hidden keys are known without the ranges of any row.
-
-    left: keys before the query's own that the window allows; None: all.
-    first_keys: their number.
-    """
-
-    left: int | None
-    first_keys: int
-
-    @staticmethod
-    def of_mask(mask: Mask) -> _Band | None:
-        """The band that the mask consists of, aligned bottom-right; None if it is another mask."""
-        if mask.align == "top_left" or mask.right != 0:
-            return None
-        if not mask.parts:
-            return _Band(mask.left, 0)
-        first = mask.parts[0]
-        if len(mask.parts) > 1 or mask.left is not None or not isinstance(first, GlobalBand) or first.right != 0:
-            return None
-        return _Band(first.left, first.prefix) if type(first.prefix) is int else None
-
-    def hidden_places(self, query: int, page_size: int) -> tuple[int, int]:
-        """The places (first, stop) of the full pages whose keys are hidden from a query at this position and from
-        all later ones."""
-        if self.left is None:
-            return 0, 0
-        return -(-self.first_keys // page_size), (query - self.left) // page_size
+def _hidden_places(band: CausalBand, query: int, page_size: int) -> tuple[int, int]:
+    """The places (first, stop) of the full pages whose keys are hidden from a query at this position and from all later
+    ones."""
+    if band.left is None:
+        return 0, 0
+    return -(-band.first_keys // page_size), (query - band.left) // page_size
 
 
-def _hides_all(band: _Band, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> bool:
+def _hides_all(band: CausalBand, evicted: Sequence[Places], lengths: Counts, counts: Counts, page_size: int) -> bool:
     """Whether a band hides the evicted pages of each sequence from its last `counts` tokens."""
     for places, length, count in zip(evicted, lengths, counts, strict=True):
         if places:
-            first, stop = band.hidden_places(max(0, length - count), page_size)
+            first, stop = _hidden_places(band, max(0, length - count), page_size)
             if places[0][0] < first or places[-1][1] > stop:
                 return False
     return True
