@@ -257,6 +257,7 @@ def test_any_request_equals_the_formula_forward_and_backward(request: Request) -
     check(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", levels.here())
 @FUZZ
 @given(requests(), st.integers(1, 3))

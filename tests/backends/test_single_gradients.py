@@ -24,9 +24,10 @@ def _cases() -> Iterator[Any]:
     for case in CASES.values():
         leaves = list(inputs.build(case).leaves)
         for backend in ("native", "reference", "triton"):
-            # Triton's interpreter is slow
-            if leaves and (backend != "triton" or set(OPTIONAL) & set(leaves)):
-                yield pytest.param(case, leaves, backend, id=f"{case}-{backend}")
+            if not leaves or (backend == "triton" and not set(OPTIONAL) & set(leaves)):
+                continue
+            marks = [pytest.mark.slow] * (backend == "triton")  # its interpreter
+            yield pytest.param(case, leaves, backend, id=f"{case}-{backend}", marks=marks)
 
 
 def _gradients(case: Case, leaves: list[str], backend: str) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from undivided.selection import measured
 UNPARSED = ["\x00", "\ud800", "(" * 300, "-" * 5000 + "1", "causal & " * 3000 + "causal", "window({[]: 1})"]
 
 
+@pytest.mark.slow
 def test_changed_texts_and_files_end_in_a_result_or_one_message() -> None:
     assert fuzz(150, first=1_000_000) == {}
 

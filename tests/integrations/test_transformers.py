@@ -358,6 +358,7 @@ def test_compiled_models_leave_their_graph_for_masks_alone() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_layers_of_compiled_models_break_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer left its graph twice, to read variables of the context."""
     monkeypatch.setattr(_active, "_was_set", False)  # as in a process without `parallelize`

@@ -56,6 +56,7 @@ def wheel_without_compiler(unpacked: Path, tmp_path_factory: pytest.TempPathFact
     return _build("wheel", unpacked, folder, CXX="/nonexistent/c++", CMAKE_GENERATOR="Ninja")
 
 
+@pytest.mark.slow
 def test_the_archive_of_the_sources_is_complete(sdist: Path, unpacked: Path) -> None:
     assert not faults(sdist)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)

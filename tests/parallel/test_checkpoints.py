@@ -130,6 +130,7 @@ def test_the_losses_of_the_example_on_three_meshes_are_those_of_one_process() ->
     assert all(abs(float(found) - float(expected)) < 3e-5 for _, found, expected in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_of_ranks_is_that_of_one_process(way: str, tmp_path: Path) -> None:
     """Names, sizes and numbers, read by torch.distributed.checkpoint alone."""

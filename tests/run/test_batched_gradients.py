@@ -40,13 +40,10 @@ def case(name: str, backend: str | None, layout: Any = "bhsd") -> tuple[Callable
     return run, inputs
 
 
-def cases(chosen_is_slow: bool = False) -> list[Any]:
-    """Every kind of problem with the chosen backend (None) and with named ones. Here the reference or torch_flash is
-    chosen: where that is slow, the named ones stand for it unless the slow tests run."""
+def cases() -> list[Any]:
+    """Every kind of problem with the chosen backend (None) and with named ones."""
     return [
-        pytest.param(
-            name, backend, id=f"{name}-{backend}", marks=[pytest.mark.slow] * (chosen_is_slow and backend is None)
-        )
+        pytest.param(name, backend, id=f"{name}-{backend}")
         for name in KINDS
         for backend in BACKENDS
         if not (backend == "torch_flash" and name in ("bias-sinks-slopes", "dropout"))
@@ -99,7 +96,8 @@ def test_the_log_sum_exp_has_batched_gradients_too(way: Batched) -> None:
     torch.testing.assert_close(list(found), [torch.stack(parts) for parts in zip(*loop, strict=True)])
 
 
-@pytest.mark.parametrize(("name", "backend"), cases(chosen_is_slow=True))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "backend"), cases())
 def test_gradcheck_with_batched_gradients(name: str, backend: str | None) -> None:
     run, inputs = case(name, backend)
     assert torch.autograd.gradcheck(run, inputs, check_batched_grad=True)
@@ -127,7 +125,7 @@ def test_packed_documents() -> None:
     assert torch.autograd.gradgradcheck(run, inputs, check_batched_grad=True)
 
 
-@pytest.mark.parametrize(("name", "backend"), cases(chosen_is_slow=True))
+@pytest.mark.parametrize(("name", "backend"), cases())
 def test_jacobians_and_hessians(name: str, backend: str | None) -> None:
     run, inputs = case(name, backend)
     q, others = inputs[0], [t.detach() for t in inputs[1:]]

@@ -61,6 +61,7 @@ def leaves(inputs: list[Tensor]) -> list[Tensor]:
     return [t.clone().requires_grad_() for t in inputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_double_backward_is_that_of_finite_differences_lse_included(name: str) -> None:
     run, inputs = problem(name)

@@ -30,6 +30,7 @@ def test_odd_sizes_and_tile_edges(size: str, mask: str, dtype: torch.dtype) -> N
     check(q, k, v, MASKS[mask](q_len, kv_len))
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("level", levels.others())
 def test_every_other_level_of_this_machine(level: str) -> None:

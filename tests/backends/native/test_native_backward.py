@@ -135,6 +135,7 @@ def test_unused_memory_may_hold_anything_with_few_tokens(layout: str, dtype: tor
         assert torch.equal(x, clean[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", levels.others())
 def test_every_other_level_of_this_machine(level: str) -> None:
     program = (

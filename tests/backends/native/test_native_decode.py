@@ -251,6 +251,7 @@ def test_pages_are_not_copied(q_len: int) -> None:
     assert seen.bytes == q.untyped_storage().nbytes(), "the largest storage is that of the output"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", levels.others())
 def test_every_other_level_of_this_machine(level: str) -> None:
     """Results of a level are those of the oracle, and with pages those without."""

@@ -87,6 +87,7 @@ def test_the_bits_are_the_same_with_every_option(options: dict[str, Any]) -> Non
     s.check(WAYS["in a pack"](s))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "piece"), [("causal", 32), ("window and sinks", 64)])
 def test_the_bits_do_not_depend_on_how_many_programs_share_the_keys(
     mask: str, piece: int, monkeypatch: pytest.MonkeyPatch

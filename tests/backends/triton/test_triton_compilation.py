@@ -196,6 +196,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(
             assert row["descriptor_loads"] or row["async_copies"], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "format"), [("sm80", "fp8_e4m3"), ("sm90", "int4")])
 def test_new_tokens_are_divided_as_the_format_says(architecture: str, format: str, tmp_path: Path) -> None:
     """By divisions that round to the nearest, not by reciprocals, and without spilled registers."""

@@ -58,6 +58,7 @@ def test_the_same_quantised_memory_with_other_scales_for_v(format: Format) -> No
     torch.testing.assert_close(out, right, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_len", [1, 3, 4, 5])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(128, 1), (71, 1), (160, 2)])
 def test_few_queries_of_many_heads_over_one(q_len: int, heads: int, kv_heads: int) -> None:

@@ -98,6 +98,7 @@ def errors_of_other_processes() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_mesh_of_other_processes_is_refused() -> None:
     """It was an IndexError: list index out of range."""
     ((*inside, found),) = run_ranks(3, errors_of_other_processes, patience=100.0)

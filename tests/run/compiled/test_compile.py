@@ -129,6 +129,7 @@ OF_TENSORS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of PyTorch after a graph break, about 2 * q
 @pytest.mark.parametrize("call", OF_TENSORS.values(), ids=OF_TENSORS)
 def test_numbers_that_are_values_of_tensors_give_the_eager_answer(call: Callable[..., Tensor]) -> None:

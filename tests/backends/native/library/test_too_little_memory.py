@@ -101,6 +101,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's loader has LD_PRELOAD")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ in PATH")
 @pytest.mark.skipif(isinstance(cpu.load(), str), reason="the native kernel is not built")
