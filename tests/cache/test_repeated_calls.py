@@ -110,6 +110,54 @@ def test_each_layer_reads_its_own_cache(kind: str, layout: str, name: str, count
 
 
 @needs_library
+@pytest.mark.parametrize("kind_of_sinks", [torch.float32, torch.bfloat16, "strided", "parameter"], ids=str)
+@pytest.mark.parametrize("name", ["causal", "sinks"])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_layer_reads_its_own_sinks(
+    kind: str, layout: str, name: str, kind_of_sinks: object, repeats: list[Tensor]
+) -> None:
+    layers = [cache_of(kind, layout, seed=seed) for seed in range(3)]
+    sinks = [torch.randn(HEADS) * 3 for _ in layers]
+    if isinstance(kind_of_sinks, torch.dtype):
+        sinks = [one.to(kind_of_sinks) for one in sinks]
+    else:
+        wrap = torch.nn.Parameter if kind_of_sinks == "parameter" else lambda one: one.repeat_interleave(2)[::2]
+        sinks = [wrap(one) for one in sinks]
+    with torch.no_grad():
+        for _ in range(2):
+            for cache, own in zip(layers, sinks, strict=True):
+                append(cache, 1)
+                q, seen = queries(1, layout), len(repeats)
+                out = cache.attend(q, MASKS[name], sinks=own)
+                assert len(repeats) == seen + 1
+                torch.testing.assert_close(out, anew(cache, q, MASKS[name], sinks=own), rtol=1e-5, atol=1e-5)
+                assert (out - anew(cache, q, MASKS[name])).abs().max() > 1e-3
+
+
+@needs_library
+def test_sinks_that_do_not_fit_are_refused_after_others_that_did(repeats: list[Tensor]) -> None:
+    cache, q, sinks = cache_of("paged"), queries(1), torch.randn(HEADS)
+    cache.attend(q, sinks=sinks)
+    for wrong in (torch.randn(HEADS + 1), sinks.tolist(), torch.zeros(HEADS, dtype=torch.int32), sinks.to("meta")):
+        with pytest.raises(InputError, match="sinks"):
+            cache.attend(q, sinks=wrong)
+    sinks.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="memory"):
+        cache.attend(q, sinks=sinks)
+    assert len(repeats) == 1
+
+
+@needs_library
+def test_sinks_with_gradients_are_prepared_by_themselves(repeats: list[Tensor]) -> None:
+    cache, q, sinks = cache_of("contiguous"), queries(1), torch.randn(HEADS, requires_grad=True)
+    cache.attend(q, sinks=sinks.detach())
+    cache.attend(q, sinks=sinks).sum().backward()
+    assert len(repeats) == 1
+    assert sinks.grad is not None
+
+
+@needs_library
 @pytest.mark.parametrize("options", [{"scale": 0.3}, {"scale": -0.3}, {"softcap": 2.0}, {"batch_invariant": True}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_make_another_call(kind: str, options: dict[str, object], repeats: list[Tensor]) -> None:
@@ -124,7 +172,9 @@ def test_options_make_another_call(kind: str, options: dict[str, object], repeat
 
 
 @needs_library
-@pytest.mark.parametrize("options", [{"return_lse": True}, {"sinks": torch.zeros(HEADS)}, {"backend": "reference"}])
+@pytest.mark.parametrize(
+    "options", [{"return_lse": True}, {"alibi_slopes": torch.ones(HEADS)}, {"backend": "reference"}]
+)
 def test_other_results_and_backends_are_not_repeated(options: dict[str, object], repeats: list[Tensor]) -> None:
     cache, q = cache_of("paged"), queries(1)
     cache.attend(q, **options)

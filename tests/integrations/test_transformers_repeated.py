@@ -67,10 +67,10 @@ def new_states(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def by_itself(mask: ModelMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_itself(mask: ModelMask, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """The output of a layer whose mask is dense, so that nothing is prepared for it."""
     dense = masks.dense(mask.to_dense())
-    return undivided.attention(q, k, v, layout="bhsd", mask=dense).transpose(1, 2)
+    return undivided.attention(q, k, v, layout="bhsd", mask=dense, sinks=sinks).transpose(1, 2)
 
 
 def states(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +85,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache, Cache], ids=["dynamic", "static", "undivided"])
-@pytest.mark.parametrize(("name", "kinds_of_layers"), [("llama", 1), ("gemma-2", 2), ("mistral", 1)])
+@pytest.mark.parametrize(("name", "kinds_of_layers"), [("llama", 1), ("gemma-2", 2), ("mistral", 1), ("gpt-oss", 2)])
 def test_a_step_prepares_one_call_for_each_kind_of_layer(
     name: str, kinds_of_layers: int, kind: Any, prepared: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,8 +257,9 @@ def left_padding(length: int) -> Tensor:
 @pytest.mark.parametrize("window", [None, 12], ids=["causal", "window"])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("kv_len", [None, 70], ids=["growing", "fixed"])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no-sinks", "sinks"])
 def test_steps_of_decoding_run_what_an_earlier_one_has_prepared(
-    kv_len: int | None, is_padded: bool, window: int | None, dtype: torch.dtype, prepared: list[object]
+    has_sinks: bool, kv_len: int | None, is_padded: bool, window: int | None, dtype: torch.dtype, prepared: list[object]
 ) -> None:
     """The keys lie elsewhere in each step, and their memory is that of the step before if the allocator likes."""
     register()
@@ -268,9 +269,11 @@ def test_steps_of_decoding_run_what_an_earlier_one_has_prepared(
             mask = step(length, left_padding(length) if is_padded else None, window, kv_len)
             for v_dim in (16, 8):
                 tensors = new_states(kv_len or length, dtype, v_dim=v_dim)
-                out = attention(LAYER, *tensors, mask)[0]
+                sinks = torch.randn(4).to(dtype) if has_sinks else None
+                out = attention(LAYER, *tensors, mask, s_aux=sinks)[0]
                 found = undivided.last_decision()
-                torch.testing.assert_close(out, by_itself(mask, *tensors), rtol=tolerance, atol=tolerance)
+                right = by_itself(mask, *tensors, sinks=sinks)
+                torch.testing.assert_close(out, right, rtol=tolerance, atol=tolerance)
                 assert found is not None
                 assert found.problem.kv_len == (kv_len or length)
     if found.backend.name == "native" and dtype != torch.float64:

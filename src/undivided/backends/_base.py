@@ -25,10 +25,12 @@ from undivided.request.result import Result
 Gradients = Sequence[Tensor | None]
 """Gradients of (q, k, v, bias, sinks, alibi_slopes), in the inputs' shapes and dtypes; None if not needed."""
 
-Replay = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None], Tensor]
-"""Runs the forward of a call on other tensors (q, k, v, bias, pages, k_scale, v_scale) of the same dtypes. An element
-must be as far from the data pointer as in the call's tensors; shapes may differ (a whole pool for a slice of it, packed
-queries for a padded batch). Returns out with the axes of q. Nothing is checked."""
+_Optional = Tensor | None
+
+Replay = Callable[[Tensor, Tensor, Tensor, _Optional, _Optional, _Optional, _Optional, _Optional], Tensor]
+"""Runs the forward of a call on other tensors (q, k, v, bias, sinks, pages, k_scale, v_scale) of the same dtypes. An
+element must be as far from the data pointer as in the call's tensors; shapes may differ (a whole pool for a slice of
+it, packed queries for a padded batch). Returns out with the axes of q. Nothing is checked."""
 
 KeyRange = tuple[int, int]
 """The keys ``[start, stop)``."""

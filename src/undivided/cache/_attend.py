@@ -45,11 +45,14 @@ from undivided.request.foreign import CACHE_HINTS, keyword_hint
 from undivided.request.request import OPTIONAL_TENSORS, RULES, Request
 from undivided.request.result import Output
 from undivided.run.autograd import any_autocast
-from undivided.run.replay import SCALAR_TYPES, PreparedCall, may_replay
+from undivided.run.replay import SCALAR_TYPES, PreparedCall, may_replay, sinks_key
 from undivided.selection.policy import Policy, current_policy
 
 OPTIONS = frozenset({*OPTIONAL_TENSORS, *RULES, "scale", "softcap", "return_lse"})
 """The options of `undivided.attention` that attention over a cache takes; dropout is not among them."""
+
+_PREPARED_ANEW = frozenset(OPTIONAL_TENSORS) - {"sinks"}
+"""Optional tensors with which each call is prepared by itself."""
 
 _SAME_IF_PADDED = frozenset({"causal", "window", "global", "prefix", "chunks"})
 """Kinds of mask that mean the same for packed sequences and for a padded batch of them."""
@@ -132,30 +135,35 @@ def attend(call: CachedCall) -> Output:
 def _repeated(call: CachedCall, mask: Mask) -> Tensor | None:
     """The output by what an earlier call prepared, mostly one of another layer; None for calls that must be prepared.
 
-    Those have optional tensors, return the lse, have a mask of single pairs, or a block table that somebody wrote to.
+    Those have a bias or slopes, return the lse, have a mask of single pairs, or a block table that somebody wrote to.
     """
     q, cached, layout, q_counts, _, options = call
     (k, v, k_scale, v_scale), lengths, pages = cached[:3]
-    scale = softcap = None
+    scale = softcap = sinks = None
     rules: dict[str, Any] = {}
     if options:
         if options.get("return_lse", False) is not False:
             return None
-        if any(options.get(name) is not None for name in OPTIONAL_TENSORS):
+        if any(options.get(name) is not None for name in _PREPARED_ANEW):
             return None
-        scale, softcap = options.get("scale"), options.get("softcap")
+        scale, softcap, sinks = options.get("scale"), options.get("softcap"), options.get("sinks")
         if not {type(scale), type(softcap)} <= SCALAR_TYPES:
             return None
         rules = {name: options.get(name) for name in RULES}
     if mask.parts and mask.kinds & NEVER_RANGES:
         return None
-    if not may_replay(q, k, v) or (pages is not None and (pages.is_inference() or pages._version)):
+    sinks_part = sinks_key(sinks)
+    if (
+        sinks_part is None
+        or not may_replay(q, k, v)
+        or (pages is not None and (pages.is_inference() or pages._version))
+    ):
         return None
     policy = current_policy(**rules)
     sizes = q.shape, q.stride(), q.dtype, k.shape, v.shape, k.dtype, 0 if pages is None else pages.shape[1]
-    call_key = (layout, sizes, q.device, k.device, q_counts, scale, softcap, policy)
+    call_key = (layout, sizes, q.device, k.device, q_counts, scale, softcap, sinks_part, policy)
     prepared = mask.cached(("repeated", call_key, lengths), _prepare, call, mask, policy, call_key)
-    return None if prepared is None else prepared.run(q, k, v, None, pages, k_scale, v_scale)
+    return None if prepared is None else prepared.run(q, k, v, None, sinks, pages, k_scale, v_scale)
 
 
 class _Latest:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from undivided.arguments.layout import SEQUENCE_AXIS
 from undivided.arguments.tensors import footprint, is_dense, is_lazy, is_traced, jit_trace
@@ -80,6 +81,17 @@ def bias_key(bias: object) -> tuple[object, ...] | None:
     return bias.shape, bias.stride(), bias.dtype, torch.is_grad_enabled() and bias.requires_grad
 
 
+def sinks_key(sinks: object) -> tuple[object, ...] | None:
+    """As `tensors_key`, of sinks, empty without them; None if calls with them must be prepared."""
+    if sinks is None:
+        return ()
+    if type(sinks) not in (Tensor, Parameter) or not isinstance(sinks, Tensor) or not is_dense(sinks) or is_lazy(sinks):
+        return None
+    if sinks.requires_grad and torch.is_grad_enabled():
+        return None
+    return sinks.shape, sinks.stride(), sinks.dtype, sinks.device
+
+
 class PreparedCall:
     """A call that was prepared, for tensors of the same sizes, strides and dtypes.
 
@@ -87,7 +99,7 @@ class PreparedCall:
         decision: which backend runs.
         replay: its forward.
         call: the call. Its block table and scales are not kept alive.
-        footprints: bytes that q, k, v, the bias and the scales need, from their first element on.
+        footprints: bytes that q, k, v, the bias, the sinks and the scales need, from their first element on.
     """
 
     def __init__(self, decision: Decision, replay: Replay, call: Call, footprints: tuple[int, ...]) -> None:
@@ -129,7 +141,8 @@ class PreparedCall:
         if replay is None:
             return None
         decision = Decision(problem, decision.machine, decision.policy, decision.chosen)
-        return PreparedCall(decision, replay, call, (self._footprints[0], _needed_bytes(k), _needed_bytes(v), 0, 0, 0))
+        footprints = (self._footprints[0], _needed_bytes(k), _needed_bytes(v), 0, self._footprints[4], 0, 0)
+        return PreparedCall(decision, replay, call, footprints)
 
     def run(
         self,
@@ -137,18 +150,21 @@ class PreparedCall:
         k: Tensor,
         v: Tensor,
         bias: Tensor | None = None,
+        sinks: Tensor | None = None,
         pages: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> Tensor | None:
         """The output for other tensors; None if one of them has lost its memory."""
-        q_bytes, k_bytes, v_bytes, bias_bytes, k_scale_bytes, v_scale_bytes = self._footprints
+        q_bytes, k_bytes, v_bytes, bias_bytes, sinks_bytes, k_scale_bytes, v_scale_bytes = self._footprints
         if not (_holds(q, q_bytes) and _holds(k, k_bytes) and _holds(v, v_bytes)):
             return None
-        if not (_holds(bias, bias_bytes) and _holds(k_scale, k_scale_bytes) and _holds(v_scale, v_scale_bytes)):
+        if not (_holds(bias, bias_bytes) and _holds(sinks, sinks_bytes)):
+            return None
+        if not (_holds(k_scale, k_scale_bytes) and _holds(v_scale, v_scale_bytes)):
             return None
         set_last(self._decision)
-        return self._replay(q, k, v, bias, pages, k_scale, v_scale)
+        return self._replay(q, k, v, bias, sinks, pages, k_scale, v_scale)
 
 
 class RecordedCall:
@@ -178,7 +194,7 @@ def prepared_call(decision: Decision, call: Call, tensors: Tensors) -> PreparedC
     replay = decision.backend.replay(call, tensors)
     if replay is None:
         return None
-    footprints = tuple(map(_needed_bytes, (*tensors[:4], call.k_scale, call.v_scale)))
+    footprints = tuple(map(_needed_bytes, (*tensors[:5], call.k_scale, call.v_scale)))
     return PreparedCall(decision, replay, call.with_memory(None, None, None), footprints)
 
 
@@ -195,7 +211,7 @@ def prepared_call_with_mask(decision: Decision, call: Call, tensors: Tensors, at
     replay = decision.backend.replay_with_mask(call, tensors, attn_mask)
     if replay is None:
         return None
-    footprints = (*map(_needed_bytes, (*tensors[:3], attn_mask)), 0, 0)
+    footprints = (*map(_needed_bytes, (*tensors[:3], attn_mask)), 0, 0, 0)
     return PreparedCall(decision, replay, call, footprints)
 
 

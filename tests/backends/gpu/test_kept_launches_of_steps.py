@@ -50,7 +50,7 @@ def test_the_layers_of_a_step_share_their_launches(
 def test_the_steps_of_decoding_share_their_launches(
     layout: str, quantize: str | None, mask: masks.Mask | None, runs: list[kept_launches.ForwardLaunches]
 ) -> None:
-    """The first step makes it; the ranges and the tables of tiles are those of each step."""
+    """The first step makes it; the ranges and the tables of tiles are those of each step, sinks those of each layer."""
     options = {"is_paged": True, "page_size": 64, "qkv_format": layout, "quantize": quantize}
     params, plain = (undivided.InferenceParams(4, 256, 2, 32, torch.float32, **options) for _ in range(2))
     steps = [{"a": 70, "b": 9}, *[{"a": 1, "b": 1}] * 3, {"b": 1, "a": 1}, {"a": 1, "b": 1}]
@@ -60,8 +60,9 @@ def test_the_steps_of_decoding_share_their_launches(
         before = len(runs)
         for layer in (1, 2):
             q, k, v = (new_tokens(layout, tuple(counts.values()), heads, 32) for heads in (4, 2, 2))
-            out = params.attend(layer, q, k, v, mask=mask, backend="triton")
-            expected = plain.attend(layer, q, k, v, mask=mask, backend="reference")
+            sinks = torch.randn(4) + layer if quantize != "int8" else None
+            out = params.attend(layer, q, k, v, mask=mask, sinks=sinks, backend="triton")
+            expected = plain.attend(layer, q, k, v, mask=mask, sinks=sinks, backend="reference")
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         assert len(runs) - before == 2 or step < 2, step
 

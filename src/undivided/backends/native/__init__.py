@@ -26,15 +26,8 @@ from undivided.backends._base import (
     limit_reasons,
 )
 from undivided.backends.native import chosen, gradients
-from undivided.backends.native.call import (
-    Records,
-    contiguous_groups,
-    is_plain,
-    page_fields,
-    plain_record,
-    with_addresses,
-    with_dense,
-)
+from undivided.backends.native.call import Records, is_plain, page_fields, plain_record, with_dense
+from undivided.backends.native.memory import as_kernel_sinks, contiguous_groups, with_addresses
 from undivided.backends.native.replay import UNSUPPORTED_FEATURES, KernelReplay, new_output
 from undivided.backends.shared.chosen import VirtualSequences, block_pairs
 from undivided.kernels import cpu
@@ -117,7 +110,8 @@ class Native(Backend):
             call = contiguous_groups(call)
         if is_plain(call, tensors):
             _table, pages = page_fields(call, tensors)
-            library.forward(plain_record(call, tensors, addresses, strides, out, lse, pages))
+            sinks = None if tensors.sinks is None else as_kernel_sinks(tensors.sinks)
+            library.forward(plain_record(call, tensors, addresses, strides, out, lse, pages, sinks))
             return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
         records = Records(call, tensors, (*_kernel_views(call, tensors), out_BHSD, lse), takes_pages=True)
@@ -139,7 +133,8 @@ class Native(Backend):
         return Result(out, lse)
 
     def replay(self, call: Call, tensors: Tensors) -> Replay | None:
-        """The forward by one record, if it points to the mask as stored and reads no optional tensor but a bias."""
+        """The forward by one record, if it points to the mask as stored and reads no optional tensor but a bias
+        and sinks."""
         library, problem = cpu.load(), call.problem
         if isinstance(library, str) or not problem.features.isdisjoint(UNSUPPORTED_FEATURES):
             return None
@@ -151,7 +146,8 @@ class Native(Backend):
         if is_plain(call, tensors):
             own, addresses = with_addresses(tensors)
             strides, (_table, pages) = call.strides if own is tensors else None, page_fields(call, tensors)
-            plain = plain_record(call, own, addresses, strides, out, UNREAD, pages)
+            sinks = None if tensors.sinks is None else as_kernel_sinks(tensors.sinks)
+            plain = plain_record(call, own, addresses, strides, out, UNREAD, pages, sinks)
             return KernelReplay(library, plain, call, is_plain=True)
         views = *_kernel_views(call, tensors), layout.heads_first(out, problem.layout), UNREAD
         records = Records(call, tensors, views, takes_pages=True)
@@ -165,6 +161,7 @@ class Native(Backend):
         if (
             isinstance(library, str)
             or not problem.features.isdisjoint(UNSUPPORTED_FEATURES)
+            or tensors.sinks is not None
             or not is_plain(call, tensors)
         ):
             return None

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from undivided.arguments.layout import STRIDE_GETTERS, Strides
-from undivided.arguments.tensors import batch_stride, materialise, some_rows
+from undivided.arguments.tensors import batch_stride, some_rows
 from undivided.backends.native import evaluated
+from undivided.backends.native.memory import as_kernel_sinks, require_memory
 from undivided.backends.shared.alibi import row_slopes
 from undivided.errors import InputError
 from undivided.kernels import cpu, philox
@@ -50,17 +51,18 @@ _NO_DROPOUT: tuple[float, ...] = (0, 0, 0.0, 0, 0, 0, 0, 0)
 _NOT_INVARIANT: tuple[int, ...] = (0,) * 3
 _NO_SCALES: tuple[int, ...] = (0,) * 9
 _PACK_REST = struct.Struct(_FORMAT[_REST:]).pack
-_NO_OPTIONS = (0, *_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)
-_NOTHING_ELSE = _PACK_REST(*_NO_OPTIONS, *_NO_SCALES)
+_NO_OPTIONS = (*_NO_BIAS, *_NO_DENSE, *_NO_SLOPES, *_NO_KEYS, *_NO_DROPOUT, *_NOT_INVARIANT)  # after the sinks
+_NOTHING_ELSE = _PACK_REST(0, *_NO_OPTIONS, *_NO_SCALES)
 _WRITE_DENSE = struct.Struct("=5q").pack_into  # a boolean mask and its strides
 _EVERY_KEY = _PACK_RANGES(*NO_RANGES)
 _PLAIN_REST = _PACK_PAGES(*NO_PAGES) + _NOTHING_ELSE
 _BANDS = frozenset({"causal", "window"})  # the same in every sequence: the kernel computes the ranges, without a table
-_OPTIONAL_FEATURES = frozenset({"bias", "alibi", "sinks", "dropout"})
+_OPTIONAL_FEATURES = frozenset({"bias", "alibi", "dropout"})
 
 
 def is_plain(call: Call, tensors: Tensors) -> bool:
-    """Whether the mask is ranges and the call has no optional feature. Most calls are plain: they take a short path."""
+    """Whether the mask is ranges and the call has no optional feature but sinks. Most calls are plain: they take a
+    short path."""
     problem = call.problem
     if problem.features & _OPTIONAL_FEATURES or problem.batch_invariant:
         return False
@@ -72,36 +74,6 @@ def is_ranges(call: Call, q: Tensor) -> bool:
     return call.problem.mask.kinds <= _BANDS or call.normal_form(q).exact
 
 
-def require_memory(tensor: Tensor) -> Tensor:
-    """The tensor if its values are at its pointer; a copy if it is a negated view or a zero tensor without memory.
-
-    Raises:
-        InputError: its values are not at its pointer (fake tensors, wrappers), or it is not on the CPU.
-    """
-    try:
-        if tensor.is_cpu and (tensor._is_zerotensor() or tensor.data_ptr() or not tensor.numel()):
-            return materialise(tensor)
-    except (NotImplementedError, RuntimeError):  # raised if it has no pointer
-        pass
-    kind = type(tensor).__name__
-    raise InputError(
-        "a tensor of the call",
-        "lie in memory for the native kernel",
-        f"a {kind} on {tensor.device} without memory",
-        hint="it is a fake tensor or a wrapper: call outside of the mode that created it, or unwrap it",
-    )
-
-
-def with_addresses(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:
-    """The tensors, and the addresses of q, k and v. The caller must keep these tensors alive: some may be copies."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if 0 not in addresses and not (q.is_neg() or k.is_neg() or v.is_neg()):
-        return tensors, addresses
-    q, k, v = require_memory(q), require_memory(k), require_memory(v)
-    return tensors._replace(q=q, k=k, v=v), (q.data_ptr(), k.data_ptr(), v.data_ptr())
-
-
 def plain_record(
     call: Call,
     tensors: Tensors,
@@ -110,9 +82,10 @@ def plain_record(
     out: Tensor,
     lse: Tensor,
     pages: tuple[int, ...] = NO_PAGES,
+    sinks: Tensor | None = None,
 ) -> bytes:
     """The record of a whole problem that `is_plain`. q, k and v are at these addresses in the caller's layout, or in
-    pages; strides None reads those of `tensors`."""
+    pages; strides None reads those of `tensors`; sinks are those of `as_kernel_sinks`."""
     if strides is None:
         strides = Strides(*tensors[:3], call.problem.layout, call.pages is not None)
     # repeated calls pack 14 values instead of 30
@@ -132,9 +105,10 @@ def plain_record(
         ranges = checked.range_record or _pack_ranges(call, tensors)
     else:
         ranges = _EVERY_KEY if mask is FULL or mask.is_full else _pack_ranges(call, tensors)
-    if call.k_scale is None:
+    if sinks is None and call.k_scale is None:
         return head + ranges + (_PLAIN_REST if pages is NO_PAGES else _PACK_PAGES(*pages) + _NOTHING_ELSE)
-    return head + ranges + _PACK_PAGES(*pages) + _PACK_REST(*_NO_OPTIONS, *scale_fields(call))
+    sinks_address = 0 if sinks is None else sinks.data_ptr()
+    return head + ranges + _PACK_PAGES(*pages) + _PACK_REST(sinks_address, *_NO_OPTIONS, *scale_fields(call))
 
 
 def with_dense(record: bytes, mask: Tensor) -> bytes:
@@ -235,19 +209,6 @@ def scale_fields(call: Call) -> tuple[int, ...]:
     )
 
 
-def contiguous_groups(call: Call) -> Call:
-    """The call, with scales of int4 whose last axis has stride 1, in memory."""
-    k_scale, v_scale = call.k_scale, call.v_scale
-    assert k_scale is not None and v_scale is not None
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        readable = require_memory(scale)
-        if call.problem.quantized == "int4" and readable.stride(-1) != 1:
-            readable = readable.contiguous()
-        if readable is not scale:
-            call = call.with_problem(call.problem, **{name: readable})
-    return call
-
-
 def page_fields(call: Call, tensors: Tensors) -> tuple[Tensor | None, tuple[int, ...]]:
     """The block table, which must be kept alive until the call returns, and the record's fields that point to it."""
     if call.pages is None:
@@ -273,7 +234,7 @@ class Records:
         self.mask_memory: tuple[Tensor | None, ...] = ()
         """The pairs of the mask, and the first keys, that the last record points to."""
         if tensors.sinks is not None:
-            self.sinks = require_memory(tensors.sinks.detach()).float().contiguous()
+            self.sinks = as_kernel_sinks(tensors.sinks)
         if tensors.bias is not None:
             bias = require_memory(tensors.bias.detach())
             bias = bias if bias.dtype in cpu.DTYPES else bias.float()

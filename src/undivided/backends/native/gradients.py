@@ -25,7 +25,8 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.layout import STRIDE_GETTERS
 from undivided.arguments.tensors import empty_rows_like, some_rows, with_contiguous_rows
 from undivided.backends._base import Gradients
-from undivided.backends.native.call import Records, is_plain, plain_record, require_memory, with_addresses
+from undivided.backends.native.call import Records, is_plain, plain_record
+from undivided.backends.native.memory import require_memory, with_addresses
 from undivided.backends.shared.alibi import sum_of_sequences
 from undivided.kernels import cpu
 from undivided.request.call import Call
@@ -48,7 +49,7 @@ def backward(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, gra
     (tensors, addresses), grad_out = with_addresses(tensors), require_memory(grad_out)
     out, lse = with_contiguous_rows(require_memory(result.out)), with_contiguous_rows(require_memory(result.lse))
     grad_lse = None if grad_lse is None else require_memory(grad_lse)
-    if call.pages is None and is_plain(call, tensors):
+    if call.pages is None and tensors.sinks is None and is_plain(call, tensors):
         problem_record = plain_record(call, tensors, addresses, None, out, lse)
         return _plain(library, call, tensors, problem_record, grad_out, grad_lse, call.problem.dtype)
     records = Records(
@@ -79,8 +80,8 @@ def _run_attempts(run: Callable[[int], tuple[int | None, _Outcome]]) -> _Outcome
 
 
 def plain_fp32(call: Call, tensors: Tensors, result: Result, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
-    """The gradients of q, k and v in fp32, which a caller adds up. The problem `is_plain`, in layout bhsd, and all
-    tensors are contiguous."""
+    """The gradients of q, k and v in fp32, which a caller adds up. The problem `is_plain`, without sinks and in layout
+    bhsd, and all tensors are contiguous."""
     library = cpu.load()
     assert isinstance(library, cpu.Library)
     tensors, addresses = with_addresses(tensors)
@@ -97,7 +98,8 @@ def _plain(
     grad_lse: Tensor | None,
     dtype: torch.dtype,
 ) -> Gradients:
-    """The gradients of q, k and v of a problem that `is_plain`, in one kernel call, in its dtype or fp32."""
+    """The gradients of q, k and v of a problem that `is_plain`, without sinks, in one kernel call, in its dtype or
+    fp32."""
     problem = call.problem
     grad = with_contiguous_rows(grad_out if grad_out.dtype is problem.dtype else grad_out.to(problem.dtype))
     lse = None if grad_lse is None else with_contiguous_rows(grad_lse.float())

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from undivided.arguments.layout import STRIDE_GETTERS
 from undivided.backends._base import KeyRange
+from undivided.backends.native.memory import as_kernel_sinks
 from undivided.kernels import cpu
 from undivided.request.call import Call
 from undivided.request.problem import Problem
 
-UNSUPPORTED_FEATURES = frozenset({"backward", "lse", "alibi", "sinks", "dropout", "strided"})
+UNSUPPORTED_FEATURES = frozenset({"backward", "lse", "alibi", "dropout", "strided"})
 """Features of calls that have other outputs, or read tensors that a replay does not get."""
 
 
@@ -27,7 +28,18 @@ class _Template:
     """
 
     def __init__(self, bias: str) -> None:
-        changing = ("threads", "q", "k", "v", "out", "pages", bias, "k_scale", "v_scale")  # in the record's order
+        changing = (
+            "threads",
+            "q",
+            "k",
+            "v",
+            "out",
+            "pages",
+            "sinks",
+            bias,
+            "k_scale",
+            "v_scale",
+        )  # in the record's order
         starts = [8 * cpu.FIELDS.index(name) for name in changing]
         ends = [start + 8 for start in starts]
         self.between = [slice(a, b) for a, b in zip([0, *ends], [*starts, cpu.RECORD.size], strict=True)]
@@ -50,7 +62,7 @@ class KernelReplay:
         record: of the call. Of what it points to, only the call's mask is kept alive.
         call: the call.
         mask_memory: what the record points to besides the tensors of a call and of its normal form.
-        is_plain: whether the record has no optional fields, as `plain_record` makes it.
+        is_plain: whether the record has no optional fields but sinks, as `plain_record` makes it.
         takes_mask: whether calls supply a boolean mask in place of the bias.
     """
 
@@ -82,7 +94,8 @@ class KernelReplay:
         self._forward = library.forward
 
     def with_keys(self, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> KernelReplay | None:
-        """The forward of a call with other keys (see `Backend.replay_keys`); None if the record has optional fields."""
+        """The forward of a call with other keys (see `Backend.replay_keys`); None if the record has optional fields
+        besides sinks."""
         if not self._is_plain:
             return None
         record, strides, table = bytearray(self._record), STRIDE_GETTERS[problem.layout], None
@@ -103,11 +116,14 @@ class KernelReplay:
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sinks: Tensor | None,
         pages: Tensor | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
     ) -> Tensor:
         out = new_output(self._problem, q)
+        if sinks is not None:
+            sinks = as_kernel_sinks(sinks)
         constant = self._constants
         record = self._pack(  # written out, because a loop costs two microseconds
             constant[0],
@@ -123,12 +139,14 @@ class KernelReplay:
             constant[5],
             _address(pages),
             constant[6],
-            _address(bias),
+            _address(sinks),
             constant[7],
-            _address(k_scale),
+            _address(bias),
             constant[8],
-            _address(v_scale),
+            _address(k_scale),
             constant[9],
+            _address(v_scale),
+            constant[10],
         )
         self._forward(record)
         return out

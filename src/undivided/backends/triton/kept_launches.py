@@ -181,6 +181,7 @@ class LaunchReplay:
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sinks: Tensor | None,
         pages: Tensor | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
@@ -189,7 +190,7 @@ class LaunchReplay:
         given = (q, k, v, k_scale, v_scale)
         own_q, own_k, own_v, k_scale, v_scale = map(_with_axes, given, self._axes)
         assert own_q is not None and own_k is not None and own_v is not None
-        call, tensors = self._call.with_memory(pages, k_scale, v_scale), Tensors(own_q, own_k, own_v)
+        call, tensors = self._call.with_memory(pages, k_scale, v_scale), Tensors(own_q, own_k, own_v, sinks=sinks)
         found = find(call, tensors)
         out = (self._forward(call, tensors) if found is None else found.run(call, tensors)).out
         return out if out.dim() == q.dim() else out.flatten(0, 1)  # packed queries of a padded batch without padding

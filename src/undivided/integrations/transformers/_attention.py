@@ -125,15 +125,15 @@ def attention(
     _check_refused(others)
     if isinstance(attention_mask, ModelMask) and cu_seq_lens_q is None and "position_ids" in others:
         report_restarts(module, attention_mask, others["position_ids"])
-    # bare: all arguments that few models have are None; plain: there is only a mask, a scale and a softcap
+    # bare: all arguments that few models have are None; plain: there is only a mask, a scale, a softcap and sinks
     is_bare = position_bias is sinks is indices is block_indices is cu_seq_lens_q is cu_seq_lens_k is None
     is_bare = is_bare and max_length_q is max_length_k is None
     fits_one_row = is_bare and _fits_one_row(attention_mask, query, key, value)
     # arguments of a wrong type do not count as plain, so that `check_arguments` sees and refuses them
-    is_plain = is_bare and not fits_one_row and s_aux is None and type(dropout) in _NUMBERS and dropout == 0
+    is_plain = is_bare and not fits_one_row and type(dropout) in _NUMBERS and dropout == 0
     is_plain = is_plain and type(is_causal) in _FLAGS and (output_attentions is None or output_attentions is False)
     if is_plain and isinstance(attention_mask, ModelMask) and not collects_weights(module):
-        out = repeated(module, query, key, value, attention_mask, scaling, softcap)
+        out = repeated(module, query, key, value, attention_mask, scaling, softcap, s_aux)
         if out is not None:
             return out, None
     arguments = LayerArguments(

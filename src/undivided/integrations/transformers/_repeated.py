@@ -18,7 +18,7 @@ from undivided.integrations.transformers._latent import has_latents
 from undivided.integrations.transformers._model_mask import ModelMask
 from undivided.integrations.transformers.cache._states import CachedStates
 from undivided.request.request import Request
-from undivided.run.replay import SCALAR_TYPES, PreparedCall, may_replay
+from undivided.run.replay import SCALAR_TYPES, PreparedCall, may_replay, sinks_key
 from undivided.selection.decision import length_class
 from undivided.selection.policy import Policy, current_policy
 
@@ -31,6 +31,7 @@ def repeated(
     mask: ModelMask,
     scale: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor | None:
     """The output ``[B, Sq, H, D]`` of a layer without other arguments; None if it must be prepared by itself.
 
@@ -39,7 +40,7 @@ def repeated(
     """
     if torch.compiler.is_compiling() or mask.context is not None or active_batch() is not None or has_latents(module):
         return None
-    if not {type(scale), type(softcap)} <= SCALAR_TYPES:
+    if not {type(scale), type(softcap)} <= SCALAR_TYPES or (sinks_part := sinks_key(sinks)) is None:
         return None
     k_scale = v_scale = None
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
@@ -59,6 +60,7 @@ def repeated(
         *_memory_key(v_scale),
         scale,
         softcap,
+        sinks_part,
         policy,
     )
     try:
@@ -68,10 +70,10 @@ def repeated(
             return None
         if k_scale is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
         prepared = mask.prepared[call_key] = _prepare(mask, q, k, v, options, policy)
     # k and v may have another order of axes than when they were prepared: a replay reads where they begin
-    return None if prepared is None else prepared.run(q, k, v, None, None, k_scale, v_scale)
+    return None if prepared is None else prepared.run(q, k, v, None, sinks, None, k_scale, v_scale)
 
 
 def _memory_key(tensor: Tensor | None) -> tuple[object, ...]:
@@ -93,7 +95,8 @@ def _prepare(
         sizes_without_length = k.shape[0], k.shape[2:], v.shape[0], v.shape[2:], k.shape[1] - v.shape[1]
         strides_and_types = k.stride(3), k.dtype, k.device, v.stride(3), v.dtype, v.device
         hides = None if mask.sees_all_keys else any(start for start, _ in mask.keys)
-        rules = hides, length_class(k.shape[1]), options["scale"], options["softcap"], policy
+        sinks_part = sinks_key(options["sinks"])
+        rules = hides, length_class(k.shape[1]), options["scale"], options["softcap"], sinks_part, policy
         key = *_memory_key(q), *sizes_without_length, *strides_and_types, *rules
         if (earlier := _steps.get(key)) is not None:
             prepared = earlier.with_keys(None if hides is None else mask.keys, k, v)
