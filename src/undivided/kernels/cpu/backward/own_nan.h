@@ -77,15 +77,7 @@ class OwnNan {
   void find_live_keys() {
     for (int64_t r = 0; r < p_.rows; r++) {
       if (!(w_.rows[r] & kHasKeys) || w_.rows[r] & kNanScores) continue;
-      const int64_t row = r % a_.q_len;
-      int64_t start = a_.band ? row + a_.band_start : 0, stop = a_.band ? row + a_.band_stop : a_.kv_len;
-      if (a_.ranges) {
-        start = a_.kv_len, stop = 0;
-        const int32_t* range = a_.ranges + batch_ * a_.ranges_b + row * a_.columns;
-        for (int64_t i = 0; i < a_.columns; i += 2)
-          if (range[i] < range[i + 1]) start = smaller_of(start, range[i]), stop = larger_of(stop, range[i + 1]);
-      }
-      live_.start = smaller_of(live_.start, start), live_.stop = larger_of(live_.stop, stop);
+      ranges_of_row(a_, batch_, r % a_.q_len).extend(live_);
     }
   }
 
@@ -141,7 +133,7 @@ class OwnNan {
   const Gradients& g_;
   const int64_t batch_, kv_head_;
   const OwnNanSpace w_;
-  Segment live_ = {INT64_MAX, INT64_MIN};
+  Range live_ = {INT64_MAX, INT64_MIN};
   int64_t scores_hint_ = 0, weights_hint_ = 0;
 };
 

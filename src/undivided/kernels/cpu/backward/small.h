@@ -63,7 +63,7 @@ struct SmallHead {
   int32_t start[2][kMaxSmallBackward], stop[2][kMaxSmallBackward];  // of each row
   int32_t row[kMaxSmallBackward];                                   // its number in the block
   // the keys of each row, relative to first_key, and the rows of each key, or more
-  Segment visible[kMaxSmallBackward], rows_of_key[kMaxSmallBackward];
+  Range visible[kMaxSmallBackward], rows_of_key[kMaxSmallBackward];
   const float *q[kMaxSmallBackward], *grad[kMaxSmallBackward], *k[kMaxSmallBackward], *v[kMaxSmallBackward];
   T *dq[kMaxSmallBackward], *dk[kMaxSmallBackward], *dv[kMaxSmallBackward];
   float base[kMaxSmallBackward], lse[kMaxSmallBackward], delta[kMaxSmallBackward];
@@ -77,7 +77,7 @@ INLINE void clear_row(T* row, int64_t dim) {
 // The keys that each row of the block sees, and in `visible` those that some row sees; false if these have a gap, since
 // keys in it may hold anything.
 template <class T>
-static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h, Segment& visible) {
+static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h, Range& visible) {
   Panel panel;
   for (int64_t first = 0; first < block.rows; first += kPanel) {
     read_ranges(a, block, first, panel);
@@ -87,7 +87,7 @@ static bool find_keys(const Attention& a, const RowBlock& block, SmallHead<T>& h
       h.visible[first + r] = keys_of_row(panel, r);
     }
     if (panel.segments == 0) continue;
-    const Segment own = panel.segment[0];
+    const Range own = panel.segment[0];
     if (visible.start >= visible.stop) visible = own;
     if (panel.segments > 1 || own.start > visible.stop || own.stop < visible.start) return false;
     visible = {smaller_of(visible.start, own.start), larger_of(visible.stop, own.stop)};
@@ -113,8 +113,8 @@ static void gather_rows(const Backward& p, const RowBlock& block, const SmallSpa
     h.q[n] = as_floats(q, a.qk_dim, n, w.q), h.grad[n] = as_floats(grad, a.v_dim, n, w.grad);
     for (int side = 0; side < 2; side++) h.start[side][n] = h.start[side][r], h.stop[side][n] = h.stop[side][r];
     h.row[n] = (int32_t)r;
-    const Segment own = h.visible[r];  // empty if the row sees none of these keys
-    h.visible[n] = own.start < own.stop ? Segment{own.start - h.first_key, own.stop - h.first_key} : Segment{0, 0};
+    const Range own = h.visible[r];  // empty if the row sees none of these keys
+    h.visible[n] = own.start < own.stop ? Range{own.start - h.first_key, own.stop - h.first_key} : Range{0, 0};
     h.rows++;
   }
 }
@@ -141,8 +141,8 @@ static void gather_keys(const Backward& p, const Head& head, int64_t start, int6
 
 // From the first to the last row that sees some of the keys [first, stop).
 template <class T>
-static Segment rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop) {
-  Segment rows = {0, h.rows};
+static Range rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop) {
+  Range rows = {0, h.rows};
   auto sees = [&](int64_t n) { return h.visible[n].start < stop && h.visible[n].stop > first; };
   while (rows.start < rows.stop && !sees(rows.start)) rows.start++;
   while (rows.start < rows.stop && !sees(rows.stop - 1)) rows.stop--;
@@ -153,7 +153,7 @@ static Segment rows_that_see(const SmallHead<T>& h, int64_t first, int64_t stop)
 // become 0.
 template <class T, bool kHasBias>
 static void dsoftmax_rows(const Backward& p, const RowBlock& block, const SmallHead<T>& h, int64_t first,
-                          const Segment& rows, const SmallSpace& w) {
+                          const Range& rows, const SmallSpace& w) {
   const Attention& a = p.a;
   const float scale = (float)a.scale, scale2 = (float)(a.scale * (double)kLog2E);
   IVec lane = {};
@@ -192,7 +192,7 @@ template <class T>
 static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   const Attention& a = p.a;
   const RowBlock block = {head.batch, head.kv_head * (a.heads / a.kv_heads), head.kv_head, 0, p.rows, 0};
-  Segment visible = {0, 0};
+  Range visible = {0, 0};
   SmallHead<T> h;
   if (!find_keys(a, block, h, visible)) return false;
   const SmallSpace w(a, scratch);
@@ -202,7 +202,7 @@ static bool run_small_head(const Backward& p, const Head& head, char* scratch) {
   if (h.rows == 0) return true;
   for (int64_t first = 0; first < h.keys; first += kPanel) {
     const int64_t keys = smaller_of(h.keys - first, kPanel);
-    const Segment rows = rows_that_see(h, first, first + keys);
+    const Range rows = rows_that_see(h, first, first + keys);
     const int64_t at = rows.start, count = rows.stop - at;
     score_rows(h.q + at, count, h.k + first, keys, a.qk_dim, w.kt, w.s + at * kPanel);
     score_rows(h.grad + at, count, h.v + first, keys, a.v_dim, w.vt, w.dp + at * kPanel);

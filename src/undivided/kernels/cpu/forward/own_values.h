@@ -22,11 +22,7 @@ INLINE bool may_hide_pairs(const Attention& a) { return a.ranges || a.band || a.
 
 // Whether query row `row` of a head may attend to key j.
 INLINE bool sees(const Attention& a, int64_t batch, int64_t head, int64_t row, int64_t j) {
-  if (a.band && (j < row + a.band_start || j >= row + a.band_stop)) return false;
-  if (a.ranges) {
-    const int32_t* range = a.ranges + batch * a.ranges_b + row * a.columns;
-    if (!(range[0] <= j && j < range[1]) && !(a.columns == 4 && range[2] <= j && j < range[3])) return false;
-  }
+  if (!ranges_of_row(a, batch, row).contains(j)) return false;
   if (a.dense && !MaskRow(a, batch, head, row).allows(j, a.dense_k)) return false;
   return !a.bias || bias_at(a, batch * a.bias_b + head * a.bias_h + row * a.bias_q + j * a.bias_k) != -kInfinity;
 }

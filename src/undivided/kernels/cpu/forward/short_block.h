@@ -114,13 +114,6 @@ class ShortBlock {
     ShortBlock(a_, single_row, w_.rest).run();
   }
 
-  Segment range_of(int64_t at) const {
-    if (a_.band) return {larger_of(0, at + a_.band_start), larger_of(0, smaller_of(a_.kv_len, at + a_.band_stop))};
-    if (!a_.ranges) return {0, a_.kv_len};
-    const int32_t* range = a_.ranges + block_.batch * a_.ranges_b + at * 2;
-    return {range[0], range[1]};
-  }
-
   // The offset, modulo 32, at which the steps of a row's keys start: that of its first key, if at least kMinEqualStarts
   // consecutive rows start at the same key, as in a document. It does not depend on the panel, so that a row's sums are
   // the same in any.
@@ -145,8 +138,8 @@ class ShortBlock {
     int64_t phase = 0, head = block_.first_head + (block_.row + first) / a_.q_len, at = (block_.row + first) % a_.q_len;
     p.first = first, p.from = p.to = p.key = 0;
     for (p.rows = 0; p.rows < limit; p.rows++) {
-      Segment s = range_of(at);
-      const Segment previous = {p.rows > 0 ? p.start[p.rows - 1] : 0, p.rows > 0 ? p.stop[p.rows - 1] : 0};
+      Range s = ranges_of_row(a_, block_.batch, at).of[0];
+      const Range previous = {p.rows > 0 ? p.start[p.rows - 1] : 0, p.rows > 0 ? p.stop[p.rows - 1] : 0};
       const bool follows =
           previous.start == s.start && previous.start < previous.stop && previous.stop <= s.stop && at > 0 && a_.ranges;
       const int64_t own = follows ? phase : phase_of(at);

@@ -47,7 +47,7 @@ static inline bool is_connected(const Attention& a, const RowBlock& block, const
   if (p.segments > 1) return false;
   const int32_t* previous = nullptr;
   for (int64_t r = 0; a.ranges && r < p.rows; r++) {
-    const Segment own = keys_of_row(p, r);
+    const Range own = keys_of_row(p, r);
     if (own.start >= own.stop) continue;
     const int32_t* range = ranges_at(a, block, r);
     if (previous && are_disjoint(a, previous, range)) return false;
@@ -89,10 +89,10 @@ INLINE bool softmax_row(const Attention& a, const Panel& panel, int r, int64_t b
 // weights and `v` begin at key `first`.
 template <class T>
 INLINE void add_own_values(const Attention& a, int64_t batch, int64_t head, int64_t row, int64_t first,
-                           const float* const* v, const Segment& own, float* weights, T* out) {
+                           const float* const* v, const Range& own, float* weights, T* out) {
   if (!has_non_finite(out, a.v_dim)) return;
   const float* values[kPanel];
-  Segment some = {0, 0};
+  Range some = {0, 0};
   for (int64_t j = own.start; j < own.stop; j++) {
     if (!sees(a, batch, head, row, first + j)) continue;
     values[some.stop] = v[j], weights[some.stop++] = weights[j];
@@ -107,13 +107,13 @@ static bool run_small_block(const Attention& a, const RowBlock& block, char* scr
   read_ranges(a, block, 0, panel);
   if (!is_connected(a, block, panel)) return false;
   const SmallForwardSpace w(a, scratch);
-  const Segment visible = panel.segments ? panel.segment[0] : Segment{0, 0};
+  const Range visible = panel.segments ? panel.segment[0] : Range{0, 0};
   const int64_t b = block.batch, n = block.kv_head, keys = visible.stop - visible.start;
   const bool alike = panel.covers(visible.start, visible.stop), hides = !alike || a.dense || a.bias;
   const float *q[kPanel], *k[kPanel], *v[kPanel];
   T* out[kPanel];
   int64_t rows = 0, from[kPanel];
-  Segment own[kPanel];  // keys of each row, relative to the first visible one
+  Range own[kPanel];  // keys of each row, relative to the first visible one
   auto place = [&](int64_t r) {
     return std::make_pair(block.first_head + (block.row + r) / a.q_len, (block.row + r) % a.q_len);
   };

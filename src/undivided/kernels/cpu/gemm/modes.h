@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "abi/kernels.h"
+#include "abi/row_ranges.h"
 #include "gemm/vector.h"
 #include "simd/arithmetic.h"
 
@@ -11,7 +12,10 @@ namespace {
 
 using namespace undivided::tuning;
 using undivided::partial_size;
+using undivided::Range;
+using undivided::ranges_of_row;
 using undivided::RowBlock;
+using undivided::RowRanges;
 using undivided::rows_of_group;
 
 constexpr int64_t kBlockKeys = kTuning.block_keys;

@@ -129,10 +129,7 @@ static void prefetch_next_block(Prefetch& prefetch, const Attention& a, const Ro
   const int64_t rows = smaller_of(smaller_of(block.rows, kMaxPrefetchRows), a.q_len - at);
   prefetch.add((const T*)a.q + block.batch * a.q_b + head * a.q_h + at * a.q_s, stride_in_bytes<T>(a.q_s), rows,
                a.qk_dim * (int64_t)sizeof(T));
-  const int64_t visible = a.ranges ? a.ranges[block.batch * a.ranges_b + at * a.columns]
-                          : a.band ? at + a.band_start
-                                   : 0;
-  const int64_t from = larger_of(larger_of(visible, block.key), 0),
+  const int64_t from = larger_of(ranges_of_row(a, block.batch, at).of[0].start, block.key),
                 to = smaller_of(from + max_keys, smaller_of(a.kv_len, block.key_stop));
   if (a.format) return;
   prefetch.add(key_rows<T>(a, block.batch, block.kv_head), from, to, a.qk_dim);

@@ -25,8 +25,8 @@ INLINE bool is_small(const Attention& a, int64_t limit) {
 }
 
 // From the first to the last key that a row of a panel sees; empty if start >= stop.
-INLINE Segment keys_of_row(const Panel& p, int64_t r) {
-  const Segment first = {p.start[0][r], p.stop[0][r]}, second = {p.start[1][r], p.stop[1][r]};
+INLINE Range keys_of_row(const Panel& p, int64_t r) {
+  const Range first = {p.start[0][r], p.stop[0][r]}, second = {p.start[1][r], p.stop[1][r]};
   if (second.start >= second.stop) return first;
   if (first.start >= first.stop) return second;
   return {smaller_of(first.start, second.start), larger_of(first.stop, second.stop)};
@@ -107,7 +107,7 @@ static __attribute__((noinline)) void add_row_group(const float* a, int64_t row_
 // zero_or_nan, unless null, becomes NaN if some result is not finite.
 template <class T>
 static void add_rows(const float* a, int64_t row_stride, int64_t step_stride, const float* const* rows,
-                     const Segment* some, int64_t dim, int64_t results, T* const* out, Vec* zero_or_nan = nullptr) {
+                     const Range* some, int64_t dim, int64_t results, T* const* out, Vec* zero_or_nan = nullptr) {
   int64_t d = 0;
   auto columns = [&](auto vectors) {  // all results for these columns, while their rows are in L1
     constexpr int C = decltype(vectors)::value;

@@ -7,9 +7,6 @@
 
 namespace {
 
-struct Segment {
-  int64_t start, stop;
-};
 constexpr int kMaxSegments = 2 * kPanel;
 
 // The keys that a panel of at most kPanel rows sees.
@@ -18,12 +15,12 @@ struct Panel {
   int64_t first, rows;  // first: index in the row block
   bool has_sums;        // whether its sums have been written
   bool row_major;       // whether its sums are stored row by row; see gemm/row_product.h
-  Segment common[2];    // keys that every row sees through its first range, and through its second
+  Range common[2];      // keys that every row sees through its first range, and through its second
   // Of each vector of rows: from the first to the last key that some row sees through a range, and the keys that every
   // row sees through its first range.
-  Segment vector_extent[2][kVectors], vector_common[kVectors];
+  Range vector_extent[2][kVectors], vector_common[kVectors];
   int segments, next_segment;  // next_segment: the first one that later key blocks may touch
-  Segment segment[kMaxSegments];
+  Range segment[kMaxSegments];
 
   // Vectors that hold rows.
   int vectors() const { return (int)((rows + kLanes - 1) / kLanes); }
@@ -48,9 +45,9 @@ static void find_segments(Panel& p) {
   p.segments = p.next_segment = 0;
   for (int side = 0; side < 2; side++)
     for (int r = 0; r < p.rows; r++) {
-      Segment s = {p.start[side][r], p.stop[side][r]};
+      Range s = {p.start[side][r], p.stop[side][r]};
       if (s.stop <= s.start) continue;
-      Segment* last_segment = p.segments > 0 ? &p.segment[p.segments - 1] : nullptr;
+      Range* last_segment = p.segments > 0 ? &p.segment[p.segments - 1] : nullptr;
       if (last_segment && last_segment->start <= s.start && s.start <= last_segment->stop) {  // most rows
         last_segment->stop = larger_of(last_segment->stop, s.stop);
         continue;
@@ -65,8 +62,7 @@ static void find_segments(Panel& p) {
         last++;
       }
       int grown = 1 - (last - first);
-      if (grown != 0)
-        memmove(&p.segment[last + grown], &p.segment[last], sizeof(Segment) * (size_t)(p.segments - last));
+      if (grown != 0) memmove(&p.segment[last + grown], &p.segment[last], sizeof(Range) * (size_t)(p.segments - last));
       p.segment[first] = s;
       p.segments += grown;
     }
@@ -104,17 +100,9 @@ static void read_ranges(const Attention& a, const RowBlock& block, int64_t first
   p.first = first, p.rows = smaller_of(block.rows - first, rows);
   int64_t row = (block.row + first) % a.q_len;
   for (int r = 0; r < kPanel; r++) {
-    p.start[0][r] = p.start[1][r] = p.stop[1][r] = 0;
-    p.stop[0][r] = (int32_t)a.kv_len;
-    if (a.band) {
-      p.start[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.band_start));
-      p.stop[0][r] = (int32_t)larger_of(0, smaller_of(a.kv_len, row + a.band_stop));
-    }
-    if (a.ranges) {
-      const int32_t* range = a.ranges + block.batch * a.ranges_b + row * a.columns;
-      p.start[0][r] = range[0], p.stop[0][r] = range[1];
-      if (a.columns == 4) p.start[1][r] = range[2], p.stop[1][r] = range[3];
-    }
+    const RowRanges keys = ranges_of_row(a, block.batch, row);
+    for (int side = 0; side < 2; side++)
+      p.start[side][r] = (int32_t)keys.of[side].start, p.stop[side][r] = (int32_t)keys.of[side].stop;
     // lanes beyond the last row repeat it; their results are never stored
     if (r + 1 < p.rows && ++row == a.q_len) row = 0;
   }
@@ -160,25 +148,18 @@ static int64_t rows_of_panel(const Attention& a, const RowBlock& block, int64_t 
 // The keys that the rows of a block see. extent: from the first to the last one. longest: the largest distance between
 // the first and the last key of a row. pairs: the number of (row, key) pairs.
 struct RowKeys {
-  Segment extent;
+  Range extent;
   int64_t longest, pairs;
 };
 static RowKeys keys_of_block(const Attention& a, const RowBlock& block) {
   if (!a.ranges && !a.band) return {{0, a.kv_len}, a.kv_len, block.rows * a.kv_len};
   RowKeys keys = {{a.kv_len, 0}, 0, 0};
-  const int32_t* ranges = a.ranges + block.batch * a.ranges_b;
   int64_t row = block.row % a.q_len;
   for (int64_t r = 0; r < block.rows; r++) {
-    Segment seen = {a.kv_len, 0};  // by this row
-    auto include = [&](int64_t start, int64_t stop) {
-      if (start >= stop) return;
-      seen = {smaller_of(seen.start, start), larger_of(seen.stop, stop)}, keys.pairs += stop - start;
-    };
-    if (a.band) include(larger_of(0, row + a.band_start), smaller_of(a.kv_len, row + a.band_stop));
-    for (int64_t i = 0; !a.band && i < a.columns; i += 2)
-      include(ranges[row * a.columns + i], ranges[row * a.columns + i + 1]);
-    keys.extent = {smaller_of(keys.extent.start, seen.start), larger_of(keys.extent.stop, seen.stop)};
-    keys.longest = larger_of(keys.longest, seen.stop - seen.start);
+    const RowRanges own = ranges_of_row(a, block.batch, row);
+    Range seen = {a.kv_len, 0};
+    own.extend(seen), own.extend(keys.extent);
+    keys.longest = larger_of(keys.longest, seen.stop - seen.start), keys.pairs += own.count();
     if (++row == a.q_len) row = 0;
   }
   return keys;
@@ -192,7 +173,7 @@ static RowKeys keys_of_block(const Attention& a, const RowBlock& block) {
   for (int v = 0; v < p.vectors(); v++) {
     start[v] = to, stop[v] = from;
     for (int side = 0; side < 2; side++) {
-      const Segment& extent = p.vector_extent[side][v];
+      const Range& extent = p.vector_extent[side][v];
       const int64_t first = larger_of(extent.start, from), last = smaller_of(extent.stop, to);
       if (first < last) start[v] = smaller_of(start[v], first), stop[v] = larger_of(stop[v], last);
     }

@@ -85,9 +85,10 @@ bool hides_pairs(const Attention& a) {
   if (a.dense || a.bias) return true;
   if (a.band) return a.band_start + a.q_len - 1 > 0 || a.band_stop < a.kv_len;
   for (int64_t b = 0; a.ranges && b < (a.ranges_b > 0 ? a.batch : 1); b++) {
-    const int32_t* range = a.ranges + b * a.ranges_b;
-    for (int64_t i = 0; i < a.q_len; i++, range += a.columns)
-      if (range[0] > 0 || range[1] < a.kv_len) return true;
+    for (int64_t i = 0; i < a.q_len; i++) {
+      const Range own = ranges_of_row(a, b, i).of[0];
+      if (own.start > 0 || own.stop < a.kv_len) return true;
+    }
   }
   return false;
 }

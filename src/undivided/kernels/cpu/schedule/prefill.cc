@@ -17,23 +17,13 @@ namespace {
 int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) {
   if (!a.ranges && !a.band) return rows * a.kv_len;
   int64_t cost = 0;
-  for (int64_t r = row; r < row + rows; r++) {
-    if (a.band) {
-      int64_t i = r % a.q_len, start = std::max(i + a.band_start, (int64_t)0),
-              stop = std::min(i + a.band_stop, a.kv_len);
-      cost += std::max(stop - start, (int64_t)0);
-      continue;
-    }
-    const int32_t* range = a.ranges + batch * a.ranges_b + r % a.q_len * a.columns;
-    cost += std::max(range[1] - range[0], 0);
-    if (a.columns == 4) cost += std::max(range[3] - range[2], 0);
-  }
+  for (int64_t r = row; r < row + rows; r++) cost += ranges_of_row(a, batch, r % a.q_len).count();
   return cost;
 }
 
 // The keys of a sequence in at most `splits` splits of whole key blocks; with batch_invariant, its pieces.
 KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, int64_t splits) {
-  const KeyExtent extent = key_extent(a, batch);
+  const Range extent = key_extent(a, batch);
   if (extent.stop <= extent.start) return {0, 0, 0};
   if (a.batch_invariant) return pieces_of(a, extent);
   const int64_t start = extent.start / block_keys * block_keys, key_blocks = divide_up(extent.stop - start, block_keys);
@@ -42,7 +32,7 @@ KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, int6
 }
 
 // The keys that some row of a block sees.
-KeyExtent extent_of(const Attention& a, const RowBlock& block) {
+Range extent_of(const Attention& a, const RowBlock& block) {
   const int64_t row = block.row % a.q_len;
   if (row + block.rows > a.q_len) return key_extent(a, block.batch);
   return key_extent(a, block.batch, row, row + block.rows);

@@ -11,18 +11,15 @@ namespace undivided {
 namespace {
 
 // Whether sequences may share work. Their results then depend on which sequences are in the batch, by rounding only.
-bool may_share(const Attention& a) {
-  return a.pages && a.v_dim % 16 == 0 && !a.batch_invariant && !has_score_bias(a);
-}
+bool may_share(const Attention& a) { return a.pages && a.v_dim % 16 == 0 && !a.batch_invariant && !has_score_bias(a); }
 
 // The number of keys from the first one on that every row of a sequence sees.
 int64_t common_keys(const Attention& a, int64_t batch) {
-  if (a.band) return a.band_start + a.q_len - 1 <= 0 ? std::max(std::min(a.band_stop, a.kv_len), (int64_t)0) : 0;
-  if (!a.ranges) return a.kv_len;
   int64_t keys = a.kv_len;
-  const int32_t* range = a.ranges + batch * a.ranges_b;
-  for (int64_t i = 0; i < a.q_len; i++, range += a.columns)
-    keys = std::min(keys, range[0] == 0 ? (int64_t)range[1] : (int64_t)0);
+  for (int64_t i = 0; i < a.q_len; i++) {
+    const Range own = ranges_of_row(a, batch, i).of[0];
+    keys = std::min(keys, own.start == 0 ? own.stop : (int64_t)0);
+  }
   return keys;
 }
 

@@ -15,7 +15,7 @@ namespace undivided {
 struct Sequence {
   const Attention* problem;
   int64_t batch;
-  KeyExtent extent;
+  Range extent;
   int64_t chunks;  // per unit of heads
 
   // The query rows of a key/value head.

@@ -9,6 +9,7 @@
 
 #include "abi/fence.h"
 #include "abi/level.h"
+#include "abi/row_ranges.h"
 #include "abi/tuning.h"
 #include "schedule/thread_team.h"
 
@@ -64,24 +65,14 @@ inline int64_t key_bytes(const Attention& a, int64_t dim) {
 }
 
 // From the first to the last key that some of the rows [row, row_stop) of a sequence sees.
-struct KeyExtent {
-  int64_t start, stop;
-};
-inline KeyExtent key_extent(const Attention& a, int64_t batch, int64_t row, int64_t row_stop) {
-  if (a.band)
-    return {std::max((int64_t)0, row + a.band_start),
-            std::max((int64_t)0, std::min(a.kv_len, row_stop - 1 + a.band_stop))};
-  if (!a.ranges) return {0, a.kv_len};
-  KeyExtent extent = {a.kv_len, 0};
-  for (int64_t i = row * a.columns; i < row_stop * a.columns; i += 2) {
-    const int32_t* range = a.ranges + batch * a.ranges_b + i;
-    if (range[0] >= range[1]) continue;
-    extent.start = std::min(extent.start, (int64_t)range[0]);
-    extent.stop = std::max(extent.stop, (int64_t)range[1]);
-  }
+inline Range key_extent(const Attention& a, int64_t batch, int64_t row, int64_t row_stop) {
+  if (!a.ranges)  // a band moves to the right from row to row
+    return {ranges_of_row(a, batch, row).of[0].start, ranges_of_row(a, batch, row_stop - 1).of[0].stop};
+  Range extent = {a.kv_len, 0};
+  for (int64_t i = row; i < row_stop; i++) ranges_of_row(a, batch, i).extend(extent);
   return extent;
 }
-inline KeyExtent key_extent(const Attention& a, int64_t batch) { return key_extent(a, batch, 0, a.q_len); }
+inline Range key_extent(const Attention& a, int64_t batch) { return key_extent(a, batch, 0, a.q_len); }
 
 // With batch_invariant the keys of a row are cut into pieces of this many keys, from key 0 on. Each piece is summed
 // from zero, and pieces are merged in order, so that several threads can share a row and no result depends on their
@@ -94,7 +85,7 @@ struct KeySplits {
   int64_t start, size, count;
 };
 // The pieces that have the keys of an extent.
-inline KeySplits pieces_of(const Attention& a, const KeyExtent& extent) {
+inline KeySplits pieces_of(const Attention& a, const Range& extent) {
   const int64_t size = piece_keys(a);
   if (extent.stop <= extent.start) return {0, size, 0};
   const int64_t start = extent.start / size * size;
