@@ -28,7 +28,7 @@ from undivided.context_parallel._request import (
     with_four_bias_axes,
 )
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
-from undivided.context_parallel._sharded import ShardedTokens
+from undivided.context_parallel._sharded_tokens import ShardedTokens
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
 from undivided.context_parallel.exchange.collectives import CountingCommunicator, Traffic, process_groups
 from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, agree_on_seed, prepare_on_all_ranks

@@ -30,6 +30,11 @@ def rows_beyond(call: Call, tensors: Tensors, lse: Tensor, grad_out: Tensor, gra
     """
     if tensors.bias is None or not lse.is_cpu or lse.dtype is torch.float64 or "partial" in call.problem.features:
         return None
+    if not lse.numel():
+        return None
+    lowest, highest = lse.aminmax()  # a tenth of the time of what follows; NaN if there is one
+    if lowest.item() >= -LIMIT and highest.item() <= LIMIT:
+        return None
     rows = (lse.abs() > LIMIT) & lse.isfinite()
     if not rows.any():
         return None

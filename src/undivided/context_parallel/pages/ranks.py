@@ -12,7 +12,7 @@ from undivided.arguments import layout as _layout
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.cache._attend import CachedCall
 from undivided.cache._storage import TokenSpec
-from undivided.context_parallel._sharded import ShardedTokens
+from undivided.context_parallel._sharded_tokens import ShardedTokens
 from undivided.context_parallel.exchange.collectives import Communicator
 from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
 from undivided.context_parallel.pages.attend import attend

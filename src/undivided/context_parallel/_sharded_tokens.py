@@ -1,4 +1,4 @@
-"""Which tokens each rank holds, and tensors that are split and joined accordingly."""
+"""`ShardedTokens`: which tokens each rank holds, and tensors that are split and joined accordingly."""
 
 from __future__ import annotations
 
