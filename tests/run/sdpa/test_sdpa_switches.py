@@ -193,9 +193,10 @@ def test_switches_inside_a_compiled_function_replace_those_of_its_caller(
 def test_all_switches_on_inside_replace_those_of_the_caller() -> None:
     torch._dynamo.reset()
     q, k, v = qkv()
+    every = list(SDPBackend.__members__.values())[1:]
 
     def inside(q: Tensor) -> Tensor:
-        with sdpa_kernel(list(SDPBackend.__members__.values())[1:]):
+        with sdpa_kernel(every):
             return ours(q, k, v)
 
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
