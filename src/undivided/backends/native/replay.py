@@ -28,18 +28,8 @@ class _Template:
     """
 
     def __init__(self, bias: str) -> None:
-        changing = (
-            "threads",
-            "q",
-            "k",
-            "v",
-            "out",
-            "pages",
-            "sinks",
-            bias,
-            "k_scale",
-            "v_scale",
-        )  # in the record's order
+        # in the record's order
+        changing = ("threads", "q", "k", "v", "out", "pages", "sinks", bias, "k_scale", "v_scale")
         starts = [8 * cpu.FIELDS.index(name) for name in changing]
         ends = [start + 8 for start in starts]
         self.between = [slice(a, b) for a, b in zip([0, *ends], [*starts, cpu.RECORD.size], strict=True)]
@@ -94,8 +84,7 @@ class KernelReplay:
         self._forward = library.forward
 
     def with_keys(self, problem: Problem, keys: Sequence[KeyRange] | None, k: Tensor, v: Tensor) -> KernelReplay | None:
-        """The forward of a call with other keys (see `Backend.replay_keys`); None if the record has optional fields
-        besides sinks."""
+        """The forward of a call with other keys (see `Backend.replay_keys`); None if the record is not plain."""
         if not self._is_plain:
             return None
         record, strides, table = bytearray(self._record), STRIDE_GETTERS[problem.layout], None
