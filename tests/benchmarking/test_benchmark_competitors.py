@@ -58,7 +58,7 @@ class TestCompetitors:
                 assert entry["ok"] or inexact, (one.name, entry)
             assert entries(result)["undivided"]["seconds"] > 0
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
     @pytest.mark.parametrize("name", STEPS)
     def test_every_serving_step_is_computed_rightly_by_all_that_take_part(self, name: str, dtype: str) -> None:
         """The steps made small: their phases and page tables, not their sizes."""

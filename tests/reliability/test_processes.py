@@ -100,6 +100,7 @@ print(same, len(ticks) > 20)
     assert python(code).stdout == "True True\n"
 
 
+@pytest.mark.slow
 @LINUX
 def test_too_little_memory_is_an_error_and_the_next_call_works() -> None:
     code = """

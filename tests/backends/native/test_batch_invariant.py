@@ -73,7 +73,7 @@ def test_the_bits_are_the_same_with_every_option(way: str, option: str) -> None:
         for way in WAYS
     ],
 )
-@pytest.mark.parametrize("level", levels.here())
+@pytest.mark.parametrize("level", levels.parameters())
 def test_the_bits_are_the_same_on_every_level_and_number_of_threads(level: str, threads: int, way: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with levels.running(level, 1):

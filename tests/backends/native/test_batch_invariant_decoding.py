@@ -110,7 +110,7 @@ def test_decoded_rows_have_the_bits_of_a_prefill(
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("format", [None, *FORMATS])
-@pytest.mark.parametrize("level", levels.here())
+@pytest.mark.parametrize("level", levels.parameters())
 def test_they_have_them_on_every_level_and_number_of_threads(level: str, format: Format | None, threads: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for mask in ("causal", "window and global keys"):

@@ -90,7 +90,7 @@ def test_so_have_they_over_quantised_keys(format: Format) -> None:
     _check(Case(CAUSAL, torch.bfloat16, format, softcap=20.0))
 
 
-@pytest.mark.parametrize("level", levels.here())
+@pytest.mark.parametrize("level", levels.parameters())
 def test_so_have_they_on_every_level(level: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         _check(Case(CAUSAL, dtype), level)

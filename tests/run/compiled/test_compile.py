@@ -171,7 +171,7 @@ NUMBERS: dict[str, Callable[[Tensor, int], Mask]] = {
 }
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_new_numbers_in_a_mask_do_not_recompile(name: str, compiler: str) -> None:
     """In the constant string of the operator, a number that the compiler keeps symbolic was an error."""

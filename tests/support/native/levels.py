@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def here() -> tuple[str, ...]:
     unknown = set(chosen) - set(levels)
     assert not unknown, f"UNDIVIDED_TEST_LEVELS: {sorted(unknown)} are not among {levels}"
     return tuple(chosen)
+
+
+def parameters() -> list[Any]:
+    """The levels of `here`, for tests with many cases: all but the highest and avx2, which differ most, are slow."""
+    quick = {"avx2", *here()[-1:]}
+    return [pytest.param(level, marks=[pytest.mark.slow] * (level not in quick)) for level in here()]
 
 
 def others() -> tuple[str, ...]:
