@@ -40,10 +40,13 @@ def case(name: str, backend: str | None, layout: Any = "bhsd") -> tuple[Callable
     return run, inputs
 
 
-def cases() -> list[Any]:
-    """Every kind of problem with the chosen backend (None) and with named ones."""
+def cases(chosen_is_slow: bool = False) -> list[Any]:
+    """Every kind of problem with the chosen backend (None) and with named ones. Here the reference or torch_flash is
+    chosen: where that is slow, the named ones stand for it unless the slow tests run."""
     return [
-        pytest.param(name, backend, id=f"{name}-{backend}")
+        pytest.param(
+            name, backend, id=f"{name}-{backend}", marks=[pytest.mark.slow] * (chosen_is_slow and backend is None)
+        )
         for name in KINDS
         for backend in BACKENDS
         if not (backend == "torch_flash" and name in ("bias-sinks-slopes", "dropout"))
@@ -125,7 +128,7 @@ def test_packed_documents() -> None:
     assert torch.autograd.gradgradcheck(run, inputs, check_batched_grad=True)
 
 
-@pytest.mark.parametrize(("name", "backend"), cases())
+@pytest.mark.parametrize(("name", "backend"), cases(chosen_is_slow=True))
 def test_jacobians_and_hessians(name: str, backend: str | None) -> None:
     run, inputs = case(name, backend)
     q, others = inputs[0], [t.detach() for t in inputs[1:]]

@@ -81,11 +81,11 @@ def bias_key(bias: object) -> tuple[object, ...] | None:
     return bias.shape, bias.stride(), bias.dtype, torch.is_grad_enabled() and bias.requires_grad
 
 
-def sinks_key(sinks: object) -> tuple[object, ...] | None:
+def sinks_key(sinks: Tensor | None) -> tuple[object, ...] | None:
     """As `tensors_key`, of sinks, empty without them; None if calls with them must be prepared."""
     if sinks is None:
         return ()
-    if type(sinks) not in (Tensor, Parameter) or not isinstance(sinks, Tensor) or not is_dense(sinks) or is_lazy(sinks):
+    if type(sinks) not in (Tensor, Parameter) or not is_dense(sinks) or is_lazy(sinks):
         return None
     if sinks.requires_grad and torch.is_grad_enabled():
         return None

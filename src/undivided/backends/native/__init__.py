@@ -110,7 +110,7 @@ class Native(Backend):
             call = contiguous_groups(call)
         if is_plain(call, tensors):
             _table, pages = page_fields(call, tensors)
-            sinks = None if tensors.sinks is None else as_kernel_sinks(tensors.sinks)
+            sinks = as_kernel_sinks(tensors.sinks)
             library.forward(plain_record(call, tensors, addresses, strides, out, lse, pages, sinks))
             return new_tuple(Result, (out, lse))
         out_BHSD = layout.heads_first(out, problem.layout)
@@ -146,7 +146,7 @@ class Native(Backend):
         if is_plain(call, tensors):
             own, addresses = with_addresses(tensors)
             strides, (_table, pages) = call.strides if own is tensors else None, page_fields(call, tensors)
-            sinks = None if tensors.sinks is None else as_kernel_sinks(tensors.sinks)
+            sinks = as_kernel_sinks(tensors.sinks)
             plain = plain_record(call, own, addresses, strides, out, UNREAD, pages, sinks)
             return KernelReplay(library, plain, call, is_plain=True)
         views = *_kernel_views(call, tensors), layout.heads_first(out, problem.layout), UNREAD

@@ -229,12 +229,11 @@ class Records:
         self.call, self.tensors = call, tensors
         self.views = tuple([require_memory(view) for view in views])
         self.table, self.pages = page_fields(call, tensors) if takes_pages else (None, NO_PAGES)
-        self.sinks = self.bias = self.slopes = self.row_position = self.key_position = None
+        self.sinks = as_kernel_sinks(tensors.sinks)
+        self.bias = self.slopes = self.row_position = self.key_position = None
         self.dropout_row = self.dropout_sequence = None
         self.mask_memory: tuple[Tensor | None, ...] = ()
         """The pairs of the mask, and the first keys, that the last record points to."""
-        if tensors.sinks is not None:
-            self.sinks = as_kernel_sinks(tensors.sinks)
         if tensors.bias is not None:
             bias = require_memory(tensors.bias.detach())
             bias = bias if bias.dtype in cpu.DTYPES else bias.float()

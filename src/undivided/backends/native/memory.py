@@ -30,9 +30,9 @@ def require_memory(tensor: Tensor) -> Tensor:
     )
 
 
-def as_kernel_sinks(sinks: Tensor) -> Tensor:
+def as_kernel_sinks(sinks: Tensor | None) -> Tensor | None:
     """Sinks as the kernel reads them: fp32, contiguous, in memory. The caller must keep this tensor alive."""
-    return require_memory(sinks.detach()).float().contiguous()
+    return None if sinks is None else require_memory(sinks.detach()).float().contiguous()
 
 
 def with_addresses(tensors: Tensors) -> tuple[Tensors, tuple[int, int, int]]:

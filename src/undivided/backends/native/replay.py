@@ -110,9 +110,7 @@ class KernelReplay:
         k_scale: Tensor | None,
         v_scale: Tensor | None,
     ) -> Tensor:
-        out = new_output(self._problem, q)
-        if sinks is not None:
-            sinks = as_kernel_sinks(sinks)
+        out, sinks = new_output(self._problem, q), as_kernel_sinks(sinks)
         constant = self._constants
         record = self._pack(  # written out, because a loop costs two microseconds
             constant[0],
