@@ -9,6 +9,7 @@ tenths of a second.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -195,14 +196,17 @@ def turn_times(
 ) -> dict[str, list[float]]:
     """The seconds of one call of each competitor in every turn; a turn is `calls` calls of each, one after the other.
 
+    Each turn has another order: what ran just before has emptied the caches, or left them as a competitor needs them.
+
     >>> times = turn_times({"a": lambda: None, "b": lambda: None}, 3, {"a": 10, "b": 10})
     >>> [len(each) for each in times.values()]
     [3, 3]
     """
     seconds: dict[str, list[float]] = {name: [] for name in competitors}
+    order = random.Random(0)
     for _ in range(turns):
-        for name, function in competitors.items():
-            seconds[name].append(watch(function, calls[name]) / calls[name])
+        for name in order.sample(tuple(competitors), len(competitors)):
+            seconds[name].append(watch(competitors[name], calls[name]) / calls[name])
     return seconds
 
 
