@@ -197,7 +197,7 @@ def _other(entry: Mapping[str, Any] | None, comparable: bool) -> Cell:
 
 def _goals(case: TimedCase) -> Cell:
     goals = case.get("goals", ())
-    texts = [f"{goal['wanted']:g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}" for goal in goals]
+    texts = [f"{goal['wanted']:.3g} {_short(goal['what'])} {'met' if goal['met'] else missed(goal)}" for goal in goals]
     good = all(goal["met"] for goal in goals)
     return Cell(", ".join(texts), "" if not texts else "good" if good else "bad")
 
