@@ -150,10 +150,11 @@ bool runs_in_units(const Attention& a, int64_t kv_heads, bool exceeds_caches) {
 }
 // Whether the few rows of a problem fill a panel, so that prefill is faster than decoding.
 bool fills_panel(const Attention& a) {
-  const int64_t rows = rows_of_group(a), splits = larger_of(1, a.kv_len / kMinKeysPerSplit);
-  if (a.format || (a.dtype == kFloat32 && a.qk_dim <= kMaxDecodedPanel)) return false;
-  return rows >= threshold(kTuning.full_panel_rows, kZen4, kTuning.full_panel_rows_zen4) && rows <= kLanes &&
-         a.batch * a.kv_heads * splits >= kMinPanelSplits;
+  const int64_t rows = rows_of_group(a), splits = larger_of(1, a.kv_len / kMinKeysPerPanelSplit);
+  if (a.format || a.batch * a.kv_heads * splits < kMinPanelSplits) return false;
+  if (undivided::amd_family() == kZen5) return a.dtype == kBFloat16 && rows >= kTuning.full_panel_rows_zen5;
+  if (a.dtype == kFloat32 && a.qk_dim <= kMaxDecodedPanel) return false;
+  return rows >= threshold(kTuning.full_panel_rows, kZen4, kTuning.full_panel_rows_zen4) && rows <= kLanes;
 }
 template <class Half>
 bool can_decode(const Attention& a) {

@@ -43,10 +43,13 @@ constexpr int64_t kMinHugePageResult = 32 << 20;
 constexpr int64_t kShareHeadsBelow = 64;
 // Split-KV: the keys of each block of kMinPrefillRows rows are divided until there are kTargetKeySplits splits in all,
 // each of at least kMinKeysPerSplit keys. A split writes Dv floats per row, little beside its 1024 x (Dk + Dv)
-// multiply-adds.
+// multiply-adds. Up to kMaxPanelRows rows, which other processors decode in smaller pieces, it has at least
+// kMinKeysPerPanelSplit keys. (Zen 5, 16 to 64 rows, 512 keys against 1024: 0.96 to 0.99.)
 // tune-cpu: kMinKeysPerSplit
-// set by: the number of threads to keep busy (kTargetKeySplits), and the lanes of a panel (kMinPrefillRows)
+// set by: the number of threads to keep busy (kTargetKeySplits, kMinKeysPerPanelSplit), the lanes of a panel
+// (kMinPrefillRows), and the rows that are decoded (kMaxPanelRows, see max_decode_rows)
 constexpr int64_t kTargetKeySplits = 32, kMinKeysPerSplit = 1024, kMinPrefillRows = 64;
+constexpr int64_t kMaxPanelRows = 20, kMinKeysPerPanelSplit = 512;
 // Keys of a piece with batch_invariant, a multiple of every key block (docs/decisions/2026-11-27-pieces-of-keys.md).
 // Threads share the pieces of a row if there are fewer than kPieceRounds blocks per thread, and if the partial results
 // take no more than kMaxPieceBytes.
@@ -217,7 +220,7 @@ constexpr int64_t kMaxTileRows = 32, kTilePassRows = 16, kMinKeysOfTwoPasses = 2
 // set by: hand, docs/decisions/2026-12-01-tiles-for-more-rows.md
 constexpr int64_t kMinTileRowsQuantized = 5, kMinTileRowsE4M3 = 3;
 // The rows of a full panel (full_panel_rows) are prefilled if all key/value heads together have kMinPanelSplits splits
-// of kMinKeysPerSplit keys, and in fp32 if heads have more than kMaxDecodedPanel numbers.
+// of kMinKeysPerPanelSplit keys, and in fp32 if heads have more than kMaxDecodedPanel numbers.
 // set by: the number of threads to keep busy; hand, docs/decisions/2026-11-29-more-rows-are-decoded.md
 constexpr int64_t kMinPanelSplits = 16, kMaxDecodedPanel = 128;
 // Keys of a step, at most: the scores of 8 rows take 2 KiB.

@@ -95,8 +95,14 @@ struct Tuning {
   //   Zen 4            13 to 16    fp32 from memory, heads of 256, 576    1.1 to 1.3
   //   Zen 4            13 to 16    int8, e4m3 and int4 from memory        0.35 to 0.85
   //   Emerald Rapids   16                                                 0.65 to 0.95
-  // tune-cpu: full_panel_rows, full_panel_rows_zen4
-  int64_t full_panel_rows = 32, full_panel_rows_zen4 = 32;
+  // On Zen 5 this holds for dot products of bf16 alone, and for rows beyond kLanes too:
+  //   Zen 5            13 to 16    bf16, by dot products                  1.15 to 1.5
+  //   Zen 5            17 to 20    bf16, by dot products                  1.0 to 1.5
+  //   Zen 5            13 to 16    bf16, by multiply-adds                 0.9 to 0.95
+  //   Zen 5            13 to 16    fp16                                   0.95 to 1.15
+  //   Zen 5            13 to 16    fp32, from memory                      0.95 to 1.1
+  // tune-cpu: full_panel_rows, full_panel_rows_zen4, full_panel_rows_zen5
+  int64_t full_panel_rows = 32, full_panel_rows_zen4 = 32, full_panel_rows_zen5 = 32;
   // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from min_dot_rows rows on.
   // They need half as many instructions. Time of multiply-adds / time of dot products:
   //   rows                          1              2              4             8
@@ -134,6 +140,7 @@ constexpr Tuning kAvx512 = avx512();
 constexpr Tuning with_dot_products(Tuning t) {
   t.max_small_forward_bf16 = 16;
   t.max_small_backward_bf16 = 32;
+  t.full_panel_rows_zen5 = 13;
   return t;
 }
 constexpr Tuning kAvx512Dot = with_dot_products(kAvx512);

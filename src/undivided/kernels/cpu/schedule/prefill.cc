@@ -55,9 +55,10 @@ Division divide(const Attention& a, int64_t threads, bool has_partials) {
   d.shares_heads = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.shares_heads ? a.kv_heads : a.heads, d.rows = d.shares_heads ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * divide_up(d.rows, kMinPrefillRows);
+  const int64_t min_keys = d.rows <= kMaxPanelRows ? kMinKeysPerPanelSplit : kMinKeysPerSplit;
   if (a.batch_invariant) d.key_splits = invariant_splits(a, d.heads, d.rows, blocks, threads);
   else if (a.v_dim % 16) d.key_splits = 1;
-  else d.key_splits = std::max(std::min(divide_up(kTargetKeySplits, blocks), a.kv_len / kMinKeysPerSplit), (int64_t)1);
+  else d.key_splits = std::max(std::min(divide_up(kTargetKeySplits, blocks), a.kv_len / min_keys), (int64_t)1);
   d.has_partials = has_partials || d.key_splits > 1;
   return d;
 }
