@@ -100,7 +100,7 @@ struct Tuning {
   //   Zen 5            17 to 20    bf16, by dot products                  1.0 to 1.5
   //   Zen 5            13 to 16    bf16, by multiply-adds                 0.9 to 0.95
   //   Zen 5            13 to 16    fp16                                   0.95 to 1.15
-  //   Zen 5            13 to 16    fp32, from memory                      0.95 to 1.1
+  //   Zen 5            13 to 16    fp32 from memory; in the caches        0.95 to 1.1; 1.1 to 1.3
   // tune-cpu: full_panel_rows, full_panel_rows_zen4, full_panel_rows_zen5
   int64_t full_panel_rows = 32, full_panel_rows_zen4 = 32, full_panel_rows_zen5 = 32;
   // bf16 keys: dot products instead of multiply-adds for one row per key/value head, and from min_dot_rows rows on.
