@@ -133,6 +133,12 @@ PREFILL = (
         _squares((24, 48, 96), BOTH, heads=32, kv_heads=8, kv_len=1024))),
     Threshold("kMinKeysPerSplit", "keys of a split, if rows are few", (512, 1024, 2048), tuple(
         _squares((32, 64), BOTH, heads=1, kv_len=8192)), threads=0),
+    Threshold("kMaxSplitKeys", "keys of a split, if they are far apart", (1024, 2048, 4096, 8192, 1 << 40), tuple(
+        map(_token_heads, (*_squares((32,), BOTH, (64, 128), heads=8, batch=4, kv_len=32768),
+                           *_squares((32, 128), BOTH, heads=8, batch=4, kv_len=8192))))),
+    Threshold("kMaxSplitRows", "rows up to which such splits are limited", (32, 64, 128, 256, 512), tuple(
+        map(_token_heads, (*_squares((64, 96, 128, 192, 256, 512), BOTH, heads=8, batch=4, kv_len=32768),
+                           *_squares((128,), BOTH, heads=8, batch=4, kv_len=8192))))),
     Threshold("kMinDecodeKeys", "keys of an average row of a document that is decoded", (32, 64, 128), tuple(
         _documents((1, 4), (2, 8)))),
     Threshold("kMinDocumentBlockRows", "rows of a document with blocks of its own", (32, 64, 128), tuple(

@@ -90,12 +90,31 @@ def test_a_sequence_of_a_mixed_pack_is_near_the_same_sequence_alone(mask: str, p
 
 @DTYPES
 def test_a_sequence_that_decodes_or_prefills_has_its_own_bits(dtype: torch.dtype) -> None:
-    """Whatever else is in the pack, and in which order."""
+    """Whatever else is in the pack, and in which order, if its keys are too few to be split."""
     sizes = PACKS["mixed"]
     whole = Pack(sizes, dtype, paged=True)
     out = whole.run(MASKS["causal"])
     for n in (2, 6):  # prefill
         assert torch.equal(out[whole.cu_q[n] : whole.cu_q[n + 1]], whole.alone(n, MASKS["causal"]))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("batch", "rows", "heads", "keys"),
+    [(32, 8, 4, 2048), (8, 1, 16, 1024), (16, 2, 7, 1024)],
+    ids=["blocks-of-rows", "a-panel-of-rows", "fewer-rows-than-a-panel"],
+)
+def test_a_pack_of_equal_sequences_has_the_bits_of_the_batch(
+    batch: int, rows: int, heads: int, keys: int, dtype: torch.dtype
+) -> None:
+    """Both are cut into the same work: a sequence of a pack is not split as if threads had nothing else to do."""
+    torch.manual_seed(0)
+    q = torch.randn(batch, rows, heads, 16).to(dtype)
+    k, v = (torch.randn(batch, keys, 1, 16).to(dtype) for _ in range(2))
+    each = undivided.attention(q, k, v, layout="bshd", backend="native")
+    mask = masks.documents([n * rows for n in range(batch + 1)], [n * keys for n in range(batch + 1)])
+    packed = undivided.attention(*(t.flatten(0, 1) for t in (q, k, v)), layout="thd", mask=mask, backend="native")
+    assert torch.equal(packed, each.flatten(0, 1))
 
 
 @DTYPES

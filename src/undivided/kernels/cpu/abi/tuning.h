@@ -50,6 +50,9 @@ constexpr int64_t kShareHeadsBelow = 64;
 // (kMinPrefillRows), and the rows that are decoded (kMaxPanelRows, see max_decode_rows)
 constexpr int64_t kTargetKeySplits = 32, kMinKeysPerSplit = 1024, kMinPrefillRows = 64;
 constexpr int64_t kMaxPanelRows = 20, kMinKeysPerPanelSplit = 512;
+// Up to kMaxSplitRows rows, a split has at most kMaxSplitKeys keys if all heads of a key are in one row of memory.
+// tune-cpu: kMaxSplitKeys, kMaxSplitRows
+constexpr int64_t kMaxSplitKeys = 4096, kMaxSplitRows = 128;
 // Keys of a piece with batch_invariant, a multiple of every key block (docs/decisions/2026-11-27-pieces-of-keys.md).
 // Threads share the pieces of a row if there are fewer than kPieceRounds blocks per thread, and if the partial results
 // take no more than kMaxPieceBytes.

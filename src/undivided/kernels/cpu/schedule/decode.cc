@@ -8,19 +8,6 @@
 #include <vector>
 
 namespace undivided {
-namespace {
-
-// Whether all heads of a key are in one row of memory and fill at least half of it; then a step reads all heads.
-bool are_side_by_side(const Attention& a) {
-  const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
-    if (a.format == kInt4) dim /= 2;  // strides are in bytes
-    return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
-  };
-  return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
-}
-
-}  // namespace
-
 bool is_decoding(const Attention& a) {
   if (a.dropout || (a.batch_invariant && has_score_bias(a))) return false;
   return decode_kernels(a).can_decode(a);
@@ -44,7 +31,7 @@ void Decoding::cut(int64_t threads, int attempt) {
   share(threads, attempt);
   const Attention& shape = *sequences_[0].problem;  // that of all
   if (is_invariant()) return cut_pieces(threads);
-  heads_ = are_side_by_side(shape) ? shape.kv_heads : 1;
+  heads_ = are_heads_adjacent(shape) ? shape.kv_heads : 1;
   const int64_t bytes = heads_ * key_bytes(shape, shape.qk_dim + shape.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
   int64_t total_keys = 0;
@@ -70,7 +57,7 @@ void Decoding::cut_pieces(int64_t threads) {
   const Attention& shape = *sequences_[0].problem;  // that of all
   int64_t count = 0;
   for (Sequence& s : sequences_) count += s.chunks = std::max(pieces_of(*s.problem, s.extent).count, (int64_t)1);
-  heads_ = are_side_by_side(shape) ? shape.kv_heads : 1;
+  heads_ = are_heads_adjacent(shape) ? shape.kv_heads : 1;
   for (int64_t n = heads_ - 1; n > 0 && count * (shape.kv_heads / heads_) < 2 * threads; n--)
     if (threads > 1 && shape.kv_heads % n == 0) heads_ = n;
   chunks_.clear();

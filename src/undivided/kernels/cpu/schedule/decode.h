@@ -17,7 +17,7 @@ bool is_decoding(const Attention& a);
 class Decoding {
  public:
   void add(const Attention& a);  // all sequences of a problem
-  // Makes the chunks, and blocks of the keys that sequences share. threads, attempt: see BlockProblem.
+  // Makes the chunks, and blocks of the keys that sequences share. threads: to keep busy. attempt: see BlockProblem.
   void cut(int64_t threads, int attempt);
   int64_t floats();  // how many set_memory needs
   void set_memory(float* memory);

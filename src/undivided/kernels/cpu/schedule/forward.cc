@@ -1,5 +1,5 @@
-// Runs a forward. A problem is decoded (chunks of keys) or prefilled (blocks of rows); each document of a pack runs as
-// it would run alone.
+// Runs a forward. A problem is decoded (chunks of keys) or prefilled (blocks of rows). Each document of a pack is a
+// problem of its own, and is cut as a sequence of a batch.
 //
 // With batch_invariant the sums of a row have the same order whatever the number of rows and threads, the batch, the
 // pack, or the pages: key blocks start at the first key of the row's sequence, both in prefill and in decoding
@@ -117,8 +117,8 @@ int run(Work& work, int64_t threads) {
 
 // Runs the problems again until all numbers fit. Each attempt repeats a whole problem, so that a row's result does not
 // depend on which block it was in.
-int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
-  if (!work.decoding.is_empty()) work.decoding.cut(cut_threads, 0);
+int run_attempts(Work& work, int64_t threads, const Load& load) {
+  if (!work.decoding.is_empty()) work.decoding.cut(load.threads, 0);
   for (const SharedProblem& shared : work.decoding.shared()) last_shared.push_back(shared.keys());
   int status = run(work, threads);
   std::vector<const Attention*> failed;
@@ -127,9 +127,9 @@ int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
     for (const BlockProblem& p : work.prefill)
       if (p.is_out_of_range()) failed.push_back(&p.problem());
     Work next;
-    for (const Attention* a : failed) next.prefill.emplace_back(*a, cut_threads, attempt);
+    for (const Attention* a : failed) next.prefill.emplace_back(*a, load, attempt);
     std::swap(work.prefill, next.prefill);
-    if (work.decoding.is_out_of_range()) work.decoding.cut(cut_threads, attempt);
+    if (work.decoding.is_out_of_range()) work.decoding.cut(load.threads, attempt);
     else work.decoding = Decoding();
     status = run(work, threads);
   }
@@ -137,11 +137,12 @@ int run_attempts(Work& work, int64_t threads, int64_t cut_threads) {
   return status;
 }
 
-// How a document runs. One of few rows or keys runs beside its neighbours: their rows share panels.
+// How a document runs. One of few rows or keys runs beside its neighbours: their rows share panels. Sizes decide: those
+// of a batch of such documents that see as many keys (`seen`) as the whole pack.
 enum class Path { kBesideOthers, kBlocks, kChunks };
-Path path_of(const Attention& pack, const DocumentExtent& d) {
-  Attention a = pack;  // sizes decide
-  a.q_len = d.rows, a.kv_len = d.seen;
+Path path_of(const Attention& pack, const DocumentExtent& d, int64_t seen) {
+  Attention a = pack;
+  a.q_len = d.rows, a.kv_len = d.seen, a.batch = std::max(seen / std::max(d.seen, (int64_t)1), (int64_t)1);
   const int64_t average_keys = d.pairs / d.rows;
   if (average_keys >= kMinDecodeKeys && is_decoding(a)) return Path::kChunks;
   return d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys ? Path::kBlocks : Path::kBesideOthers;
@@ -153,9 +154,12 @@ class Pack {
   explicit Pack(const Attention& a) {
     if (a.batch_invariant && a.first_key) cut_sequences(a);
     if (a.batch_invariant || is_decoding(a)) return;
+    const std::vector<DocumentExtent> documents = find_extents(a);
+    int64_t seen = 0;
+    for (const DocumentExtent& d : documents) seen += d.seen;
     std::vector<DocumentExtent> extents;
-    for (const DocumentExtent& d : find_extents(a)) {
-      const Path path = path_of(a, d);
+    for (const DocumentExtent& d : documents) {
+      const Path path = path_of(a, d, seen);
       if (path == Path::kBesideOthers && !paths_.empty() && paths_.back() == path) {
         DocumentExtent& last = extents.back();
         last.rows += d.rows, last.seen = d.key + d.seen - last.key, last.pairs += d.pairs;
@@ -221,11 +225,12 @@ int run_forward(const Attention& a) {
   Work work = {decoded(a, pack), {}};
   // many problems keep the threads busy, few have to be cut into more blocks
   const bool has_many = (int64_t)problems.size() * a.kv_heads >= kProblemRounds * threads;
-  const int64_t cut_threads = has_many ? 1 : threads;
+  Load load = {has_many ? 1 : threads, problems.empty() ? pairs_of(a) : 0};
+  for (const Attention& problem : problems) load.pairs += pairs_of(problem);
   for (size_t i = 0; i < problems.size(); i++)
-    if (pack.path(i) != Path::kChunks) work.prefill.emplace_back(problems[i], cut_threads, 0);
-  if (problems.empty() && work.decoding.is_empty()) work.prefill.emplace_back(a, cut_threads, 0);
-  return run_attempts(work, threads, cut_threads);
+    if (pack.path(i) != Path::kChunks) work.prefill.emplace_back(problems[i], load, 0);
+  if (problems.empty() && work.decoding.is_empty()) work.prefill.emplace_back(a, load, 0);
+  return run_attempts(work, threads, load);
 }
 
 std::vector<SharedKeys> shared_keys(const Attention& a) {

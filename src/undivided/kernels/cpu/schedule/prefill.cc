@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "abi/fence.h"
@@ -21,13 +22,13 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
   return cost;
 }
 
-// The keys of a sequence in at most `splits` splits of whole key blocks; with batch_invariant, its pieces.
-KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, int64_t splits) {
+// The keys of a sequence in splits of whole key blocks; with batch_invariant, its pieces.
+KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, const Division& d) {
   const Range extent = key_extent(a, batch);
   if (extent.stop <= extent.start) return {0, 0, 0};
   if (a.batch_invariant) return pieces_of(a, extent);
   const int64_t start = extent.start / block_keys * block_keys, key_blocks = divide_up(extent.stop - start, block_keys);
-  const int64_t size = divide_up(key_blocks, splits);
+  const int64_t size = std::min(divide_up(key_blocks, d.min_splits), d.max_blocks);
   return {start, size * block_keys, divide_up(key_blocks, size)};
 }
 
@@ -47,19 +48,28 @@ int64_t invariant_splits(const Attention& a, int64_t heads, int64_t rows, int64_
   return threads > 1 && blocks < kPieceRounds * threads && fits ? std::max(pieces, (int64_t)1) : 1;
 }
 
-// Few rows and many keys would leave threads idle, so the keys are split. The split depends on sizes only, so that
-// results do not depend on the number of threads.
-Division divide(const Attention& a, int64_t threads, bool has_partials) {
+// Few rows and many keys would leave threads idle, so the keys are split. A problem gets its share of the splits of all
+// problems. The split depends on sizes only, so that results do not depend on the number of threads.
+// A block of few rows reads its keys in splits of at most kMaxSplitKeys if all heads of a key are in one row of memory:
+// the next head then finds the addresses of the same pages in the caches.
+Division divide(const Attention& a, int64_t block_keys, const Load& load, bool has_partials) {
   Division d;
   const int64_t group = a.heads / a.kv_heads;
   d.shares_heads = group > 1 && a.q_len < kShareHeadsBelow;
   d.heads = d.shares_heads ? a.kv_heads : a.heads, d.rows = d.shares_heads ? group * a.q_len : a.q_len;
   const int64_t blocks = a.batch * d.heads * divide_up(d.rows, kMinPrefillRows);
   const int64_t min_keys = d.rows <= kMaxPanelRows ? kMinKeysPerPanelSplit : kMinKeysPerSplit;
-  if (a.batch_invariant) d.key_splits = invariant_splits(a, d.heads, d.rows, blocks, threads);
-  else if (a.v_dim % 16) d.key_splits = 1;
-  else d.key_splits = std::max(std::min(divide_up(kTargetKeySplits, blocks), a.kv_len / min_keys), (int64_t)1);
-  d.has_partials = has_partials || d.key_splits > 1;
+  const int64_t share = (int64_t)std::ceil(kTargetKeySplits * pairs_of(a) / std::max(load.pairs, 1.0));
+  const int64_t key_blocks = std::max(divide_up(a.kv_len, block_keys), (int64_t)1);
+  d.min_splits = 1, d.max_blocks = key_blocks;
+  if (a.batch_invariant) d.min_splits = invariant_splits(a, d.heads, d.rows, blocks, load.threads);
+  else if (a.v_dim % 16 == 0) {
+    d.min_splits = std::max(std::min(divide_up(share, blocks), a.kv_len / min_keys), (int64_t)1);
+    if (d.rows <= kMaxSplitRows && a.kv_heads > 1 && are_heads_adjacent(a))
+      d.max_blocks = std::max(kMaxSplitKeys / block_keys, (int64_t)1);
+  }
+  d.max_splits = std::max(d.min_splits, divide_up(key_blocks, d.max_blocks));
+  d.has_partials = has_partials || d.max_splits > 1;
   return d;
 }
 
@@ -103,7 +113,7 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
   int64_t best = max_rows, best_time = INT64_MAX;
   for (int64_t row_blocks = std::max(divide_up(d.rows, max_rows), (int64_t)1), rows = max_rows, rounds = 0;
        threads > 1 && rows > k.panel && rounds < kMaxRounds; row_blocks++) {
-    const int64_t blocks = a.batch * d.heads * row_blocks * d.key_splits;
+    const int64_t blocks = a.batch * d.heads * row_blocks * d.max_splits;
     rows = whole_panels(divide_up(d.rows, row_blocks));
     rounds = std::max(divide_up(blocks, threads), min_rounds);
     // plus a quarter of a block, because threads do not start at the same time
@@ -115,11 +125,12 @@ int64_t block_rows(const Attention& a, const Kernels& k, const Division& d, int6
 
 }  // namespace
 
-BlockProblem::BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials)
-    : a_(a), k_(*kernels(a).prefill_kernels(a, attempt)), d_(divide(a, threads, has_partials)), threads_(threads) {}
+BlockProblem::BlockProblem(const Attention& a, const Load& load, int attempt, bool has_partials)
+    : a_(a), k_(*kernels(a).prefill_kernels(a, attempt)), d_(divide(a, k_.block_keys, load, has_partials)),
+      threads_(load.threads) {}
 
 int64_t BlockProblem::partial_floats() const {
-  return d_.has_partials ? a_.batch * d_.heads * d_.key_splits * d_.rows * partial_size(a_) : 0;
+  return d_.has_partials ? a_.batch * d_.heads * d_.max_splits * d_.rows * partial_size(a_) : 0;
 }
 
 // Consecutive rows of a span, one head after another, so that a head's keys stay in L2 (2048 and 4096 tokens: up to 7 %
@@ -138,7 +149,7 @@ void BlockProblem::cut(float* partials) {
 
 void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys) {
   const int64_t group = a_.heads / a_.kv_heads, step = block_rows(a_, k_, d_, short_keys, threads_), stop = row + rows;
-  const KeySplits keys = d_.has_partials ? split_keys(a_, k_.block_keys, b, d_.key_splits) : KeySplits();
+  const KeySplits keys = d_.has_partials ? split_keys(a_, k_.block_keys, b, d_) : KeySplits();
   std::vector<RowBlock> head_blocks;
   for (; row < stop; row += step) {
     rows = std::min(step, stop - row);
@@ -154,7 +165,7 @@ void BlockProblem::add(int64_t b, int64_t row, int64_t rows, int64_t short_keys)
         if (d_.has_partials) {
           block.key = keys.start + split * keys.size, block.key_stop = block.key + keys.size;
           block.partials =
-              partials_ + (((b * d_.heads + h) * d_.key_splits + split) * d_.rows + block.row) * partial_size(a_);
+              partials_ + (((b * d_.heads + h) * d_.max_splits + split) * d_.rows + block.row) * partial_size(a_);
         }
         blocks_.push_back(block);
       }
@@ -202,8 +213,8 @@ bool BlockProblem::run_pieces(const RowBlock& block, const KeySplits& pieces, ch
 }
 
 float** BlockProblem::list_partials(int64_t batch, int64_t head, int64_t row, float** to) const {
-  const int64_t count = split_keys(a_, k_.block_keys, batch, d_.key_splits).count;
-  float* partials = partials_ + ((batch * d_.heads + head) * d_.key_splits * d_.rows + row) * partial_size(a_);
+  const int64_t count = split_keys(a_, k_.block_keys, batch, d_).count;
+  float* partials = partials_ + ((batch * d_.heads + head) * d_.max_splits * d_.rows + row) * partial_size(a_);
   for (int64_t split = 0; split < count; split++) *to++ = partials + split * d_.rows * partial_size(a_);
   return to;
 }

@@ -14,15 +14,17 @@ namespace undivided {
 struct Division {
   int64_t heads, rows;  // rows of a head
   bool shares_heads;    // the heads of a group share a block
-  int64_t key_splits;   // of a head's keys
-  bool has_partials;    // whether the blocks write partial results
+  int64_t min_splits;   // of a head's keys, if it has so many key blocks
+  int64_t max_blocks;   // key blocks in a split
+  int64_t max_splits;
+  bool has_partials;  // whether the blocks write partial results
 };
 
 class BlockProblem {
  public:
-  // threads: how many the blocks have to keep busy. attempt: see Kernels::prefill_kernels. has_partials: whether the
-  // results are partial even if the keys are not split; they are then merged elsewhere.
-  BlockProblem(const Attention& a, int64_t threads, int attempt, bool has_partials = false);
+  // attempt: see Kernels::prefill_kernels. has_partials: whether the results are partial even if the keys are not
+  // split; they are then merged elsewhere.
+  BlockProblem(const Attention& a, const Load& load, int attempt, bool has_partials = false);
 
   int64_t partial_floats() const;
   void cut(float* partials);      // makes the blocks
@@ -32,7 +34,7 @@ class BlockProblem {
   // Writes the places of a row's partial results, at most max_places(), and returns the end of the list. Those of the
   // head's next row follow at distance partial_size.
   float** list_partials(int64_t batch, int64_t head, int64_t row, float** to) const;
-  int64_t max_places() const { return d_.key_splits; }
+  int64_t max_places() const { return d_.max_splits; }
   bool is_out_of_range() const { return is_out_of_range_; }
 
   const Attention& problem() const { return a_; }

@@ -110,7 +110,8 @@ std::vector<SharedKeys> find_shared_keys(const std::vector<Sequence>& sequences)
 
 SharedProblem::SharedProblem(const SharedKeys& shared, const std::vector<Sequence>& sequences, int64_t threads,
                              int attempt)
-    : shared_(shared), problem_(problem_of(shared, sequences)), blocks_(problem_, threads, attempt, true) {}
+    : shared_(shared), problem_(problem_of(shared, sequences)),
+      blocks_(problem_, {threads, pairs_of(problem_)}, attempt, true) {}
 
 int64_t SharedProblem::query_floats() const {
   return (problem_.heads * problem_.q_h * element_size(problem_.dtype) + 63) / 64 * 16;

@@ -27,6 +27,15 @@ struct SharedKeys {
   int64_t key, keys;
   std::vector<int64_t> sequences;
 };
+// Whether all heads of a key are in one row of memory and fill at least half of it.
+inline bool are_heads_adjacent(const Attention& a) {
+  const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
+    if (a.format == kInt4) dim /= 2;  // strides are in bytes
+    return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
+  };
+  return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
+}
+
 // The keys that a forward reads once for several sequences.
 std::vector<SharedKeys> shared_keys(const Attention& a);
 // Those that the last forward on this thread read so.
@@ -40,6 +49,15 @@ inline int64_t threads_for(const Attention& a) {
   const double work = (double)a.batch * a.heads * ((double)a.q_len * a.kv_len * (a.qk_dim + a.v_dim) + kHeadWork);
   return work < kMinParallelWork ? 1 : a.threads;
 }
+
+// The (row, key) pairs of all heads, allowed or not.
+inline double pairs_of(const Attention& a) { return (double)a.batch * a.heads * ((double)a.q_len * a.kv_len); }
+
+// What the problems of a forward share: threads to keep busy, and the pairs of all of them.
+struct Load {
+  int64_t threads;
+  double pairs;
+};
 
 // Bytes of a list of addresses of partial results, a multiple of a cache line.
 inline int64_t list_bytes(int64_t places) { return (places * (int64_t)sizeof(float*) + 63) / 64 * 64; }
