@@ -51,7 +51,7 @@ int64_t invariant_splits(const Attention& a, int64_t heads, int64_t rows, int64_
 // Few rows and many keys would leave threads idle, so the keys are split. A problem gets its share of the splits of all
 // problems. The split depends on sizes only, so that results do not depend on the number of threads.
 // A block of few rows reads its keys in splits of at most kMaxSplitKeys if all heads of a key are in one row of memory:
-// the next head then finds the addresses of the same pages in the caches.
+// the next head then reads the same pages of memory soon after.
 Division divide(const Attention& a, int64_t block_keys, const Load& load, bool has_partials) {
   Division d;
   const int64_t group = a.heads / a.kv_heads;

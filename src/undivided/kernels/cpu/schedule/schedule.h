@@ -27,15 +27,6 @@ struct SharedKeys {
   int64_t key, keys;
   std::vector<int64_t> sequences;
 };
-// Whether all heads of a key are in one row of memory and fill at least half of it.
-inline bool are_heads_adjacent(const Attention& a) {
-  const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
-    if (a.format == kInt4) dim /= 2;  // strides are in bytes
-    return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
-  };
-  return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
-}
-
 // The keys that a forward reads once for several sequences.
 std::vector<SharedKeys> shared_keys(const Attention& a);
 // Those that the last forward on this thread read so.
@@ -50,10 +41,20 @@ inline int64_t threads_for(const Attention& a) {
   return work < kMinParallelWork ? 1 : a.threads;
 }
 
+// Whether all heads of a key are in one row of memory and fill at least half of it.
+inline bool are_heads_adjacent(const Attention& a) {
+  const auto within = [&](int64_t head, int64_t dim, int64_t stride) {
+    if (a.format == kInt4) dim /= 2;  // strides are in bytes
+    return head <= 2 * dim && (a.kv_len == 1 || (a.kv_heads - 1) * head + dim <= stride);
+  };
+  return within(a.k_h, a.qk_dim, a.k_s) && within(a.v_h, a.v_dim, a.v_s);
+}
+
 // The (row, key) pairs of all heads, allowed or not.
 inline double pairs_of(const Attention& a) { return (double)a.batch * a.heads * ((double)a.q_len * a.kv_len); }
 
-// What the problems of a forward share: threads to keep busy, and the pairs of all of them.
+// What the problems of a forward share. threads: that the blocks of one problem have to keep busy. pairs: of all
+// problems.
 struct Load {
   int64_t threads;
   double pairs;
