@@ -7,9 +7,10 @@ beside its purpose.
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,24 @@ def _documents(*lengths: tuple[int, int], dtypes: tuple[torch.dtype, ...] = (FLO
     for (shortest, longest), dtype in product(lengths, dtypes):
         mask = functools.partial(packed_documents, shortest, longest)
         yield _problem(f"documents-{shortest}-{longest}", dtype, layout="thd", q_len=8192, heads=8, mask=mask)
+
+
+def _sequences(
+    new: tuple[int, int],
+    earlier: tuple[int, int],
+    heads: int = 8,
+    kv_heads: int = 8,
+    dtypes: tuple[torch.dtype, ...] = (FLOAT, BFLOAT),
+) -> Iterator[Benchmark]:
+    """Packs of 64 sequences: random numbers of new tokens, and of earlier ones, each between two."""
+    draw = random.Random(0)
+    counts = [(draw.randint(*new), draw.randint(*earlier)) for _ in range(64)]
+    rows, keys = [0, *accumulate(n for n, _ in counts)], [0, *accumulate(n + past for n, past in counts)]
+    mask = masks.documents(rows, keys) & masks.causal("bottom_right")
+    name = f"sequences-{new[0]}-{new[1]}-after-{earlier[0]}-{earlier[1]}-h{heads}-{kv_heads}"
+    for dtype in dtypes:
+        yield _problem(name, dtype, layout="thd", q_len=rows[-1], kv_len=keys[-1], heads=heads, kv_heads=kv_heads,
+                       mask=lambda: mask)  # fmt: skip
 
 
 def _decoding(
@@ -139,12 +158,17 @@ PREFILL = (
     Threshold("kMaxSplitRows", "rows up to which such splits are limited", (32, 64, 128, 256, 512), tuple(
         map(_token_heads, (*_squares((64, 96, 128, 192, 256, 512), BOTH, heads=8, batch=4, kv_len=32768),
                            *_squares((128,), BOTH, heads=8, batch=4, kv_len=8192))))),
-    Threshold("kMinDecodeKeys", "keys of an average row of a document that is decoded", (32, 64, 128), tuple(
-        _documents((1, 4), (2, 8)))),
+    Threshold("kMinDecodeKeys", "keys of an average row of a document that is decoded", (4, 8, 16, 32, 64), (
+        *_sequences((1, 1), (3, 63)), *_sequences((1, 1), (3, 63), heads=32), *_sequences((1, 4), (0, 15)),
+        *_documents((1, 4), (2, 8), (4, 16)))),
     Threshold("kMinDocumentBlockRows", "rows of a document with blocks of its own", (32, 64, 128), tuple(
         _documents((16, 64), (32, 128), (64, 256)))),
-    Threshold("kMinDocumentBlockKeys", "keys of an average row of such a document", (128, 256, 512), tuple(
-        _documents((128, 512), (256, 1024)))),
+    Threshold("kMinDocumentBlockKeys", "keys of an average row of such a document", (32, 64, 128, 256), (
+        *_sequences((24, 63), (16, 63)), *_sequences((24, 63), (64, 255)), *_sequences((24, 63), (64, 255), 1, 1),
+        *_documents((128, 512)))),
+    Threshold("kMinGroupBlockPairs", "pairs of such a document, if heads share keys", (16, 64, 256, 1 << 40), (
+        *_sequences((1, 4), (0, 0), 2, 1), *_sequences((2, 8), (0, 0), 2, 1), *_sequences((1, 4), (0, 0), 32),
+        *_sequences((2, 8), (0, 0), 32), *_sequences((8, 32), (0, 0), 32), *_sequences((8, 63), (16, 63), 32))),
 )  # fmt: skip
 SMALL = (
     Threshold("max_small_forward_32", "rows and keys of the small forward, fp32", (8, 16, 32, 48), tuple(

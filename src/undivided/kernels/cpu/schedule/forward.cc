@@ -137,15 +137,17 @@ int run_attempts(Work& work, int64_t threads, const Load& load) {
   return status;
 }
 
-// How a document runs. One of few rows or keys runs beside its neighbours: their rows share panels. Sizes decide: those
-// of a batch of such documents that see as many keys (`seen`) as the whole pack.
+// How a document runs: decoded, in blocks of its own, or, if it is short, beside its neighbours, whose rows then share
+// panels. Sizes decide: those of a batch of such documents that see as many keys (`seen`) as the whole pack.
 enum class Path { kBesideOthers, kBlocks, kChunks };
 Path path_of(const Attention& pack, const DocumentExtent& d, int64_t seen) {
   Attention a = pack;
   a.q_len = d.rows, a.kv_len = d.seen, a.batch = std::max(seen / std::max(d.seen, (int64_t)1), (int64_t)1);
   const int64_t average_keys = d.pairs / d.rows;
   if (average_keys >= kMinDecodeKeys && is_decoding(a)) return Path::kChunks;
-  return d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys ? Path::kBlocks : Path::kBesideOthers;
+  const bool is_long = d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys;
+  const bool fills_panels = a.heads > a.kv_heads && d.pairs * a.heads >= kMinGroupBlockPairs;
+  return is_long || fills_panels ? Path::kBlocks : Path::kBesideOthers;
 }
 
 // The documents of a pack as problems; neighbours that run beside each other are one.
