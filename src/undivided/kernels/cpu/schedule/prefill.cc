@@ -39,19 +39,24 @@ Range extent_of(const Attention& a, const RowBlock& block) {
   return key_extent(a, block.batch, row, row + block.rows);
 }
 
+// Whether a block reads its keys in short splits: if it has few rows, and all heads of a key are in one row of memory.
+// The next head then reads the same pages of memory soon after.
+bool has_short_splits(const Attention& a, int64_t rows) {
+  return rows <= kMaxSplitRows && a.kv_heads > 1 && are_heads_adjacent(a);
+}
+
 // The splits of the keys of `rows` rows of `heads` heads with batch_invariant: one per piece, or one for all pieces if
-// there are enough blocks without. A row's result is the same.
+// there are enough blocks without and splits need not be short. A row's result is the same.
 int64_t invariant_splits(const Attention& a, int64_t heads, int64_t rows, int64_t blocks, int64_t threads) {
   const int64_t pieces = pieces_of(a, {0, a.kv_len}).count;
   const double bytes = (double)(a.batch * heads) * (double)rows * (double)pieces * (double)(partial_size(a) * 4);
-  const bool fits = bytes <= (double)kMaxPieceBytes;
-  return threads > 1 && blocks < kPieceRounds * threads && fits ? std::max(pieces, (int64_t)1) : 1;
+  const bool fits = bytes <= (double)kMaxPieceBytes, has_idle_threads = threads > 1 && blocks < kPieceRounds * threads;
+  return fits && (has_idle_threads || has_short_splits(a, rows)) ? std::max(pieces, (int64_t)1) : 1;
 }
 
 // Few rows and many keys would leave threads idle, so the keys are split. A problem gets its share of the splits of all
-// problems. The split depends on sizes only, so that results do not depend on the number of threads.
-// A block of few rows reads its keys in splits of at most kMaxSplitKeys if all heads of a key are in one row of memory:
-// the next head then reads the same pages of memory soon after.
+// problems. Short splits have at most kMaxSplitKeys. The split depends on sizes only, so that results do not depend on
+// the number of threads.
 Division divide(const Attention& a, int64_t block_keys, const Load& load, bool has_partials) {
   Division d;
   const int64_t group = a.heads / a.kv_heads;
@@ -65,8 +70,7 @@ Division divide(const Attention& a, int64_t block_keys, const Load& load, bool h
   if (a.batch_invariant) d.min_splits = invariant_splits(a, d.heads, d.rows, blocks, load.threads);
   else if (a.v_dim % 16 == 0) {
     d.min_splits = std::max(std::min(divide_up(share, blocks), a.kv_len / min_keys), (int64_t)1);
-    if (d.rows <= kMaxSplitRows && a.kv_heads > 1 && are_heads_adjacent(a))
-      d.max_blocks = std::max(kMaxSplitKeys / block_keys, (int64_t)1);
+    if (has_short_splits(a, d.rows)) d.max_blocks = std::max(kMaxSplitKeys / block_keys, (int64_t)1);
   }
   d.max_splits = std::max(d.min_splits, divide_up(key_blocks, d.max_blocks));
   d.has_partials = has_partials || d.max_splits > 1;
