@@ -101,8 +101,15 @@ def test_a_sequence_that_decodes_or_prefills_has_its_own_bits(dtype: torch.dtype
 @DTYPES
 @pytest.mark.parametrize(
     ("batch", "rows", "heads", "keys"),
-    [(32, 8, 4, 2048), (8, 1, 16, 1024), (16, 2, 7, 1024), (64, 1, 4, 40), (32, 5, 4, 40)],
-    ids=["blocks-of-rows", "a-panel-of-rows", "fewer-rows-than-a-panel", "one-row-over-few-keys", "few-rows-and-keys"],
+    [(32, 8, 4, 2048), (8, 1, 16, 1024), (16, 2, 7, 1024), (64, 1, 4, 40), (32, 5, 4, 40), (4, 1, 4, 200)],
+    ids=[
+        "blocks-of-rows",
+        "a-panel-of-rows",
+        "fewer-rows-than-a-panel",
+        "one-row-over-few-keys",
+        "few-rows-and-keys",
+        "no-more-rows-in-all-than-are-decoded",
+    ],
 )
 def test_a_pack_of_equal_sequences_has_the_bits_of_the_batch(
     batch: int, rows: int, heads: int, keys: int, dtype: torch.dtype

@@ -155,7 +155,7 @@ class Pack {
  public:
   explicit Pack(const Attention& a) {
     if (a.batch_invariant && a.first_key) cut_sequences(a);
-    if (a.batch_invariant || is_decoding(a)) return;
+    if (a.batch_invariant) return;
     const std::vector<DocumentExtent> documents = find_extents(a);
     int64_t seen = 0;
     for (const DocumentExtent& d : documents) seen += d.seen;
