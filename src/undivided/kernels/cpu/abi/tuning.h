@@ -43,8 +43,10 @@ constexpr int64_t kMinHugePageResult = 32 << 20;
 constexpr int64_t kShareHeadsBelow = 64;
 // Split-KV: the keys of each block of kMinPrefillRows rows are divided until there are kTargetKeySplits splits in all,
 // each of at least kMinKeysPerSplit keys. A split writes Dv floats per row, little beside its 1024 x (Dk + Dv)
-// multiply-adds. Up to kMaxPanelRows rows, which other processors decode in smaller pieces, it has at least
-// kMinKeysPerPanelSplit keys. (Zen 5, 16 to 64 rows, 512 keys against 1024: 0.96 to 0.99.)
+// multiply-adds. The longest row bounds the number of splits: windows and packs of short documents are not split (Zen
+// 5, 1 to 4 heads, one thread: 1.0 to 2.7 times as fast). Up to kMaxPanelRows rows, which other processors decode in
+// smaller pieces, a split has at least kMinKeysPerPanelSplit keys. (Zen 5, 16 to 64 rows, 512 keys against 1024: 0.96
+// to 0.99.)
 // tune-cpu: kMinKeysPerSplit
 // set by: the number of threads to keep busy (kTargetKeySplits, kMinKeysPerPanelSplit), the lanes of a panel
 // (kMinPrefillRows), and the rows that are decoded (kMaxPanelRows, see max_decode_rows)

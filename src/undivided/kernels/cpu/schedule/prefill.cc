@@ -22,6 +22,15 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
   return cost;
 }
 
+// The most keys that a row sees.
+int64_t longest_row(const Attention& a) {
+  if (!a.ranges && !a.band) return a.kv_len;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < (a.ranges && a.ranges_b > 0 ? a.batch : 1); b++)
+    for (int64_t r = 0; r < a.q_len; r++) longest = std::max(longest, ranges_of_row(a, b, r).count());
+  return longest;
+}
+
 // The keys of a sequence in splits of whole key blocks; with batch_invariant, its pieces.
 KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, const Division& d) {
   const Range extent = key_extent(a, batch);
@@ -54,8 +63,8 @@ int64_t invariant_splits(const Attention& a, int64_t heads, int64_t rows, int64_
   return fits && (has_idle_threads || has_short_splits(a, rows)) ? std::max(pieces, (int64_t)1) : 1;
 }
 
-// Few rows and many keys would leave threads idle, so the keys are split. A problem gets its share of the splits of all
-// problems. Short splits have at most kMaxSplitKeys. The split depends on sizes only, so that results do not depend on
+// Few rows that see many keys would leave threads idle, so the keys are split. A problem gets its share of the splits
+// of all problems. Short splits have at most kMaxSplitKeys. Sizes and ranges decide, so that results do not depend on
 // the number of threads.
 Division divide(const Attention& a, int64_t block_keys, const Load& load, bool has_partials) {
   Division d;
@@ -69,7 +78,8 @@ Division divide(const Attention& a, int64_t block_keys, const Load& load, bool h
   d.min_splits = 1, d.max_blocks = key_blocks;
   if (a.batch_invariant) d.min_splits = invariant_splits(a, d.heads, d.rows, blocks, load.threads);
   else if (a.v_dim % 16 == 0) {
-    d.min_splits = std::max(std::min(divide_up(share, blocks), a.kv_len / min_keys), (int64_t)1);
+    if (share > blocks && a.kv_len >= 2 * min_keys)
+      d.min_splits = std::max(std::min(divide_up(share, blocks), longest_row(a) / min_keys), (int64_t)1);
     if (has_short_splits(a, d.rows)) d.max_blocks = std::max(kMaxSplitKeys / block_keys, (int64_t)1);
   }
   d.max_splits = std::max(d.min_splits, divide_up(key_blocks, d.max_blocks));
