@@ -71,11 +71,7 @@ def _documents(*lengths: tuple[int, int], dtypes: tuple[torch.dtype, ...] = (FLO
 
 
 def _sequences(
-    new: tuple[int, int],
-    earlier: tuple[int, int],
-    heads: int = 8,
-    kv_heads: int = 8,
-    dtypes: tuple[torch.dtype, ...] = (FLOAT, BFLOAT),
+    new: tuple[int, int], earlier: tuple[int, int], heads: int = 8, kv_heads: int = 8
 ) -> Iterator[Benchmark]:
     """Packs of 64 sequences: random numbers of new tokens, and of earlier ones, each between two."""
     draw = random.Random(0)
@@ -83,7 +79,7 @@ def _sequences(
     rows, keys = [0, *accumulate(n for n, _ in counts)], [0, *accumulate(n + past for n, past in counts)]
     mask = masks.documents(rows, keys) & masks.causal("bottom_right")
     name = f"sequences-{new[0]}-{new[1]}-after-{earlier[0]}-{earlier[1]}-h{heads}-{kv_heads}"
-    for dtype in dtypes:
+    for dtype in BOTH:
         yield _problem(name, dtype, layout="thd", q_len=rows[-1], kv_len=keys[-1], heads=heads, kv_heads=kv_heads,
                        mask=lambda: mask)  # fmt: skip
 

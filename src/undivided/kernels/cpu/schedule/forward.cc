@@ -1,5 +1,5 @@
-// Runs a forward. A problem is decoded (chunks of keys) or prefilled (blocks of rows). Each document of a pack is a
-// problem of its own, and is cut as a sequence of a batch.
+// Runs a forward. A problem is decoded (chunks of keys) or prefilled (blocks of rows). A document of a pack is a problem
+// of its own, cut as a sequence of a batch; short ones may be one problem with their neighbours.
 //
 // With batch_invariant the sums of a row have the same order whatever the number of rows and threads, the batch, the
 // pack, or the pages: key blocks start at the first key of the row's sequence, both in prefill and in decoding
@@ -154,8 +154,10 @@ Path path_of(const Attention& pack, const DocumentExtent& d, int64_t seen) {
 class Pack {
  public:
   explicit Pack(const Attention& a) {
-    if (a.batch_invariant && a.first_key) cut_sequences(a);
-    if (a.batch_invariant) return;
+    if (a.batch_invariant) {
+      if (a.first_key) cut_sequences(a);
+      return;
+    }
     const std::vector<DocumentExtent> documents = find_extents(a);
     int64_t seen = 0;
     for (const DocumentExtent& d : documents) seen += d.seen;
