@@ -1,5 +1,5 @@
-// Runs a forward. A problem is decoded (chunks of keys) or prefilled (blocks of rows). A document of a pack is a problem
-// of its own, cut as a sequence of a batch; short ones may be one problem with their neighbours.
+// Runs a forward. A problem is decoded (chunks of keys) or prefilled (blocks of rows). A document of a pack is a
+// problem of its own, cut as a sequence of a batch; short ones may be one problem with their neighbours.
 //
 // With batch_invariant the sums of a row have the same order whatever the number of rows and threads, the batch, the
 // pack, or the pages: key blocks start at the first key of the row's sequence, both in prefill and in decoding
