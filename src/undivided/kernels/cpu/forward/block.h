@@ -263,10 +263,11 @@ class Block {
       prefetch_rows(prefetch, (const T*)a_.q + block_.batch * a_.q_b, a_.q_h, a_.q_s, a_.qk_dim, next);
     }
     const Panel& next = w_.panels[smaller_of(i + 1, panel_count_ - 1)];
-    if (next.segments && !a_.format) {
-      const int64_t stop = smaller_of(round_up(keys_stop(next), kPackStep), to_);
-      prefetch.add(k_, prefetched_to_, stop, a_.qk_dim);
-      prefetch.add(v_, prefetched_to_, stop, a_.v_dim);
+    for (int s = 0; s < next.segments && !a_.format; s++) {
+      const int64_t start = larger_of(next.segment[s].start, prefetched_to_),
+                    stop = smaller_of(round_up(next.segment[s].stop, kPackStep), to_);
+      prefetch.add(k_, start, stop, a_.qk_dim);
+      prefetch.add(v_, start, stop, a_.v_dim);
       prefetched_to_ = larger_of(prefetched_to_, stop);
     }
     if (i + 1 == panel_count_ && block_.next_block) prefetch_next_block<T>(prefetch, a_, *block_.next_block);
