@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -71,14 +71,15 @@ def _documents(*lengths: tuple[int, int], dtypes: tuple[torch.dtype, ...] = (FLO
 
 
 def _sequences(
-    new: tuple[int, int], earlier: tuple[int, int], heads: int = 8, kv_heads: int = 8
+    new: tuple[int, int], earlier: tuple[int, int], heads: int = 8, kv_heads: int = 8, window: int | None = None
 ) -> Iterator[Benchmark]:
-    """Packs of 64 sequences: random numbers of new tokens, and of earlier ones, each between two."""
+    """Packs of 64 sequences with random numbers of new and of earlier tokens. Causal, or a window."""
     draw = random.Random(0)
     counts = [(draw.randint(*new), draw.randint(*earlier)) for _ in range(64)]
     rows, keys = [0, *accumulate(n for n, _ in counts)], [0, *accumulate(n + past for n, past in counts)]
-    mask = masks.documents(rows, keys) & masks.causal("bottom_right")
+    mask = masks.documents(rows, keys) & masks.window(window, 0, "bottom_right")
     name = f"sequences-{new[0]}-{new[1]}-after-{earlier[0]}-{earlier[1]}-h{heads}-{kv_heads}"
+    name += "" if window is None else f"-window-{window}"
     for dtype in BOTH:
         yield _problem(name, dtype, layout="thd", q_len=rows[-1], kv_len=keys[-1], heads=heads, kv_heads=kv_heads,
                        mask=lambda: mask)  # fmt: skip
@@ -165,6 +166,12 @@ PREFILL = (
     Threshold("kMinGroupBlockPairs", "pairs of such a document, if heads share keys", (16, 64, 256, 1 << 40), (
         *_sequences((1, 4), (0, 0), 2, 1), *_sequences((2, 8), (0, 0), 2, 1), *_sequences((1, 4), (0, 0), 32),
         *_sequences((2, 8), (0, 0), 32), *_sequences((8, 32), (0, 0), 32), *_sequences((8, 63), (16, 63), 32))),
+    Threshold("kMinSmallBlockPairs", "pairs of such a document, if it is a small head", (32, 128, 512, 1 << 40), (
+        *_sequences((2, 8), (0, 0)), *_sequences((2, 8), (4, 12)), *_sequences((4, 15), (0, 12)),
+        *_sequences((4, 15), (0, 12), 1, 1))),
+    Threshold("kMinDocumentGap", "unseen keys between documents that run alone", (1, 16, 64, 1 << 40), tuple(
+        chain.from_iterable(_sequences(new, earlier, window=3) for new in ((1, 1), (4, 8), (16, 32))
+                            for earlier in ((4, 8), (12, 24), (100, 200))))),
 )  # fmt: skip
 SMALL = (
     Threshold("max_small_forward_32", "rows and keys of the small forward, fp32", (8, 16, 32, 48), tuple(

@@ -100,8 +100,16 @@ def test_a_sequence_that_decodes_or_prefills_has_its_own_bits(dtype: torch.dtype
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("batch", "rows", "heads", "keys"),
-    [(32, 8, 4, 2048), (8, 1, 16, 1024), (16, 2, 7, 1024), (64, 1, 4, 40), (32, 5, 4, 40), (4, 1, 4, 200)],
+    ("batch", "rows", "heads", "kv_heads", "keys"),
+    [
+        (32, 8, 4, 1, 2048),
+        (8, 1, 16, 1, 1024),
+        (16, 2, 7, 1, 1024),
+        (64, 1, 4, 1, 40),
+        (32, 5, 4, 1, 40),
+        (4, 1, 4, 1, 200),
+        (32, 12, 4, 4, 16),
+    ],
     ids=[
         "blocks-of-rows",
         "a-panel-of-rows",
@@ -109,15 +117,16 @@ def test_a_sequence_that_decodes_or_prefills_has_its_own_bits(dtype: torch.dtype
         "one-row-over-few-keys",
         "few-rows-and-keys",
         "no-more-rows-in-all-than-are-decoded",
+        "small-documents",
     ],
 )
 def test_a_pack_of_equal_sequences_has_the_bits_of_the_batch(
-    batch: int, rows: int, heads: int, keys: int, dtype: torch.dtype
+    batch: int, rows: int, heads: int, kv_heads: int, keys: int, dtype: torch.dtype
 ) -> None:
     """Both are cut into the same work: a sequence of a pack is not split as if threads had nothing else to do."""
     torch.manual_seed(0)
     q = torch.randn(batch, rows, heads, 16).to(dtype)
-    k, v = (torch.randn(batch, keys, 1, 16).to(dtype) for _ in range(2))
+    k, v = (torch.randn(batch, keys, kv_heads, 16).to(dtype) for _ in range(2))
     each = undivided.attention(q, k, v, layout="bshd", backend="native")
     mask = masks.documents([n * rows for n in range(batch + 1)], [n * keys for n in range(batch + 1)])
     packed = undivided.attention(*(t.flatten(0, 1) for t in (q, k, v)), layout="thd", mask=mask, backend="native")

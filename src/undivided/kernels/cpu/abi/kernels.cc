@@ -284,6 +284,7 @@ constexpr undivided::Kernels make_kernels(const char* name) {
   k.block_keys = kBlockKeys;
   k.block_scratch = block_scratch<Half>;
   k.block = block<Half>;
+  k.is_small = is_small_forward;
   k.can_decode = can_decode<Half>;
   k.chunk_scratch = chunk_scratch<Half>;
   k.chunk = chunk<Half>;

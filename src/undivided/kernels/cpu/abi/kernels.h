@@ -109,6 +109,7 @@ struct Kernels {
   // is_short: no row sees more than short_key_limit keys
   int64_t (*block_scratch)(const Attention&, int64_t rows, bool is_short);
   bool (*block)(const Attention&, const RowBlock&, char* scratch);  // false: some numbers are out of range
+  bool (*is_small)(const Attention&);    // heads take the path of few rows and keys (forward/small.h)
   bool (*can_decode)(const Attention&);  // few rows per key/value head, and head sizes that the engine supports
   int64_t (*chunk_scratch)(const Attention&, int64_t kv_heads);
   // next_chunk: the chunk that this thread probably takes next, or null; its first keys are prefetched

@@ -93,14 +93,16 @@ constexpr int64_t kMaxRowMajorBytes = 32 << 10;
 
 // ---- packed documents (schedule/forward.cc)
 
-// A document is decoded by itself if it has few rows and its average row sees at least kMinDecodeKeys keys. Otherwise
-// it has blocks of its own if it has kMinDocumentBlockRows rows, or if its average row sees kMinDocumentBlockKeys keys,
-// or if query heads share its keys and it has kMinGroupBlockPairs pairs of all heads: the rows of a group of heads fill
-// panels that would otherwise each meet the keys of many documents. (Zen 5, packs of 48 to 512 rows, 32 heads on 8, one
-// thread: one row over 17 to 33 keys 2.4 to 4.2 times as fast decoded as beside others; documents of 4 to 16 rows 1.2
-// to 1.6 times in blocks of their own, after 64 to 128 keys 2.5 to 2.9 times.)
-// tune-cpu: kMinDecodeKeys, kMinDocumentBlockRows, kMinDocumentBlockKeys, kMinGroupBlockPairs
+// A document is decoded by itself if it has few rows, and its average row sees at least kMinDecodeKeys keys or
+// kMinDocumentGap unseen keys follow. Otherwise it has blocks of its own if that many follow, if it has
+// kMinDocumentBlockRows rows, if its average row sees kMinDocumentBlockKeys keys, or from a number of pairs of all
+// heads on: kMinGroupBlockPairs if query heads share its keys, since the rows of a group of heads fill panels that
+// would otherwise each meet the keys of many documents; kMinSmallBlockPairs if it is so small that a path of its own is
+// faster (forward/small.h). Figures: docs/decisions/2026-12-02-packs-of-few-keys.md.
+// tune-cpu: kMinDecodeKeys, kMinDocumentBlockRows, kMinDocumentBlockKeys, kMinGroupBlockPairs, kMinSmallBlockPairs
+// tune-cpu: kMinDocumentGap
 constexpr int64_t kMinDecodeKeys = 8, kMinDocumentBlockRows = 64, kMinDocumentBlockKeys = 64, kMinGroupBlockPairs = 64;
+constexpr int64_t kMinSmallBlockPairs = 128, kMinDocumentGap = 16;
 // Heads of problems per thread from which on problems are not cut further for the sake of balance.
 // set by: a count of rounds, as kMaxRounds
 constexpr int64_t kProblemRounds = 8;

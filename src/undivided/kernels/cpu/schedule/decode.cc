@@ -14,7 +14,7 @@ bool is_decoding(const Attention& a) {
 }
 
 void Decoding::add(const Attention& a) {
-  for (int64_t b = 0; b < a.batch; b++) sequences_.push_back({&a, b, key_extent(a, b), 0});
+  for (int64_t b = 0; b < a.batch; b++) sequences_.push_back({&a, b, key_extent(a, b), gap_between_ranges(a, b), 0});
 }
 
 // Takes the keys that sequences share out of their extents.
@@ -35,20 +35,23 @@ void Decoding::cut(int64_t threads, int attempt) {
   const int64_t bytes = heads_ * key_bytes(shape, shape.qk_dim + shape.v_dim);
   const ChunkLimits& limits = heads_ > 1 ? kAllHeads : kOneHead;
   int64_t total_keys = 0;
-  for (const Sequence& s : sequences_) total_keys += std::max(s.extent.stop - s.extent.start, (int64_t)0);
+  for (const Sequence& s : sequences_) total_keys += keys_without_gap(s.extent, s.gap);
   // at least one key, whatever the size of a key
   const int64_t target =
       std::max({total_keys * (shape.kv_heads / heads_) / limits.chunks, limits.min_bytes / bytes, (int64_t)1});
   const int64_t keys = std::min((target + 63) / 64 * 64, limits.max_keys);
   const bool exceeds_caches = total_keys * shape.kv_heads * bytes / heads_ >= kMinUnitBytes;
   chunks_.clear();
-  for (Sequence& s : sequences_) {
-    const auto [start, stop] = s.extent;
-    s.chunks = stop > start ? (stop - start + keys - 1) / keys : 0;
-    for (int64_t n = 0; n < shape.kv_heads; n += heads_)
-      for (int64_t key = start; key < stop; key += keys)
-        chunks_.push_back({s.problem, s.batch, n, heads_, key, std::min(keys, stop - key), nullptr, exceeds_caches});
-  }
+  for (Sequence& s : sequences_)
+    for (int64_t n = 0; n < shape.kv_heads; n += heads_) {
+      s.chunks = 0;
+      for (int64_t key = s.extent.start, next; key < s.extent.stop; key = next, s.chunks++) {
+        next = key + keys;
+        if (key <= s.gap.start && s.gap.start < next) next += s.gap.stop - s.gap.start;
+        next = std::min(next, s.extent.stop);
+        chunks_.push_back({s.problem, s.batch, n, heads_, key, next - key, nullptr, exceeds_caches});
+      }
+    }
 }
 
 // A piece of the keys of some heads is a chunk; if it is the only one, it writes the results. More threads get fewer

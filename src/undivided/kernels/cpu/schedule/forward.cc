@@ -143,11 +143,13 @@ enum class Path { kBesideOthers, kBlocks, kChunks };
 Path path_of(const Attention& pack, const DocumentExtent& d, int64_t seen) {
   Attention a = pack;
   a.q_len = d.rows, a.kv_len = d.seen, a.batch = std::max(seen / std::max(d.seen, (int64_t)1), (int64_t)1);
-  const int64_t average_keys = d.pairs / d.rows;
-  if (average_keys >= kMinDecodeKeys && is_decoding(a)) return Path::kChunks;
+  const int64_t average_keys = d.pairs / d.rows, pairs = d.pairs * a.heads;
+  const bool has_gap = d.keys - d.seen >= kMinDocumentGap;
+  if ((average_keys >= kMinDecodeKeys || has_gap) && is_decoding(a)) return Path::kChunks;
   const bool is_long = d.rows >= kMinDocumentBlockRows || average_keys >= kMinDocumentBlockKeys;
-  const bool fills_panels = a.heads > a.kv_heads && d.pairs * a.heads >= kMinGroupBlockPairs;
-  return is_long || fills_panels ? Path::kBlocks : Path::kBesideOthers;
+  const bool fills_panels = a.heads > a.kv_heads && pairs >= kMinGroupBlockPairs;
+  const bool is_small = pairs >= kMinSmallBlockPairs && kernels(a).is_small(a);
+  return is_long || has_gap || fills_panels || is_small ? Path::kBlocks : Path::kBesideOthers;
 }
 
 // The documents of a pack as problems; neighbours that run beside each other are one.

@@ -31,6 +31,15 @@ int64_t longest_row(const Attention& a) {
   return longest;
 }
 
+// The most keys of a sequence, from the first to the last that some row sees, without those of a gap.
+int64_t longest_extent(const Attention& a) {
+  if (!a.ranges && !a.band) return a.kv_len;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < (a.ranges && a.ranges_b > 0 ? a.batch : 1); b++)
+    longest = std::max(longest, keys_without_gap(key_extent(a, b), gap_between_ranges(a, b)));
+  return longest;
+}
+
 // The keys of a sequence in splits of whole key blocks; with batch_invariant, its pieces.
 KeySplits split_keys(const Attention& a, int64_t block_keys, int64_t batch, const Division& d) {
   const Range extent = key_extent(a, batch);
@@ -80,7 +89,8 @@ Division divide(const Attention& a, int64_t block_keys, const Load& load, bool h
   else if (a.v_dim % 16 == 0) {
     if (share > blocks && a.kv_len >= 2 * min_keys)
       d.min_splits = std::max(std::min(divide_up(share, blocks), longest_row(a) / min_keys), (int64_t)1);
-    if (has_short_splits(a, d.rows)) d.max_blocks = std::max(kMaxSplitKeys / block_keys, (int64_t)1);
+    if (has_short_splits(a, d.rows) && a.kv_len > kMaxSplitKeys && longest_extent(a) > kMaxSplitKeys)
+      d.max_blocks = std::max(kMaxSplitKeys / block_keys, (int64_t)1);
   }
   d.max_splits = std::max(d.min_splits, divide_up(key_blocks, d.max_blocks));
   d.has_partials = has_partials || d.max_splits > 1;

@@ -10,12 +10,12 @@
 
 namespace undivided {
 
-// A sequence that is decoded: of a batch, or a document of a pack. Its chunks have the keys of `extent`; the keys
-// before it are shared.
+// A sequence that is decoded: of a batch, or a document of a pack. Its chunks have the keys of `extent`, but for those
+// of `gap`; the keys before `extent` are shared.
 struct Sequence {
   const Attention* problem;
   int64_t batch;
-  Range extent;
+  Range extent, gap;
   int64_t chunks;  // per unit of heads
 
   // The query rows of a key/value head.

@@ -93,6 +93,23 @@ inline Range key_extent(const Attention& a, int64_t batch, int64_t row, int64_t 
 }
 inline Range key_extent(const Attention& a, int64_t batch) { return key_extent(a, batch, 0, a.q_len); }
 
+// The keys of a sequence that lie between the first ranges of its rows and their second ones, as those between sink
+// tokens and a window; none if these overlap.
+inline Range gap_between_ranges(const Attention& a, int64_t batch) {
+  Range gap = {0, a.kv_len};
+  if (!a.ranges || a.columns == 2) return {0, 0};
+  for (int64_t row = 0; row < a.q_len; row++) {
+    const RowRanges keys = ranges_of_row(a, batch, row);
+    if (keys.of[0].start < keys.of[0].stop) gap.start = std::max(gap.start, keys.of[0].stop);
+    if (keys.of[1].start < keys.of[1].stop) gap.stop = std::min(gap.stop, keys.of[1].start);
+  }
+  return gap.start > 0 && gap.start < gap.stop && gap.stop < a.kv_len ? gap : Range{0, 0};
+}
+// The number of keys of a sequence, without those of a gap, from the first to the last that some row sees.
+inline int64_t keys_without_gap(const Range& extent, const Range& gap) {
+  return std::max(extent.stop - extent.start - (gap.stop - gap.start), (int64_t)0);
+}
+
 // With batch_invariant the keys of a row are cut into pieces of this many keys, from key 0 on. Each piece is summed
 // from zero, and pieces are merged in order, so that several threads can share a row and no result depends on their
 // number.
