@@ -306,14 +306,14 @@ def test_few_keys_each_of_which_is_larger_than_a_chunk(heads: int, qk_dim: int, 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("q_len", [1, 3, 40])
 @pytest.mark.parametrize("tokens", [4, 256, 300, 700])
-def test_keys_between_sink_tokens_and_a_window_are_never_read(tokens: int, q_len: int, layout: Any) -> None:
-    """Chunks and splits leave them out, whether the sink tokens fill part of a chunk, one, or more."""
+def test_keys_between_sink_tokens_and_a_window_change_nothing(tokens: int, q_len: int, layout: Any) -> None:
+    """The next chunk begins after them, whether the sink tokens fill part of a chunk, one, or more."""
     torch.manual_seed(0)
     q = torch.randn(2, q_len, 4, 128)
     k, v = (torch.randn(2, 5000, 2, 128) for _ in range(2))
     mask = masks.window(900, 0, align="bottom_right") | masks.sinks(tokens)
-    unread = slice(tokens, 5000 - q_len - 900)
-    k[:, unread] = v[:, unread] = torch.nan
+    unseen = slice(tokens, 5000 - q_len - 900)
+    k[:, unseen] = v[:, unseen] = torch.nan
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     out = undivided.attention(q, k, v, layout=layout, mask=mask, backend="native")

@@ -22,22 +22,25 @@ int64_t row_costs(const Attention& a, int64_t batch, int64_t row, int64_t rows) 
   return cost;
 }
 
+// The largest keys_of(batch) of the sequences that have ranges of their own; every key if there are no ranges.
+template <class F>
+int64_t most_keys(const Attention& a, F keys_of) {
+  if (!a.ranges && !a.band) return a.kv_len;
+  int64_t most = 0;
+  for (int64_t b = 0; b < (a.ranges && a.ranges_b > 0 ? a.batch : 1); b++) most = std::max(most, keys_of(b));
+  return most;
+}
 // The most keys that a row sees.
 int64_t longest_row(const Attention& a) {
-  if (!a.ranges && !a.band) return a.kv_len;
-  int64_t longest = 0;
-  for (int64_t b = 0; b < (a.ranges && a.ranges_b > 0 ? a.batch : 1); b++)
-    for (int64_t r = 0; r < a.q_len; r++) longest = std::max(longest, ranges_of_row(a, b, r).count());
-  return longest;
+  return most_keys(a, [&](int64_t batch) {
+    int64_t longest = 0;
+    for (int64_t r = 0; r < a.q_len; r++) longest = std::max(longest, ranges_of_row(a, batch, r).count());
+    return longest;
+  });
 }
-
 // The most keys of a sequence, from the first to the last that some row sees, without those of a gap.
 int64_t longest_extent(const Attention& a) {
-  if (!a.ranges && !a.band) return a.kv_len;
-  int64_t longest = 0;
-  for (int64_t b = 0; b < (a.ranges && a.ranges_b > 0 ? a.batch : 1); b++)
-    longest = std::max(longest, keys_without_gap(key_extent(a, b), gap_between_ranges(a, b)));
-  return longest;
+  return most_keys(a, [&](int64_t b) { return keys_without_gap(key_extent(a, b), gap_between_ranges(a, b)); });
 }
 
 // The keys of a sequence in splits of whole key blocks; with batch_invariant, its pieces.

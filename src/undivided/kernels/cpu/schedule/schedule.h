@@ -96,8 +96,8 @@ inline Range key_extent(const Attention& a, int64_t batch) { return key_extent(a
 // The keys of a sequence that lie between the first ranges of its rows and their second ones, as those between sink
 // tokens and a window; none if these overlap.
 inline Range gap_between_ranges(const Attention& a, int64_t batch) {
-  Range gap = {0, a.kv_len};
   if (!a.ranges || a.columns == 2) return {0, 0};
+  Range gap = {0, a.kv_len};
   for (int64_t row = 0; row < a.q_len; row++) {
     const RowRanges keys = ranges_of_row(a, batch, row);
     if (keys.of[0].start < keys.of[0].stop) gap.start = std::max(gap.start, keys.of[0].stop);
