@@ -1,8 +1,8 @@
 """Calls of `scaled_dot_product_attention` like an earlier one, which run what that one has prepared.
 
 For a few tokens, the views, checks and look-ups of a call take longer than its kernel. What is kept depends on sizes,
-strides and dtypes only, never on which tensors these are. Boolean masks of large problems are the exception: each has
-its own calls, because they read only the keys that it allows.
+strides and dtypes only, never on which tensors these are. Some boolean masks are the exception (`_reads_mask`): each
+has its own calls, because they read only the keys that it allows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from undivided.selection.policy import current_policy
 
 _PROBABILITIES = (float, int)
 _SMALL_PROBLEM = 1 << 16
-"""Up to so many scores of all heads, to find the keys that a boolean mask allows takes longer than to compute all."""
+"""Up to so many scores of all heads, to find the keys that any boolean mask allows takes longer than to compute all."""
 
 
 def call_key(
@@ -79,15 +79,20 @@ def _mask_key(attn_mask: object, query: Tensor, key: Tensor, value: Tensor) -> o
     mask_key = bias_key(attn_mask)
     if mask_key is None or not isinstance(attn_mask, Tensor) or attn_mask.dim() > 4:
         return None
-    return mask_key if attn_mask.dtype is not torch.bool or _is_small(query, key, value) else torch.bool
+    return mask_key if attn_mask.dtype is not torch.bool or _reads_mask(attn_mask, query, key, value) else torch.bool
 
 
-def _is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether calls with boolean masks are kept for all masks of a shape."""
+def _reads_mask(attn_mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether calls with boolean masks are kept for all masks of a shape, which each call reads.
+
+    The native kernel finds the keys that a mask allows, in masks that have a byte for each key, one after another.
+    """
     if query.dim() != 4 or key.dim() != 4 or needs_gradients(query, key, value):
         return False
-    batch, heads, q_len, _ = query.shape
-    return batch * heads * q_len * key.shape[2] <= _SMALL_PROBLEM
+    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    if attn_mask.dim() and attn_mask.shape[-1] == kv_len and attn_mask.stride(-1) == 1:
+        return True
+    return batch * heads * q_len * kv_len <= _SMALL_PROBLEM
 
 
 def run(

@@ -7,6 +7,7 @@
 
 #include "schedule/documents.h"
 #include "schedule/schedule.h"
+#include "schedule/visible_keys.h"
 
 namespace undivided {
 namespace {
@@ -254,7 +255,9 @@ int run_documents(const Attention& pack, const std::vector<Document>& documents)
 
 }  // namespace
 
-int run_backward(const Attention& a, const Gradients& g) {
+int run_backward(const Attention& given, const Gradients& g) {
+  const VisibleKeys visible(given, g.bias != nullptr);
+  const Attention& a = visible.problem();
   const Kernels& k = *kernels(a).backward_kernels(a, g);
   if (g.attempt == kPairwise) return run_pairwise(k, make_backward(a, g, k, unit_sizes(a, k)));
   std::vector<int32_t> ranges;

@@ -13,6 +13,7 @@
 #include "schedule/decode.h"
 #include "schedule/documents.h"
 #include "schedule/prefill.h"
+#include "schedule/visible_keys.h"
 
 namespace undivided {
 namespace {
@@ -219,7 +220,9 @@ bool has_rows(const Attention& a) { return a.batch > 0 && a.heads > 0 && a.q_len
 
 }  // namespace
 
-int run_forward(const Attention& a) {
+int run_forward(const Attention& given) {
+  const VisibleKeys visible(given);
+  const Attention& a = visible.problem();
   last_shared.clear();
   if (!has_rows(a)) return kOk;
   const bool has_float8 = a.format == kFloat8E4M3 || a.format == kFloat8E5M2;  // see simd/quantized.h
