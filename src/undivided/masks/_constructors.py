@@ -314,12 +314,12 @@ def dense(tensor: Tensor) -> Mask:
     if tensor.dtype != torch.bool:
         raise InputError("tensor", "be boolean, True = attend", tensor.dtype, "scores to add to q . k go to bias=")
     if tensor.dim() not in (2, 4):
-        raise InputError(
-            "tensor",
-            "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]",
-            f"shape {list(tensor.shape)}",
-            "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
-        )
+        hints = {
+            1: "make it two: tensor[None] for [Sk]",
+            3: "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
+        }
+        must = "have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk]"
+        raise InputError("tensor", must, f"shape {list(tensor.shape)}", hints.get(tensor.dim()))
     return from_part(Dense(tensor if tensor.dim() == 4 else tensor[None, None]))
 
 

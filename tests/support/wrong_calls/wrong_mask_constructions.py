@@ -154,6 +154,16 @@ CONSTRUCTIONS: WrongCalls = {
         "tensor must have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk], got shape [2, 3, 3]",
         "make it four: tensor[:, None] for [B, Sq, Sk], tensor[None] for [H, Sq, Sk]",
     ),
+    "dense-1d": (
+        lambda: masks.dense(torch.ones(3, dtype=torch.bool)),
+        "tensor must have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk], got shape [3]",
+        "make it two: tensor[None] for [Sk]",
+    ),
+    "dense-0d": (
+        lambda: masks.dense(torch.tensor(True)),
+        "tensor must have 2 dimensions [Sq, Sk] or 4 [B|1, H|1, Sq, Sk], got shape []",
+        None,
+    ),
     "dense-list": (lambda: masks.dense([[True]]), "tensor must be a torch.Tensor, got list", "torch.tensor(tensor)"),
     "dense-array": (
         lambda: masks.dense(torch.ones(1, 1).bool().numpy()),

@@ -209,17 +209,22 @@ constexpr int value_loads() {
   constexpr int vecs = Load<T>::kVecs, limit = kValueSums / R / vecs;
   return limit < 1 ? 1 : limit > 8 / vecs ? 8 / vecs : limit;
 }
+// As decode_value_columns, for column d and those after it: as many at a time as `Loads` loads have, then half as many,
+// and so on to one load. Returns the first column that is left.
+template <int R, int Loads, int64_t Stride, class T>
+INLINE int64_t decode_value_groups(const float* weights, const HeadRows<T>& v, int64_t d, int64_t dim, int64_t keys,
+                                   float* sums, int64_t stride, StepPrefetch& prefetch) {
+  constexpr int64_t columns = Loads * Load<T>::kVecs * kLanes;
+  for (; d + columns <= dim; d += columns)
+    decode_value_columns<R, Loads, Stride>(weights, v, d, keys, sums + d, stride, prefetch);
+  if constexpr (Loads == 1) return d;
+  else return decode_value_groups<R, Loads / 2, Stride>(weights, v, d, dim, keys, sums, stride, prefetch);
+}
 template <int R, int64_t Stride = kDecodeStepKeys, class T>
 static void decode_value_step(const float* weights, const HeadRows<T>& v, int64_t dim, int64_t keys, float* sums,
                               int64_t stride, StepPrefetch& prefetch) {
-  constexpr int vecs = Load<T>::kVecs, loads = value_loads<R, T>();
-  constexpr int64_t wide = loads * vecs * kLanes, narrow = vecs * kLanes;
-  int64_t d = 0;
-  for (; d + wide <= dim; d += wide)
-    decode_value_columns<R, loads, Stride>(weights, v, d, keys, sums + d, stride, prefetch);
-  for (; d + narrow <= dim; d += narrow)
-    decode_value_columns<R, 1, Stride>(weights, v, d, keys, sums + d, stride, prefetch);
-  if constexpr (vecs > 1 && !kHasGroups<T>)
+  int64_t d = decode_value_groups<R, value_loads<R, T>(), Stride>(weights, v, 0, dim, keys, sums, stride, prefetch);
+  if constexpr (Load<T>::kVecs > 1 && !kHasGroups<T>)
     for (; d < dim; d += kLanes)
       for (int r = 0; r < R; r++) {
         Vec acc = load(sums + r * stride + d);
