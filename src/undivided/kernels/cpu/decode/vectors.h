@@ -120,34 +120,57 @@ INLINE void prefetch_beside(const StepPrefetch& prefetch, const char* lines, int
 template <int R>
 constexpr int kScoreKeys = kScoreSums / R < kKeyPadding ? kScoreSums / R : kKeyPadding;
 
-// Scores of R query rows and kScoreKeys<R> keys, from key `first` on: [row][key].
-template <int R, class T>
-INLINE void decode_scores(const float* q, int64_t q_stride, const HeadRows<T>& k, int64_t first, int64_t dim,
-                          StepPrefetch& prefetch, float* scores) {
-  constexpr int keys = kScoreKeys<R>, vecs = Load<T>::kVecs;
-  Vec acc[R * keys] = {};
+// The sums of R query rows and K keys, from key `first` on, to acc[row * stride + key].
+template <int R, int K, class T>
+INLINE void add_key_products(const float* q, int64_t q_stride, const HeadRows<T>& k, int64_t first, int64_t dim,
+                             StepPrefetch& prefetch, Vec* acc, int stride) {
+  constexpr int vecs = Load<T>::kVecs;
+  const T* row[K];
+  const float* scale[K] = {};
+#pragma GCC unroll 8
+  for (int j = 0; j < K; j++) {  // in registers, instead of loads for each product
+    row[j] = k.row[first + j];
+    if constexpr (kHasGroups<T>) scale[j] = k.scale[first + j];
+  }
+  const HeadRows<T> keys = {row, k.offset, scale, k.scale_offset};
+  Vec sum[R][K] = {};
   int64_t d = 0;
   for (; d + vecs * kLanes <= dim; d += vecs * kLanes) {
-    const char* lines = take_lines<keys, T>(prefetch, d / (vecs * kLanes));
-#pragma GCC unroll 16
-    for (int j = 0; j < keys; j++) {
-      prefetch_beside<keys, T>(prefetch, lines, j);
+    const char* lines = take_lines<K, T>(prefetch, d / (vecs * kLanes));
+#pragma GCC unroll 8
+    for (int j = 0; j < K; j++) {
+      prefetch_beside<K, T>(prefetch, lines, j);
       Vec y[vecs];
-      HeadRows<T>::load_at(k, first + j, d, y);
+      HeadRows<T>::load_at(keys, j, d, y);
 #pragma GCC unroll 2
       for (int u = 0; u < vecs; u++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d + u * kLanes) * y[u];
+        for (int r = 0; r < R; r++) sum[r][j] += load(q + r * q_stride + d + u * kLanes) * y[u];
     }
   }
   if constexpr (vecs > 1 && !kHasGroups<T>)
     if (d < dim)
-#pragma GCC unroll 16
-      for (int j = 0; j < keys; j++) {
-        Vec y = load_as_float(k.row[first + j] + k.offset + d);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[r * keys + j] += load(q + r * q_stride + d) * y;
+      for (int j = 0; j < K; j++) {
+        Vec y = load_as_float(row[j] + k.offset + d);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sum[r][j] += load(q + r * q_stride + d) * y;
       }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < K; j++) acc[r * stride + j] = sum[r][j];
+}
+
+// Scores of R query rows and kScoreKeys<R> keys, from key `first` on: [row][key].
+template <int R, class T>
+INLINE void decode_scores(const float* q, int64_t q_stride, const HeadRows<T>& k, int64_t first, int64_t dim,
+                          StepPrefetch& prefetch, float* scores) {
+  constexpr int keys = kScoreKeys<R>, beside = keys < 8 ? keys : 8;  // 16 addresses do not fit the registers
+  Vec acc[R * keys];
+#pragma GCC unroll 2
+  for (int j = 0; j < keys; j += beside)
+    add_key_products<R, beside>(q, q_stride, k, first + j, dim, prefetch, acc + j, keys);
 #pragma GCC unroll 4
   for (int i = 0; i < R * keys; i += kLanes) {
     Vec sums[kLanes];

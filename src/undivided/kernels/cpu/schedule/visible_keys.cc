@@ -74,8 +74,8 @@ Range union_of(const Range& x, const Range& y) {
 
 }  // namespace
 
-// Sets the ranges. mask: keys are adjacent; strides: of its batch, heads and rows. Returns whether the problem no longer
-// needs this mask.
+// Sets the ranges, and returns whether the problem no longer needs this mask. mask: its keys are adjacent. strides: of
+// its batch, heads and rows.
 template <class Element>
 bool VisibleKeys::find(const void* mask, const int64_t (&strides)[3]) {
   const int64_t batches = strides[0] ? a_.batch : 1, heads = strides[1] ? a_.heads : 1;
