@@ -36,12 +36,20 @@ class TestStreams:
         assert done.returncode == 2
         assert done.stderr == "undivided: No space left on device\n"
 
+    @pytest.mark.parametrize("words", ["--help", "explain --help"])
+    def test_a_reader_of_the_help_that_leaves_is_no_error(self, words: str) -> None:
+        """The exit code was 1, that of a wrong result."""
+        done = shell(f"{{ $U {words}; echo $? >&2; }} | true")
+        assert done.stderr in ("141\n", "0\n")  # 0 if all of it was written before
+
 
 @pytest.mark.parametrize("columns", ["0", "00"])
 def test_no_columns_are_no_width(columns: str) -> None:
     """Nothing was printed."""
     out = command_line("mask", "causal()", "--q-len", "4", COLUMNS=columns).stdout
     assert "■" in out or "#" in out
+    assert "Usage" in command_line("--help", COLUMNS=columns).stdout
+    assert "nothing" in command_line("nothing", COLUMNS=columns).stderr
 
 
 def test_plans_of_too_many_ranks_are_refused() -> None:

@@ -129,6 +129,19 @@ def test_models_with_an_encoder_that_build_their_cross_attention_cache(beams: in
     assert caches[0].get_seq_length() == 14
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_refused_crop_changes_no_layer(quantize: str | None) -> None:
+    """The full layer before the one that refuses had lost its tokens, and the next logits were wrong."""
+    cache = Cache(config=model_of("Gemma3").config, quantize=quantize)
+    cache.layers[:] = cache.layers[1:]  # the full layer first
+    keys = torch.randn(1, 2, 12, 32)
+    states = [cache.update(keys, keys, layer) for layer in range(2)]
+    with pytest.raises(InputError, match="crop must be called while past tokens are recorded"):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [12, 12]
+    assert states[0][0].shape[2] == 12
+
+
 def test_wrong_formats_are_refused() -> None:
     with pytest.raises(InputError, match="quantize must be one of"):
         Cache(quantize="int2")

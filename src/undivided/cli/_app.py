@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from undivided._version import __version__
+from undivided.cli._exit_codes import BROKEN_PIPE
 from undivided.cli._terminal import complain
 from undivided.errors import InputError, NoBackendError
 
@@ -45,6 +46,11 @@ class _Command(TyperCommand):
         """The options, --help included."""
         return _without_type_of_flags(super().get_params(ctx))
 
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """The context; --help prints while the arguments are read."""
+        with _exit_code_of_broken_pipes():
+            return super().make_context(*arguments, **options)
+
 
 class _Group(TyperGroup):
     """A group that prints InputError, NoBackendError and OSError without a traceback; any other exception is a bug."""
@@ -56,7 +62,7 @@ class _Group(TyperGroup):
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         """The context; --help and --version print while the arguments are read."""
         _open_closed_streams()
-        with _errors_as_messages():
+        with _errors_as_messages(), _exit_code_of_broken_pipes():
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
@@ -69,6 +75,15 @@ def _without_type_of_flags(options: list[Any]) -> list[Any]:
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""
     return options
+
+
+@contextlib.contextmanager
+def _exit_code_of_broken_pipes() -> Iterator[None]:
+    """Exit with the code of a shell for SIGPIPE if the reader of the help has ended; rich's code is 1."""
+    try:
+        yield
+    except SystemExit:
+        raise SystemExit(BROKEN_PIPE) from None
 
 
 @contextlib.contextmanager

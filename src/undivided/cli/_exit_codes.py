@@ -4,3 +4,6 @@ from __future__ import annotations
 
 INTERRUPTED = 130
 """After Ctrl-C: 128 and the number of the signal, as in a shell."""
+
+BROKEN_PIPE = 141
+"""After the reader of the output has ended: 128 and the number of SIGPIPE."""

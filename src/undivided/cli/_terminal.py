@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from undivided.cli._exit_codes import BROKEN_PIPE
 from undivided.masks import NormalForm
 from undivided.masks._drawing import density
 from undivided.selection.decision import DEFAULT_RANK, Decision
@@ -49,7 +50,7 @@ class _Console(Console):
         """End if the reader of the output has, as ``head`` does, with the code of a shell for SIGPIPE; rich's is 1."""
         with contextlib.suppress(SystemExit):
             super().on_broken_pipe()
-        raise SystemExit(141)
+        raise SystemExit(BROKEN_PIPE)
 
 
 class _Trimmed:
@@ -63,6 +64,13 @@ class _Trimmed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def ignore_zero_columns() -> None:
+    """Let help and errors, which typer prints, have a width where COLUMNS is 0; nothing was printed."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and not int(columns):
+        del os.environ["COLUMNS"]
 
 
 def print_whatever_the_encoding() -> None:

@@ -27,7 +27,8 @@ def _run() -> None:
         print(f"undivided: the command line needs {missing.name}: pip install 'undivided[{extras}]'", file=sys.stderr)
         raise SystemExit(2) from None
     from undivided.cli._app import application
-    from undivided.cli._terminal import print_whatever_the_encoding
+    from undivided.cli._terminal import ignore_zero_columns, print_whatever_the_encoding
 
+    ignore_zero_columns()
     print_whatever_the_encoding()
     application(*sys.argv[1:2])(prog_name="undivided")

@@ -186,7 +186,9 @@ def test_a_large_mask_in_memory_of_numpy_counts_with_its_new_values() -> None:
     torch.testing.assert_close(undivided.scaled_dot_product_attention(q, k, v, mask), sdp(q, k, v, mask))
 
 
-@pytest.mark.parametrize(("heads", "transposed", "count"), [(2, False, 0), (300, False, 0), (2, True, 0), (300, True, 3)])
+@pytest.mark.parametrize(
+    ("heads", "transposed", "count"), [(2, False, 0), (300, False, 0), (2, True, 0), (300, True, 3)]
+)
 def test_masks_that_the_kernel_reads_are_not_analysed(
     heads: int, transposed: bool, count: int, builds: list[object]
 ) -> None:

@@ -72,6 +72,14 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
             self.layer_class_to_replicate = functools.partial(FullLayer, quantize, room)
         self.layers = [_replacement_layer(layer, quantize, room) for layer in self.layers]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens of every layer, or of none if a layer with a window has lost the
+        tokens before them."""
+        for layer in self.layers:
+            if isinstance(layer, SlidingLayer):
+                layer.check_crop()
+        super().crop(tokens_to_remove)
+
     @property
     def memory(self) -> Memory:
         """The bytes of keys, values and scales of all layers, and those of the same cache in bfloat16."""

@@ -189,12 +189,16 @@ class SlidingLayer(_StoredLayer, DynamicSlidingWindowLayer):  # type: ignore[mis
             self._forget()
         return self._states(first)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens, and then all that left the window."""
+    def check_crop(self) -> None:
+        """InputError if tokens that left the window may be missing after a crop."""
         if self.cumulative_length >= self.sliding_window and not self.record_past:
             hint = "activate_past_recording() before the tokens are appended"
             what = f"{self.cumulative_length} tokens in a window of {self.sliding_window}"
             raise InputError("crop", "be called while past tokens are recorded", what, hint=hint)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens, and then all that left the window."""
+        self.check_crop()
         end = self._end
         self._remove(tokens_to_remove)
         self.cumulative_length -= end - self._end

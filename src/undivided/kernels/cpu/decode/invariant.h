@@ -238,7 +238,7 @@ class InvariantUnit {
     const int64_t keys_per_step = Arith::kPairs ? 2 : keys_per_prefetch((int)smaller_of(padded_, 4));
     if constexpr (Keys::kWidens && Arith::kPairs)
       if (keys_.scales_rows) return add_byte_pairs(step, current, following);
-    const int64_t passes = passes_of_values(padded_, a_.v_dim, Arith::kPairs ? 2 : 1);
+    const int64_t passes = passes_of_values<Arith>(padded_, a_.v_dim);
     StepPrefetch prefetch(following, larger_of(heads_ * passes * (step.keys / keys_per_step), 1));
     const int64_t first = step.key % kBlockKeys;
     for (int64_t n = 0; n < heads_; n++) {

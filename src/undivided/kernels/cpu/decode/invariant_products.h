@@ -262,22 +262,33 @@ INLINE void add_step_values(const float* weights, int64_t weight_stride, const T
     for (int c = 0; c < C; c++) store(sums + r * stride + c * kLanes, acc[r][c]);
 }
 
-// add_step_values for all columns.
+// Vectors of columns per pass over the keys, at least.
+template <class Arith>
+constexpr int kMinColumns = Arith::kPairs ? 2 : 1;
+// add_step_values for column d and those after it: C vectors at a time, then half as many, and so on.
+template <class Mode, int R, int C, class T>
+INLINE void add_value_groups(const float* weights, int64_t weight_stride, const T* const* row, int64_t offset,
+                             int64_t first, int64_t keys, int64_t d, int64_t columns, float* sums,
+                             StepPrefetch& prefetch) {
+  for (; d + C * kLanes <= columns; d += C * kLanes)
+    add_step_values<Mode, R, C>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
+  if constexpr (C > kMinColumns<typename Mode::Arith>)
+    add_value_groups<Mode, R, C / 2>(weights, weight_stride, row, offset, first, keys, d, columns, sums, prefetch);
+}
 template <class Mode, int R, class T>
 static __attribute__((noinline)) void add_all_values(const float* weights, int64_t weight_stride, const T* const* row,
                                                      int64_t offset, int64_t first, int64_t keys, int64_t columns,
                                                      float* sums, StepPrefetch& prefetch) {
-  constexpr int wide = columns_at_once(R), narrow = Mode::Arith::kPairs ? 2 : 1;
-  int64_t d = 0;
-  for (; d + wide * kLanes <= columns; d += wide * kLanes)
-    add_step_values<Mode, R, wide>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
-  for (; d < columns; d += narrow * kLanes)
-    add_step_values<Mode, R, narrow>(weights, weight_stride, row, offset + d, first, keys, sums + d, columns, prefetch);
+  add_value_groups<Mode, R, columns_at_once(R)>(weights, weight_stride, row, offset, first, keys, 0, columns, sums,
+                                                prefetch);
 }
-// How often add_all_values reads all keys. narrow: vectors of columns per pass, after the wide passes.
-INLINE int64_t passes_of_values(int64_t rows, int64_t columns, int64_t narrow) {
-  const int64_t wide = columns_at_once((int)smaller_of(rows, 4)) * kLanes;
-  return (columns / wide + columns % wide / (narrow * kLanes)) * (rows > 4 ? 2 : 1);
+// How often add_all_values reads all keys.
+template <class Arith>
+INLINE int64_t passes_of_values(int64_t rows, int64_t columns) {
+  int64_t passes = 0, left = columns / kLanes;
+  for (int64_t beside = columns_at_once((int)smaller_of(rows, 4)); beside >= kMinColumns<Arith>; beside /= 2)
+    passes += left / beside, left %= beside;
+  return passes * (rows > 4 ? 2 : 1);
 }
 
 // Rows of quantised numbers as numbers of another type, one after another.
