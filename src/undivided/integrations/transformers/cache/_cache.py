@@ -73,8 +73,14 @@ class Cache(cache_utils.DynamicCache):  # type: ignore[misc]
         self.layers = [_replacement_layer(layer, quantize, room) for layer in self.layers]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens of every layer, or of none if a layer with a window has lost the
-        tokens before them."""
+        """Drop the last tokens of every layer, or of none if one refuses.
+
+        Args:
+            tokens_to_remove: at most 0; ``-tokens_to_remove`` tokens are dropped.
+
+        Raises:
+            InputError: tokens_to_remove is above 0, or a layer with a window has lost the tokens before them.
+        """
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
                 layer.check_crop()
