@@ -41,7 +41,7 @@ def console() -> Console:
     if sys.stdout.isatty():
         return _Console(highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
     columns = os.environ.get("COLUMNS", "")
-    width = None if columns.isdecimal() and int(columns) else UNBOUNDED
+    width = None if columns.isdecimal() else UNBOUNDED
     return _Console(highlight=False, width=width, file=cast(IO[str], _Trimmed(sys.stdout)))
 
 
@@ -67,7 +67,7 @@ class _Trimmed:
 
 
 def ignore_zero_columns() -> None:
-    """Let help and errors, which typer prints, have a width where COLUMNS is 0; nothing was printed."""
+    """Forget a COLUMNS of 0, with which rich prints nothing."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and not int(columns):
         del os.environ["COLUMNS"]

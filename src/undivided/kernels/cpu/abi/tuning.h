@@ -24,7 +24,7 @@ namespace undivided::tuning {
 // and 256 heads of one token: 1.2; gradients 1.3.)
 // tune-cpu: kMinParallelWork, kHeadWork
 constexpr double kMinParallelWork = 1 << 18, kHeadWork = 1 << 12;
-// A boolean mask of fewer elements is searched for ranges by one thread.
+// A boolean mask or a bias of fewer elements is searched for ranges by one thread.
 // set by: hand, docs/decisions/2026-12-03-masks-that-are-tensors.md
 constexpr int64_t kMinParallelMask = 1 << 19;
 // Partial results of fewer than kMinSharedMerge bytes are merged by one thread. In prefill, a unit of work merges
