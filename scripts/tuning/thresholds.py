@@ -198,9 +198,9 @@ DECODING = (
     *(Threshold(name, "rows of a panel that is not decoded", (9, 13, 32), tuple(
         _token_heads(problem) for heads in (80, 104, 128) for problem in _decoding((4,), 4096, BOTH, heads)),
         levels=AVX512) for name in ("full_panel_rows", "full_panel_rows_zen4", "full_panel_rows_zen5")),
-    Threshold("kMinKeysOfManyRows", "keys from which on more than 8 rows are decoded", (1, 64, 128, 256), tuple(
+    *(Threshold(name, "keys from which on more than 8 rows are decoded", (1, 33, 64, 128, 256), tuple(
         _token_heads(problem) for keys in (48, 96, 192) for problem in _decoding((16,), keys, BOTH, 96)),
-        levels=("avx2", *AVX512, *AMX)),
+        levels=("avx2", *AVX512, *AMX)) for name in ("kMinKeysOfManyRows", "kMinKeysOfManyRowsZen5")),
     Threshold("kMinKeysOfTwoPasses", "keys from which on more rows than a tile has are decoded",
         (512, 1024, 2048, 4096, 8192), tuple(_token_heads(problem) for keys in (768, 1536, 3072, 6144)
         for problem in _decoding((4,), keys, (BFLOAT,), 256)), levels=AMX),

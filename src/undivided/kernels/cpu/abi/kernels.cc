@@ -156,11 +156,17 @@ bool fills_panel(const Attention& a) {
   if (a.dtype == kFloat32 && a.qk_dim <= kMaxDecodedPanel) return false;
   return rows >= threshold(kTuning.full_panel_rows, kZen4, kTuning.full_panel_rows_zen4) && rows <= kLanes;
 }
+// The number of keys from which on more than kFewDecodeRows rows are decoded.
+int64_t min_keys_of_many_rows(const Attention& a) {
+  const bool fills_panel = a.dtype == kBFloat16 && rows_of_group(a) >= kTuning.full_panel_rows_zen5;
+  if (a.format || fills_panel) return kMinKeysOfManyRows;
+  return threshold(kMinKeysOfManyRows, kZen5, kMinKeysOfManyRowsZen5);
+}
 template <class Half>
 bool can_decode(const Attention& a) {
   if (a.batch_invariant) return with_mode(a.dtype, [&](auto mode) { return fits_invariant<decltype(mode)>(a); });
   const int64_t rows = rows_of_group(a);
-  if (rows > kFewDecodeRows && a.kv_len < kMinKeysOfManyRows) return false;
+  if (rows > kFewDecodeRows && a.kv_len < min_keys_of_many_rows(a)) return false;
   if (fills_panel(a) || is_small_forward(a)) return false;
   return with_engine<Half>(a, [&](auto e) {
     typedef typename decltype(e)::type Engine;

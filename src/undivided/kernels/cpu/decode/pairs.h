@@ -23,6 +23,7 @@ struct DecodePairs : DecodeVectors<Key> {
     };
     return a.dtype == kBFloat16 && fits(a.qk_dim) && fits(a.v_dim);
   }
+  static int64_t max_rows(const Attention&) { return kMaxVectorRows; }
   static int64_t q_floats(const Attention& a) { return kMaxVectorRows * Format::query_floats(a.qk_dim); }
   static int64_t sum_floats(const Attention& a) { return kMaxVectorRows * Format::sum_floats(a.v_dim); }
 

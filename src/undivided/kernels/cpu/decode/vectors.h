@@ -309,8 +309,13 @@ struct DecodeVectors {
   static constexpr bool kScalesKeys = kIsQuantized<T> && !kHasGroups<T>;
   static constexpr int kBits = 0;  // weights are scaled up by 2^kBits
   static constexpr int64_t kScores = kMaxVectorRows * kDecodeStepKeys;
-  // Tables without AMX are faster for quantised keys (see decode_kernels in level.h).
-  static int64_t max_rows(const Attention&) { return kHasAmx && kIsQuantized<T> ? 0 : kMaxVectorRows; }
+  // Tables without AMX are faster for quantised keys (see decode_kernels in level.h). More than kFewDecodeRows rows of
+  // bf16 are prefilled on Zen 5, by dot products: 0.85 to 1.6 times as fast, mostly 1.1 to 1.3.
+  static int64_t max_rows(const Attention& a) {
+    if (kHasAmx && kIsQuantized<T>) return 0;
+    const bool prefills = kHasDot && std::is_same<T, BFloat16>::value && undivided::amd_family() == undivided::kZen5;
+    return prefills ? kFewDecodeRows : kMaxVectorRows;
+  }
   static bool fits(const Attention& a) { return a.qk_dim % kLanes == 0 && a.v_dim % kLanes == 0; }
   static int64_t q_floats(const Attention& a) { return kMaxVectorRows * a.qk_dim; }
   static int64_t sum_floats(const Attention& a) { return kMaxVectorRows * a.v_dim; }
