@@ -148,18 +148,21 @@ bool runs_in_units(const Attention& a, int64_t kv_heads, bool exceeds_caches) {
     return rows_of_group(a) <= max_rows && fits_invariant<Mode>(a);
   });
 }
+// Whether the few rows of a problem fill a panel of prefill's dot products on Zen 5.
+bool fills_zen5_panel(const Attention& a) {
+  return a.dtype == kBFloat16 && rows_of_group(a) >= kTuning.full_panel_rows_zen5;
+}
 // Whether the few rows of a problem fill a panel, so that prefill is faster than decoding.
 bool fills_panel(const Attention& a) {
   const int64_t rows = rows_of_group(a), splits = larger_of(1, a.kv_len / kMinKeysPerPanelSplit);
   if (a.format || a.batch * a.kv_heads * splits < kMinPanelSplits) return false;
-  if (undivided::amd_family() == kZen5) return a.dtype == kBFloat16 && rows >= kTuning.full_panel_rows_zen5;
+  if (undivided::amd_family() == kZen5) return fills_zen5_panel(a);
   if (a.dtype == kFloat32 && a.qk_dim <= kMaxDecodedPanel) return false;
   return rows >= threshold(kTuning.full_panel_rows, kZen4, kTuning.full_panel_rows_zen4) && rows <= kLanes;
 }
 // The number of keys from which on more than kFewDecodeRows rows are decoded.
 int64_t min_keys_of_many_rows(const Attention& a) {
-  const bool fills_panel = a.dtype == kBFloat16 && rows_of_group(a) >= kTuning.full_panel_rows_zen5;
-  if (a.format || fills_panel) return kMinKeysOfManyRows;
+  if (a.format || fills_zen5_panel(a)) return kMinKeysOfManyRows;
   return threshold(kMinKeysOfManyRows, kZen5, kMinKeysOfManyRowsZen5);
 }
 template <class Half>

@@ -310,8 +310,8 @@ struct DecodeVectors {
   static constexpr int kBits = 0;  // weights are scaled up by 2^kBits
   static constexpr int64_t kScores = kMaxVectorRows * kDecodeStepKeys;
   // Tables without AMX are faster for quantised keys (see decode_kernels in level.h). More than kFewDecodeRows rows of
-  // bf16 are prefilled on Zen 5, by dot products: 0.85 to 1.6 times as fast, mostly 1.1 to 1.3.
-  static int64_t max_rows(const Attention& a) {
+  // bf16 are prefilled on Zen 5, by dot products: 0.84 to 1.6 times as fast, mostly 1.1 to 1.3.
+  static int64_t max_rows(const Attention&) {
     if (kHasAmx && kIsQuantized<T>) return 0;
     const bool prefills = kHasDot && std::is_same<T, BFloat16>::value && undivided::amd_family() == undivided::kZen5;
     return prefills ? kFewDecodeRows : kMaxVectorRows;

@@ -104,22 +104,17 @@ INLINE void value_column_lanes(const float* pt, const T* v, int64_t stride, int6
   }
 }
 
-// Columns from d on, in groups of C, C / 2, ... vectors; returns the first column that is not in a whole vector.
-template <class Arith, int R, int C, class T, class Prefetcher>
-INLINE int64_t value_groups_few(const float* pt, const T* v, int64_t stride, int64_t keys, int64_t d, int64_t columns,
-                                const Vec* decay, float* ot, Prefetcher* prefetch) {
+template <class Arith, int R, class T, class Prefetcher>
+static __attribute__((noinline)) void value_few(const float* pt, const T* v, int64_t stride, int64_t keys,
+                                                int64_t columns, const Vec* decay, float* ot, Prefetcher* prefetch) {
+  constexpr int C = kFewRowColumns<R>;
+  int64_t d = 0;
   for (; d + C * kLanes <= columns; d += C * kLanes) {
     for (int i = 0; i < C * kLanes; i += kBroadcasts) take_steps(prefetch, keys);
     value_column_lanes<Arith, R, C>(pt, v + d, stride, keys, decay, ot + d * kPanel);
   }
-  if constexpr (C == 1) return d;
-  else return value_groups_few<Arith, R, C / 2>(pt, v, stride, keys, d, columns, decay, ot, prefetch);
-}
-template <class Arith, int R, class T, class Prefetcher>
-static __attribute__((noinline)) void value_few(const float* pt, const T* v, int64_t stride, int64_t keys,
-                                                int64_t columns, const Vec* decay, float* ot, Prefetcher* prefetch) {
-  const int64_t d =
-      value_groups_few<Arith, R, kFewRowColumns<R>>(pt, v, stride, keys, 0, columns, decay, ot, prefetch);
+  for (; d + kLanes <= columns; d += kLanes)
+    value_column_lanes<Arith, R, 1>(pt, v + d, stride, keys, decay, ot + d * kPanel);
   if (d < columns)
     value_vectors<Arith, 1>(pt, v + d, stride, Runs(keys, 1), columns - d, decay, ot + d * kPanel, 0, prefetch);
 }
