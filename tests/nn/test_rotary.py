@@ -101,6 +101,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0 + 0.01 * pair for pair in range(32)],
+    "long_factor": [1.0 + 0.5 * pair for pair in range(32)],
+    "factor": 32.0,
+}
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -110,6 +117,9 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "yarn-attention-factor": YARN | {"attention_factor": 1.0},
     "yarn-mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
     "llama3": LLAMA3,
+    "longrope": LONGROPE,
+    "longrope-attention-factor": {key: value for key, value in LONGROPE.items() if key != "factor"}
+    | {"attention_factor": 1.19},
 }
 
 
@@ -198,14 +208,15 @@ def test_angles_may_differ_per_sequence() -> None:
     )
 
 
-def test_the_frequencies_stay_fp32_and_move_with_the_module() -> None:
+@pytest.mark.parametrize("scaling", [YARN, LONGROPE], ids=["yarn", "longrope"])
+def test_the_frequencies_stay_fp32_and_move_with_the_module(scaling: dict[str, Any]) -> None:
     """In bf16 positions 256 and 257 have the same angles; .to(bfloat16) of a model must not do that."""
-    rope = RotaryPositionEmbedding(64, scaling=YARN)
+    rope = RotaryPositionEmbedding(64, scaling=scaling)
     angles = rope(300)
     assert torch.equal(copy.deepcopy(rope).bfloat16()(300), angles)
     assert torch.equal(pickle.loads(pickle.dumps(rope))(300), angles)
     assert list(rope.state_dict()) == ["inv_freq"]
-    meta = RotaryPositionEmbedding(64, scaling=YARN, device="meta")
+    meta = RotaryPositionEmbedding(64, scaling=scaling, device="meta")
     assert meta(300).is_meta
     there = meta.to_empty(device="cpu")
     assert torch.equal(there(300), angles), "they follow from the arguments; once they were undefined"
@@ -343,7 +354,7 @@ def test_errors_of_wrong_calls(arguments: dict[str, Any], message_start: str) ->
         ({"scaling": "yarn"}, "scaling must be a dictionary or None, got 'yarn'"),
         (
             {"scaling": {"rope_type": "ntk"}},
-            "scaling['rope_type'] must be one of 'default', 'linear', 'dynamic', 'yarn', 'llama3', got 'ntk'",
+            "scaling['rope_type'] must be one of 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', got 'ntk'",
         ),
         ({"scaling": {"rope_type": "linear"}}, "scaling must have 'factor' with rope_type 'linear', got []"),
         (
@@ -354,6 +365,22 @@ def test_errors_of_wrong_calls(arguments: dict[str, Any], message_start: str) ->
         (
             {"scaling": YARN | {"beta": 3}},
             "scaling must not have 'beta' with rope_type 'yarn', got 3\n  HINT: allowed: factor, ",
+        ),
+        (
+            {"dim": 64, "scaling": LONGROPE | {"factor": None}},
+            "scaling must have 'factor' or 'attention_factor' with rope_type 'longrope', got ['factor', 'long_factor', ",
+        ),
+        (
+            {"dim": 64, "scaling": LONGROPE | {"short_factor": [1.0] * 64}},
+            "scaling['short_factor'] must be a list of 32 numbers, got 64 numbers\n  HINT: one number per pair",
+        ),
+        (
+            {"dim": 64, "scaling": LONGROPE | {"long_factor": [1.0] * 31 + [0.0]}},
+            "scaling['long_factor'][31] must be a positive number, got 0.0",
+        ),
+        (
+            {"dim": 64, "scaling": LONGROPE | {"original_max_position_embeddings": 1}},
+            "scaling['original_max_position_embeddings'] must be at least 2, got 1",
         ),
         (
             {"scaling": YARN | {"rope_theta": 5e5}},

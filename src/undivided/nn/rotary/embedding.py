@@ -35,7 +35,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
         scaling: a method for longer contexts, with the keys of a model's config.json: ``{"rope_type": "linear",
             "factor": ...}``; ``"dynamic"`` also needs "original_max_position_embeddings"; ``"yarn"`` needs the same,
             with the options "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim" and "truncate";
-            ``"llama3"`` also needs "low_freq_factor" and "high_freq_factor".
+            ``"llama3"`` also needs "low_freq_factor" and "high_freq_factor"; ``"longrope"`` needs
+            "original_max_position_embeddings", "short_factor", "long_factor" (a number per pair each), and "factor" or
+            "attention_factor". A call that reaches beyond the original length has the long factors at all positions.
         device: device of the frequencies.
 
     Raises:
@@ -49,6 +51,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     """
 
     inv_freq: Tensor
+    long_inv_freq: Tensor | None  # of calls beyond the original length, with "longrope"
 
     def __init__(
         self,
@@ -74,10 +77,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
             as_integer("pretrained_max_position_embeddings", pretrained_max_position_embeddings, 1)
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.scaling = methods.checked_scaling(scaling, pretrained_max_position_embeddings)
+        self.scaling = methods.checked_scaling(scaling, pretrained_max_position_embeddings, self.dim)
         self._check_interpolation()
         self.attention_factor = methods.attention_factor(self.scaling)
-        self.register_buffer("inv_freq", self._frequencies(checked_device(device)))
+        inv_freq, long_inv_freq = self._frequencies(checked_device(device))
+        self.register_buffer("inv_freq", inv_freq)
+        self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)
 
     def _check_interpolation(self) -> None:
         if self.seq_len_interpolation_factor is None:
@@ -92,22 +97,24 @@ class RotaryPositionEmbedding(torch.nn.Module):
             hint = "pass one of the two"
             raise InputError(name, "be None with scaling", self.seq_len_interpolation_factor, hint=hint)
 
-    def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        return methods.scaled_frequencies(self.scaling, self.dim, self.rotary_base, device)
+    def _frequencies(self, device: torch.device | str | None) -> tuple[Tensor, Tensor | None]:
+        arguments = (self.scaling, self.dim, self.rotary_base, device)
+        return methods.scaled_frequencies(*arguments), methods.long_frequencies(*arguments)
 
     def reset_parameters(self) -> None:
         """Compute the frequencies again, for example after `to_empty`."""
-        self.inv_freq = self._frequencies(self.inv_freq.device)
+        self.inv_freq, self.long_inv_freq = self._frequencies(self.inv_freq.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryPositionEmbedding:
         """Move the frequencies, but keep them fp32: bf16 distinguishes only 256 positions. Without values, on the meta
         device, they are computed."""
-        before = self.inv_freq
+        before, before_long = self.inv_freq, self.long_inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before.is_meta:
             self.reset_parameters()
         elif self.inv_freq.dtype != torch.float32:
             self.inv_freq = before.to(self.inv_freq.device)  # which may be loaded ones, of another base
+            self.long_inv_freq = None if before_long is None else before_long.to(self.inv_freq.device)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -154,13 +161,13 @@ class RotaryPositionEmbedding(torch.nn.Module):
         """The angle of each position and pair, fp32 [max_seq_len, dim / 2]."""
         as_integer("max_seq_len", max_seq_len, 0)
         as_integer("offset", offset, 0)
-        inv_freq = self.inv_freq
         length = offset + max_seq_len
-        positions = torch.arange(max_seq_len, dtype=torch.float32, device=inv_freq.device) + offset
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
             positions = positions / (length / trained if length > trained * factor else factor)
-        inv_freq = methods.frequencies_for_length(self.scaling, inv_freq, self.dim, self.rotary_base, length)
+        frequencies = (self.inv_freq, self.long_inv_freq)
+        inv_freq = methods.frequencies_for_length(self.scaling, *frequencies, self.dim, self.rotary_base, length)
         return positions[:, None] * inv_freq  # not a matmul, which autocast rounds
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,18 @@ from undivided.nn.arguments.checks import checked_number
 
 _POSITIVE = "a positive number"
 _LENGTH = "original_max_position_embeddings"
+_PER_PAIR = ("short_factor", "long_factor")
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor", _LENGTH),
     "yarn": ("factor", _LENGTH),
     "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+    "longrope": (_LENGTH, "short_factor", "long_factor"),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor"),
 }
 # Keys of config.json that are constructor arguments.
 _ARGUMENTS = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
@@ -45,8 +48,8 @@ class Scaling:
         return self.values[key]
 
 
-def checked_scaling(config: object, pretrained_length: int | None) -> Scaling:
-    """The method of a dictionary; `pretrained_length` is the default of its original length."""
+def checked_scaling(config: object, pretrained_length: int | None, dim: int) -> Scaling:
+    """The method of a dictionary; `pretrained_length` is the default of its original length. dim: rotated channels."""
     if config is None:
         return Scaling("default", {})
     if not isinstance(config, Mapping):
@@ -65,25 +68,39 @@ def checked_scaling(config: object, pretrained_length: int | None) -> Scaling:
     for key in _REQUIRED[kind]:
         if key not in values:
             raise InputError("scaling", f"have {key!r} with rope_type {kind!r}", sorted(values))
-    scaling = Scaling(kind, {key: _checked(key, value) for key, value in values.items()})
+    scaling = Scaling(kind, {key: _checked(kind, key, value, dim) for key, value in values.items()})
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         must, hint = "be below scaling['high_freq_factor']", "1.0 and 4.0 in the configurations of Llama 3.1"
         raise InputError("scaling['low_freq_factor']", must, f"{low} and {high}", hint=hint)
+    if kind == "longrope" and values.get("factor") is values.get("attention_factor") is None:
+        must = "have 'factor' or 'attention_factor' with rope_type 'longrope'"
+        hint = f"factor is max_position_embeddings / {_LENGTH} of the model's config.json"
+        raise InputError("scaling", must, sorted(values), hint=hint)
     return scaling
 
 
-def _checked(key: str, value: object) -> Any:
+def _checked(kind: str, key: str, value: object, dim: int) -> Any:
     name = f"scaling[{key!r}]"
+    if key in _PER_PAIR:
+        return _checked_factors(name, value, dim // 2)
     if key == _LENGTH:
-        return as_integer(name, value, 1)
+        return as_integer(name, value, 2 if kind == "longrope" else 1)  # its logarithm is a divisor
     if key == "truncate":
         return checked_flag(name, value)
+    if value is None and key in _OPTIONAL.get(kind, ()):
+        return None
     if key == "factor":
         return checked_number(name, value, 1.0, 1e30, "a number of at least 1")
-    if value is None and key in _OPTIONAL["yarn"]:
-        return None
     return checked_number(name, value, 1e-30, 1e30, _POSITIVE)
+
+
+def _checked_factors(name: str, value: object, pairs: int) -> tuple[float, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != pairs:
+        given = f"{len(value)} numbers" if isinstance(value, Sequence) and not isinstance(value, str) else repr(value)
+        hint = "one number per pair of rotated channels, as in a model's config.json"
+        raise InputError(name, f"be a list of {pairs} numbers", given, hint=hint)
+    return tuple(checked_number(f"{name}[{i}]", factor, 1e-30, 1e30, _POSITIVE) for i, factor in enumerate(value))
 
 
 def frequencies(dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
@@ -101,14 +118,34 @@ def scaled_frequencies(scaling: Scaling, dim: int, base: float, device: torch.de
         return _yarn(scaling, plain, dim, base)
     if scaling.kind == "llama3":
         return _llama3(scaling, plain)
+    if scaling.kind == "longrope":
+        return plain / plain.new_tensor(scaling["short_factor"])
     return plain
 
 
-def frequencies_for_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: float, length: int) -> Tensor:
-    """The frequencies for a call of ``length`` positions: "dynamic" lowers them beyond the original length.
+def long_frequencies(
+    scaling: Scaling, dim: int, base: float, device: torch.device | str | None = None
+) -> Tensor | None:
+    """The frequencies of LongRoPE for calls beyond the original length, fp32 [dim / 2]; None with other methods.
+
+    Source: Ding et al. 2024, LongRoPE (arXiv:2402.13753); the keys are those of Phi-3.
+    """
+    if scaling.kind != "longrope":
+        return None
+    plain = frequencies(dim, base, device)
+    return plain / plain.new_tensor(scaling["long_factor"])
+
+
+def frequencies_for_length(
+    scaling: Scaling, inv_freq: Tensor, long_inv_freq: Tensor | None, dim: int, base: float, length: int
+) -> Tensor:
+    """The frequencies for a call of ``length`` positions: "dynamic" lowers them beyond the original length, and
+    "longrope" has others there.
 
     Source: dynamic NTK-aware scaling, https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr/
     """
+    if long_inv_freq is not None:
+        return long_inv_freq if length > scaling[_LENGTH] else inv_freq
     if scaling.kind != "dynamic" or length <= scaling[_LENGTH] or dim == 2:  # one pair has frequency 1
         return inv_freq
     growth = scaling["factor"] * length / scaling[_LENGTH] - (scaling["factor"] - 1)
@@ -116,12 +153,14 @@ def frequencies_for_length(scaling: Scaling, inv_freq: Tensor, dim: int, base: f
 
 
 def attention_factor(scaling: Scaling) -> float:
-    """The factor of the rotated queries and keys: 1 except for YaRN."""
-    if scaling.kind != "yarn":
-        return 1.0
+    """The factor of the rotated queries and keys: 1 except for YaRN and LongRoPE."""
     values = scaling.values
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
+    if scaling.kind == "longrope":  # LongRoPE, section 3.3
+        return math.sqrt(1 + math.log(values["factor"]) / math.log(values[_LENGTH]))
+    if scaling.kind != "yarn":
+        return 1.0
     mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
     if mscale and mscale_all_dim:
         return _mscale(values["factor"], mscale) / _mscale(values["factor"], mscale_all_dim)
