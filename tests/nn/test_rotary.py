@@ -120,6 +120,8 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "longrope": LONGROPE,
     "longrope-attention-factor": {key: value for key, value in LONGROPE.items() if key != "factor"}
     | {"attention_factor": 1.19},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+    "proportional-half": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
 }
 
 
@@ -354,7 +356,7 @@ def test_errors_of_wrong_calls(arguments: dict[str, Any], message_start: str) ->
         ({"scaling": "yarn"}, "scaling must be a dictionary or None, got 'yarn'"),
         (
             {"scaling": {"rope_type": "ntk"}},
-            "scaling['rope_type'] must be one of 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', got 'ntk'",
+            "scaling['rope_type'] must be one of 'default', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope', 'proportional', got 'ntk'",
         ),
         ({"scaling": {"rope_type": "linear"}}, "scaling must have 'factor' with rope_type 'linear', got []"),
         (
@@ -381,6 +383,10 @@ def test_errors_of_wrong_calls(arguments: dict[str, Any], message_start: str) ->
         (
             {"dim": 64, "scaling": LONGROPE | {"original_max_position_embeddings": 1}},
             "scaling['original_max_position_embeddings'] must be at least 2, got 1",
+        ),
+        (
+            {"scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}},
+            "scaling['partial_rotary_factor'] must be a number from 0 to 1, got 1.5",
         ),
         (
             {"scaling": YARN | {"rope_theta": 5e5}},

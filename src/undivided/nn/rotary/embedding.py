@@ -38,6 +38,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
             ``"llama3"`` also needs "low_freq_factor" and "high_freq_factor"; ``"longrope"`` needs
             "original_max_position_embeddings", "short_factor", "long_factor" (a number per pair each), and "factor" or
             "attention_factor". A call that reaches beyond the original length has the long factors at all positions.
+            ``"proportional"`` has the options "partial_rotary_factor", the share of the pairs that are rotated, and
+            "factor".
         device: device of the frequencies.
 
     Raises:

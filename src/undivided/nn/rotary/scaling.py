@@ -28,10 +28,12 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", _LENGTH),
     "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
     "longrope": (_LENGTH, "short_factor", "long_factor"),
+    "proportional": (),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
+    "proportional": ("partial_rotary_factor", "factor"),
 }
 # Keys of config.json that are constructor arguments.
 _ARGUMENTS = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
@@ -90,6 +92,8 @@ def _checked(kind: str, key: str, value: object, dim: int) -> Any:
         return checked_flag(name, value)
     if value is None and key in _OPTIONAL.get(kind, ()):
         return None
+    if key == "partial_rotary_factor":
+        return checked_number(name, value, 0.0, 1.0, "a number from 0 to 1")
     if key == "factor":
         return checked_number(name, value, 1.0, 1e30, "a number of at least 1")
     return checked_number(name, value, 1e-30, 1e30, _POSITIVE)
@@ -120,6 +124,8 @@ def scaled_frequencies(scaling: Scaling, dim: int, base: float, device: torch.de
         return _llama3(scaling, plain)
     if scaling.kind == "longrope":
         return plain / plain.new_tensor(scaling["short_factor"])
+    if scaling.kind == "proportional":
+        return _proportional(scaling, plain, dim)
     return plain
 
 
@@ -202,3 +208,15 @@ def _llama3(scaling: Scaling, plain: Tensor) -> Tensor:
     blend = ((waves - low) / (high - low)).clamp(0, 1)
     mixed: Tensor = plain / scaling["factor"] * (1 - blend) + plain * blend
     return mixed
+
+
+def _proportional(scaling: Scaling, plain: Tensor, dim: int) -> Tensor:
+    """The first pairs, stretched by the factor; the others are not rotated.
+
+    Source: the rope_type of Gemma 4 in the transformers library.
+    """
+    share, factor = (scaling.values.get(key) for key in ("partial_rotary_factor", "factor"))
+    rotated = int((1.0 if share is None else share) * dim // 2)
+    frequencies = plain / (factor or 1.0)
+    frequencies[rotated:] = 0
+    return frequencies
