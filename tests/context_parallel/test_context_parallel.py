@@ -169,6 +169,32 @@ def test_a_batch_of_incoming_gradients_is_one_gradient_after_the_other(strategy:
     simulate(WORLDS[strategy], rank)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("strategy", WORLDS)
+def test_the_losses_of_some_ranks_only_may_use_the_log_sum_exp(strategy: str, layout: str) -> None:
+    """With "all_to_all" the ranks then exchanged different numbers of tensors, which ended a process of gloo."""
+    shapes = [(11, heads, 8) if layout == "thd" else (2, 11, heads, 8) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    mask = masks.causal() & masks.documents([0, 5, 11]) if layout == "thd" else masks.causal()
+
+    def rank(group: SimulatedGroup) -> tuple[Tensor, list[Tensor]]:
+        cp = undivided.ContextParallel(group, strategy, "contiguous").bind(11)  # type: ignore[arg-type]
+        own = [cp.shard(t.detach(), layout).requires_grad_() for t in (q, k, v)]
+        out, lse = undivided.attention(*own, layout=layout, mask=mask, context_parallel=cp, return_lse=True)  # type: ignore[call-overload]
+        rows = torch.arange(11)[cp.positions()]
+        loss = out.square().sum() + (lse.square().sum() if 0 in rows else 0)
+        return (rows if 0 in rows else rows[:0]), [
+            cp.unshard(gradient, layout) for gradient in torch.autograd.grad(loss, own)
+        ]
+
+    found = simulate(WORLDS[strategy], rank, timeout=30)
+    rows = torch.cat([rows for rows, _ in found]).unique()
+    out, lse = undivided.attention(q, k, v, layout=layout, mask=mask, return_lse=True, backend="reference")  # type: ignore[call-overload]
+    right = torch.autograd.grad(out.square().sum() + lse[..., rows].square().sum(), (q, k, v))
+    for ours, expected in zip(found[-1][1], right, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_the_same_backends_run_forward_and_backward() -> None:
     inputs = build(Case("", q_len=24, heads=4, mask=masks.causal), torch.float32)
 

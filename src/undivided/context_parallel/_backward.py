@@ -103,11 +103,14 @@ class Backward:
         if grad_out is None:
             grad_out = torch.zeros((*q.shape[:-1], problem.v_dim), dtype=q.dtype, device=self.k.device)
         grads = [_layout.canonical(grad_out, problem.layout)]
+        queries = self.call.schedule.queries
         if grad_lse is not None:
             grad_lse = grad_lse.unsqueeze(0) if problem.packed else grad_lse
             grads.append(grad_lse.transpose(1, 2).unsqueeze(-1))
+        elif "lse" in problem.features and len(queries.sends) > 1:  # the loss of another rank may use it
+            grads.append(grads[0].new_zeros((*grads[0].shape[:-1], 1), dtype=self.precision))
         upstream = []
-        share_grads = self.call.schedule.queries.to_shares(self.call.heads_axis, grads)()
+        share_grads = queries.to_shares(self.call.heads_axis, grads)()
         for number, (share, result, (grad, *rest)) in enumerate(
             zip(self.shares, self.results, share_grads, strict=True)
         ):
